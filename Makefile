@@ -1,0 +1,27 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test test-all check
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/train_vit.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-all: setup
+	$(BIN)/python -m pytest -m ""
+
+check: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports

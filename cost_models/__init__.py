@@ -1,0 +1,1 @@
+"""Cost models: hardware constants with their sources, and what they predict."""

@@ -1,0 +1,210 @@
+"""LocalProgram -> DifferentiatedProgram: the backward pass as nodes of the same graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
+from ..builder import GraphBuilder
+from ..comm_ops import convert, lower_conversion
+from ..program import DifferentiatedProgram, LocalProgram, outputs
+from ..sharding import gradient, parse_type
+from .vector_jacobian import Pullback, VectorJacobian
+
+aten = torch.ops.aten
+Value = tuple[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class Differentiate:
+    """Append the backward of every operator that a gradient reaches.
+
+    Before: %y = linear(%x, %w);  return %loss
+    After:  %y = linear(%x, %w);  ...;  %gx = mm(%gy, %w);  %gw = mm(t(%gy), %x);  return %loss, %gw
+    Ensures: typed conversions are plain communication, transposed in the backward; each backward node has the stage
+    and the source line of the operator that it differentiates; gradients of one value are added up in the stage
+    that produced them first, so that one tensor crosses per value and stage.
+
+    ``training=False`` only lowers conversions.
+    """
+
+    training: bool = True
+
+    def __call__(self, local: LocalProgram, /) -> DifferentiatedProgram:
+        return _Tape(local, self.training).run()
+
+
+class _Tape:
+    def __init__(self, local: LocalProgram, training: bool) -> None:
+        self.local, self.training = local, training
+        self.builder = GraphBuilder(local.mode)
+        self.operators = VectorJacobian(self.builder)
+        self.value: dict[Value, fx.Node] = {}
+        self.stage: dict[fx.Node, int] = {}
+        self.once: set[fx.Node] = set()
+        self.pullbacks: list[tuple[fx.Node, Pullback]] = []
+        # gradients that arrived: value -> stage of the user -> terms
+        self.arrived: dict[Value, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+        self.gradients: dict[tuple[str, int], fx.Node] = {}
+
+    def run(self) -> DifferentiatedProgram:
+        for node in self.local.graph.nodes:
+            if node.op != "output" and not is_getitem(node):
+                self._forward(node)
+        results = tuple(self.value[origin(n)] for n in outputs(self.local.graph))
+        if self.training:
+            self._backward(outputs(self.local.graph)[0])
+        ordered = sorted(self.gradients.items(), key=lambda item: item[0])
+        self.builder.output((*results, *(node for _, node in ordered)))
+        _drop_unused(self.builder.graph)
+        alive = set(self.builder.graph.nodes)
+        return DifferentiatedProgram(
+            self.local,
+            self.builder.graph,
+            results,
+            {n: s for n, s in self.stage.items() if n in alive},
+            frozenset(self.once & alive),
+            dict(ordered),
+        )
+
+    # -- forward
+
+    def _forward(self, node: fx.Node) -> None:
+        known = facts(node)
+        if node.op == "placeholder":
+            new = self.builder.placeholder(node.name, values(node)[0], known.leaf, needs_grad=known.needs_grad)
+            self.value[node, 0] = new
+            if node in self.local.once:
+                self.once.add(new)
+            return
+        before = len(self.builder.made)
+        with self.builder.at(node):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value[origin(n)])
+            if node.target is convert:
+                self.value[node, 0] = self._conversion(args[0], args[1], args[2], *map(parse_type, args[3:]))
+            elif self.training and known.needs_grad:
+                wanted = [0] if not isinstance(known.value, tuple) else sorted(
+                    {u.args[1] for u in node.users if is_getitem(u) and needs_grad(u)}  # type: ignore[misc]
+                )
+                made, pullback = self.operators.apply(node.target, args, kwargs, wanted)
+                for index, result in enumerate(made):
+                    if result is not None:
+                        self.value[node, index] = result
+                self.pullbacks.append((node, pullback))
+            else:
+                new = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+                if isinstance(known.value, tuple):
+                    for user in node.users:
+                        index = int(user.args[1])  # type: ignore[arg-type]
+                        if (node, index) not in self.value:
+                            self.value[node, index] = self.builder.getitem(new, index)
+                else:
+                    self.value[node, 0] = new
+        if node.target is convert and self.training and known.needs_grad:
+            self.pullbacks.append((node, self._transpose(node)))
+        self._settle(node, before)
+
+    def _settle(self, node: fx.Node, before: int) -> None:
+        stage = self.local.stage.get(node)
+        for new in self.builder.made[before:]:
+            if stage is not None:
+                self.stage[new] = stage
+            elif node in self.local.once:
+                self.once.add(new)
+
+    def _conversion(self, x: fx.Node, axis: str, size: int, source: Any, target: Any) -> fx.Node:
+        op, dims = lower_conversion(source, target)
+        if op is None:
+            return x
+        if isinstance(op, str):
+            return self.builder.call(aten.div.Scalar, x, size)
+        return self.builder.call(op, x, axis, size, *dims)
+
+    def _transpose(self, node: fx.Node) -> Pullback:
+        axis, size, source, target = node.args[1:]
+        before, after = gradient(parse_type(str(target))), gradient(parse_type(str(source)))
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            assert tangents[0] is not None
+            return [self._conversion(tangents[0], str(axis), int(size), before, after)]  # type: ignore[arg-type]
+
+        return pullback
+
+    # -- backward
+
+    def _backward(self, loss: fx.Node) -> None:
+        source, index = origin(loss)
+        before = len(self.builder.made)
+        with self.builder.at(source, backward=True):
+            x = values(loss)[0]
+            seed = self.builder.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
+        self._settle(source, before)
+        stage = self.local.stage.get(source, 0)
+        self.arrived[source, index][stage].append(seed)
+        first_users = _first_users(self.local)
+        for node, pullback in reversed(self.pullbacks):
+            before = len(self.builder.made)
+            stage = self.local.stage[node]
+            with self.builder.at(node, backward=True):
+                tangents = [self._sum((node, i), stage) for i in range(len(values(node)))]
+                if any(t is not None for t in tangents):
+                    terms = pullback(tangents)
+                    for given, term in zip(tensor_inputs(node), terms, strict=True):
+                        if term is not None:
+                            self.arrived[origin(given)][stage].append(term)
+                self._settle(node, before)
+                for parameter in first_users.get((node, stage), ()):
+                    before = len(self.builder.made)
+                    terms_here = self.arrived[parameter, 0].pop(stage, [])
+                    if terms_here:
+                        found = leaf(parameter)
+                        assert found is not None
+                        self.gradients[found.name, stage] = self._add(terms_here)
+                    self._settle(node, before)
+
+    def _sum(self, value: Value, stage: int) -> fx.Node | None:
+        """All gradients of ``value``: added up where they arose, then at home in ``stage``."""
+        sums = []
+        for other, terms in sorted(self.arrived.pop(value, {}).items(), reverse=True):
+            before = len(self.builder.made)
+            sums.append(self._add(terms))
+            for new in self.builder.made[before:]:
+                self.stage[new] = other
+        before = len(self.builder.made)
+        total = self._add(sums) if sums else None
+        for new in self.builder.made[before:]:
+            self.stage[new] = stage
+        return total
+
+    def _add(self, terms: list[fx.Node]) -> fx.Node:
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.builder.call(aten.add.Tensor, total, term)
+        return total
+
+
+def _first_users(local: LocalProgram) -> dict[tuple[fx.Node, int], list[fx.Node]]:
+    """(operator, stage) -> trainable leaves whose first user in that stage it is: the last to send a gradient."""
+    found: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
+    seen: set[tuple[fx.Node, int]] = set()
+    for node in local.graph.nodes:
+        if node.op != "call_function" or not needs_grad(node):
+            continue
+        stage = local.stage.get(node)
+        for source in tensor_inputs(node):
+            if stage is not None and leaf(source) is not None and needs_grad(source) and (source, stage) not in seen:
+                seen.add((source, stage))
+                found[node, stage].append(source)
+    return found
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

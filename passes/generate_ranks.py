@@ -1,0 +1,277 @@
+"""DifferentiatedProgram -> DistributedProgram: generated functions per stage, layouts of state, a schedule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..annotations import facts, leaf, shape, value, values
+from ..comm_ops import RANKED, microbatch
+from ..mesh import Mesh
+from ..program import (
+    DifferentiatedProgram,
+    DistributedProgram,
+    Piece,
+    Slice,
+    StageProgram,
+    StateSpec,
+    Transfer,
+    ValueSpec,
+    outputs,
+)
+from ..schedule import Edge, Schedule, with_transfers
+from ..schedule_check import verify_schedule
+
+
+@dataclass(frozen=True)
+class GenerateRanks:
+    """Cut the graph into one forward and one backward function per stage, and order them by a schedule.
+
+    Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
+    its transfers is verified; the generated code of all ranks of a stage is the same.
+    """
+
+    mesh: Mesh
+    schedule: Callable[[int, int], Schedule]
+    num_microbatches: int
+
+    def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
+        stages = program.local.staged.num_stages
+        sites: list[str] = []
+        cuts = [_Cut(program, index, stages) for index in range(stages)]
+        wants = {cut.index: cut.received for cut in cuts}
+        transfers = _transfers(program, wants)
+        sends: dict[int, set[str]] = defaultdict(set)
+        for transfer in transfers:
+            sends[transfer.source].update(transfer.forward)
+            sends[transfer.target].update(transfer.backward)
+        built = tuple(cut.build(sends[cut.index], sites) for cut in cuts)
+        edges = [Edge(t.source, t.target, bool(t.backward)) for t in transfers]
+        schedule = with_transfers(self.schedule(stages, self.num_microbatches), edges)
+        if program.gradients:
+            verify_schedule(schedule, edges)
+        crossing = {n for t in transfers for n in (*t.forward, *t.backward)}
+        return DistributedProgram(
+            self.mesh,
+            program.local.staged.sharded.axes,
+            built,
+            _state(program),
+            _inputs(program),
+            _results(program),
+            transfers,
+            {n.name: (tuple(values(n)[0].shape), values(n)[0].dtype) for n in program.graph.nodes if n.name in crossing},
+            schedule,
+            tuple(sites),
+        )
+
+
+def _results(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
+    whole = outputs(program.local.staged.sharded.program.graph)
+    local = outputs(program.local.graph)
+    return tuple(
+        ValueSpec(f"output {i}", shape(a), value(a).dtype, program.local.sharding[b])
+        for i, (a, b) in enumerate(zip(whole, local, strict=True))
+    )
+
+
+@dataclass
+class _Cut:
+    """One stage's share of the graph."""
+
+    program: DifferentiatedProgram
+    index: int
+    num_stages: int
+    once: list[fx.Node] = field(default_factory=list)
+    forward: list[fx.Node] = field(default_factory=list)
+    backward: list[fx.Node] = field(default_factory=list)
+    slices: list[fx.Node] = field(default_factory=list)
+    received: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        stage = self.program.stage
+        needed: set[fx.Node] = {n for n in self._results() if n.op != "placeholder"}
+        order = [n for n in self.program.graph.nodes if n.op == "call_function"]
+        for node in reversed(order):
+            if stage.get(node) == self.index or (node in needed and node not in stage):
+                needed.add(node)
+                needed.update(n for n in node.all_input_nodes if n.op == "call_function")
+        for node in order:
+            if node not in needed:
+                continue
+            if node in stage and stage[node] != self.index:
+                self.received.append(node)
+            elif node.target is microbatch:
+                self.slices.append(node)
+            elif node in self.program.once:
+                self.once.append(node)
+            elif facts(node).phase == "backward":
+                self.backward.append(node)
+            else:
+                self.forward.append(node)
+
+    def _results(self) -> dict[fx.Node, int]:
+        last = self.num_stages - 1
+        return {
+            node: position
+            for position, node in enumerate(self.program.outputs)
+            if self.program.stage.get(node, last) == self.index
+        }
+
+    def build(self, sends: set[str], sites: list[str]) -> StageProgram:
+        gradients = {node: name for (name, stage), node in self.program.gradients.items() if stage == self.index}
+        forward, once = set(self.forward), set(self.once)
+        own = forward | set(self.slices) | {n for n in self.received if facts(n).phase == "forward"}
+        saved = [n for n in self.program.graph.nodes if n in own and any(u in set(self.backward) for u in n.users)]
+        results = self._results()
+        static = once | {n for n in self.program.graph.nodes if n.op == "placeholder"}
+        later = {u for n in self.slices for u in n.all_input_nodes}
+        once_out = [n for n in self.once if n in later or n in results or _used_in(n, [*self.forward, *self.backward])]
+        forward_out = [n for n in self.forward if n.name in sends or n in results or n in set(saved)]
+        backward_out = [n for n in self.backward if n.name in sends]
+        leaves = _leaves([*self.once, *self.forward, *self.backward, *self.slices, *results])
+        return StageProgram(
+            self.index,
+            _piece(self.once, once_out, static, {}, sites),
+            _piece(self.forward, forward_out, static, {}, sites),
+            _piece(self.backward, backward_out, static, gradients, sites),
+            {n.name: found.name for n in leaves if (found := leaf(n)) is not None and found.kind != "input"},
+            {n.name: _position(self.program, n) for n in leaves if (f := leaf(n)) is not None and f.kind == "input"},
+            {n.name: Slice(n.args[0].name, n.args[2], n.args[3]) for n in self.slices},  # type: ignore[union-attr,arg-type]
+            {n.name: position for n, position in results.items()},
+            tuple(n.name for n in saved),
+            tuple(gradients[n] for n in self.backward if n in gradients),
+        )
+
+
+def _used_in(node: fx.Node, users: Iterable[fx.Node]) -> bool:
+    among = set(users)
+    return any(user in among for user in node.users)
+
+
+def _leaves(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    for node in nodes:
+        for source in (node, *node.all_input_nodes):
+            if source.op == "placeholder":
+                found[source] = None
+    return list(found)
+
+
+def _position(program: DifferentiatedProgram, node: fx.Node) -> int:
+    inputs = [n for n in program.graph.nodes if n.op == "placeholder" and leaf(n).kind == "input"]  # type: ignore[union-attr]
+    return inputs.index(node)
+
+
+def _transfers(program: DifferentiatedProgram, wants: dict[int, list[fx.Node]]) -> tuple[Transfer, ...]:
+    forward: dict[tuple[int, int], list[str]] = defaultdict(list)
+    backward: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for user, nodes in wants.items():
+        for node in nodes:
+            home = program.stage[node]
+            if facts(node).phase == "forward":
+                assert home < user, f"{node} flows back from stage {home} to {user}"
+                forward[home, user].append(node.name)
+            else:
+                assert home > user, f"the gradient {node} flows forward from stage {home} to {user}"
+                backward[user, home].append(node.name)
+    pairs = sorted({*forward, *backward})
+    return tuple(Transfer(s, t, tuple(forward[s, t]), tuple(backward[s, t])) for s, t in pairs)
+
+
+def _piece(
+    nodes: list[fx.Node],
+    returned: list[fx.Node],
+    static: set[fx.Node],
+    gradients: dict[fx.Node, str],
+    sites: list[str],
+) -> Piece:
+    """A function of ``nodes``. A parameter's gradient is handed over as soon as it exists, not returned."""
+    graph = fx.Graph()
+    inside = set(nodes)
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        inputs.update((n, None) for n in node.all_input_nodes if n not in inside)
+    ordered = [n for n in inputs if n in static] + [n for n in inputs if n not in static]
+    comm = graph.placeholder("comm")
+    env: dict[fx.Node, fx.Node] = {}
+    for node in ordered:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    for node in nodes:
+        env[node] = _emit(graph, node, env, comm, sites)
+        if node in gradients:
+            graph.call_method("accumulate", (comm, env[node], gradients[node]))
+    graph.output(tuple(env[n] for n in returned))
+    graph.set_codegen(_Boxed())
+    module = fx.GraphModule({}, graph)
+    names = {n for n in ordered if n in static}
+    return Piece(
+        module,
+        tuple(n.name for n in ordered if n in names),
+        tuple(n.name for n in ordered if n not in names),
+        tuple(n.name for n in returned),
+    )
+
+
+def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:
+    if node.target not in RANKED:
+        new = graph.node_copy(node, lambda n: env[n])
+        new.meta = dict(node.meta)
+        return new
+    source, axis, _, *rest = node.args
+    name = str(node.target).split(".")[1]
+    assert isinstance(source, fx.Node)
+    sites.append(f"{name}[{axis}] {facts(node).where}".strip())
+    new = graph.call_method(name, (comm, env[source], axis, *rest, len(sites) - 1))
+    new.meta = dict(node.meta)
+    return new
+
+
+class _Boxed(fx.graph.CodeGen):
+    """Takes its arguments in a list, which it empties: a value dies at its last use, not when the caller returns."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
+        unpack = f"{', '.join(names)}, = args" if names else "pass"
+        return f"def {self._func_name}(self, args):\n    {unpack}\n    args.clear()"
+
+
+def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
+    """Every parameter, buffer and constant of the model, used or not."""
+    local = program.local
+    original = local.staged.sharded.program.leaves
+    kinds = {leaf(n).name: s for n, s in local.sharding.items() if leaf(n) is not None}  # type: ignore[union-attr]
+    stages: dict[str, set[int]] = defaultdict(set)
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            found = leaf(source)
+            if found is not None and node in program.stage:
+                stages[found.name].add(program.stage[node])
+    return {
+        found.name: StateSpec(
+            found.name,
+            found.kind,
+            tuple(values(node)[0].shape),
+            values(node)[0].dtype,
+            found.trainable,
+            kinds[found.name],
+            tuple(sorted(stages[found.name])) or (0,),
+        )
+        for node, found in original.items()
+        if found.kind != "input"
+    }
+
+
+def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
+    local = program.local
+    kinds = {leaf(n).name: s for n, s in local.sharding.items() if leaf(n) is not None and leaf(n).kind == "input"}  # type: ignore[union-attr]
+    return tuple(
+        ValueSpec(found.name, tuple(values(node)[0].shape), values(node)[0].dtype, kinds[found.name])
+        for node, found in local.staged.sharded.program.leaves.items()
+        if found.kind == "input"
+    )
+

@@ -1,0 +1,245 @@
+"""StagedProgram -> LocalProgram: every operator on local shapes, every change of sharding a visible node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from ..builder import GraphBuilder
+from ..comm_ops import MICROBATCHES, convert, microbatch, shard_index
+from ..errors import CompileError
+from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
+from ..sharding import I, P, R, Sharding, Shard, conversion_path, local_shape, plain
+from .rule_notation import Rule
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InsertCommunication:
+    """Lower a sharded program to what one rank runs.
+
+    Before: %linear = linear(%x: S(1) -> R, %w: S(0))
+    After:  %all = convert(%x, "tp", 2, "S(1)", "R");  %linear = linear(%all, %w)
+    Ensures: every value has the local shape of its sharding; two conversions of one value to one sharding are one.
+
+    A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
+    slices), else to the stage of the user.
+    """
+
+    rules: dict[Any, Rule]
+
+    def __call__(self, staged: StagedProgram, /) -> LocalProgram:
+        return _Lowering(staged, self.rules).run()
+
+
+@dataclass
+class _Lowering:
+    staged: StagedProgram
+    rules: dict[Any, Rule]
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    sharding: dict[fx.Node, Sharding] = field(default_factory=dict)
+    made: dict[tuple[fx.Node, int, Sharding, int | None], fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sharded: ShardedProgram = self.staged.sharded
+        self.axes = self.sharded.axes
+        self.builder = GraphBuilder(self.sharded.program.mode)
+        self.local: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def run(self) -> LocalProgram:
+        for node in self.sharded.program.graph.nodes:
+            if node.op == "output":
+                continue
+            with self.builder.at(node):
+                if node.op == "placeholder":
+                    self._leaf(node)
+                elif not is_getitem(node):
+                    self._operator(node)
+        out = self.sharded.program.graph.output_node()
+        wanted = self.sharded.strategies[out]
+        results = []
+        for position, result in enumerate(outputs(self.sharded.program.graph)):
+            source, index = origin(result)
+            target = tuple(s.inputs[position] for s in wanted)
+            with self.builder.at(source):
+                node = self._converted(source, index, target, needs_grad(result), self.staged.stage.get(source))
+            self.sharding[node] = target
+            results.append(node)
+        self.builder.output(tuple(results))
+        _drop_unused(self.builder.graph, set(results))
+        nodes = set(self.builder.graph.nodes)
+        return LocalProgram(
+            self.staged,
+            self.builder.graph,
+            self.builder.mode,
+            {n: s for n, s in self.stage.items() if n in nodes},
+            {n: s for n, s in self.sharding.items() if n in nodes},
+            self._once(),
+        )
+
+    def _leaf(self, node: fx.Node) -> None:
+        known = facts(node)
+        assert known.leaf is not None
+        kind = self.sharded.produced(node)
+        size = self._local(shape(node), kind)
+        with self.builder.mode:
+            fake = torch.empty(size, dtype=values(node)[0].dtype, device=values(node)[0].device)
+        new = self.builder.placeholder(node.name, fake, known.leaf, needs_grad=known.needs_grad)
+        self.local[node, 0] = new
+        self.sharding[new] = kind
+
+    def _operator(self, node: fx.Node) -> None:
+        stage = self.staged.stage.get(node)
+        replacement: dict[int, fx.Node] = {}
+        for position, given in enumerate(tensor_inputs(node)):
+            source, index = origin(given)
+            grad = needs_grad(node) and needs_grad(given)
+            replacement[position] = self._converted(source, index, self.sharded.wanted(node, position), grad, stage)
+        before = len(self.builder.made)
+        results = self._emit(node, replacement)
+        for index, result in enumerate(results):
+            if result is None:
+                continue
+            expected = self._local(values(node)[index].shape, self.sharded.produced(node, index))
+            actual = tuple(values(result)[0].shape)
+            if actual != expected:
+                raise CompileError(
+                    "QN209",
+                    f"{node.target} makes {actual} on each rank where its sharding says {expected}",
+                    where=facts(node).where,
+                    fix="report this, with the model",
+                )
+            self.local[node, index] = result
+            self.sharding[result] = self.sharded.produced(node, index)
+        if stage is not None:
+            for new in self.builder.made[before:]:
+                self.stage[new] = stage
+
+    def _emit(self, node: fx.Node, given: dict[int, fx.Node]) -> list[fx.Node | None]:
+        """The operator on local inputs, with local sizes for its literals; one node per output that is used."""
+        target: Any = node.target
+        args, kwargs = _substitute(node, given)
+        produced = [
+            self._local(v.shape, self.sharded.produced(node, i)) for i, v in enumerate(values(node))
+        ]
+        rule = self.rules.get(target)
+        if target is aten.reshape.default:
+            new = self.builder.reshape(args[0], list(produced[0]))
+        elif target is aten.split_with_sizes.default:
+            dim = args[2] if len(args) > 2 else 0
+            new = self.builder.call(target, args[0], [p[dim] for p in produced], dim)
+        elif target is aten.embedding.default and (axes := self._split_on(node, 0, 0)):
+            new = self._embedding_of_rows(args, kwargs, axes)
+        else:
+            if rule is not None and rule.shape_arg is not None:
+                args[rule.shape_arg] = list(produced[0])
+            new = self.builder.call(target, *args, **kwargs)
+        new = self._mean(node, new)
+        if isinstance(facts(node).value, tuple):
+            used = {user.args[1] for user in node.users if is_getitem(user)}
+            return [self.builder.getitem(new, i) if i in used else None for i in range(len(values(node)))]
+        return [new]
+
+    def _mean(self, node: fx.Node, new: fx.Node) -> fx.Node:
+        """The mean over a split dim is partial: each rank's mean counts for its share."""
+        if node.target not in (aten.mean.default, aten.mean.dim):
+            return new
+        ways = math.prod(
+            axis.size
+            for axis, strategy in zip(self.axes, self.sharded.strategies[node], strict=True)
+            if strategy.label.startswith("split") and strategy.outputs[0] is P
+        )
+        return new if ways == 1 else self.builder.call(aten.div.Scalar, new, ways)
+
+    def _embedding_of_rows(self, args: list[Any], kwargs: dict[str, Any], axes: Sequence[Any]) -> fx.Node:
+        """A lookup in this rank's rows: ids of other ranks' rows give zeros, so the results add up."""
+        weight, ids, *rest = args
+        padding = rest[0] if rest else kwargs.get("padding_idx", -1)
+        call, given = self.builder.call, ids
+        rows = shape(weight)[0] * math.prod(axis.size for axis in axes)
+        for axis in axes:
+            rows //= axis.size
+            ids = call(shard_index, ids, axis.name, axis.size, rows)
+        outside = call(aten.bitwise_or.Tensor, call(aten.lt.Scalar, ids, 0), call(aten.ge.Scalar, ids, rows))
+        found = call(aten.embedding.default, weight, call(aten.masked_fill.Scalar, ids, outside, 0))
+        if padding >= 0:  # the padding row is read but never trained
+            padded = self.builder.reshape(call(aten.eq.Scalar, given, padding), [*shape(given), 1])
+            found = call(aten.where.self, padded, call(aten.detach.default, found), found)
+        mask = self.builder.reshape(outside, [*shape(outside), 1])
+        return call(aten.masked_fill.Scalar, found, mask, 0.0)
+
+    def _split_on(self, node: fx.Node, position: int, dim: int) -> list[Any]:
+        wanted = self.sharded.wanted(node, position)
+        return [a for a, kind in zip(self.axes, wanted, strict=True) if isinstance(kind, Shard) and kind.dim == dim]
+
+    # -- conversions
+
+    def _converted(
+        self, source: fx.Node, index: int, target: Sharding, grad: bool, stage: int | None
+    ) -> fx.Node:
+        """``source`` in sharding ``target``, for a user in ``stage``."""
+        start = self.sharded.produced(source, index)
+        if not grad:  # without gradients I and R are the same bits
+            start, target = tuple(map(plain, start)), tuple(map(plain, target))
+        node = self.local[source, index]
+        found = leaf(source)
+        # a parameter is at hand in every stage that uses it
+        home = stage if found is not None and found.kind == "parameter" else self.staged.stage.get(source)
+        state = list(start)
+        for position, kind in conversion_path(start, target, R if grad else I):
+            before = state[position]
+            state[position] = kind
+            away = stage if isinstance(before, Shard) and not isinstance(kind, Shard) else home
+            where = away if home is not None else None
+            key = (node, position, (kind,), where)
+            if key not in self.made:
+                self.made[key] = self._convert(node, position, before, kind)
+                if where is not None:
+                    self.stage[self.made[key]] = where
+            node = self.made[key]
+            home = where
+        return node
+
+    def _convert(self, node: fx.Node, position: int, before: Any, after: Any) -> fx.Node:
+        axis = self.axes[position]
+        if axis.name == MICROBATCHES and isinstance(after, Shard):
+            return self.builder.call(microbatch, node, axis.size, after.dim, after.parts)
+        if before is not P and after is P and not needs_grad(node):
+            return self.builder.call(aten.div.Scalar, node, axis.size)
+        return self.builder.call(convert, node, axis.name, axis.size, str(before), str(after))
+
+    def _local(self, size: Sequence[int], kind: Sharding) -> tuple[int, ...]:
+        return local_shape(size, kind, self.sharded.ranks)
+
+    def _once(self) -> frozenset[fx.Node]:
+        """Nodes that no parameter and no single microbatch touches: they run once a step."""
+        once: set[fx.Node] = set()
+        for node in self.builder.graph.nodes:
+            if node.op == "placeholder":
+                found = leaf(node)
+                if found is not None and found.kind != "parameter":
+                    once.add(node)
+            elif node.op == "call_function" and node.target is not microbatch and node not in self.stage:
+                if all(source in once for source in tensor_inputs(node)):
+                    once.add(node)
+        return frozenset(once)
+
+
+def _substitute(node: fx.Node, given: dict[int, fx.Node]) -> tuple[list[Any], dict[str, Any]]:
+    """The node's arguments with its tensor inputs replaced, by position among them."""
+    counter = iter(range(len(given)))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: given[next(counter)])
+    return [list(a) if isinstance(a, (list, tuple)) else a for a in args], dict(kwargs)
+
+
+def _drop_unused(graph: fx.Graph, keep: set[fx.Node]) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and node not in keep:
+            graph.erase_node(node)

@@ -1,0 +1,310 @@
+"""Captured -> Program: fix the batch size, and rewrite to few canonical operators."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..annotations import Leaf, shape, value
+from ..builder import GraphBuilder
+from ..capture import LEAF, WHERE
+from ..errors import CompileError, Where
+from ..program import Captured, Program
+
+aten = torch.ops.aten
+Rewrite = Callable[[GraphBuilder, fx.Node, list[Any], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Give every value a concrete global shape and every computation one spelling.
+
+    Before: ``view(x, [sym_size, -1])``, ``clone``, ``add(x, 1)``, ``cross_entropy_loss``
+    After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss_forward``, ``sum``, ``div``
+    Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
+
+    ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run.
+
+    Raises:
+        CompileError: QN105 for dropout and other operators that are not supported yet.
+    """
+
+    batch_size: int
+    device: torch.device
+
+    def __call__(self, captured: Captured, /) -> Program:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        builder = GraphBuilder(mode)
+        env: dict[fx.Node, Any] = {}
+        for node in captured.graph.nodes:
+            builder.where = node.meta.get(WHERE, Where())
+            if node.op == "placeholder":
+                env[node] = self._leaf(builder, node)
+            elif node.op == "output":
+                builder.output(tuple(env[n] for n in node.args[0]))
+            else:
+                args = [_resolve(a, env) for a in node.args]
+                kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
+                env[node] = self._node(builder, node, args, kwargs)
+        _drop_unused(builder.graph)
+        return Program(captured, builder.graph, mode, self.batch_size)
+
+    def _leaf(self, builder: GraphBuilder, node: fx.Node) -> fx.Node:
+        leaf: Leaf = node.meta[LEAF]
+        traced = node.meta["val"]
+        if not isinstance(traced, Tensor):
+            raise CompileError(
+                "QN102", f"the batch has a {type(traced).__name__} at {leaf.name}", fix="pass tensors only"
+            )
+        sizes = [self.batch_size if isinstance(s, SymInt) else int(s) for s in traced.shape]
+        with builder.mode:
+            fake = torch.empty(sizes, dtype=traced.dtype, device=self.device)
+        return builder.placeholder(node.name, fake, leaf, needs_grad=leaf.trainable)
+
+    def _node(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        target: Any = node.target
+        if target in (aten.sym_size.int, torch.sym_float, torch.sym_int):
+            return shape(args[0])[args[1]] if target is aten.sym_size.int else args[0]
+        if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(target, torch._ops.OpOverload):
+            return target(*args, **kwargs)  # arithmetic on sizes
+        if target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        if "device" in kwargs:
+            kwargs["device"] = self.device
+        kwargs.pop("pin_memory", None)
+        kwargs.pop("memory_format", None)
+        rewrite = REWRITES.get(target)
+        try:
+            if rewrite is not None:
+                return rewrite(builder, node, args, kwargs)
+            return builder.call(target, *args, **kwargs)
+        except CompileError:
+            raise
+        except Exception as error:
+            raise CompileError(
+                "QN106",
+                f"with a batch of {self.batch_size}, {target} fails: {str(error).splitlines()[0][:200]}",
+                where=builder.where,
+                fix="the model's code fits some batch sizes only; use one of those",
+            ) from error
+
+
+def _flat(tree: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def _resolve(arg: Any, env: dict[fx.Node, Any]) -> Any:
+    if isinstance(arg, fx.Node):
+        return env[arg]
+    if isinstance(arg, (list, tuple)):
+        return [_resolve(a, env) for a in arg]
+    return arg
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("output", "placeholder") and not node.users:
+            graph.erase_node(node)
+
+
+def _identity(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    source: fx.Node = args[0]
+    return source
+
+
+def _reshape(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Any view that only regroups dims becomes reshape (strides differ on each rank anyway)."""
+    with builder.mode:
+        after = node.target(value(args[0]).contiguous(), *args[1:], **kwargs).shape  # type: ignore[operator]
+    return builder.reshape(args[0], [int(s) for s in after])
+
+
+def _cast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    wanted = _output_dtype(node)
+    source: fx.Node = args[0]
+    if value(source).dtype == wanted:
+        return source
+    return builder.call(aten._to_copy.default, source, dtype=wanted)
+
+
+def _output_dtype(node: fx.Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def _slice(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    size = shape(x)[dim]
+    start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
+    end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
+    if (start, end, step) == (0, size, 1):
+        found: fx.Node = x
+        return found
+    return builder.call(aten.slice.Tensor, x, dim, start, end, step)
+
+
+def _expand(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, sizes = args[0], list(args[1])
+    skip = len(sizes) - len(shape(x))
+    sizes = [shape(x)[i - skip] if s == -1 else s for i, s in enumerate(sizes)]
+    return x if list(shape(x)) == sizes else builder.call(aten.expand.default, x, sizes)
+
+
+def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, size = args[0], args[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    whole = shape(x)[dim]
+    return builder.call(
+        aten.split_with_sizes.default, x, [min(size, whole - at) for at in range(0, whole, size)], dim
+    )
+
+
+def _scalar(to_scalar: Any) -> Rewrite:
+    """op.Tensor with a Python number is another operator: adding a number is not linear, adding a tensor is."""
+
+    def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        numbers = [a for a in args[:2] if not isinstance(a, fx.Node)]
+        if not numbers:
+            return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        if not isinstance(args[0], fx.Node):
+            args = [args[1], args[0], *args[2:]]
+        x, number = args[0], args[1]
+        if to_scalar in (aten.mul.Scalar, aten.div.Scalar) and number == 1 and _output_dtype(node) == value(x).dtype:
+            found: fx.Node = x
+            return found
+        number = number * kwargs.get("alpha", 1)
+        return builder.call(to_scalar, x, number)
+
+    return rewrite
+
+
+def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    probability, training = args[1], args[2] if len(args) > 2 else True
+    if probability and training:
+        raise CompileError(
+            "QN105",
+            f"dropout with p={probability} while training: its mask would differ between layouts",
+            where=builder.where,
+            fix="set the model's dropout probabilities to 0",
+        )
+    # native_dropout also returns its mask, which nobody reads when nothing is dropped
+    return [args[0], args[0]] if node.target is aten.native_dropout.default else args[0]
+
+
+def _attention(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    probability = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    if probability:
+        raise CompileError(
+            "QN105",
+            f"attention with dropout p={probability} while training: its mask would differ between layouts",
+            where=builder.where,
+            fix="set the model's attention dropout to 0",
+        )
+    return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _copy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """copy(destination, source) is source, in destination's shape and dtype."""
+    source = _expand(builder, node, [args[1], list(shape(args[0]))], {})
+    wanted = value(args[0]).dtype
+    return source if value(source).dtype == wanted else builder.call(aten._to_copy.default, source, dtype=wanted)
+
+
+def _cross_entropy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Per-row losses, then an explicit sum and count: the count depends on labels alone, which is what lets a mean
+    over tokens be split over ranks and microbatches exactly (torch.nn.functional.cross_entropy's definition)."""
+    defaults = (None, None, None, 1, -100, 0.0)
+    names = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
+    filled = [*args, *(kwargs.get(n, d) for n, d in list(zip(names, defaults, strict=True))[len(args) :])]
+    logits, target, weight, reduction, ignore, smoothing = filled
+    call = builder.call
+    dims = shape(logits)
+    classes = dims[0] if len(dims) == 1 else dims[1]
+    if len(dims) == 1:
+        logits = builder.reshape(logits, [1, classes])
+    elif len(dims) > 2:
+        logits = call(aten.permute.default, logits, [0, *range(2, len(dims)), 1])
+    rows = shape(logits)[:-1]
+    count = 1
+    for size in rows:
+        count *= size
+    logp = call(aten._log_softmax.default, builder.reshape(logits, [count, classes]), 1, False)
+    if value(target).is_floating_point():
+        if len(dims) > 2:
+            target = call(aten.permute.default, target, [0, *range(2, len(dims)), 1])
+        target = builder.reshape(target, [count, classes])
+        if smoothing:
+            target = call(aten.add.Scalar, call(aten.mul.Scalar, target, 1 - smoothing), smoothing / classes)
+        terms = call(aten.mul.Tensor, logp, target)
+        if weight is not None:
+            terms = call(aten.mul.Tensor, terms, weight)
+        losses = call(aten.neg.default, call(aten.sum.dim_IntList, terms, [1]))
+        if reduction == 0:
+            return builder.reshape(losses, list(rows) if len(dims) > 1 else [])
+        total = call(aten.sum.default, losses)
+        return total if reduction == 2 else call(aten.div.Scalar, total, count)
+    target = builder.reshape(target, [count])
+    losses = builder.getitem(call(aten.nll_loss_forward.default, logp, target, weight, 0, ignore), 0)
+    valid = call(aten.ne.Scalar, target, ignore)
+    dtype = value(logp).dtype
+    counted = call(aten._to_copy.default, valid, dtype=dtype)
+    if weight is not None:
+        safe = call(aten.mul.Tensor, target, call(aten._to_copy.default, valid, dtype=value(target).dtype))
+        picked = call(aten.embedding.default, builder.reshape(weight, [classes, 1]), safe)
+        counted = call(aten.mul.Tensor, counted, builder.reshape(picked, [count]))
+    if smoothing:
+        spread = call(aten.mul.Tensor, logp, weight) if weight is not None else logp
+        smooth = call(aten.neg.default, call(aten.sum.dim_IntList, spread, [1]))
+        smooth = call(aten.mul.Tensor, smooth, call(aten._to_copy.default, valid, dtype=dtype))
+        smooth = call(aten.mul.Scalar, smooth, smoothing / classes)
+        losses = call(aten.add.Tensor, call(aten.mul.Scalar, losses, 1 - smoothing), smooth)
+    if reduction == 0:
+        return builder.reshape(losses, list(rows) if len(dims) > 1 else [])
+    total = call(aten.sum.default, losses)
+    return total if reduction == 2 else call(aten.div.Tensor, total, call(aten.sum.default, counted))
+
+
+def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    fill = args[3] if len(args) > 3 else kwargs.get("value")
+    if mode != "constant":
+        return builder.call(aten.pad.default, *args, **kwargs)
+    return builder.call(aten.constant_pad_nd.default, args[0], args[1], fill or 0)
+
+
+REWRITES: dict[Any, Rewrite] = {
+    **dict.fromkeys(
+        [aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift.default],
+        _identity,
+    ),
+    **dict.fromkeys(
+        [
+            aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default,
+            aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.flatten.using_ints,
+            aten.unflatten.int, aten.view_as.default,
+        ],
+        _reshape,
+    ),
+    **dict.fromkeys(
+        [aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default],
+        _cast,
+    ),
+    **dict.fromkeys([aten.dropout.default, aten.native_dropout.default], _dropout),
+    aten.slice.Tensor: _slice,
+    aten.expand.default: _expand,
+    aten.split.Tensor: _split,
+    aten.add.Tensor: _scalar(aten.add.Scalar),
+    aten.sub.Tensor: _scalar(aten.sub.Scalar),
+    aten.mul.Tensor: _scalar(aten.mul.Scalar),
+    aten.div.Tensor: _scalar(aten.div.Scalar),
+    aten.copy.default: _copy,
+    aten.pad.default: _pad,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.scaled_dot_product_attention.default: _attention,
+}  # fmt: skip

@@ -1,0 +1,185 @@
+"""The backward of one operator as graph nodes.
+
+Each operator is differentiated on its own, by tracing autograd over it, and the trace is reused for every operator
+with the same arguments, shapes and strides: repeated blocks cost nothing, and every backward node knows which line
+of the user's model it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..annotations import facts, shape
+from ..builder import GraphBuilder
+
+aten = torch.ops.aten
+# What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
+# gradients of its tensor inputs (None where there is none).
+Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A traced operator: graph of forward and backward, and which of its nodes are what."""
+
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node | None, ...]
+    gradients: tuple[fx.Node | None, ...]
+    forward: frozenset[fx.Node]
+    wanted: tuple[int, ...]  # which outputs have a tangent
+
+
+class VectorJacobian:
+    """Appends operators to a builder together with what their backward needs."""
+
+    def __init__(self, builder: GraphBuilder) -> None:
+        self.builder = builder
+        self.templates: dict[Hashable, Template] = {}
+
+    def apply(
+        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
+    ) -> tuple[list[fx.Node | None], Pullback]:
+        """Append ``target(*args)``. ``wanted``: the outputs whose gradient may arrive.
+
+        Returns a node per output, and the pullback.
+        """
+        if target is aten.linear.default:
+            return self._linear(args, kwargs)
+        tensors: list[fx.Node] = []
+        fx.map_arg((tuple(args), kwargs), tensors.append)
+        key = _key(target, args, kwargs, tensors, wanted)
+        template = self.templates.get(key)
+        if template is None:
+            template = self.templates[key] = _trace(target, args, kwargs, tensors, wanted, self.builder.mode)
+        return self._inline(template, tensors)
+
+    def _inline(self, template: Template, tensors: list[fx.Node]) -> tuple[list[fx.Node | None], Pullback]:
+        env: dict[fx.Node, fx.Node] = dict(zip(template.inputs, tensors, strict=True))
+        for node in template.graph.nodes:
+            if node in template.forward:
+                env[node] = self._copy(node, env)
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            for place, index in zip(template.tangents, template.wanted, strict=True):
+                tangent = tangents[index]
+                if tangent is None:
+                    known = place.meta["val"]
+                    tangent = self.builder.call(
+                        aten.zeros.default, list(known.shape), dtype=known.dtype, device=known.device
+                    )
+                env[place] = tangent
+            for node in template.graph.nodes:
+                if node.op == "call_function" and node not in template.forward and node not in env:
+                    env[node] = self._copy(node, env)
+            return [None if g is None else env[g] for g in template.gradients]
+
+        return [None if o is None else env[o] for o in template.outputs], pullback
+
+    def _copy(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node.target is aten.detach.default:
+            return env[node.args[0]]  # type: ignore[index]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if node.target in _VIEWS:
+            return self.builder.reshape(args[0], args[1])
+        return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _linear(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[fx.Node | None], Pullback]:
+        """linear by hand: autograd's own trace of it has three times as many nodes."""
+        x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+        call = self.builder.call
+        inputs = [x, weight] + ([bias] if bias is not None else [])
+        out = call(aten.linear.default, *inputs)
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            grad = tangents[0]
+            assert grad is not None
+            features_out, features_in = shape(weight)
+            rows = self.builder.reshape(grad, [-1, features_out]) if len(shape(grad)) != 2 else grad
+            found: list[fx.Node | None] = [None] * len(inputs)
+            if facts(x).needs_grad:
+                found[0] = self.builder.reshape(call(aten.mm.default, rows, weight), shape(x))
+            if facts(weight).needs_grad:
+                flat = self.builder.reshape(x, [-1, features_in]) if len(shape(x)) != 2 else x
+                found[1] = call(aten.mm.default, call(aten.t.default, rows), flat)
+            if bias is not None and facts(bias).needs_grad:
+                found[2] = call(aten.sum.dim_IntList, rows, [0])
+            return found
+
+        return [out], pullback
+
+
+def _key(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[fx.Node], wanted: Sequence[int]
+) -> Hashable:
+    seen: list[Hashable] = []
+    for node in tensors:
+        x = facts(node).value
+        assert isinstance(x, Tensor)
+        seen.append((tuple(x.shape), x.stride(), x.dtype, facts(node).needs_grad, tensors.index(node)))
+    literals = fx.map_arg((tuple(args), kwargs), lambda _: "*")
+    return (str(target), repr(literals), tuple(seen), tuple(wanted))
+
+
+def _trace(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: list[fx.Node],
+    wanted: Sequence[int],
+    mode: FakeTensorMode,
+) -> Template:
+    flags = [facts(n).needs_grad for n in tensors]
+    samples = [facts(n).value for n in tensors]
+
+    def call(given: list[Tensor]) -> list[Any]:
+        source = iter(given)
+        new_args, new_kwargs = fx.map_arg((tuple(args), kwargs), lambda _: next(source))
+        out = target(*new_args, **new_kwargs)
+        return list(out) if isinstance(out, (tuple, list)) else [out]
+
+    def joint(given: list[Tensor], tangents: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(flag) for x, flag in zip(given, flags, strict=True)]
+            outs = call(leaves)
+            chosen = [outs[i] for i in wanted]
+            ask = [x for x, flag in zip(leaves, flags, strict=True) if flag]
+            found = iter(torch.autograd.grad(chosen, ask, tangents, allow_unused=True))
+        return outs, [next(found) if flag else None for flag in flags]
+
+    with mode:
+        outs = call(samples)  # type: ignore[arg-type]
+        tangents = [torch.empty_like(outs[i], memory_format=torch.contiguous_format) for i in wanted]
+        traced = make_fx(joint)(samples, tangents)
+    graph = traced.graph
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    flat = graph.output_node().args[0]
+    returned = torch.utils._pytree.tree_leaves(flat, is_leaf=lambda x: x is None)
+    outputs, gradients = returned[: len(outs)], returned[len(outs) :]
+    forward: set[fx.Node] = set()
+    todo = [n for n in outputs if isinstance(n, fx.Node)]
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and node not in forward:
+            forward.add(node)
+            todo += node.all_input_nodes
+    # Nodes that need no tangent belong to the forward pass too only if the outputs need them; what else the backward
+    # derives from saved values is computed in the backward pass.
+    return Template(
+        graph,
+        tuple(places[: len(tensors)]),
+        tuple(places[len(tensors) :]),
+        tuple(n if isinstance(n, fx.Node) else None for n in outputs),
+        tuple(n if isinstance(n, fx.Node) else None for n in gradients),
+        frozenset(forward),
+        tuple(wanted),
+    )

@@ -1,0 +1,112 @@
+"""Facts about graph nodes. The only file that touches ``node.meta``."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from .errors import Where
+
+Value = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a placeholder stands for.
+
+    ``name`` is the original name (parameters, buffers) or the path in the batch (inputs); ``batched``: an input
+    whose dim 0 is the batch.
+    """
+
+    kind: Literal["parameter", "buffer", "constant", "input"]
+    name: str
+    trainable: bool = False
+    batched: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a node: its fake value(s), where the user wrote it, whether gradients flow through it."""
+
+    value: Value
+    where: Where = Where()
+    needs_grad: bool = False
+    leaf: Leaf | None = None
+    phase: Literal["forward", "backward"] = "forward"
+    note: str = ""
+
+
+_KEY = "quintnet"
+
+
+def facts(node: fx.Node) -> Facts:
+    found: Facts = node.meta[_KEY]
+    return found
+
+
+def annotate(node: fx.Node, known: Facts) -> fx.Node:
+    node.meta[_KEY] = known
+    if isinstance(known.value, Tensor):
+        node.meta["val"] = known.value  # what torch's own tools (printers, drawers, inductor) read
+    return node
+
+
+def amend(node: fx.Node, **changes: object) -> fx.Node:
+    return annotate(node, replace(facts(node), **changes))  # type: ignore[arg-type]  # names are checked at run time
+
+
+def value(node: fx.Node) -> Tensor:
+    """The fake tensor of a node with one output."""
+    found = facts(node).value
+    assert isinstance(found, Tensor), f"{node} has several outputs"
+    return found
+
+
+def values(node: fx.Node) -> tuple[Tensor, ...]:
+    """The fake tensors of a node, one or several."""
+    found = facts(node).value
+    return (found,) if isinstance(found, Tensor) else found
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(value(node).shape)
+
+
+def needs_grad(node: fx.Node) -> bool:
+    return facts(node).needs_grad
+
+
+def leaf(node: fx.Node) -> Leaf | None:
+    return facts(node).leaf
+
+
+def num_bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The node's tensor arguments in order, with repeats."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def origin(node: fx.Node) -> tuple[fx.Node, int]:
+    """The operator that makes ``node``'s value, and which of its outputs it is (looks through getitem)."""
+    if is_getitem(node):
+        source, index = node.args
+        assert isinstance(source, fx.Node) and isinstance(index, int)
+        return source, index
+    return node, 0
+
+
+def is_float(x: Tensor) -> bool:
+    return x.is_floating_point() or x.dtype in (torch.complex64, torch.complex128)

@@ -1,0 +1,72 @@
+"""The public face: ``quintnet.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .capture import LossFn
+from .compiled import CompiledProgram, Task
+from .errors import CompileError
+from .mesh import Mesh
+from .passes.rule_notation import Rule, table
+from .passes.sharding_rules import RULES
+from .plan import Plan, check_plan, read_plan
+from .runtime.world import check_world, default_device
+
+
+def compile(
+    model: nn.Module,
+    mesh: Mesh,
+    batch: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    sequence_parallel: bool | None = None,
+    rules: Sequence[Rule] = (),
+    device: torch.device | str | None = None,
+) -> CompiledProgram:
+    """Compile a model written for one device into a program for every rank of ``mesh``.
+
+    Args:
+        model: any nn.Module that torch.export can trace.
+        mesh: named axes, e.g. ``Mesh(pp=2, dp=2, tp=2)``.
+        batch: what one step consumes, a tuple (arguments) or a dict (keyword arguments) of tensors whose dim 0 is
+            the global batch. Without it the model is captured at the first step.
+        loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns a scalar loss, or an
+            object or dict with ``loss``.
+        plan: a Plan, a dict, or the path of a plan file; None for the default rules.
+        microbatches: into how many parts each step's batch is split in time.
+        schedule: ``"1f1b"`` or ``"gpipe"``.
+        sequence_parallel: whether tensor parallelism also splits the values between its operators.
+        rules: sharding rules for further operators, see :func:`quintnet.rule`.
+        device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
+
+    Raises:
+        CompileError: QN1xx if the model or the batch cannot be compiled, QN2xx for the mesh or the plan.
+        RunError: QN301 if the mesh does not fit the process group.
+    """
+    if not isinstance(model, nn.Module):
+        raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
+    if not isinstance(mesh, Mesh):
+        raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
+    for axis in ("cp", "ep"):
+        if mesh[axis] > 1:
+            raise CompileError("QN201", f"the axis {axis} is not supported yet", fix="use dp, tp and pp")
+    given = {"microbatches": microbatches, "schedule": schedule, "sequence_parallel": sequence_parallel}
+    chosen = read_plan(plan)
+    chosen = chosen.model_copy(update={k: v for k, v in given.items() if v is not None})
+    if not isinstance(chosen.microbatches, int) or chosen.microbatches < 1:
+        raise CompileError("QN207", f"microbatches is {chosen.microbatches!r}", fix="give a whole number, 1 or more")
+    check_plan(chosen, mesh)
+    check_world(mesh)
+    book = {**RULES, **table(rules)}
+    where = default_device(model, device)
+    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where))
+    return program if batch is None else program.prepare(batch)

@@ -1,0 +1,102 @@
+"""Build a graph node by node while computing each node's shape: what every pass that rewrites a graph uses."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .annotations import Facts, Leaf, annotate, facts, is_float
+from .errors import Where
+
+aten = torch.ops.aten
+Target = Callable[..., Any]
+
+
+class GraphBuilder:
+    """Appends nodes to a new graph. Values are fake tensors of ``mode``; nothing is computed.
+
+    ``at`` is the place in the user's model that new nodes are attributed to; ``phase`` likewise.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.graph = fx.Graph()
+        self.mode = mode
+        self.made: list[fx.Node] = []
+        self.where = Where()
+        self.backward = False
+        self.note = ""
+
+    @contextmanager
+    def at(self, node: fx.Node, *, backward: bool = False, note: str = "") -> Iterator[None]:
+        before = self.where, self.backward, self.note
+        self.where, self.backward, self.note = facts(node).where, backward, note or facts(node).note
+        try:
+            yield
+        finally:
+            self.where, self.backward, self.note = before
+
+    def placeholder(self, name: str, value: Tensor, leaf: Leaf | None = None, *, needs_grad: bool = False) -> fx.Node:
+        return annotate(
+            self.graph.placeholder(name), Facts(value, where=self.where, needs_grad=needs_grad, leaf=leaf)
+        )
+
+    def call(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
+        """Append ``target(*args, **kwargs)``; node arguments may be nested in lists.
+
+        Views that change nothing are not appended: their input is returned.
+        """
+        if target is operator.getitem:
+            return self.getitem(args[0], args[1])
+        sources: list[fx.Node] = []
+        fx.map_arg((args, kwargs), sources.append)
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda node: facts(node).value)
+        with self.mode:
+            result = target(*fake_args, **fake_kwargs)
+        if isinstance(result, list):
+            result = tuple(result)
+        outputs = (result,) if isinstance(result, Tensor) else result
+        flows = (
+            target is not aten.detach.default
+            and any(facts(s).needs_grad for s in sources)
+            and any(isinstance(o, Tensor) and is_float(o) for o in outputs)
+        )
+        name = getattr(target, "overloadpacket", target).__name__
+        node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        self.made.append(node)
+        return annotate(
+            node,
+            Facts(
+                result,
+                where=self.where,
+                needs_grad=flows,
+                phase="backward" if self.backward else "forward",
+                note=self.note,
+            ),
+        )
+
+    def getitem(self, source: fx.Node, index: int) -> fx.Node:
+        known = facts(source)
+        assert isinstance(known.value, tuple)
+        part = known.value[index]
+        node = self.graph.call_function(operator.getitem, (source, index))
+        self.made.append(node)
+        grad = known.needs_grad and isinstance(part, Tensor) and is_float(part)
+        return annotate(
+            node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase, note=known.note)
+        )
+
+    def reshape(self, x: fx.Node, shape: list[int] | tuple[int, ...]) -> fx.Node:
+        """``x`` in another shape; ``x`` itself where the shape is the same."""
+        known = facts(x).value
+        assert isinstance(known, Tensor)
+        return x if tuple(known.shape) == tuple(shape) else self.call(aten.reshape.default, x, list(shape))
+
+    def output(self, nodes: tuple[fx.Node, ...]) -> None:
+        self.graph.output(nodes)
+        self.graph.lint()

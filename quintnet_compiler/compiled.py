@@ -1,0 +1,245 @@
+"""What ``quintnet.compile`` returns: a model, ready to train on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .capture import LossFn, batch_size_of, capture, plain_batch
+from .compiler import Compiled, Request, Runner, compile_program, follow_program
+from .dump import dump_program
+from .errors import CompileError, InputError
+from .mesh import Mesh
+from .passes.rule_notation import Rule
+from .plan import Plan
+from .program import Captured, DistributedProgram, RankProgram
+from .runtime.backends import Backend, open_backend
+from .schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for: the model, its loss, and the decisions made so far."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    mesh: Mesh
+    plan: Plan
+    rules: Mapping[Any, Rule]
+    device: torch.device
+
+
+class CompiledProgram:
+    """A model compiled for a mesh. Captured at the first step, or when it was made if a batch was given.
+
+    ``step`` and ``evaluate`` take the global batch, on every rank; ``parameters`` are DTensors under the model's
+    own names. Without an initialised process group all ranks run in this process, in lockstep.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._captured: dict[str, Captured] = {}
+        self._programs: dict[tuple[str, int], DistributedProgram] = {}
+        self._compiled: Compiled | None = None
+        self._backend: Backend | None = None
+        self._outputs: dict[int, Any] = {}
+
+    # -- training
+
+    def step(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
+        """Forward and backward of one global batch; afterwards every parameter's ``grad`` is settled.
+
+        Args:
+            batch: what one step consumes; the same global batch on every rank, or with ``batch_is_local`` this
+                data rank's rows of it (what a DistributedSampler gives).
+
+        Returns:
+            The loss of the global batch, a scalar, the same on every rank.
+
+        Raises:
+            InputError: QN102 or QN106 if the batch does not fit.
+            CompileError: if this is the first step, see :func:`quintnet.compile`.
+        """
+        return self._run("train", batch, batch_is_local)[0]
+
+    def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
+        """The loss of one global batch with the model in evaluation mode; no gradients."""
+        return self._run("evaluate", batch, batch_is_local)[0]
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
+        batch = kwargs if kwargs else inputs
+        leaves = self._run("outputs", batch, False)
+        return pytree.tree_unflatten(leaves, self._captured["outputs"].output_spec)
+
+    # -- state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters (those of its stages): DTensors under the model's names."""
+        yield from self._state().parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
+        return self._state().clip_grad_norm(self._leader().program, max_norm)
+
+    # -- inspection
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._task.mesh
+
+    @property
+    def plan(self) -> Plan:
+        """The complete plan: compiling with it gives this program."""
+        return self._leader().plan
+
+    @property
+    def ranks(self) -> Sequence[RankProgram]:
+        """Every rank's generated functions and actions."""
+        program = self._leader().program
+        return [program.rank(rank) for rank in range(self.mesh.size)]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._leader().program.schedule
+
+    @property
+    def compile_seconds(self) -> Mapping[str, float]:
+        """Time of each pass."""
+        return dict(self._leader().runner.seconds)
+
+    def dump(self, folder: str | Path) -> Path:
+        """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``.
+
+        Equal programs give equal bytes, on every rank and every run.
+        """
+        leader = self._leader()
+        return dump_program(leader.program, leader.plan, leader.runner.programs, Path(folder))
+
+    def prepare(self, batch: Any) -> CompiledProgram:
+        """Compile for batches like this one now, without running anything."""
+        self._program("train", plain_batch(batch), batch_size_of(batch))
+        return self
+
+    # -- how
+
+    def _leader(self) -> Compiled:
+        if self._compiled is None:
+            raise CompileError(
+                "QN102",
+                "the program is not compiled yet, because it has not seen a batch",
+                fix="pass batch= to quintnet.compile, call prepare(batch), or run a step",
+            )
+        return self._compiled
+
+    def _state(self) -> Backend:
+        if self._backend is None:
+            program = self._leader().program
+            self._backend = open_backend(
+                self.mesh, program, self._captured["train"].tensors, self._task.device
+            )
+        return self._backend
+
+    def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
+        batch = plain_batch(batch)
+        rows = batch_size_of(batch)
+        program = self._program(kind, batch, rows * (self.mesh["dp"] if local else 1))
+        inputs = self._inputs(kind, program, batch, local)
+        return self._state().run(program, inputs, train=kind == "train")
+
+    def _program(self, kind: str, batch: Any, size: int) -> DistributedProgram:
+        found = self._programs.get((kind, size))
+        if found is not None:
+            return found
+        if self._compiled is None:
+            self._lead(batch, size) if kind == "train" else self._lead_for(kind, batch, size)
+            if kind == "train":
+                return self._programs[kind, size]
+        task, leader = self._task, self._leader()
+        plan = leader.plan
+        request = Request(task.mesh, plan, size, task.device, task.rules)
+        captured = self._capture(kind, batch)
+        found = follow_program(captured, request, leader, Runner(), training=kind == "train")
+        self._programs[kind, size] = found
+        return found
+
+    def _lead_for(self, kind: str, batch: Any, size: int) -> None:
+        """Evaluation came first: the training program still decides where parameters live."""
+        if kind == "outputs":
+            raise CompileError(
+                "QN102",
+                "the model's outputs were asked for before a training batch was seen",
+                fix="pass batch= to quintnet.compile",
+            )
+        self._lead(batch, size)
+
+    def _lead(self, batch: Any, size: int) -> None:
+        task = self._task
+        check_divides(task.mesh, task.plan.microbatches, size)
+        request = Request(task.mesh, task.plan, size, task.device, task.rules)
+        self._compiled = compile_program(self._capture("train", batch), request, Runner(keep=True))
+        self._programs["train", size] = self._compiled.program
+
+    def _capture(self, kind: str, batch: Any) -> Captured:
+        if kind not in self._captured:
+            task = self._task
+            want = "outputs" if kind == "outputs" else "loss"
+            self._captured[kind] = capture(task.model, batch, task.loss_fn, want=want, training=kind == "train")
+        return self._captured[kind]
+
+    def _inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:
+        leaves, spec = pytree.tree_flatten(batch)
+        captured = self._captured[kind]
+        if spec != captured.input_spec:
+            raise InputError(
+                "QN102",
+                f"the batch has another structure than the first one: {_outline(batch)}",
+                fix="pass the same kinds of arguments in the same order",
+            )
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        for x, want in zip(tensors, program.inputs, strict=True):
+            expected = list(want.shape)
+            if local and x.dim() and expected[0] != x.shape[0]:
+                expected[0] //= self.mesh["dp"]
+            if list(x.shape) != expected or x.dtype != want.dtype:
+                raise InputError(
+                    "QN102",
+                    f"batch{want.path} is {tuple(x.shape)} {x.dtype}, and {tuple(expected)} {want.dtype} was compiled",
+                    fix="pass batches like the first one (any number of rows that divides)",
+                )
+        return tensors
+
+
+def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
+    """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches."""
+    ways = mesh["dp"] * microbatches
+    if rows % ways:
+        near = max(ways, rows // ways * ways)
+        raise InputError(
+            "QN106",
+            f"a batch of {rows} rows does not divide over dp={mesh['dp']} x {microbatches} microbatches",
+            fix=f"use a batch of {near} rows, or drop the last incomplete batch",
+        )
+
+
+def _outline(batch: Any) -> str:
+    def one(x: Any) -> str:
+        return f"{x.dtype}{list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{name}: {one(x)}" for name, x in batch.items()) + "}"
+    return "(" + ", ".join(one(x) for x in batch) + ")"

@@ -1,0 +1,150 @@
+"""The passes, in order, as plain code."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from .comm_ops import MICROBATCHES
+from .cost_models.roofline import Roofline
+from .mesh import Mesh
+from .passes.choose_sharding import ChooseSharding
+from .passes.cut_stages import CutStages, boundaries, parameter_stages
+from .passes.differentiate import Differentiate
+from .passes.follow_stages import FollowStages
+from .passes.generate_ranks import GenerateRanks
+from .passes.insert_communication import InsertCommunication
+from .passes.normalize import Normalize
+from .passes.rule_notation import Rule
+from .passes.sharding_rules import RULES
+from .passes.strategies import RuleBook
+from .plan import Plan, fixed_types
+from .program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
+from .schedule import SCHEDULES, forward_only
+from .sharding import AxisType
+from .verify import verify
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass
+class Runner:
+    """Runs passes: verifies each result, keeps its time, and its text where a dump asks for it."""
+
+    keep: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    programs: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __call__(self, step: Callable[[A], B], program: A) -> B:
+        start = time.perf_counter()
+        result = step(program)
+        verify(result)
+        name = type(step).__name__
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        if self.keep:
+            self.programs.append((name, result))
+        return result
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compile for: everything but the model."""
+
+    mesh: Mesh
+    plan: Plan
+    batch_size: int
+    device: torch.device
+    rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
+
+
+def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
+    """The axes that shardings nest in: data outermost, then microbatches, then model axes."""
+    found = [Axis("dp", mesh["dp"], "data"), Axis(MICROBATCHES, microbatches, "time"), Axis("tp", mesh["tp"], "model")]
+    return tuple(axis for axis in found if axis.size > 1)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program and the plan that it follows, complete."""
+
+    program: DistributedProgram
+    plan: Plan
+    runner: Runner
+    stages: Mapping[str, tuple[int, ...]]
+
+
+def compile_program(captured: Captured, request: Request, runner: Runner) -> Compiled:
+    """Captured model -> programs of all ranks, for training.
+
+    Raises:
+        CompileError: see the passes.
+    """
+    mesh, plan = request.mesh, request.plan
+    sharded = _shard(captured, request, runner, plan.microbatches)
+    staged = runner(CutStages(mesh["pp"], Roofline(), plan.stages), sharded)
+    program = _lower(staged, request, runner, SCHEDULES[plan.schedule], plan.microbatches, training=True)
+    return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged))
+
+
+def follow_program(
+    captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
+) -> DistributedProgram:
+    """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
+    microbatches = leader.plan.microbatches
+    if not training:
+        microbatches = math.gcd(request.batch_size // request.mesh["dp"] or 1, microbatches)
+    sharded = _shard(captured, request, runner, microbatches)
+    staged = runner(FollowStages(request.mesh["pp"], leader.stages), sharded)
+    schedule = SCHEDULES[leader.plan.schedule] if training else forward_only
+    return _lower(staged, request, runner, schedule, microbatches, training=training)
+
+
+def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
+    program = runner(Normalize(request.batch_size, request.device), captured)
+    names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
+    axes = axes_of(request.mesh, microbatches)
+    choose = ChooseSharding(
+        axes,
+        RuleBook(request.rules, request.plan.unknown_ops),
+        Roofline(),
+        fixed_types(request.plan, names, request.mesh),
+        request.plan.sequence_parallel,
+    )
+    return runner(choose, program)
+
+
+def _lower(
+    staged: StagedProgram,
+    request: Request,
+    runner: Runner,
+    schedule: Callable[[int, int], Any],
+    microbatches: int,
+    *,
+    training: bool,
+) -> DistributedProgram:
+    local = runner(InsertCommunication(dict(request.rules)), staged)
+    differentiated = runner(Differentiate(training), local)
+    return runner(GenerateRanks(request.mesh, schedule, microbatches), differentiated)
+
+
+def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:
+    leaves = staged.sharded.program.leaves
+    return {leaves[node].name: stages for node, stages in parameter_stages(staged).items()}
+
+
+def _complete(
+    plan: Plan, mesh: Mesh, sharded: ShardedProgram, staged: StagedProgram, program: DistributedProgram
+) -> Plan:
+    model_axes = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model"]
+    kinds: dict[str, dict[str, str]] = {}
+    for spec in program.state.values():
+        if spec.kind == "parameter" and model_axes:
+            types: dict[str, AxisType] = {name: spec.sharding[i] for i, name in model_axes}
+            kinds[spec.name] = {name: str(kind) for name, kind in types.items()}
+    return plan.model_copy(update={"mesh": dict(mesh.axes), "parameters": kinds, "stages": boundaries(staged)})

@@ -1,0 +1,53 @@
+"""Slices of real tensors: the arithmetic behind ``S(dim, parts)``, shared by every transport and by state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .sharding import Shard, Sharding
+
+
+def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
+    """Rank ``index``'s slice of ``x`` under ``S(dim, parts)``; a view where ``parts`` is 1.
+
+    >>> take(torch.arange(8), 0, 2, 2, 1)
+    tensor([2, 3, 6, 7])
+    """
+    if parts == 1:
+        size = x.shape[dim] // ranks
+        return x.narrow(dim, index * size, size)
+    return x.unflatten(dim, (parts, ranks, -1)).select(dim + 1, index).flatten(dim, dim + 1)
+
+
+def pieces(x: Tensor, dim: int, parts: int, ranks: int) -> list[Tensor]:
+    """Every rank's slice of ``x``."""
+    return [take(x, dim, parts, ranks, index) for index in range(ranks)]
+
+
+def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:
+    """The tensor whose slices are ``shards``: the inverse of :func:`pieces`.
+
+    >>> join([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])], 0, 2)
+    tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    if parts == 1:
+        return torch.cat(list(shards), dim)
+    views = [shard.unflatten(dim, (parts, -1)) for shard in shards]
+    return torch.stack(views, dim + 1).flatten(dim, dim + 2)
+
+
+def pad(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
+    """``x`` as rank ``index``'s slice of a full-sized tensor of zeros: the transpose of :func:`take`."""
+    zero = torch.zeros_like(x)
+    return join([x if rank == index else zero for rank in range(ranks)], dim, parts)
+
+
+def take_all(x: Tensor, sharding: Sharding, ranks: Sequence[int], coordinate: Sequence[int]) -> Tensor:
+    """One rank's part of the global tensor ``x``: each axis slices what the axes before it left."""
+    for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
+        if isinstance(kind, Shard):
+            x = take(x, kind.dim, kind.parts, count, index)
+    return x

@@ -1,0 +1,80 @@
+"""A mesh: named axes over ranks. The first axis is the outermost: its neighbours are furthest apart."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import CompileError
+
+AXES = ("dp", "tp", "cp", "ep", "pp")
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Ranks arranged along named axes, outermost first: ``Mesh(pp=2, dp=2, tp=2)`` has 8 ranks.
+
+    Axes: ``dp`` data, ``tp`` tensor, ``cp`` context, ``ep`` expert, ``pp`` pipeline; any subset, any order.
+    Ranks are numbered row-major, so ranks along the last axis are neighbours.
+
+    Raises:
+        CompileError: QN201 for an unknown axis or a size that is not a positive integer.
+
+    >>> Mesh(pp=2, tp=2).coordinate(2)
+    {'pp': 1, 'tp': 0}
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __init__(self, **axes: int) -> None:
+        for name, size in axes.items():
+            if name not in AXES:
+                raise CompileError("QN201", f"unknown axis {name!r}", fix=f"use some of {', '.join(AXES)}")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise CompileError(
+                    "QN201", f"axis {name} has size {size!r}", fix="give each axis a whole number of ranks, 1 or more"
+                )
+        object.__setattr__(self, "axes", tuple(axes.items()))
+
+    def __getitem__(self, axis: str) -> int:
+        """The size of ``axis``; 1 where the mesh does not have it."""
+        return dict(self.axes).get(axis, 1)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(size for _, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.shape)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where ``rank`` stands on every axis."""
+        place: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, place[name] = divmod(rank, size)
+        return {name: place[name] for name in self.names}
+
+    def rank(self, coordinate: dict[str, int]) -> int:
+        """The rank at ``coordinate``; axes that it leaves out count as 0."""
+        number = 0
+        for name, size in self.axes:
+            number = number * size + coordinate.get(name, 0)
+        return number
+
+    def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` at most along ``axes``, in order of their coordinates."""
+        here = self.coordinate(rank)
+        present = [name for name in self.names if name in axes]
+        places = itertools.product(*(range(self[name]) for name in present))
+        return tuple(self.rank({**here, **dict(zip(present, place, strict=True))}) for place in places)

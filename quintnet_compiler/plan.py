@@ -1,0 +1,128 @@
+"""The plan: what to decide about a layout, as a document that a person, a tool or the planner writes."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import CompileError
+from .mesh import AXES, Mesh
+from .schedule import SCHEDULES
+from .sharding import AxisType, parse_type
+
+
+class Plan(BaseModel):
+    """Decisions about a program. What a plan leaves open, the compiler decides; a compiled program's plan has
+    everything filled in, and compiling with it gives the same program.
+
+    ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
+    ``stages``: where each pipeline stage but the first begins: module paths or operator names.
+    ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
+    ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    mesh: dict[str, int] = Field(default_factory=dict)
+    microbatches: int = Field(default=1, ge=1)
+    schedule: str = "1f1b"
+    sequence_parallel: bool = True
+    parameters: dict[str, dict[str, str]] = Field(default_factory=dict)
+    stages: tuple[str, ...] = ()
+    unknown_ops: Literal["error", "replicate"] = "error"
+
+    def to_json(self) -> str:
+        """Stable text: equal plans give equal bytes."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Raises: CompileError QN207 for anything that is not a plan, unknown keys included."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"]) or "the document"
+            raise CompileError(
+                "QN207", f"{place}: {first['msg']}", fix=f"a plan has the keys {', '.join(cls.model_fields)}"
+            ) from None
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json())
+
+
+def read_plan(given: Any) -> Plan:
+    """A plan from what ``compile(plan=...)`` takes: None, a Plan, a dict, or a path.
+
+    Raises:
+        CompileError: QN207.
+    """
+    if given is None:
+        return Plan()
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, Mapping):
+        return Plan.from_json(json.dumps(dict(given)))
+    if given in ("auto", "hf"):
+        raise CompileError("QN207", f"plan={given!r} is not available yet", fix="pass plan=None for the default rules")
+    if isinstance(given, (str, Path)):
+        path = Path(given)
+        if not path.is_file():
+            raise CompileError("QN207", f"there is no plan file {str(path)!r}", fix="pass a Plan, or the path of one")
+        return Plan.from_json(path.read_bytes())
+    raise CompileError("QN207", f"a {type(given).__name__} is not a plan", fix="pass a Plan, a dict, or a path")
+
+
+def check_plan(plan: Plan, mesh: Mesh) -> None:
+    """Raises: CompileError QN201, QN207 or QN208 where a plan does not fit a mesh or itself."""
+    if plan.mesh and plan.mesh != dict(mesh.axes):
+        raise CompileError(
+            "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
+        )
+    if plan.schedule not in SCHEDULES:
+        raise CompileError(
+            "QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {', '.join(sorted(SCHEDULES))}"
+        )
+    for pattern, kinds in plan.parameters.items():
+        for axis, text in kinds.items():
+            if axis not in AXES or axis == "pp":
+                raise CompileError(
+                    "QN201", f"the plan shards {pattern!r} over {axis!r}", fix="name one of dp, tp, cp, ep"
+                )
+            _type(pattern, text)
+
+
+def _type(pattern: str, text: str) -> AxisType:
+    try:
+        return parse_type(text)
+    except ValueError as error:
+        raise CompileError("QN207", f"parameters.{pattern}: {error}") from None
+
+
+def fixed_types(plan: Plan, names: Iterable[str], mesh: Mesh) -> dict[tuple[str, str], AxisType]:
+    """(parameter, axis) -> type, for every name that a pattern of the plan matches. Later patterns win.
+
+    Raises:
+        CompileError: QN204 for a pattern that matches nothing, with the names that come closest.
+    """
+    names = list(names)
+    found: dict[tuple[str, str], AxisType] = {}
+    for pattern, kinds in plan.parameters.items():
+        matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise CompileError(
+                "QN204",
+                f"the plan's rule {pattern!r} matches no parameter",
+                fix=f"did you mean {', '.join(close)}?" if close else "see program.named_parameters()",
+            )
+        for name in matched:
+            found |= {(name, axis): _type(pattern, text) for axis, text in kinds.items() if mesh[axis] > 1}
+    return found

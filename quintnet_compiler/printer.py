@@ -1,0 +1,134 @@
+"""One text form per program type: deterministic, and readable without the program at hand."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+from typing import Any
+
+from torch import fx
+
+from .annotations import facts, is_getitem, leaf, values
+from .program import (
+    DifferentiatedProgram,
+    DistributedProgram,
+    LocalProgram,
+    Piece,
+    Program,
+    RankProgram,
+    ShardedProgram,
+    StagedProgram,
+)
+from .schedule import grid
+
+
+def _type(node: fx.Node) -> str:
+    kinds = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in values(node)]
+    return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        found = leaf(node)
+        return f"{found.kind} {found.name!r}" if found else "value"
+    if is_getitem(node):
+        return f"{node.args[0]}[{node.args[1]}]"
+    args = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    name = str(node.target).removesuffix(".default")
+    return f"{name}({', '.join(args)})"
+
+
+def _argument(arg: Any) -> str:
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(_argument(a) for a in arg)}]"
+    return f"%{arg}" if isinstance(arg, fx.Node) else repr(arg)
+
+
+def _lines(graph: fx.Graph, extra: dict[fx.Node, str] | None = None) -> str:
+    """One line per node, under a comment whenever the place in the user's model changes."""
+    lines: list[str] = []
+    last = ""
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_argument(node.args[0])}")
+            continue
+        where = str(facts(node).where)
+        if where != last and where:
+            lines.append(f"# {where}")
+        last = where
+        note = (extra or {}).get(node, "")
+        lines.append(f"%{node.name}: {_type(node)} = {_call(node)}" + (f"  {note}" if note else ""))
+    return "\n".join(lines) + "\n"
+
+
+@singledispatch
+def program_text(program: Any) -> str:
+    """The text of a program after a pass."""
+    return f"{program}\n"
+
+
+@program_text.register
+def _(program: Program) -> str:
+    return _lines(program.graph)
+
+
+@program_text.register
+def _(program: ShardedProgram) -> str:
+    head = "axes: " + ", ".join(f"{a.name}={a.size} ({a.role})" for a in program.axes)
+    notes = {}
+    for node, strategies in program.strategies.items():
+        if node.op != "output":
+            notes[node] = "{" + "; ".join(
+                f"{axis.name}: {', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}"
+                for axis, s in zip(program.axes, strategies, strict=True)
+            ) + "}"
+    return f"{head}\n{_lines(program.program.graph, notes)}"
+
+
+@program_text.register
+def _(program: StagedProgram) -> str:
+    notes = {node: f"@ stage {stage}" for node, stage in program.stage.items()}
+    return f"stages: {program.num_stages}\n{_lines(program.sharded.program.graph, notes)}"
+
+
+def _placed(program: LocalProgram | DifferentiatedProgram) -> dict[fx.Node, str]:
+    notes = {node: "once" for node in program.once if node.op != "placeholder"}
+    return notes | {node: f"@ stage {stage}" for node, stage in program.stage.items()}
+
+
+@program_text.register
+def _(program: LocalProgram) -> str:
+    return _lines(program.graph, _placed(program))
+
+
+@program_text.register
+def _(program: DifferentiatedProgram) -> str:
+    return _lines(program.graph, _placed(program))
+
+
+@program_text.register
+def _(program: DistributedProgram) -> str:
+    lines = [f"{program.mesh}", "", grid(program.schedule, None) if program.schedule.num_stages > 1 else ""]
+    lines += [f"transfer {t.source} -> {t.target}: {', '.join(t.forward)}; back: {', '.join(t.backward)}" for t in program.transfers]
+    lines += ["", "state:"]
+    for spec in program.state.values():
+        kinds = ", ".join(f"{a.name}: {k}" for a, k in zip(program.axes, spec.sharding, strict=True))
+        lines.append(f"  {spec.kind} {spec.name!r} {list(spec.shape)} {{{kinds}}} stages {list(spec.stages)}")
+    return "\n".join(lines) + "\n"
+
+
+def _function(name: str, piece: Piece) -> str:
+    """A generated function, each line under the place in the user's model that it comes from."""
+    return f"# {name}: static {list(piece.static)}; per microbatch {list(piece.dynamic)}; returns {list(piece.outputs)}\n" + (
+        piece.code.strip().replace("def forward(", f"def {name}(").replace("torch.ops.", "ops.") + "\n"
+    )
+
+
+def code_text(program: DistributedProgram, part: RankProgram) -> str:
+    """What one rank runs: its functions and its actions."""
+    place = ", ".join(f"{axis}={index}" for axis, index in part.coordinate.items())
+    lines = [f"# rank {part.rank} of {program.mesh}: {place}", f"# actions: {' '.join(map(str, part.actions))}", ""]
+    for stage in part.stages:
+        lines += [f"# ---- stage {stage.index}", f"# state: {dict(stage.state)}", f"# batch: {dict(stage.inputs)}"]
+        lines += [_function(name, getattr(stage, name)) for name in ("once", "forward", "backward")]
+    places = [f"#   {number}: {site}" for number, site in enumerate(program.sites)]
+    return "\n".join([*lines, "# communication:", *places]) + "\n"

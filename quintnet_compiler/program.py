@@ -1,0 +1,282 @@
+"""The compiler's intermediate programs. Each stage of knowledge is a type of its own: a pass that runs out of
+order does not type-check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec
+
+from .annotations import Leaf, leaf
+from .mesh import Mesh
+from .schedule import Action, Schedule
+from .sharding import AxisType, Sharding
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The user's model as torch.export sees it: ATen operators, symbolic batch size, global shapes.
+
+    ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
+    maps every further name of a tied parameter to the one that is kept.
+    """
+
+    graph: fx.Graph
+    tensors: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    input_spec: TreeSpec
+    output_spec: TreeSpec
+    training: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured program for one global batch size: functional, canonical operators, concrete global shapes.
+
+    Invariants: every node carries facts; only the output node has no users; the output is a tuple of nodes.
+    """
+
+    captured: Captured
+    graph: fx.Graph
+    mode: FakeTensorMode
+    batch_size: int
+
+    @property
+    def leaves(self) -> dict[fx.Node, Leaf]:
+        return {n: kind for n in self.graph.nodes if n.op == "placeholder" and (kind := leaf(n)) is not None}
+
+
+def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes that a graph returns."""
+    result: tuple[fx.Node, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+    return result
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis as the passes see it: a name, how many ranks (or microbatches) it has, and its role.
+
+    Roles: ``data`` shards the batch and never gathers activations; ``time`` is the microbatch axis, along which
+    nothing can be exchanged; ``model`` shards parameters.
+    """
+
+    name: str
+    size: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How one operator runs on one axis: the types it takes and the types it makes."""
+
+    inputs: tuple[AxisType, ...]
+    outputs: tuple[AxisType, ...]
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class ShardedProgram:
+    """Every value has a sharding: for each node, one strategy per axis (outermost first).
+
+    Invariants: a node's strategies are legal for its operator; the shape left by the earlier axes divides.
+    """
+
+    program: Program
+    axes: tuple[Axis, ...]
+    strategies: Mapping[fx.Node, tuple[Strategy, ...]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    def produced(self, node: fx.Node, output: int = 0) -> Sharding:
+        return tuple(s.outputs[output] for s in self.strategies[node])
+
+    def wanted(self, node: fx.Node, position: int) -> Sharding:
+        return tuple(s.inputs[position] for s in self.strategies[node])
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """Every node that depends on a parameter has a pipeline stage; the others run wherever they are needed.
+
+    Invariants: no edge points to an earlier stage; a parameter belongs to every stage that uses it.
+    """
+
+    sharded: ShardedProgram
+    num_stages: int
+    stage: Mapping[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """What one rank computes, with all stages still in one graph: local shapes, conversions as nodes.
+
+    ``sharding`` types every leaf and output; ``stage`` is as in :class:`StagedProgram` (absent: any stage);
+    ``split`` names the nodes that slice a whole-batch value for one microbatch; ``once`` those that run once a
+    step, before the first microbatch.
+    """
+
+    staged: StagedProgram
+    graph: fx.Graph
+    mode: FakeTensorMode
+    stage: Mapping[fx.Node, int]
+    sharding: Mapping[fx.Node, Sharding]
+    once: frozenset[fx.Node]
+
+
+@dataclass(frozen=True)
+class DifferentiatedProgram:
+    """A local program with its backward: one graph of forward and backward nodes.
+
+    ``gradients`` maps (parameter, a stage that uses it) to the node of its gradient: partial over the axes on
+    which the parameter is R, over microbatches, and over the stages that share it. Empty for inference.
+    Invariants: typed conversions are lowered to plain communication; every backward node has a stage.
+    """
+
+    local: LocalProgram
+    graph: fx.Graph
+    outputs: tuple[fx.Node, ...]
+    stage: Mapping[fx.Node, int]
+    once: frozenset[fx.Node]
+    gradients: Mapping[tuple[str, int], fx.Node]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated function: ``module([comm, *static, *dynamic])`` empties the list and returns a tuple.
+
+    ``static`` values stay the same for a whole step (state, whole-batch values); ``dynamic`` ones belong to a
+    microbatch; ``outputs`` names what comes back.
+    """
+
+    module: fx.GraphModule
+    static: tuple[str, ...]
+    dynamic: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """The generated Python source."""
+        return self.module.code
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The values that stage ``source`` hands to stage ``target`` for each microbatch, and the gradients that
+    come back."""
+
+    source: int
+    target: int
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A microbatch's part of the whole-batch value ``source``."""
+
+    source: str
+    dim: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """Everything that one pipeline stage runs. Values have the names of the differentiated graph's nodes.
+
+    ``once`` runs at the start of a step (what no parameter touches); ``forward`` and ``backward`` run once per
+    microbatch. ``state`` maps a value to the parameter, buffer or constant that it is; ``inputs`` to its position
+    in the flat batch; ``results`` to its position among the program's outputs. ``saved`` is what the backward
+    needs of the forward. ``gradients`` lists the parameters in the order in which the backward settles them.
+    """
+
+    index: int
+    once: Piece
+    forward: Piece
+    backward: Piece
+    state: Mapping[str, str]
+    inputs: Mapping[str, int]
+    slices: Mapping[str, Slice]
+    results: Mapping[str, int]
+    saved: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """How a parameter, buffer or constant is laid out: its global shape, its type on each axis, its stages."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    sharding: Sharding
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """What one leaf of the batch must be (or one output is): its path, global shape, and type on every axis."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's part: its coordinate on the mesh, its stages and what it does in order."""
+
+    rank: int
+    coordinate: Mapping[str, int]
+    stages: tuple[StageProgram, ...]
+    actions: tuple[Action, ...]
+
+    @property
+    def forward(self) -> Piece:
+        """The forward of the rank's first stage."""
+        return self.stages[0].forward
+
+    @property
+    def backward(self) -> Piece:
+        """The backward of the rank's first stage."""
+        return self.stages[0].backward
+
+
+@dataclass(frozen=True)
+class DistributedProgram:
+    """The compiled program of all ranks. Ranks of one stage share one :class:`StageProgram`.
+
+    ``values``: shape and dtype of what crosses stages.
+    ``sites``: what the numbers at communication calls mean (operator, module path, source line).
+    """
+
+    mesh: Mesh
+    axes: tuple[Axis, ...]
+    stages: tuple[StageProgram, ...]
+    state: Mapping[str, StateSpec]
+    inputs: tuple[ValueSpec, ...]
+    results: tuple[ValueSpec, ...]
+    transfers: tuple[Transfer, ...]
+    values: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    schedule: Schedule
+    sites: tuple[str, ...]
+
+    @property
+    def space(self) -> tuple[Axis, ...]:
+        """The axes over ranks (all but the microbatch axis), outermost first."""
+        return tuple(axis for axis in self.axes if axis.role != "time")
+
+    def rank(self, rank: int) -> RankProgram:
+        """Rank ``rank``'s part."""
+        place = self.mesh.coordinate(rank)
+        pipeline_rank = place.get("pp", 0)
+        mine = [s for s in self.stages if self.schedule.placement[s.index] == pipeline_rank]
+        return RankProgram(rank, place, tuple(mine), self.schedule.actions[pipeline_rank])

@@ -1,0 +1,1 @@
+"""Runs compiled programs. The only part of the package that knows torch.distributed."""

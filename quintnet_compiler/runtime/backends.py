@@ -1,0 +1,195 @@
+"""Where ranks run: all in this process, or one per process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import RunError
+from ..mesh import Mesh
+from ..program import DistributedProgram
+from .distributed import DistributedTransport, device_mesh, gradient_groups
+from .executor import Executor
+from .gradients import GradientStore, reduced_axes, shared_by
+from .local import LocalTransport, LocalWorld
+from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_of, whole_parameter
+
+
+class Backend(Protocol):
+    """Holds state and runs programs."""
+
+    parameters: Mapping[str, nn.Parameter]
+
+    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
+        """One step over the whole batch. With ``train``, parameters' ``grad`` is added to. The same on every rank."""
+        ...
+
+
+def open_backend(mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device) -> Backend:
+    """One rank per process inside an initialised process group of more than one rank, else all ranks here.
+
+    Raises:
+        RunError: QN301 if the process group has another size than the mesh.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ProcessBackend(mesh, program, tensors, device)
+    return LocalBackend(mesh, program, tensors, device)
+
+
+def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """As autograd does: set, or add to what is there."""
+    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+class LocalBackend:
+    """All ranks in this process. Parameters are whole and share the module's memory."""
+
+    def __init__(
+        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.mesh = mesh
+        self.devices = one_rank_mesh(device.type)
+        _refuse_meta(tensors)
+        self.tensors = {name: x.detach().to(device) for name, x in tensors.items()}
+        self.parameters = {
+            name: whole_parameter(self.tensors[name], self.devices, trainable=spec.trainable)
+            for name, spec in program.state.items()
+            if spec.kind == "parameter"
+        }
+
+    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
+        world = LocalWorld(self.mesh, program.sites)
+        # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
+        with torch.no_grad():
+            outputs = world.run([self._rank(program, rank, inputs, train) for rank in range(self.mesh.size)])
+            if train:
+                self._gather([gradients for _, gradients in outputs], program)
+        results: list[Tensor] = outputs[0][0]
+        return results
+
+    def _rank(self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], train: bool):  # type: ignore[no-untyped-def]
+        def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
+            part = program.rank(rank)
+            device = next(iter(self.tensors.values())).device if self.tensors else torch.device("cpu")
+            store = GradientStore(program, part, transport, device) if train else None
+            state = {
+                name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
+                for name, spec in program.state.items()
+            }
+            mine = [
+                part_of(x, spec.sharding, program.axes, part.coordinate)
+                for x, spec in zip(inputs, program.inputs, strict=True)
+            ]
+            results = Executor(program, rank, transport, store).step(state, mine)
+            return results, store.settle() if store else {}
+
+        return work
+
+    def _gather(self, gradients: Sequence[Mapping[str, Tensor]], program: DistributedProgram) -> None:
+        space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
+        for name, parameter in self.parameters.items():
+            spec = program.state.get(name)
+            if spec is None or not any(name in g for g in gradients):
+                continue
+            parts: dict[tuple[int, ...], Tensor] = {}
+            for rank, found in enumerate(gradients):
+                place = self.mesh.coordinate(rank)
+                key = tuple(place.get(axis.name, 0) for _, axis in space)
+                if name in found and key not in parts:
+                    parts[key] = found[name]
+            kinds = tuple(spec.sharding[i] for i, _ in space)
+            axes = [axis for _, axis in space]
+            whole = whole_of(parts, kinds, axes) if axes else parts[()]
+            _add_gradient(parameter, whole_dtensor(whole.clone(), self.devices))
+
+
+class ProcessBackend:
+    """One rank per process."""
+
+    def __init__(
+        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self.mesh, self.device = mesh, device
+        _refuse_meta(tensors)
+        rank = dist.get_rank()
+        if dist.get_world_size() != mesh.size:
+            raise RunError(
+                "QN301",
+                f"{mesh} needs {mesh.size} ranks, and the world has {dist.get_world_size()}",
+                fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
+            )
+        self.devices = device_mesh(mesh, device.type)
+        self.transport = DistributedTransport(mesh, self.devices)
+        names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
+        self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
+        self.place = mesh.coordinate(rank)
+        self.executors: dict[int, tuple[DistributedProgram, Executor, GradientStore | None]] = {}
+        mine = set(self._owned(program))
+        self.state = {
+            name: part_of(tensors[name].detach(), spec.sharding, program.axes, self.place).to(device, copy=True).contiguous()
+            for name, spec in program.state.items()
+            if name in mine or spec.kind != "parameter"
+        }
+        self.parameters = {
+            name: nn.Parameter(
+                sharded_dtensor(self.state[name], spec, program, self.stage_mesh), requires_grad=spec.trainable
+            )
+            for name, spec in program.state.items()
+            if spec.kind == "parameter" and name in mine
+        }
+
+    def _owned(self, program: DistributedProgram) -> Iterator[str]:
+        here = self.place.get("pp", 0)
+        for name, spec in program.state.items():
+            if any(program.schedule.placement[stage] == here for stage in spec.stages):
+                yield name
+
+    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
+        _, executor, store = self._executor(program, train)
+        old = {n: p.grad.clone() for n, p in self.parameters.items() if train and p.grad is not None}
+        mine = [
+            part_of(x, spec.sharding, program.axes, self.place).to(self.device)
+            for x, spec in zip(inputs, program.inputs, strict=True)
+        ]
+        with torch.no_grad():
+            results = executor.step(self.state, mine)
+            if store is not None:
+                for name, gradient in store.settle().items():
+                    parameter = self.parameters[name]
+                    parameter.grad = old.get(name)
+                    found = sharded_dtensor(gradient, program.state[name], program, self.stage_mesh)
+                    _add_gradient(parameter, found)
+        return results
+
+    def _executor(self, program: DistributedProgram, train: bool) -> tuple[DistributedProgram, Executor, GradientStore | None]:
+        found = self.executors.get(id(program))
+        if found is None:
+            self.transport.add_groups(_groups(program, self.mesh))
+            rank = self.transport.rank
+            store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
+            found = self.executors[id(program)] = (program, Executor(program, rank, self.transport, store), store)
+        return found
+
+
+def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Every group that settling gradients needs."""
+    axes = {reduced_axes(spec, program) for spec in program.state.values() if spec.trainable}
+    found = dict.fromkeys(gradient_groups(mesh, axes - {()}))
+    for _, spec in sorted(program.state.items()):
+        for rank in range(mesh.size):
+            found[shared_by(spec, program, rank)] = None
+    return [ranks for ranks in found if ranks]
+
+
+def _refuse_meta(tensors: Mapping[str, Tensor]) -> None:
+    for name, x in tensors.items():
+        if x.is_meta:
+            raise RunError(
+                "QN301",
+                f"{name} is on the meta device: it has no values to train",
+                fix="build the model on a real device, or call model.to_empty(device=...) and initialise it",
+            )

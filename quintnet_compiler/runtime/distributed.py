@@ -1,0 +1,167 @@
+"""One process per rank on torch.distributed: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import layout
+from ..errors import RunError
+from ..mesh import Mesh
+from .transport import Wait
+
+# The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
+ORDER = ("pp", "dp", "cp", "ep", "tp")
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """``mesh`` as a DeviceMesh, with every axis of :data:`ORDER` that has more than one rank, and always ``dp``."""
+    names = [name for name in ORDER if mesh[name] > 1 or name == "dp"]
+    places = itertools.product(*(range(mesh[name]) for name in names))
+    ranks = torch.tensor([mesh.rank(dict(zip(names, place, strict=True))) for place in places])
+    return DeviceMesh(device_type, ranks.reshape([mesh[name] for name in names]), mesh_dim_names=tuple(names))
+
+
+class DistributedTransport:
+    """Axes bound to process groups.
+
+    Raises:
+        RunError: QN301 if the world has another size than the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, devices: DeviceMesh, groups: Iterable[tuple[int, ...]] = ()) -> None:
+        self.mesh, self.rank = mesh, dist.get_rank()
+        if dist.get_world_size() != mesh.size:
+            raise RunError(
+                "QN301",
+                f"{mesh} needs {mesh.size} ranks, and the world has {dist.get_world_size()}",
+                fix=f"start {mesh.size} processes",
+            )
+        self.place = mesh.coordinate(self.rank)
+        self.devices = devices
+        self.group = {}
+        for axis in mesh.names:
+            if mesh[axis] > 1:
+                self.group[mesh.peers(self.rank, [axis])] = devices.get_group(axis)
+        self.axis = {
+            axis: (self.group.get(mesh.peers(self.rank, [axis])), mesh[axis], self.place[axis]) for axis in mesh.names
+        }
+        self.group[tuple(range(mesh.size))] = dist.group.WORLD
+        # values and their gradients travel on channels of their own, so that neither waits for the other
+        self.channel = [dist.new_group(), dist.new_group()] if mesh["pp"] > 1 else []
+        self.add_groups(groups)
+
+    def add_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Make process groups. Every rank must call this with the same groups in the same order."""
+        for ranks in groups:
+            if ranks not in self.group and len(ranks) > 1:
+                made = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    self.group[ranks] = made
+                else:
+                    self.group[ranks] = None
+
+    # -- collectives of the graphs
+
+    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=self.axis[axis][0])
+        return out
+
+    def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.axis[axis][0])
+        return out
+
+    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        group, size, _ = self.axis[axis]
+        out = x.new_empty((size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(size)
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out if dim == 0 and parts == 1 else layout.join(out.chunk(size), dim, parts)
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        group, size, _ = self.axis[axis]
+        if dim == 0 and parts == 1:
+            stacked = x.contiguous()
+        else:
+            stacked = torch.cat(layout.pieces(x, dim, parts, size))
+        out = stacked.new_empty((stacked.shape[0] // size, *stacked.shape[1:]))
+        dist.reduce_scatter_tensor(out, stacked, group=group)
+        return out
+
+    def all_to_all(
+        self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int
+    ) -> Tensor:
+        group, size, index = self.axis[axis]
+        if dim == to_dim:  # the same dim in other parts: rare
+            return layout.take(self.all_gather(x, axis, dim, parts, at), to_dim, to_parts, size, index)
+        outgoing = torch.stack(layout.pieces(x, to_dim, to_parts, size))
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=group)
+        return layout.join(incoming.unbind(0), dim, parts)
+
+    def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        _, size, index = self.axis[axis]
+        return layout.take(x, dim, parts, size, index)
+
+    def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        _, size, index = self.axis[axis]
+        return layout.pad(x, dim, parts, size, index)
+
+    def shard_index(self, ids: Tensor, axis: str, rows: int, at: int) -> Tensor:
+        return ids - self.axis[axis][2] * rows
+
+    # -- what the executor asks for
+
+    def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        work = dist.all_reduce(x, group=self.group[ranks], async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return x
+
+        return wait
+
+    def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
+        dist.broadcast(x, src=source, group=self.group[ranks])
+        return x
+
+    def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
+        x = x.contiguous()
+        work = dist.isend(x, to, group=self.channel[channel])
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return x  # alive until sent
+
+        return wait
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
+        x = torch.empty(shape, dtype=dtype, device=self._device())
+        work = dist.irecv(x, source, group=self.channel[channel])
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return x
+
+        return wait
+
+    def _device(self) -> torch.device:
+        kind = self.devices.device_type
+        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:
+    """All groups of ranks along each set of axes, in an order that every rank agrees on."""
+    found: dict[tuple[int, ...], None] = {}
+    for names in sorted({tuple(sorted(a)) for a in axes}):
+        for rank in range(mesh.size):
+            found[mesh.peers(rank, names)] = None
+    return list(found)

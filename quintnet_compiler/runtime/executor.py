@@ -1,0 +1,240 @@
+"""Executes one rank's actions. There is no second copy of the schedule: the list is the program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import layout
+from ..program import DistributedProgram, Piece, StageProgram
+from ..schedule import Action, Op
+from ..sharding import P, Shard
+from .gradients import GradientStore
+from .transport import GRADIENTS, VALUES, Transport, Wait
+
+_CALLS = (
+    "all_reduce",
+    "all_reduce_max",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "shard_slice",
+    "shard_pad",
+    "shard_index",
+)
+
+
+class Executor:
+    """Runs steps of one rank. ``gradients`` is None for forward-only programs."""
+
+    def __init__(
+        self, program: DistributedProgram, rank: int, transport: Transport, gradients: GradientStore | None = None
+    ) -> None:
+        self.program, self.part, self.transport = program, program.rank(rank), transport
+        self.gradients = gradients
+        self.comm = SimpleNamespace(**{name: getattr(transport, name) for name in _CALLS})
+        if gradients is not None:
+            self.comm.accumulate = gradients.accumulate
+        self.stages = {stage.index: stage for stage in self.part.stages}
+        self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
+        self.forward = {(t.source, t.target): t.forward for t in program.transfers}
+        self.backward = {(t.source, t.target): t.backward for t in program.transfers}
+        self.handlers = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.SEND_FORWARD: self._send_forward,
+            Op.RECV_FORWARD: self._receive_forward,
+            Op.SEND_BACKWARD: self._send_backward,
+            Op.RECV_BACKWARD: self._receive_backward,
+        }
+
+    def step(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One pass over all microbatches, to be called without autograd. ``inputs``: this rank's part of the flat batch, of all microbatches.
+
+        Returns the program's outputs, whole and the same on every rank.
+        """
+        self.whole: dict[int, dict[str, Tensor]] = {}
+        self.static: dict[tuple[int, str], list[Tensor]] = {}
+        self.values: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        self.cotangents: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        self.arriving: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
+        self.returning: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
+        self.sent: list[Wait] = []
+        self.results: dict[int, list[Tensor]] = defaultdict(list)
+        self.live: set[tuple[int, int]] = set()
+        self.peak_live = 0
+        if self.gradients is not None:
+            self.gradients.begin()
+        for stage in self.part.stages:
+            self._once(stage, state, inputs)
+        for action in self.part.actions:
+            if action.op is not Op.REDUCE:
+                self.handlers[action.op](action)
+        for wait in self.sent:
+            wait()
+        self.sent.clear()
+        return [self._settled(position) for position in range(len(self.program.results))]
+
+    # -- pieces
+
+    def _once(self, stage: StageProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        known = {value: state[name] for value, name in stage.state.items()}
+        known |= {value: inputs[position] for value, position in stage.inputs.items()}
+        made = stage.once.module([self.comm, *(known[name] for name in stage.once.static)])
+        known |= dict(zip(stage.once.outputs, made, strict=True))
+        self.whole[stage.index] = known
+        for label, piece in (("forward", stage.forward), ("backward", stage.backward)):
+            self.static[stage.index, label] = [known[name] for name in piece.static]
+        for name, position in stage.results.items():
+            if name in known:
+                self.results[position].append(known[name])
+
+    def _run(self, stage: StageProgram, label: str, piece: Piece, dynamic: list[Tensor]) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = piece.module([self.comm, *self.static[stage.index, label], *dynamic])
+        return made
+
+    def _forward(self, action: Action) -> None:
+        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
+        values = self.values[here]
+        for name, wait in self.arriving.pop(here, ()):
+            values[name] = wait()
+        whole = self.whole[stage.index]
+        for name, cut in stage.slices.items():
+            values[name] = layout.take(
+                whole[cut.source], cut.dim, cut.parts, self.program.schedule.num_microbatches, action.microbatch
+            )
+        dynamic = [values[name] for name in stage.forward.dynamic]
+        made = self._run(stage, "forward", stage.forward, dynamic)
+        values |= zip(stage.forward.outputs, made, strict=True)
+        for name, position in stage.results.items():
+            if name in values:
+                self.results[position].append(values[name])
+        self.live.add(here)
+        self.peak_live = max(self.peak_live, len(self.live))
+        self._hand_over(action, self.forward, values, self.values)
+        if self.gradients is None:
+            self._forget(here)
+
+    def _backward(self, action: Action) -> None:
+        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
+        cotangents = self.cotangents[here]
+        for name, wait in self.returning.pop(here, ()):
+            cotangents[name] = wait()
+        values = self.values.pop(here)
+        dynamic = [values[name] if name in values else cotangents.pop(name) for name in stage.backward.dynamic]
+        values.clear()
+        made = self._run(stage, "backward", stage.backward, dynamic)
+        cotangents |= zip(stage.backward.outputs, made, strict=True)
+        self.live.discard(here)
+        self._hand_over(action, self.backward, cotangents, self.cotangents, back=True)
+
+    def _hand_over(
+        self,
+        action: Action,
+        edges: Mapping[tuple[int, int], tuple[str, ...]],
+        made: Mapping[str, Tensor],
+        store: dict[tuple[int, int], dict[str, Tensor]],
+        *,
+        back: bool = False,
+    ) -> None:
+        """Values for another stage of this same rank need no transfer."""
+        for (source, target), names in edges.items():
+            home, user = (target, source) if back else (source, target)
+            if home == action.stage and user in self.stages:
+                store[user, action.microbatch] |= {name: made[name] for name in names}
+
+    def _forget(self, here: tuple[int, int]) -> None:
+        """Forward only: keep what is still to be sent, drop the rest."""
+        stage = self.stages[here[0]]
+        needed = {n for (source, _), names in self.forward.items() if source == stage.index for n in names}
+        self.values[here] = {name: x for name, x in self.values[here].items() if name in needed}
+        self.live.discard(here)
+
+    # -- transfers
+
+    def _rank_of(self, stage: int) -> int:
+        return self.program.mesh.rank({**self.part.coordinate, "pp": self.program.schedule.placement[stage]})
+
+    def _send_forward(self, action: Action) -> None:
+        values = self.values[action.stage, action.microbatch]
+        for name in self.forward[action.stage, action.peer]:
+            label = f"{name} of microbatch {action.microbatch}"
+            self.sent.append(self.transport.send(values[name], self._rank_of(action.peer), VALUES, label))
+
+    def _receive_forward(self, action: Action) -> None:
+        box = self.arriving[action.stage, action.microbatch]
+        box += self._receive(self.forward[action.peer, action.stage], action, VALUES)
+
+    def _send_backward(self, action: Action) -> None:
+        cotangents = self.cotangents[action.stage, action.microbatch]
+        for name in self.backward[action.peer, action.stage]:
+            label = f"{name} of microbatch {action.microbatch}"
+            self.sent.append(self.transport.send(cotangents[name], self._rank_of(action.peer), GRADIENTS, label))
+
+    def _receive_backward(self, action: Action) -> None:
+        box = self.returning[action.stage, action.microbatch]
+        box += self._receive(self.backward[action.stage, action.peer], action, GRADIENTS)
+
+    def _receive(self, names: Sequence[str], action: Action, channel: int) -> list[tuple[str, Wait]]:
+        source = self._rank_of(action.peer)
+        found: list[tuple[str, Wait]] = []
+        for name in names:
+            shape, dtype = self.program.values[name]
+            label = f"{name} of microbatch {action.microbatch}"
+            found.append((name, self.transport.receive(shape, dtype, source, channel, label)))
+        return found
+
+    # -- results
+
+    def _settled(self, position: int) -> Tensor:
+        """An output, whole, on every rank."""
+        spec = self.program.results[position]
+        found = self.results.get(position)
+        mesh = self.program.mesh
+        owner = next(s.index for s in self.program.stages if position in s.results.values())
+        local = self._over_time(spec.sharding, found) if found else None
+        if spec.shape == ():
+            return self._sum_of_scalars(spec.sharding, local, spec.dtype)
+        if mesh["pp"] == 1:
+            assert local is not None
+            return local
+        source = self._rank_of(owner)
+        if local is None:
+            local = torch.empty(spec.shape, dtype=spec.dtype, device=self._device())
+        return self.transport.broadcast(
+            local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, f"output {position}"
+        )
+
+    def _over_time(self, sharding: Sequence[Any], found: list[Tensor]) -> Tensor:
+        kind = next((k for axis, k in zip(self.program.axes, sharding, strict=True) if axis.role == "time"), None)
+        if isinstance(kind, Shard):
+            return layout.join(found, kind.dim, kind.parts)
+        if kind is P:
+            total = found[0]
+            for term in found[1:]:
+                total = total + term
+            return total
+        return found[-1]
+
+    def _sum_of_scalars(self, sharding: Sequence[Any], local: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """One sum over all ranks: terms where partial, one copy where whole, nothing from other stages."""
+        whole = [
+            axis.name
+            for axis, kind in zip(self.program.axes, sharding, strict=True)
+            if axis.role != "time" and kind is not P
+        ]
+        counts = local is not None and all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
+        x = local.clone() if counts and local is not None else torch.zeros((), dtype=dtype, device=self._device())
+        everyone = tuple(range(self.program.mesh.size))
+        return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
+
+    def _device(self) -> torch.device:
+        for known in self.whole.values():
+            for x in known.values():
+                return x.device
+        return torch.device("cpu")

@@ -1,0 +1,206 @@
+"""All ranks in one process, in lockstep: the reference semantics, the debugger, and the default without a launcher.
+
+Each rank runs in a greenlet and gives way when it meets communication. When all ranks of a collective have arrived it
+is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from .. import layout
+from ..errors import RunError
+from ..mesh import Mesh
+from .transport import Wait
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank waits for: a collective ``kind`` over ``ranks``, at a place that ``label`` describes."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    label: str
+    tensor: Tensor
+    detail: tuple[Any, ...] = ()
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return self.kind, self.ranks, tuple(self.tensor.shape), self.tensor.dtype, self.detail, self.label
+
+    def __str__(self) -> str:
+        return f"{self.label or self.kind} of {tuple(self.tensor.shape)} {self.tensor.dtype} over ranks {self.ranks}"
+
+
+@dataclass(frozen=True)
+class Mail:
+    """A rank waits for the next tensor from ``source`` on ``channel``."""
+
+    source: int
+    channel: int
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label} from rank {self.source}"
+
+
+class LocalWorld:
+    """Runs one function per rank until all are done.
+
+    Raises:
+        RunError: QN401 if ranks meet different collectives or a transfer has another shape than expected, QN402 if
+            ranks wait for something that never comes.
+    """
+
+    def __init__(self, mesh: Mesh, sites: Sequence[str] = ()) -> None:
+        self.mesh, self.sites = mesh, sites
+        self.mail: dict[tuple[int, int, int], deque[tuple[Tensor, str]]] = defaultdict(deque)
+        self.hub = getcurrent()
+
+    def run(self, functions: Sequence[Callable[[LocalTransport], Any]]) -> list[Any]:
+        """``functions[rank](transport)`` of every rank, in lockstep; their results by rank."""
+        self.hub = getcurrent()
+        self.mail.clear()
+        ranks = [greenlet(function, self.hub) for function in functions]
+        waits: dict[int, Meeting | Mail] = {}
+        results: list[Any] = [None] * len(ranks)
+        ready: dict[int, Any] = {rank: LocalTransport(self, rank) for rank in range(len(ranks))}
+        try:
+            while ready or waits:
+                for rank in sorted(ready):
+                    asked = ranks[rank].switch(ready.pop(rank))
+                    if ranks[rank].dead:
+                        results[rank] = asked
+                    else:
+                        waits[rank] = asked
+                self._advance(waits, ready)
+                if waits and not ready:
+                    lines = [f"rank {rank} waits in {wait}" for rank, wait in sorted(waits.items())]
+                    raise RunError("QN402", "\n  ".join(lines))
+        finally:
+            for one in ranks:  # ends what is still waiting, so that its values are freed
+                if one and not one.dead:
+                    one.throw()
+        return results
+
+    def _advance(self, waits: dict[int, Meeting | Mail], ready: dict[int, Any]) -> None:
+        for rank in sorted(waits):
+            wait = waits.get(rank)
+            if isinstance(wait, Mail):
+                box = self.mail[wait.source, rank, wait.channel]
+                if box:
+                    ready[rank] = box.popleft()
+                    del waits[rank]
+            elif wait is not None:
+                here = [waits.get(other) for other in wait.ranks]
+                if any(m is not None and (isinstance(m, Mail) or m.signature != wait.signature) for m in here):
+                    self._mismatch(rank, wait, waits)
+                    continue
+                if all(isinstance(m, Meeting) for m in here):
+                    answers = _carry_out(here)  # type: ignore[arg-type]
+                    for other, answer in zip(wait.ranks, answers, strict=True):
+                        ready[other] = answer
+                        del waits[other]
+
+    def _mismatch(self, rank: int, wait: Meeting, waits: dict[int, Meeting | Mail]) -> None:
+        for other in wait.ranks:
+            met = waits.get(other)
+            if isinstance(met, Meeting) and rank in met.ranks and met.signature != wait.signature:
+                raise RunError("QN401", f"rank {rank} is in {wait}\n  rank {other} is in {met}")
+
+
+def _carry_out(meetings: list[Meeting]) -> list[Any]:
+    kind, xs, detail = meetings[0].kind, [m.tensor for m in meetings], meetings[0].detail
+    count = len(xs)
+    if kind in ("sum", "max"):
+        total = xs[0].clone()
+        for x in xs[1:]:
+            total = total + x if kind == "sum" else torch.maximum(total, x)
+        return [total.clone() for _ in xs]
+    if kind == "gather":
+        return [layout.join(xs, *detail) for _ in xs]
+    if kind == "scatter":
+        total = xs[0]
+        for x in xs[1:]:
+            total = total + x
+        return [piece.clone() for piece in layout.pieces(total, *detail, count)]
+    if kind == "exchange":
+        dim, parts, to_dim, to_parts = detail
+        whole = layout.join(xs, dim, parts)
+        return [piece.clone() for piece in layout.pieces(whole, to_dim, to_parts, count)]
+    assert kind == "broadcast"
+    return [xs[meetings[0].ranks.index(detail[0])].clone() for _ in xs]
+
+
+class LocalTransport:
+    """One rank's side of a :class:`LocalWorld`."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.place = world.mesh.coordinate(rank)
+        self.peers = {axis: world.mesh.peers(rank, [axis]) for axis in world.mesh.names}
+
+    def _meet(self, kind: str, x: Tensor, ranks: tuple[int, ...], label: str, *detail: Any) -> Tensor:
+        answer: Tensor = self.world.hub.switch(Meeting(kind, ranks, label, x, detail))
+        return answer
+
+    def _site(self, at: int) -> str:
+        return f"#{at} {self.world.sites[at]}"
+
+    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
+        return self._meet("sum", x, self.peers[axis], self._site(at))
+
+    def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor:
+        return self._meet("max", x, self.peers[axis], self._site(at))
+
+    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._meet("gather", x, self.peers[axis], self._site(at), dim, parts)
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
+
+    def all_to_all(
+        self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int
+    ) -> Tensor:
+        return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
+
+    def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return layout.take(x, dim, parts, len(self.peers[axis]), self.place[axis])
+
+    def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return layout.pad(x, dim, parts, len(self.peers[axis]), self.place[axis])
+
+    def shard_index(self, ids: Tensor, axis: str, rows: int, at: int) -> Tensor:
+        return ids - self.place[axis] * rows
+
+    def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        x.copy_(self._meet("sum", x, ranks, label))
+        return lambda: x
+
+    def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
+        return self._meet("broadcast", x, ranks, label, source)
+
+    def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
+        self.world.mail[self.rank, to, channel].append((x, label))
+        return lambda: x
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
+        def wait() -> Tensor:
+            x, sent = self.world.hub.switch(Mail(source, channel, label))
+            if sent != label or tuple(x.shape) != shape or x.dtype != dtype:
+                raise RunError(
+                    "QN401",
+                    f"rank {self.rank} expects {label}: {shape} {dtype} from rank {source}, "
+                    f"which sent {sent}: {tuple(x.shape)} {x.dtype}",
+                )
+            got: Tensor = x
+            return got
+
+        return wait

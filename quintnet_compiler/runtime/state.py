@@ -1,0 +1,75 @@
+"""Parameters as DTensors under their original names, and their parts on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .. import layout
+from ..program import Axis, DistributedProgram, StateSpec
+from ..sharding import Shard as ShardType
+from ..sharding import Sharding
+
+
+def part_of(x: Tensor, sharding: Sharding, axes: Sequence[Axis], coordinate: Mapping[str, int]) -> Tensor:
+    """A rank's part of a whole tensor. The microbatch axis never shards state or inputs."""
+    places = [coordinate.get(axis.name, 0) for axis in axes]
+    return layout.take_all(x, sharding, [axis.size for axis in axes], places)
+
+
+def whole_of(parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, axes: Sequence[Axis]) -> Tensor:
+    """The whole tensor of which ``parts`` are given by coordinate on ``axes``; the inner axes are joined first.
+
+    Where an axis does not shard, its first part stands for all.
+    """
+    kind, size = sharding[0], axes[0].size
+    ranks = range(size) if isinstance(kind, ShardType) else range(1)
+    inner = []
+    for index in ranks:
+        below = {place[1:]: part for place, part in parts.items() if place[0] == index}
+        inner.append(whole_of(below, sharding[1:], axes[1:]) if len(axes) > 1 else below[()])
+    return layout.join(inner, kind.dim, kind.parts) if isinstance(kind, ShardType) else inner[0]
+
+
+def one_rank_mesh(device_type: str) -> DeviceMesh:
+    """A mesh of this process alone, without any process group."""
+    return DeviceMesh(device_type, [0], mesh_dim_names=("dp",), _init_backend=False, _rank=0)
+
+
+def whole_parameter(x: Tensor, mesh: DeviceMesh, *, trainable: bool) -> nn.Parameter:
+    """A DTensor parameter that this process holds whole; it shares ``x``'s memory."""
+    return nn.Parameter(whole_dtensor(x.detach(), mesh), requires_grad=trainable)
+
+
+def whole_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    found: DTensor = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    return found
+
+
+def placements(spec: StateSpec, program: DistributedProgram, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """DTensor placements on ``mesh`` (the ranks of one stage)."""
+    kinds = {axis.name: kind for axis, kind in zip(program.axes, spec.sharding, strict=True)}
+    found: list[Placement] = []
+    for name in mesh.mesh_dim_names or ():
+        kind = kinds.get(name)
+        if not isinstance(kind, ShardType):
+            found.append(Replicate())
+        elif kind.parts == 1:
+            found.append(Shard(kind.dim))
+        else:
+            found.append(_StridedShard(kind.dim, split_factor=kind.parts))
+    return tuple(found)
+
+
+def sharded_dtensor(local: Tensor, spec: StateSpec, program: DistributedProgram, mesh: DeviceMesh) -> DTensor:
+    """This rank's part of a parameter or gradient as a DTensor over the ranks of its stage."""
+    stride = torch.empty(spec.shape, device="meta").stride()
+    found: DTensor = DTensor.from_local(
+        local, mesh, placements(spec, program, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
+    )
+    return found

@@ -1,0 +1,44 @@
+"""What a rank program asks of the world around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Wait = Callable[[], Tensor]  # blocks until a transfer is complete, and returns its tensor
+
+VALUES, GRADIENTS = 0, 1  # the two channels between stages
+
+
+class Transport(Protocol):
+    """Communication of one rank, by axis name. ``at`` is the number of the call's place in the program.
+
+    Collectives return a new tensor of the conversion's result; ``dim`` and ``parts`` are those of ``S(dim, parts)``.
+    """
+
+    rank: int
+
+    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor: ...
+    def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor: ...
+    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
+    def all_to_all(
+        self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int
+    ) -> Tensor: ...
+    def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
+    def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
+    def shard_index(self, ids: Tensor, axis: str, rows: int, at: int) -> Tensor: ...
+
+    def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        """Begin to add up ``x`` over ``ranks`` in place."""
+        ...
+
+    def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
+        """``x`` of rank ``source``; elsewhere ``x`` gives the shape and is overwritten."""
+        ...
+
+    def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait: ...
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait: ...

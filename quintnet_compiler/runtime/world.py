@@ -1,0 +1,30 @@
+"""The process group that a program finds itself in."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import RunError
+from ..mesh import Mesh
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raises: RunError QN301 if there is a process group of another size than the mesh."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() not in (1, mesh.size):
+        raise RunError(
+            "QN301",
+            f"{mesh} needs {mesh.size} ranks, and the world has {dist.get_world_size()}",
+            fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
+        )
+
+
+def default_device(model: nn.Module, given: torch.device | str | None) -> torch.device:
+    """Where programs run: as asked, or the accelerator of an accelerator's process group, or the model's device."""
+    if given is not None:
+        return torch.device(given)
+    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    found = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if found.type == "meta" else found

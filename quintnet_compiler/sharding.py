@@ -1,0 +1,139 @@
+"""What a value is on each mesh axis: invariant, replicated, partial or a shard.
+
+=========  ===============================  ==========================
+type       forward value                    its gradient
+=========  ===============================  ==========================
+``I``      the same on all ranks            the same on all ranks
+``R``      the same on all ranks            partial: each holds a term
+``P``      partial: each rank holds a term  the same on all ranks
+``S(d)``   a slice along dim ``d``          the same slice
+=========  ===============================  ==========================
+
+The forward type determines the gradient's type, so a conversion determines its own transpose: if ``x`` goes
+from ``a`` to ``b``, its gradient goes from ``gradient(b)`` to ``gradient(a)``. Megatron's f and g are I -> R and
+P -> I. (The discipline of JAX's shard_map and of PyTorch's SPMD types.)
+
+``S(d, k)`` views dim ``d`` as (k, n, rest) and slices the n: with k = 3 it shards a fused QKV weight head by head.
+
+The axes of a :data:`Sharding` nest: each type speaks of the tensor as the axes before it left it. Two axes may
+therefore shard one dim, the earlier one outermost.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class Same(enum.Enum):
+    """A type under which every rank holds a tensor of the full size."""
+
+    INVARIANT = "I"
+    REPLICATED = "R"
+    PARTIAL = "P"
+
+    def __str__(self) -> str:
+        return self.value
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A slice: ``dim`` viewed as (``parts``, ranks, rest), of which each rank holds one index of the middle."""
+
+    dim: int
+    parts: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.parts == 1 else f"S({self.dim},{self.parts})"
+
+    __repr__ = __str__
+
+
+AxisType = Same | Shard
+Sharding = tuple[AxisType, ...]
+
+I, R, P = Same.INVARIANT, Same.REPLICATED, Same.PARTIAL  # noqa: E741  the names of the literature
+S = Shard
+
+
+def gradient(kind: AxisType) -> AxisType:
+    """The type of the gradient of a value of type ``kind``, as a plain value (never R).
+
+    >>> gradient(R), gradient(P), gradient(S(1))
+    (P, I, S(1))
+    """
+    return {I: I, R: P, P: I}[kind] if isinstance(kind, Same) else kind
+
+
+def plain(kind: AxisType) -> AxisType:
+    """What ``kind`` says of the forward value alone: I and R hold the same bits."""
+    return I if kind is R else kind
+
+
+def parse_type(text: str) -> AxisType:
+    """Read ``I``, ``R``, ``P``, ``S(0)`` or ``S(0,3)``.
+
+    Raises:
+        ValueError: if the text is none of these.
+    """
+    if text in ("I", "R", "P"):
+        return Same(text)
+    match = re.fullmatch(r"S\((\d+)(?:,\s*(\d+))?\)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a sharding type; use I, R, P, S(dim) or S(dim,parts)")
+    return Shard(int(match[1]), int(match[2] or 1))
+
+
+def divides(shape: Sequence[int], kind: AxisType, ranks: int) -> bool:
+    """Whether a tensor of ``shape`` can have type ``kind`` on an axis of ``ranks``."""
+    return not isinstance(kind, Shard) or (kind.dim < len(shape) and shape[kind.dim] % (kind.parts * ranks) == 0)
+
+
+def shard_shape(shape: Sequence[int], kind: AxisType, ranks: int) -> tuple[int, ...]:
+    """The shape that one rank holds after one axis."""
+    if not isinstance(kind, Shard):
+        return tuple(shape)
+    return tuple(size // ranks if dim == kind.dim else size for dim, size in enumerate(shape))
+
+
+def local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) -> tuple[int, ...]:
+    """The shape that one rank holds of a tensor of global ``shape``.
+
+    >>> local_shape((8, 6), (S(0), S(1)), (2, 3))
+    (4, 2)
+    """
+    for kind, count in zip(sharding, ranks, strict=True):
+        shape = shard_shape(shape, kind, count)
+    return tuple(shape)
+
+
+def conversion_path(source: Sharding, target: Sharding, same: AxisType) -> list[tuple[int, AxisType]]:
+    """Steps (axis position, new type) from ``source`` to ``target``, each of which touches one axis.
+
+    A later axis nests inside an earlier one, so an axis may only change while no later axis shards a dim that it
+    slices before or after: that axis is gathered first (to ``same``: R where gradients flow, else I). Without
+    this, converting one of two axes on a dim would permute the other's slices: a silently wrong answer.
+    """
+    state, steps = list(source), []
+
+    def step(axis: int, kind: AxisType) -> None:
+        if state[axis] != kind:
+            state[axis] = kind
+            steps.append((axis, kind))
+
+    # Shrink before growing: reductions and slices first keep the later all-gathers small.
+    changing = [axis for axis in range(len(source)) if source[axis] != target[axis]]
+    changing.sort(key=lambda axis: (isinstance(source[axis], Shard), not isinstance(target[axis], Shard)))
+    for axis in changing:
+        dims = {kind.dim for kind in (source[axis], target[axis]) if isinstance(kind, Shard)}
+        inner = [b for b in range(axis + 1, len(state)) if isinstance(k := state[b], Shard) and k.dim in dims]
+        for b in reversed(inner):
+            step(b, same)
+        step(axis, target[axis])
+    for axis, kind in enumerate(target):
+        step(axis, kind)
+    return steps

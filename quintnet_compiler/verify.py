@@ -1,0 +1,117 @@
+"""Invariants of every program type, checked after every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import singledispatch
+from typing import Any
+
+from torch import fx
+
+from .annotations import facts, is_getitem, origin, shape, tensor_inputs, value, values
+from .comm_ops import convert
+from .errors import CompileError
+from .program import DifferentiatedProgram, DistributedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
+from .sharding import P, Shard, local_shape
+
+
+def _require(holds: bool, what: Callable[[], str], node: fx.Node | None = None) -> None:
+    if not holds:
+        where = facts(node).where if node is not None and node.op != "output" else None
+        raise CompileError("QN209", what(), where=where, fix="report this, with the model")
+
+
+@singledispatch
+def verify(program: Any) -> None:
+    """Check a program's invariants.
+
+    Raises:
+        CompileError: QN209, with the node that breaks one.
+    """
+
+
+@verify.register
+def _(program: Program) -> None:
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        _require(node.op in ("placeholder", "call_function"), lambda: f"{node.op} node {node}", node)  # noqa: B023
+        _require(all(v.device.type != "meta" for v in values(node)), lambda: f"{node} has no device", node)  # noqa: B023
+
+
+@verify.register
+def _(program: ShardedProgram) -> None:
+    """Shapes divide under every sharding; the only partial inputs are those of strategies that are linear in them."""
+    for node, strategies in program.strategies.items():
+        if node.op == "output" or is_getitem(node):
+            continue
+        _require(len(strategies) == len(program.axes), lambda: f"{node} lacks a strategy", node)  # noqa: B023
+        for index, whole in enumerate(values(node)):
+            left = tuple(whole.shape)
+            for axis, kind in zip(program.axes, program.produced(node, index), strict=True):
+                if isinstance(kind, Shard):
+                    fits = left[kind.dim] % (kind.parts * axis.size) == 0
+                    _require(fits, lambda: f"{node} of {left} cannot be {kind} over {axis}", node)  # noqa: B023
+                left = local_shape(left, (kind,), (axis.size,))
+        for strategy in strategies:
+            if P in strategy.inputs:
+                _require(P in strategy.outputs, lambda: f"{node} loses a partial sum", node)  # noqa: B023
+
+
+@verify.register
+def _(program: StagedProgram) -> None:
+    for node, stage in program.stage.items():
+        _require(0 <= stage < program.num_stages, lambda: f"{node} in stage {stage}", node)  # noqa: B023
+        for source in tensor_inputs(node):
+            before = program.stage.get(source, 0)
+            _require(before <= stage, lambda: f"{node} in stage {stage} reads stage {before}", node)  # noqa: B023
+
+
+@verify.register
+def _(program: LocalProgram) -> None:
+    """Local shapes are those of the shardings; conversions name what they convert."""
+    sharded = program.staged.sharded
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target is convert:
+            _require(node.args[3] != node.args[4], lambda: f"{node} converts nothing", node)  # noqa: B023
+        stage = program.stage.get(node)
+        for source in tensor_inputs(node) if stage is not None else ():
+            _require(program.stage.get(source, 0) <= stage, lambda: f"{node} reads a later stage", node)  # type: ignore[operator]  # noqa: B023
+    for whole, node in zip(
+        sharded.program.graph.output_node().args[0],  # type: ignore[arg-type]
+        program.graph.output_node().args[0],  # type: ignore[arg-type]
+        strict=True,
+    ):
+        assert isinstance(whole, fx.Node) and isinstance(node, fx.Node)
+        source, index = origin(whole)
+        expected = local_shape(values(source)[index].shape, program.sharding[node], sharded.ranks)
+        _require(shape(node) == expected, lambda: f"the output {whole} has the wrong shape", node)  # noqa: B023
+
+
+@verify.register
+def _(program: DifferentiatedProgram) -> None:
+    """Each gradient has its parameter's local shape and dtype, and nothing typed is left."""
+    local = program.local
+    sizes = {facts(n).leaf.name: n for n in local.graph.nodes if n.op == "placeholder" and facts(n).leaf}  # type: ignore[union-attr]
+    for (name, _), node in program.gradients.items():
+        parameter = sizes[name]
+        same = shape(node) == shape(parameter) and value(node).dtype == value(parameter).dtype
+        _require(same, lambda: f"the gradient of {name} is {shape(node)}, not {shape(parameter)}", node)  # noqa: B023
+    for node in program.graph.nodes:
+        _require(node.target is not convert, lambda: f"{node} is not lowered", node)  # noqa: B023
+
+
+@verify.register
+def _(program: DistributedProgram) -> None:
+    """Every stage gets each value it reads from itself, from state, or from a transfer."""
+    for stage in program.stages:
+        whole = {*stage.state, *stage.inputs, *stage.once.outputs}
+        came = {n for t in program.transfers if t.target == stage.index for n in t.forward}
+        returned = {n for t in program.transfers if t.source == stage.index for n in t.backward}
+        fresh = came | set(stage.slices)
+        kept = fresh | set(stage.forward.outputs)
+        for piece, known in ((stage.forward, fresh), (stage.backward, kept | returned)):
+            for name in piece.static:
+                _require(name in whole, lambda: f"stage {stage.index} lacks {name}")  # noqa: B023
+            for name in piece.dynamic:
+                _require(name in known, lambda: f"stage {stage.index} lacks {name}")  # noqa: B023
