@@ -176,15 +176,24 @@ class _AxisSearch:
         for key, variables in self.choice.items():
             best = max(range(len(variables)), key=lambda i: solution[variables[i]])
             picked[key] = self.options_of[key][best]
+        for node in self.factors:
+            if picked[self.key[node]] not in self._legal(node, cuts[node]):
+                raise CompileError(
+                    "QN209", f"{node} got a strategy that its rule does not allow", where=facts(node).where
+                )
         return {node: picked[self.key[node]] for node in self.factors}
+
+    def _legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
+        """Every strategy that ``node``'s rule allows, whatever the role of the axis."""
+        make = strategies if leaf(node) is None else leaf_strategies
+        return make(node, self.factors[node], cuts, self.axis.size)
 
     # -- strategies and their prices
 
     def _strategies(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
-        found = leaf(node)
+        found, options = leaf(node), self._legal(node, cuts)
         if found is None:
-            return strategies(node, self.factors[node], cuts, self.axis.size)
-        options = leaf_strategies(node, self.factors[node], cuts, self.axis.size)
+            return options
         fixed = self.options.fixed.get((found.name, self.axis.name))
         if fixed is not None:
             allowed = [s for s in options if s.outputs[0] == fixed or plain(s.outputs[0]) == plain(fixed) is I]

@@ -8,14 +8,14 @@ from collections.abc import Hashable
 
 from torch import fx
 
-from ..annotations import facts, leaf, values
+from ..annotations import facts, leaf, needs_grad, tensor_inputs, values
 
-_BLOCK = re.compile(r"^(.*?)\.?(\d+)(?:\.(.*))?$")
+_BLOCK = re.compile(r"^((?:[^.\d][^.]*\.)*?)(\d+)(?:\.(.*))?$")
 
 
 def _block(path: str) -> tuple[str, str, str] | None:
     """("layers", "3", "attn.q") of ``layers.3.attn.q``: split at the first number."""
-    match = re.match(r"^((?:[^.\d][^.]*\.)*?)(\d+)(?:\.(.*))?$", path)
+    match = _BLOCK.match(path)
     return (match[1], match[2], match[3] or "") if match else None
 
 
@@ -50,4 +50,6 @@ def _signature(node: fx.Node) -> tuple[Hashable, ...]:
     found = leaf(node)
     split = _block(found.name) if found else None
     literals = tuple(repr(a) for a in node.args if not isinstance(a, (fx.Node, list, tuple)))
-    return (str(node.target) if node.op == "call_function" else node.op, shapes, split[2] if split else "", literals)
+    given = tuple((tuple(v.shape), needs_grad(n)) for n in tensor_inputs(node) for v in values(n))
+    name = split[2] if split else ""
+    return (str(node.target) if node.op == "call_function" else node.op, shapes, name, literals, given, needs_grad(node))

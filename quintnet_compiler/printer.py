@@ -22,7 +22,7 @@ from .schedule import grid
 
 
 def _type(node: fx.Node) -> str:
-    kinds = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in values(node)]
+    kinds = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in values(node) if v is not None]
     return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
 
 

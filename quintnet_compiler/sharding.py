@@ -114,10 +114,22 @@ def local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) 
 def conversion_path(source: Sharding, target: Sharding, same: AxisType) -> list[tuple[int, AxisType]]:
     """Steps (axis position, new type) from ``source`` to ``target``, each of which touches one axis.
 
-    A later axis nests inside an earlier one, so an axis may only change while no later axis shards a dim that it
-    slices before or after: that axis is gathered first (to ``same``: R where gradients flow, else I). Without
-    this, converting one of two axes on a dim would permute the other's slices: a silently wrong answer.
+    A later axis nests inside an earlier one. So where several axes slice one dim and one of them changes, the inner
+    ones are gathered first (to ``same``: R where gradients flow, else I), and the dim is sliced again from the
+    outermost axis inwards. Without this, converting one of two axes on a dim would permute the other's slices: a
+    silently wrong answer.
+
+    >>> conversion_path((S(0), S(0)), (I, S(0)), I)
+    [(1, I), (0, I), (1, S(0))]
     """
+    count = len(source)
+    changing = [axis for axis in range(count) if source[axis] != target[axis]]
+
+    def dims(axis: int) -> set[int]:
+        return {kind.dim for kind in (source[axis], target[axis]) if isinstance(kind, Shard)}
+
+    meeting = [(a, b) for a in changing for b in range(count) if a != b and dims(a) & dims(b)]
+    nested = {axis for pair in meeting for axis in pair}
     state, steps = list(source), []
 
     def step(axis: int, kind: AxisType) -> None:
@@ -126,14 +138,13 @@ def conversion_path(source: Sharding, target: Sharding, same: AxisType) -> list[
             steps.append((axis, kind))
 
     # Shrink before growing: reductions and slices first keep the later all-gathers small.
-    changing = [axis for axis in range(len(source)) if source[axis] != target[axis]]
-    changing.sort(key=lambda axis: (isinstance(source[axis], Shard), not isinstance(target[axis], Shard)))
-    for axis in changing:
-        dims = {kind.dim for kind in (source[axis], target[axis]) if isinstance(kind, Shard)}
-        inner = [b for b in range(axis + 1, len(state)) if isinstance(k := state[b], Shard) and k.dim in dims]
-        for b in reversed(inner):
-            step(b, same)
+    alone = [axis for axis in changing if axis not in nested]
+    alone.sort(key=lambda axis: (isinstance(source[axis], Shard), not isinstance(target[axis], Shard)))
+    for axis in alone:
         step(axis, target[axis])
-    for axis, kind in enumerate(target):
-        step(axis, kind)
+    for axis in sorted(nested, reverse=True):
+        if isinstance(state[axis], Shard) and any(b <= axis and dims(axis) & dims(b) for b in changing):
+            step(axis, same)
+    for axis in sorted(nested):
+        step(axis, target[axis])
     return steps

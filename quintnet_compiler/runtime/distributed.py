@@ -15,6 +15,10 @@ from ..errors import RunError
 from ..mesh import Mesh
 from .transport import Wait
 
+# torch 2.13 renamed these two; the names before it are deprecated
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
 ORDER = ("pp", "dp", "cp", "ep", "tp")
 
@@ -81,7 +85,7 @@ class DistributedTransport:
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         group, size, _ = self.axis[axis]
         out = x.new_empty((size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(size)
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        _all_gather(out, x.contiguous(), group=group)
         return out if dim == 0 and parts == 1 else layout.join(out.chunk(size), dim, parts)
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
@@ -91,7 +95,7 @@ class DistributedTransport:
         else:
             stacked = torch.cat(layout.pieces(x, dim, parts, size))
         out = stacked.new_empty((stacked.shape[0] // size, *stacked.shape[1:]))
-        dist.reduce_scatter_tensor(out, stacked, group=group)
+        _reduce_scatter(out, stacked, group=group)
         return out
 
     def all_to_all(

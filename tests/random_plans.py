@@ -1,0 +1,136 @@
+"""Random valid programs: any legal strategy at every operator, any legal type for every leaf, any pipeline cut.
+
+Nothing here knows which layouts are sensible; whatever the types allow must give the unsplit model's gradients.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from quintnet_compiler.annotations import is_float, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from quintnet_compiler.compiler import Runner
+from quintnet_compiler.mesh import Mesh
+from quintnet_compiler.passes.differentiate import Differentiate
+from quintnet_compiler.passes.generate_ranks import GenerateRanks
+from quintnet_compiler.passes.insert_communication import InsertCommunication
+from quintnet_compiler.passes.sharding_rules import RULES
+from quintnet_compiler.passes.strategies import RuleBook, find_cuts, leaf_strategies, refine, strategies
+from quintnet_compiler.program import (
+    Axis,
+    DistributedProgram,
+    Program,
+    ShardedProgram,
+    StagedProgram,
+    Strategy,
+    outputs,
+)
+from quintnet_compiler.runtime.backends import LocalBackend
+from quintnet_compiler.schedule import SCHEDULES
+from quintnet_compiler.sharding import I, P, R, Shard, plain
+
+
+@dataclass(frozen=True)
+class RandomSharding:
+    """As ChooseSharding, but by dice."""
+
+    axes: tuple[Axis, ...]
+    dice: random.Random
+
+    def __call__(self, program: Program, /) -> ShardedProgram:
+        factors = RuleBook(RULES).factors(program.graph)
+        chosen: dict[fx.Node, tuple[Strategy, ...]] = {node: () for node in factors}
+        for position, axis in enumerate(self.axes):
+            cuts = find_cuts(program.graph, factors)
+            for node in factors:
+                make = leaf_strategies if leaf(node) is not None else strategies
+                options = make(node, factors[node], cuts[node], axis.size)
+                fitting = [s for s in options if self._reachable(node, s, chosen, position, factors[node].additive)]
+                picked = self._pick(fitting)
+                chosen[node] += (picked,)
+                factors[node] = refine(factors[node], picked, axis.size)
+        out = program.graph.output_node()
+        results = outputs(program.graph)
+        chosen[out] = tuple(
+            Strategy(tuple(self._leaving(chosen, result, i) for result in results), (), "leave")
+            for i in range(len(self.axes))
+        )
+        return ShardedProgram(program, self.axes, chosen)
+
+    def _pick(self, options: Sequence[Strategy]) -> Strategy:
+        split = [s for s in options if not s.label.startswith("replicated")]
+        return self.dice.choice(split) if split and self.dice.random() < 0.75 else self.dice.choice(list(options))
+
+    def _reachable(
+        self,
+        node: fx.Node,
+        strategy: Strategy,
+        chosen: dict[fx.Node, tuple[Strategy, ...]],
+        position: int,
+        additive: frozenset[int],
+    ) -> bool:
+        """Whether every input can be converted to what the strategy wants. Nothing turns a slice into a term."""
+        for index, (given, want) in enumerate(zip(tensor_inputs(node), strategy.inputs, strict=True)):
+            source, output = origin(given)
+            have = chosen[source][position].outputs[output]
+            if want is P and have is not P:
+                whole = not isinstance(have, Shard) and is_float(values(given)[0])
+                if not whole or (index not in additive and self.dice.random() < 0.8):
+                    return False
+        return True
+
+    def _leaving(self, chosen: dict[fx.Node, tuple[Strategy, ...]], result: fx.Node, position: int):  # type: ignore[no-untyped-def]
+        source, index = origin(result)
+        kind = chosen[source][position].outputs[index]
+        if plain(kind) is I:
+            return P if kind is R and needs_grad(result) else I
+        return P if kind is P and shape(result) == () else I
+
+
+@dataclass(frozen=True)
+class RandomCut:
+    """Stages that begin at random places."""
+
+    num_stages: int
+    dice: random.Random
+
+    def __call__(self, program: ShardedProgram, /) -> StagedProgram:
+        depends: set[fx.Node] = set()
+        for node in program.program.graph.nodes:
+            found = leaf(node) if node.op == "placeholder" else None
+            if (found and found.kind == "parameter") or (
+                node.op == "call_function" and any(n in depends for n in node.all_input_nodes)
+            ):
+                depends.add(node)
+        order = [n for n in program.program.graph.nodes if n in depends and n.op == "call_function" and not is_getitem(n)]
+        starts = sorted(self.dice.sample(range(1, len(order)), self.num_stages - 1))
+        stage = {node: sum(i >= start for start in starts) for i, node in enumerate(order)}
+        for node in program.program.graph.nodes:
+            if node in depends and is_getitem(node):
+                stage[node] = stage[origin(node)[0]]
+        return StagedProgram(program, self.num_stages, stage)
+
+
+def random_program(program: Program, mesh: Mesh, axes: tuple[Axis, ...], microbatches: int, seed: int) -> DistributedProgram:
+    """A random distributed program for ``mesh``; ``axes`` are its axes but pp (and the microbatch axis)."""
+    run, dice = Runner(), random.Random(seed)
+    sharded = run(RandomSharding(axes, dice), program)
+    staged = run(RandomCut(mesh["pp"], dice), sharded)
+    local = run(InsertCommunication(dict(RULES)), staged)
+    name = dice.choice(sorted(SCHEDULES))
+    return run(GenerateRanks(mesh, SCHEDULES[name], microbatches), run(Differentiate(), local))
+
+
+def gradients(
+    program: DistributedProgram, mesh: Mesh, tensors: dict[str, Tensor], batch: object
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of one step of all ranks in this process."""
+    backend = LocalBackend(mesh, program, tensors, torch.device("cpu"))
+    (loss,) = backend.run(program, pytree.tree_leaves(batch), train=True)
+    found = {n: p.grad.full_tensor() for n, p in backend.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
+    return loss, found
