@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +32,13 @@ class Digits:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, chosen: Tensor | slice) -> Digits:
+    def __getitem__(self, chosen: Tensor) -> Digits:
         return Digits(self.pixels[chosen], self.labels[chosen], self.white)
+
+    def first(self, count: int) -> Digits:
+        """The first images, at most ``count``."""
+        # Chosen by index, which copies: a slice would take all images along when it is sent to a rank.
+        return self[torch.arange(min(count, len(self)))]
 
     @property
     def size(self) -> int:
@@ -73,9 +79,9 @@ def bundled_digits(seed: int, validation: int = 360) -> tuple[Digits, Digits]:
     return digits[order[validation:]], digits[order[:validation]]
 
 
-def mnist(folder: Path, limit: int | None = None) -> tuple[Digits, Digits]:
-    """MNIST's training and test images, at most ``limit`` of each, from the IDX files in ``folder``."""
-    return _mnist_part(folder, "train")[slice(limit)], _mnist_part(folder, "t10k")[slice(limit)]
+def mnist(folder: Path) -> tuple[Digits, Digits]:
+    """MNIST's training and test images, from the IDX files in ``folder``."""
+    return _mnist_part(folder, "train"), _mnist_part(folder, "t10k")
 
 
 def _mnist_part(folder: Path, part: str) -> Digits:
@@ -110,7 +116,10 @@ def read_idx(path: Path, dims: int) -> Tensor:
     """
     data = path.read_bytes()
     if path.suffix == ".gz":
-        data = gzip.decompress(data)
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path}: {error}") from error
     expected = bytes([0, 0, IDX_BYTES, dims])
     if data[:4] != expected:
         raise ValueError(f"{path}: starts with {data[:4].hex() or 'nothing'}, expected {expected.hex()}")

@@ -143,7 +143,7 @@ def conversion_path(source: Sharding, target: Sharding, same: AxisType) -> list[
     for axis in alone:
         step(axis, target[axis])
     for axis in sorted(nested, reverse=True):
-        if isinstance(state[axis], Shard) and any(b <= axis and dims(axis) & dims(b) for b in changing):
+        if isinstance(state[axis], Shard) and any(b < axis and dims(axis) & dims(b) for b in changing):
             step(axis, same)
     for axis in sorted(nested):
         step(axis, target[axis])

@@ -1,0 +1,117 @@
+"""Command line, statistics and output that the benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from harness import WARMUP, Builder, Job, RankResult, measure
+from models import SIZES
+
+ROUNDS = {"tiny": 60, "small": 30, "medium": 8}
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every benchmark takes."""
+    options = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    options.add_argument("--size", choices=SIZES, default="tiny")
+    options.add_argument("--rounds", type=int, help="timed steps of each peer (default: by size)")
+    options.add_argument("--rows", type=int, help="sequences in the global batch")
+    options.add_argument("--peers", help="comma-separated names; default: all")
+    options.add_argument("--timeout", type=float, default=600.0, help="seconds until a run is ended")
+    options.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    return options
+
+
+def choose(builders: dict[str, Builder], names: str | None) -> dict[str, Builder]:
+    """The builders of the named peers; all without names."""
+    wanted = list(builders) if names is None else names.split(",")
+    if unknown := [name for name in wanted if name not in builders]:
+        sys.exit(f"unknown peer {', '.join(unknown)}: there are {', '.join(builders)}")
+    return {name: builders[name] for name in wanted}
+
+
+def run(title: str, job: Job, settings: dict[str, Any], as_json: bool) -> int:
+    """Measure, print, and return the exit status: 1 if any peer failed."""
+    ranks, errors = measure(job)
+    report: dict[str, Any] = {
+        "benchmark": title,
+        **settings,
+        "model": asdict(job.size),
+        "rows": job.rows,
+        "rounds": job.rounds,
+        "warmup": WARMUP,
+        "torch": torch.__version__,
+        "peers": {name: _summary(name, ranks) for name in job.builders if name not in errors},
+        "ratios": _ratios(list(job.builders), ranks),
+        "errors": errors,
+    }
+    print(json.dumps(report, indent=2) if as_json else _table(report))
+    return 1 if errors else 0
+
+
+def slowest(name: str, ranks: Sequence[RankResult]) -> list[float]:
+    """Each round's step time: a step is over when its last rank is done."""
+    return [max(times) for times in zip(*(rank.wall[name] for rank in ranks), strict=True)]
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """First quartile, median, third quartile."""
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+
+
+def _summary(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
+    low, median, high = (1e3 * seconds for seconds in quartiles(slowest(name, ranks)))
+    return {
+        "median_ms": median,
+        "quartiles_ms": [low, high],
+        "rank_median_ms": [1e3 * statistics.median(rank.wall[name]) for rank in ranks],
+        "rank_median_cpu_ms": [1e3 * statistics.median(rank.cpu[name]) for rank in ranks],
+        "loss": next(rank.losses[name][0] for rank in ranks if rank.losses[name]),
+        "loss_error": max(rank.checks[name].loss for rank in ranks),
+        "gradient_error": max(rank.checks[name].gradients for rank in ranks),
+    }
+
+
+def _ratios(names: Sequence[str], ranks: Sequence[RankResult]) -> dict[str, Any]:
+    """Of every two peers: the quartiles, over rounds, of one's time divided by the other's in the same round."""
+    measured = [name for name in names if ranks and name in ranks[0].wall]
+    found = {}
+    for one, other in combinations(measured, 2):
+        pairs = zip(slowest(one, ranks), slowest(other, ranks), strict=True)
+        low, median, high = quartiles([a / b for a, b in pairs])
+        found[f"{one}/{other}"] = {"median": median, "quartiles": [low, high]}
+    return found
+
+
+def _table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['benchmark']}, {report['size']}: {report['rows']} x {report['model']['sequence']} tokens, "
+        f"{report['rounds']} rounds",
+        f"{'peer':<12}{'ms/step':>10}{'quartiles':>20}{'cpu ms/rank':>13}{'loss':>10}{'loss err':>10}{'grad err':>10}",
+    ]
+    for name, row in report["peers"].items():
+        low, high = row["quartiles_ms"]
+        lines.append(
+            f"{name:<12}{row['median_ms']:>10.2f}{f'{low:.2f} – {high:.2f}':>20}"
+            f"{max(row['rank_median_cpu_ms']):>13.2f}{row['loss']:>10.5f}"
+            f"{row['loss_error']:>10.1e}{row['gradient_error']:>10.1e}"
+        )
+    for pair, row in report["ratios"].items():
+        low, high = row["quartiles"]
+        lines.append(f"{pair}: {row['median']:.3f}  ({low:.3f} – {high:.3f}), paired by round")
+    for name, error in report["errors"].items():
+        lines += [f"{name} FAILED:", error.rstrip()]
+    return "\n".join(lines)
+
+
+def main(title: str, job: Job, settings: dict[str, Any], as_json: bool) -> None:
+    sys.exit(run(title, job, settings, as_json))
