@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from harness import RANKS, Peer
+from models import Batch, Llama, loss_fn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -14,12 +16,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from harness import RANKS, Peer
-from models import Batch, Llama, loss_fn
-
 
 def plan(model: Llama, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Column, column, row; with sequence parallelism the norms and the residual stream are split over the sequence."""
+    """Column, column, row; with sequence parallelism norms and residual stream are split over the sequence."""
     between = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -27,7 +26,7 @@ def plan(model: Llama, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     }
     for index in range(len(model.layers)):
         at = f"layers.{index}"
-        # Entering once per region, not once per projection, saves collectives: torch's tutorial does so as well.
+        # Entering once per region, not once per projection, saves collectives, as in torch's tutorial.
         styles |= {
             f"{at}.attention": PrepareModuleInput(
                 input_layouts=(between, None, None), desired_input_layouts=(Replicate(), None, None)

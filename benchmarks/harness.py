@@ -1,8 +1,9 @@
 """Runs several implementations of one training step side by side, in the same two processes.
 
-Steps alternate between the peers, so that whatever else the machine does hits all of them; what counts is the ratio
-within a round. Every peer's loss and gradients are compared with the unsplit model before anything is timed. A peer
-that fails, hangs or computes something else is reported with its error, and the others are measured without it.
+Steps alternate between the peers, so that whatever else the machine does hits all of them; what counts is the
+ratio within a round. Every peer's loss and gradients are compared with the unsplit model before anything is timed.
+A peer that fails, hangs or computes something else is reported with its error, and the others are measured
+without it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import Tensor, nn
-
 from models import Batch, Llama, Size, build_model, loss_fn, make_batch
+from torch import Tensor, nn
 
 RANKS = 2
 WARMUP = 3
@@ -36,7 +36,7 @@ class Peer:
     """One implementation of the training step, on one rank."""
 
     step: Callable[[Batch], Tensor | None]
-    """Forward, backward and settled gradients of the global batch; the loss, or None on a rank that has none."""
+    """Forward, backward, settled gradients of the global batch; the loss, or None on a rank that has none."""
     parameters: Iterable[nn.Parameter]
     """Whose gradients are cleared before every step."""
     gradients: Callable[[], Mapping[str, Tensor]]
@@ -111,7 +111,9 @@ def _run(job: Job) -> list[RankResult]:
         try:
             for rank in range(RANKS):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank_main, args=(job, rank, f"{folder}/store", theirs), daemon=True)
+                process = context.Process(
+                    target=_rank_main, args=(job, rank, f"{folder}/store", theirs), daemon=True
+                )
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -239,7 +241,7 @@ def _check(peer: Peer, batch: Batch, expected: float, gradients: Mapping[str, Te
     if loss is not None:
         _require_close(loss, expected)
     found = peer.gradients()
-    # Relative to the parameter's largest gradient, but no finer than the model's: some are zero but for rounding.
+    # Relative to the parameter's largest gradient, with a floor: some are zero but for rounding.
     floor = 1e-3 * max(gradient.abs().max().item() for gradient in gradients.values())
     worst = 0.0
     for name, gradient in found.items():

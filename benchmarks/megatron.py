@@ -1,8 +1,9 @@
 """Tensor parallelism written by hand, in the way of Megatron-LM.
 
-Attention heads and hidden units are divided over the ranks; a block communicates twice in forward (g) and twice in
-backward (f). Embedding, head and loss are parallel over the vocabulary, so that nobody ever holds whole logits. With
-sequence parallelism the values between are divided over the sequence, which is then dim 0: collectives need no copies.
+Attention heads and hidden units are divided over the ranks; a block communicates twice in forward (g) and twice
+in backward (f). Embedding, head and loss are parallel over the vocabulary, so that nobody ever holds whole logits.
+With sequence parallelism the values between are divided over the sequence, which is then dim 0: collectives need no
+copies.
 """
 
 from __future__ import annotations
@@ -12,24 +13,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd import Function
-
 from harness import Peer
 from models import Attention, Batch, Block, Llama, RMSNorm, attend
+from torch import Tensor, nn
+from torch.autograd import Function
 
 # -- communication: each autograd function is the transpose of another one
 
 
 def _all_gather(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0] * dist.get_world_size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous())
+    dist.all_gather_single(out, x.contiguous())
     return out
 
 
 def _reduce_scatter(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous())
+    dist.reduce_scatter_single(out, x.contiguous())
     return out
 
 
@@ -98,7 +98,8 @@ class VocabParallelCrossEntropy(Function):
         target = logits.gather(1, local[:, None])[:, 0].masked_fill(elsewhere, 0.0)
         powers = (logits - top[:, None]).exp_()
         # All of a rank's statistics travel together, each relative to the rank's own maximum.
-        tops, sums, found = _all_gather(torch.stack((top, powers.sum(dim=1), target))).view(-1, 3, count).unbind(1)
+        mine = torch.stack((top, powers.sum(dim=1), target))
+        tops, sums, found = _all_gather(mine).view(-1, 3, count).unbind(1)
         whole_top = tops.amax(dim=0)
         total = (sums * (tops - whole_top).exp_()).sum(dim=0)
         ctx.save_for_backward(powers, (top - whole_top).exp_() / total, local, elsewhere)
@@ -113,7 +114,7 @@ class VocabParallelCrossEntropy(Function):
 
 
 def enter(x: Tensor, sequence_parallel: bool) -> Tensor:
-    """From where ranks hold the same (or their part of the sequence) to where they hold different heads or units."""
+    """From where ranks hold the same (or their part of the sequence) to where they hold other heads or units."""
     out: Tensor = (GatherSequence if sequence_parallel else EnterRegion).apply(x)
     return out
 
@@ -151,7 +152,8 @@ class VocabParallelEmbedding(Split):
         rows = self.weight.shape[0]
         local = tokens - dist.get_rank() * rows
         elsewhere = (local < 0) | (local >= rows)
-        return F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return found.masked_fill(elsewhere[..., None], 0.0)
 
 
 class MegatronAttention(nn.Module):
@@ -163,12 +165,13 @@ class MegatronAttention(nn.Module):
         self.o = SplitLinear(whole.o.weight, 1)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = enter(x, self.sequence_parallel)  # once for all three: their gradients are added before the all-reduce
+        x = enter(x, self.sequence_parallel)  # once for all three: their gradients are added, then reduced
         outer, inner, _ = x.shape
         order = (1, 2, 0, 3) if self.sequence_parallel else (0, 2, 1, 3)
         back = (2, 0, 1, 3) if self.sequence_parallel else (0, 2, 1, 3)
         q, k, v = (
-            project(x).view(outer, inner, -1, self.head_dim).permute(order) for project in (self.q, self.k, self.v)
+            project(x).view(outer, inner, -1, self.head_dim).permute(order)
+            for project in (self.q, self.k, self.v)
         )
         mixed = attend(q, k, v, cos, sin).permute(back).reshape(outer, inner, -1)
         return leave(self.o(mixed), self.sequence_parallel)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from harness import Peer
 from models import Batch, Llama, loss_fn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def tensor_parallel(model: Llama, batch: Batch, *, sequence_parallel: bool) -> Peer:

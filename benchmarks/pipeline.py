@@ -1,6 +1,6 @@
 """Step time of 1F1B on two stages: quintnet and torch.distributed.pipelining.
 
-    python benchmarks/pipeline.py --size tiny|small|medium [--rounds N] [--json]
+python benchmarks/pipeline.py --size tiny|small|medium [--rounds N] [--json]
 """
 
 from __future__ import annotations

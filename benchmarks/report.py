@@ -12,7 +12,6 @@ from itertools import combinations
 from typing import Any
 
 import torch
-
 from harness import WARMUP, Builder, Job, RankResult, measure
 from models import SIZES
 
@@ -82,7 +81,7 @@ def _summary(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
 
 
 def _ratios(names: Sequence[str], ranks: Sequence[RankResult]) -> dict[str, Any]:
-    """Of every two peers: the quartiles, over rounds, of one's time divided by the other's in the same round."""
+    """Of every two peers: quartiles over rounds of one's time divided by the other's in the same round."""
     measured = [name for name in names if ranks and name in ranks[0].wall]
     found = {}
     for one, other in combinations(measured, 2):
@@ -96,7 +95,8 @@ def _table(report: dict[str, Any]) -> str:
     lines = [
         f"{report['benchmark']}, {report['size']}: {report['rows']} x {report['model']['sequence']} tokens, "
         f"{report['rounds']} rounds",
-        f"{'peer':<12}{'ms/step':>10}{'quartiles':>20}{'cpu ms/rank':>13}{'loss':>10}{'loss err':>10}{'grad err':>10}",
+        f"{'peer':<12}{'ms/step':>10}{'quartiles':>20}{'cpu ms/rank':>13}"
+        f"{'loss':>10}{'loss err':>10}{'grad err':>10}",
     ]
     for name, row in report["peers"].items():
         low, high = row["quartiles_ms"]

@@ -1,6 +1,6 @@
 """Step time of tensor parallelism over two processes: quintnet, hand-written Megatron style, and DTensor.
 
-    python benchmarks/tensor_parallel.py --size tiny|small|medium [--sp] [--rounds N] [--json]
+python benchmarks/tensor_parallel.py --size tiny|small|medium [--sp] [--rounds N] [--json]
 """
 
 from __future__ import annotations

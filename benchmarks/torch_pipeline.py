@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from harness import RANKS, Peer
+from models import Batch, Llama, loss_fn
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from harness import RANKS, Peer
-from models import Batch, Llama, loss_fn
-
 
 class Stage(nn.Module):
-    """Half of the layers; the first stage also embeds, the last one also has the head. Names are the model's."""
+    """Half of the layers; the first stage also embeds, the last also has the head. Names are the model's."""
 
     def __init__(self, model: Llama, index: int) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ class Digits:
 def bundled_digits(seed: int, validation: int = 360) -> tuple[Digits, Digits]:
     """Scikit-learn's digits, shuffled by ``seed`` and split into training and validation images."""
     # Imported here, because ranks receive the images and need not pay for loading scikit-learn.
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # ships no types
+    from sklearn.datasets import load_digits
 
     bunch = load_digits()
     digits = Digits(torch.tensor(bunch.images, dtype=torch.uint8), torch.tensor(bunch.target), white=16)

@@ -23,13 +23,13 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from digits import Digits, bundled_digits, mnist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor, distributed, nn  # noqa: TID251  asked only which rank this process is
+from torch import Tensor, distributed, nn
+from vit import VisionTransformer
 
 import quintnet
-from digits import Digits, bundled_digits, mnist
-from vit import VisionTransformer
 
 LEAST_ACCURACY = 0.95  # of the split model on the validation images, after the last epoch
 
@@ -174,9 +174,6 @@ def train_unsplit(settings: Settings, data: Data) -> History:
 
 def train_split(settings: Settings, data: Data) -> History:
     """What each rank runs; without a process group, one call plays all ranks."""
-    if distributed.is_initialized():
-        # Ranks share the cores: more threads than cores would only wait for each other.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // distributed.get_world_size()))
     device = this_device(settings)
     program = quintnet.compile(
         build_model(settings, data, device),
@@ -200,8 +197,10 @@ def this_rank() -> int:
 
 
 def this_device(settings: Settings) -> torch.device:
-    """The CPU, or this rank's own GPU of its machine."""
+    """The CPU, or this rank's own GPU of its machine; made ready for use."""
     if settings.device == "cpu":
+        # Such small matrices gain little from threads, and ranks that share cores lose much.
+        torch.set_num_threads(1)
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK", str(this_rank() % torch.cuda.device_count()))
     device = torch.device("cuda", int(local_rank))
@@ -240,7 +239,7 @@ def shortcomings(split: History, differences: Tensor | None, dtype: torch.dtype)
         limit, steps = (1e-9, len(differences)) if exact else (1e-4, min(100, len(differences)))
         largest = float(differences[:steps].max())
         if not largest <= limit:  # so that a loss that is not a number is found too
-            found.append(f"losses differ by {largest:.1e} in the first {steps} steps; the limit is {limit:.0e}")
+            found.append(f"losses differ by {largest:.1e} in {steps} steps; the limit is {limit:.0e}")
     return found
 
 

@@ -113,12 +113,12 @@ class ChooseSharding:
 
 def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node) -> bool:
     """Whether the runtime settles an output of type ``kind``: it adds up a partial scalar, and joins the slices of
-    microbatches in time. Everything else is converted to I inside the graph."""
+    microbatches and then of data ranks. Everything else is converted to I inside the graph."""
     if kind is I or (kind is R and not needs_grad(result)):
         return True
     if kind is P:
         return shape(result) == ()
-    return isinstance(kind, Shard) and axis.role == "time"
+    return isinstance(kind, Shard) and axis.role in ("time", "data")
 
 
 class _AxisSearch:

@@ -50,6 +50,7 @@ class GenerateRanks:
             sends[transfer.source].update(transfer.forward)
             sends[transfer.target].update(transfer.backward)
         built = tuple(cut.build(sends[cut.index], sites) for cut in cuts)
+        sites.append("the program's outputs")
         edges = [Edge(t.source, t.target, bool(t.backward)) for t in transfers]
         schedule = with_transfers(self.schedule(stages, self.num_microbatches), edges)
         if program.gradients:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from ..builder import GraphBuilder
-from ..comm_ops import MICROBATCHES, convert, microbatch, shard_index
+from ..comm_ops import convert, microbatch, shard_index
 from ..errors import CompileError
 from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
 from ..sharding import I, P, R, Sharding, Shard, conversion_path, local_shape, plain
@@ -209,8 +209,15 @@ class _Lowering:
 
     def _convert(self, node: fx.Node, position: int, before: Any, after: Any) -> fx.Node:
         axis = self.axes[position]
-        if axis.name == MICROBATCHES and isinstance(after, Shard):
+        if axis.role == "time" and isinstance(after, Shard):
             return self.builder.call(microbatch, node, axis.size, after.dim, after.parts)
+        if axis.role == "time" and not (plain(before) is I and after is P):
+            raise CompileError(
+                "QN104",
+                f"a value split over {axis.size} microbatches would have to be exchanged between them",
+                where=self.builder.where,
+                fix="use microbatches=1",
+            )
         if before is not P and after is P and not needs_grad(node):
             return self.builder.call(aten.div.Scalar, node, axis.size)
         return self.builder.call(convert, node, axis.name, axis.size, str(before), str(after))

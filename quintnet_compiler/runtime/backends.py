@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..errors import RunError
 from ..mesh import Mesh
-from ..program import DistributedProgram
+from ..program import DistributedProgram, StateSpec
+from ..sharding import Shard
 from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .executor import Executor
 from .gradients import GradientStore, reduced_axes, shared_by
@@ -26,6 +27,10 @@ class Backend(Protocol):
 
     def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
         """One step over the whole batch. With ``train``, parameters' ``grad`` is added to. The same on every rank."""
+        ...
+
+    def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
+        """Scale all gradients to a global L2 norm of at most ``max_norm``; returns the norm before."""
         ...
 
 
@@ -70,6 +75,12 @@ class LocalBackend:
                 self._gather([gradients for _, gradients in outputs], program)
         results: list[Tensor] = outputs[0][0]
         return results
+
+    def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
+        gradients = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
+        total = _norm(gradients, gradients)
+        _scale(gradients, max_norm, total)
+        return total
 
     def _rank(self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], train: bool):  # type: ignore[no-untyped-def]
         def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
@@ -165,6 +176,23 @@ class ProcessBackend:
                     _add_gradient(parameter, found)
         return results
 
+    def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
+        gradients = {n: p.grad.to_local() for n, p in self.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
+        counted = [g for name, g in gradients.items() if self._counts(program.state[name], program)]
+        squares = _norm(counted, list(gradients.values())) ** 2
+        if self.mesh.size > 1:
+            everyone = tuple(range(self.mesh.size))
+            squares = self.transport.start_sum(squares, everyone, "gradient norm")()
+        total = squares.sqrt()
+        _scale(list(gradients.values()), max_norm, total)
+        return total
+
+    def _counts(self, spec: StateSpec, program: DistributedProgram) -> bool:
+        """Whether this rank speaks for its part: one of the ranks that hold the same, in the first stage with it."""
+        whole = [a.name for a, k in zip(program.axes, spec.sharding, strict=True) if not isinstance(k, Shard)]
+        first = program.schedule.placement[spec.stages[0]]
+        return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
+
     def _executor(self, program: DistributedProgram, train: bool) -> tuple[DistributedProgram, Executor, GradientStore | None]:
         found = self.executors.get(id(program))
         if found is None:
@@ -173,6 +201,19 @@ class ProcessBackend:
             store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
             found = self.executors[id(program)] = (program, Executor(program, rank, self.transport, store), store)
         return found
+
+
+def _norm(gradients: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of all elements, in float32 at least."""
+    if not gradients:
+        return torch.zeros((), device=like[0].device if like else None)
+    norms = torch.stack(torch._foreach_norm(list(gradients)))
+    return torch.linalg.vector_norm(norms.to(torch.promote_types(norms.dtype, torch.float32)))
+
+
+def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
+    """As torch.nn.utils.clip_grad_norm_ does."""
+    torch._foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
 
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:

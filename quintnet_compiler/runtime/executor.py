@@ -197,7 +197,7 @@ class Executor:
         found = self.results.get(position)
         mesh = self.program.mesh
         owner = next(s.index for s in self.program.stages if position in s.results.values())
-        local = self._over_time(spec.sharding, found) if found else None
+        local = self._joined(spec.sharding, self._over_time(spec.sharding, found)) if found else None
         if spec.shape == ():
             return self._sum_of_scalars(spec.sharding, local, spec.dtype)
         if mesh["pp"] == 1:
@@ -209,6 +209,13 @@ class Executor:
         return self.transport.broadcast(
             local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, f"output {position}"
         )
+
+    def _joined(self, sharding: Sequence[Any], x: Tensor) -> Tensor:
+        """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""
+        for axis, kind in reversed(list(zip(self.program.axes, sharding, strict=True))):
+            if isinstance(kind, Shard) and axis.role != "time":
+                x = self.transport.all_gather(x, axis.name, kind.dim, kind.parts, len(self.program.sites) - 1)
+        return x
 
     def _over_time(self, sharding: Sequence[Any], found: list[Tensor]) -> Tensor:
         kind = next((k for axis, k in zip(self.program.axes, sharding, strict=True) if axis.role == "time"), None)
