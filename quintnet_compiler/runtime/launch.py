@@ -51,7 +51,10 @@ def launch(
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, processes, time.monotonic() + timeout)
+            results = _collect(pipes, processes, time.monotonic() + timeout)
+            for process in processes:
+                process.join(5)  # so that each can leave in its own way
+            return results
         finally:
             for process in processes:
                 if process.is_alive():
