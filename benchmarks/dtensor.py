@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 
 
 def plan(model: Llama, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Column, column, row; with sequence parallelism norms and residual stream are split over the sequence."""
+    """Column, column, row; with sequence parallelism the residual stream and norms are split along it."""
     between = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
@@ -54,9 +54,10 @@ def build(model: Llama, batch: Batch, *, sequence_parallel: bool) -> Peer:
         loss = loss_fn(model(tokens), targets)
         loss.backward()
         for parameter in parameters.values():
-            if isinstance(parameter.grad, DTensor) and any(p.is_partial() for p in parameter.grad.placements):
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 # Norm weights of sequence parallelism: not settled until they are summed over the ranks.
-                parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+                parameter.grad = grad.redistribute(placements=[Replicate()])
         return loss.detach()
 
     def gradients() -> dict[str, Tensor]:

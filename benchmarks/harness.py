@@ -1,9 +1,9 @@
 """Runs several implementations of one training step side by side, in the same two processes.
 
 Steps alternate between the peers, so that whatever else the machine does hits all of them; what counts is the
-ratio within a round. Every peer's loss and gradients are compared with the unsplit model before anything is timed.
-A peer that fails, hangs or computes something else is reported with its error, and the others are measured
-without it.
+ratio within a round. Every peer's loss and gradients are compared with the unsplit model before anything is
+timed. A peer that fails, hangs or computes something else is reported with its error, and the others are
+measured without it.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ class RankResult:
     cpu: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
     checks: dict[str, Check] = field(default_factory=dict)
+    elapsed: float = 0.0
+    """Seconds that all rounds took."""
+    own_cpu: float = 0.0
+    """Seconds of CPU time that this process used in them."""
+    machine_cpu: float | None = None
+    """Seconds of CPU time that everything on the machine used in them; None where it cannot be read."""
 
 
 class PeerFailure(Exception):
@@ -111,9 +117,8 @@ def _run(job: Job) -> list[RankResult]:
         try:
             for rank in range(RANKS):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank_main, args=(job, rank, f"{folder}/store", theirs), daemon=True
-                )
+                given = (job, rank, f"{folder}/store", theirs)
+                process = context.Process(target=_rank_main, args=given, daemon=True)
                 process.start()
                 theirs.close()
                 pipes.append(ours)
@@ -193,6 +198,7 @@ def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
     names = list(peers)
     for store in (result.wall, result.cpu, result.losses):
         store |= {name: [] for name in names}
+    before = time.perf_counter(), time.process_time(), _machine_cpu()
     gc.disable()  # a collection in the middle of a step would be charged to whoever is running
     for index in range(job.rounds):
         gc.collect()
@@ -206,7 +212,21 @@ def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
             result.wall[name].append(wall)
             result.cpu[name].append(cpu)
     enter("harness")
+    result.elapsed = time.perf_counter() - before[0]
+    result.own_cpu = time.process_time() - before[1]
+    after = _machine_cpu()
+    result.machine_cpu = None if before[2] is None or after is None else after - before[2]
     return result
+
+
+def _machine_cpu() -> float | None:
+    """Seconds of CPU time used by all processes since the machine started (Linux)."""
+    try:
+        with open("/proc/stat") as file:
+            user, nice, system, _, _, irq, softirq = (int(x) for x in file.readline().split()[1:8])
+    except OSError:
+        return None
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def _timed_step(peer: Peer, batch: Batch) -> tuple[float, float, float | None]:

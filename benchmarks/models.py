@@ -64,7 +64,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Causal attention with rotary positions and grouped heads, all ``[batch, heads, sequence, head_dim]``."""
+    """Causal attention with rotary positions and grouped heads; ``[batch, heads, sequence, head_dim]``."""
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     groups = q.shape[1] // k.shape[1]
     return F.scaled_dot_product_attention(q, repeat_heads(k, groups), repeat_heads(v, groups), is_causal=True)

@@ -6,10 +6,10 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from harness import WARMUP, Builder, Job, RankResult, measure
@@ -24,24 +24,24 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     options.add_argument("--size", choices=SIZES, default="tiny")
     options.add_argument("--rounds", type=int, help="timed steps of each peer (default: by size)")
     options.add_argument("--rows", type=int, help="sequences in the global batch")
-    options.add_argument("--peers", help="comma-separated names; default: all")
+    options.add_argument("--peers", help="comma-separated names (default: all)")
     options.add_argument("--timeout", type=float, default=600.0, help="seconds until a run is ended")
     options.add_argument("--json", action="store_true", help="print JSON and nothing else")
     return options
 
 
-def choose(builders: dict[str, Builder], names: str | None) -> dict[str, Builder]:
-    """The builders of the named peers; all without names."""
+def choose(builders: Mapping[str, Builder], names: str | None) -> dict[str, Builder]:
+    """The builders of the named peers; without names all."""
     wanted = list(builders) if names is None else names.split(",")
     if unknown := [name for name in wanted if name not in builders]:
         sys.exit(f"unknown peer {', '.join(unknown)}: there are {', '.join(builders)}")
     return {name: builders[name] for name in wanted}
 
 
-def run(title: str, job: Job, settings: dict[str, Any], as_json: bool) -> int:
-    """Measure, print, and return the exit status: 1 if any peer failed."""
+def main(title: str, job: Job, settings: Mapping[str, Any], as_json: bool) -> None:
+    """Measure, print, and exit; with status 1 if any peer failed."""
     ranks, errors = measure(job)
-    report: dict[str, Any] = {
+    report = {
         "benchmark": title,
         **settings,
         "model": asdict(job.size),
@@ -50,25 +50,29 @@ def run(title: str, job: Job, settings: dict[str, Any], as_json: bool) -> int:
         "warmup": WARMUP,
         "torch": torch.__version__,
         "peers": {name: _summary(name, ranks) for name in job.builders if name not in errors},
-        "ratios": _ratios(list(job.builders), ranks),
+        "ratios": _ratios([name for name in job.builders if name not in errors], ranks),
+        "foreign_cores": _foreign_cores(ranks),
         "errors": errors,
     }
     print(json.dumps(report, indent=2) if as_json else _table(report))
-    return 1 if errors else 0
+    sys.exit(1 if errors else 0)
 
 
-def slowest(name: str, ranks: Sequence[RankResult]) -> list[float]:
-    """Each round's step time: a step is over when its last rank is done."""
-    return [max(times) for times in zip(*(rank.wall[name] for rank in ranks), strict=True)]
+# -- statistics
 
 
-def quartiles(values: Sequence[float]) -> list[float]:
+def _quartiles(values: Sequence[float]) -> list[float]:
     """First quartile, median, third quartile."""
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
 
 
+def _slowest(name: str, ranks: Sequence[RankResult], clock: Literal["wall", "cpu"] = "wall") -> list[float]:
+    """Each round's step time: a step is over when its last rank is done."""
+    return [max(times) for times in zip(*(getattr(rank, clock)[name] for rank in ranks), strict=True)]
+
+
 def _summary(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
-    low, median, high = (1e3 * seconds for seconds in quartiles(slowest(name, ranks)))
+    low, median, high = (1e3 * seconds for seconds in _quartiles(_slowest(name, ranks)))
     return {
         "median_ms": median,
         "quartiles_ms": [low, high],
@@ -81,17 +85,33 @@ def _summary(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
 
 
 def _ratios(names: Sequence[str], ranks: Sequence[RankResult]) -> dict[str, Any]:
-    """Of every two peers: quartiles over rounds of one's time divided by the other's in the same round."""
-    measured = [name for name in names if ranks and name in ranks[0].wall]
+    """Of every two peers: quartiles over rounds of one's time divided by the other's in the same round.
+
+    Also of CPU time, the busier rank's: it hardly depends on what else runs, but waiting costs nothing in it.
+    """
     found = {}
-    for one, other in combinations(measured, 2):
-        pairs = zip(slowest(one, ranks), slowest(other, ranks), strict=True)
-        low, median, high = quartiles([a / b for a, b in pairs])
-        found[f"{one}/{other}"] = {"median": median, "quartiles": [low, high]}
+    for one, other in combinations(names, 2):
+        low, median, high = _paired(_slowest(one, ranks), _slowest(other, ranks))
+        cpu = _paired(_slowest(one, ranks, "cpu"), _slowest(other, ranks, "cpu"))
+        found[f"{one}/{other}"] = {"median": median, "quartiles": [low, high], "cpu_median": cpu[1]}
     return found
 
 
-def _table(report: dict[str, Any]) -> str:
+def _paired(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    return _quartiles([a / b for a, b in zip(one, other, strict=True)])
+
+
+def _foreign_cores(ranks: Sequence[RankResult]) -> float | None:
+    """How many cores other processes kept busy while steps were timed: the more, the less wall times mean."""
+    if not ranks or ranks[0].machine_cpu is None:
+        return None
+    return max(0.0, ranks[0].machine_cpu - sum(rank.own_cpu for rank in ranks)) / ranks[0].elapsed
+
+
+# -- for people
+
+
+def _table(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['benchmark']}, {report['size']}: {report['rows']} x {report['model']['sequence']} tokens, "
         f"{report['rounds']} rounds",
@@ -105,13 +125,12 @@ def _table(report: dict[str, Any]) -> str:
             f"{max(row['rank_median_cpu_ms']):>13.2f}{row['loss']:>10.5f}"
             f"{row['loss_error']:>10.1e}{row['gradient_error']:>10.1e}"
         )
+    lines.append("paired by round: median (quartiles); of CPU time")
     for pair, row in report["ratios"].items():
         low, high = row["quartiles"]
-        lines.append(f"{pair}: {row['median']:.3f}  ({low:.3f} – {high:.3f}), paired by round")
+        lines.append(f"{pair:<20}{row['median']:.3f} ({low:.3f} – {high:.3f}); {row['cpu_median']:.3f}")
+    if report["foreign_cores"] is not None:
+        lines.append(f"other processes kept {report['foreign_cores']:.2f} cores busy")
     for name, error in report["errors"].items():
         lines += [f"{name} FAILED:", error.rstrip()]
     return "\n".join(lines)
-
-
-def main(title: str, job: Job, settings: dict[str, Any], as_json: bool) -> None:
-    sys.exit(run(title, job, settings, as_json))

@@ -381,10 +381,14 @@ class _AxisSearch:
             return price * DISCOURAGED if gathers else price
         if source is not None and source.kind == "parameter" and isinstance(a, Shard):
             return FORBIDDEN
-        if not self.options.sequence_parallel and edge.grad:
-            residual = a is P and isinstance(b, Shard)
-            return price * DISCOURAGED if residual or (isinstance(a, Shard) and plain(b) is I) else price
+        if not self.options.sequence_parallel and edge.grad and self._residual(a, b):
+            return price * DISCOURAGED
         return price
+
+    def _residual(self, a: AxisType, b: AxisType) -> bool:
+        """Whether a conversion enters or leaves a split of values that plain tensor parallelism keeps whole."""
+        slices = isinstance(b, Shard) and not isinstance(a, Shard)
+        return slices or (isinstance(a, Shard) and plain(b) is I)
 
     def _refusal(self, edge: Edge) -> CompileError:
         where: Where = facts(edge.user if edge.user.op != "output" else edge.source).where

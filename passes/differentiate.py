@@ -84,6 +84,7 @@ class _Tape:
                 self.once.add(new)
             return
         before = len(self.builder.made)
+        self._enter(node)
         with self.builder.at(node):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value[origin(n)])
             if node.target is convert:
@@ -109,6 +110,10 @@ class _Tape:
         if node.target is convert and self.training and known.needs_grad:
             self.pullbacks.append((node, self._transpose(node)))
         self._settle(node, before)
+
+    def _enter(self, node: fx.Node) -> None:
+        """Equal calls are one node within a stage, within what runs once, and within what runs anywhere."""
+        self.builder.scope = self.local.stage.get(node, "once" if node in self.local.once else "anywhere")
 
     def _settle(self, node: fx.Node, before: int) -> None:
         stage = self.local.stage.get(node)
@@ -141,6 +146,7 @@ class _Tape:
     def _backward(self, loss: fx.Node) -> None:
         source, index = origin(loss)
         before = len(self.builder.made)
+        self._enter(source)
         with self.builder.at(source, backward=True):
             x = values(loss)[0]
             seed = self.builder.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
@@ -151,6 +157,7 @@ class _Tape:
         for node, pullback in reversed(self.pullbacks):
             before = len(self.builder.made)
             stage = self.local.stage[node]
+            self._enter(node)
             with self.builder.at(node, backward=True):
                 tangents = [self._sum((node, i), stage) for i in range(len(values(node)))]
                 if any(t is not None for t in tangents):
@@ -173,10 +180,12 @@ class _Tape:
         sums = []
         for other, terms in sorted(self.arrived.pop(value, {}).items(), reverse=True):
             before = len(self.builder.made)
+            self.builder.scope = other
             sums.append(self._add(terms))
             for new in self.builder.made[before:]:
                 self.stage[new] = other
         before = len(self.builder.made)
+        self.builder.scope = stage
         total = self._add(sums) if sums else None
         for new in self.builder.made[before:]:
             self.stage[new] = stage

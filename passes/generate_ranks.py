@@ -25,6 +25,7 @@ from ..program import (
 )
 from ..schedule import Edge, Schedule, with_transfers
 from ..schedule_check import verify_schedule
+from .spelling import SPELLING
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
     if node.target not in RANKED:
         new = graph.node_copy(node, lambda n: env[n])
         new.meta = dict(node.meta)
+        new.target = SPELLING.get(node.target, node.target)
         return new
     source, axis, _, *rest = node.args
     name = str(node.target).split(".")[1]

@@ -89,6 +89,8 @@ class VectorJacobian:
         if node.target is aten.detach.default:
             return env[node.args[0]]  # type: ignore[index]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
+            return env[node.args[0]]  # type: ignore[index]  # the derivative of a square says pow(x, 1)
         if node.target in _VIEWS:
             return self.builder.reshape(args[0], args[1])
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,9 @@ class GraphBuilder:
         self.graph = fx.Graph()
         self.mode = mode
         self.made: list[fx.Node] = []
+        # Within one scope (a stage, say) equal calls are one node; None: every call is a node of its own.
+        self.scope: Hashable = None
+        self.shared: dict[Hashable, fx.Node] = {}
         self.where = Where()
         self.backward = False
         self.note = ""
@@ -49,10 +52,13 @@ class GraphBuilder:
     def call(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
         """Append ``target(*args, **kwargs)``; node arguments may be nested in lists.
 
-        Views that change nothing are not appended: their input is returned.
+        Where the builder has a scope, an equal call that was made in it before is returned instead.
         """
         if target is operator.getitem:
             return self.getitem(args[0], args[1])
+        key = (target, repr((args, kwargs)), self.scope, self.backward)
+        if self.scope is not None and key in self.shared:
+            return self.shared[key]
         sources: list[fx.Node] = []
         fx.map_arg((args, kwargs), sources.append)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda node: facts(node).value)
@@ -69,6 +75,7 @@ class GraphBuilder:
         name = getattr(target, "overloadpacket", target).__name__
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         self.made.append(node)
+        self.shared[key] = node
         return annotate(
             node,
             Facts(

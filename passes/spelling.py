@@ -1,0 +1,56 @@
+"""Which Python function to call for an ATen operator in generated code.
+
+``torch.mul`` takes its arguments in C++; ``torch.ops.aten.mul.Tensor`` goes through the dispatcher's generic (boxed)
+call, which takes about a microsecond longer: as long as the rest of a small operator. Only functions that take the
+very same positional arguments are listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+SPELLING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        aten.add.Tensor: torch.add,
+        aten.add.Scalar: torch.add,
+        aten.sub.Tensor: torch.sub,
+        aten.sub.Scalar: torch.sub,
+        aten.mul.Tensor: torch.mul,
+        aten.mul.Scalar: torch.mul,
+        aten.div.Tensor: torch.div,
+        aten.div.Scalar: torch.div,
+        aten.neg.default: torch.neg,
+        aten.rsqrt.default: torch.rsqrt,
+        aten.pow.Tensor_Scalar: torch.pow,
+        aten.tanh.default: torch.tanh,
+        aten.sigmoid.default: torch.sigmoid,
+        aten.relu.default: torch.relu,
+        aten.exp.default: torch.exp,
+        aten.mm.default: torch.mm,
+        aten.bmm.default: torch.bmm,
+        aten.addmm.default: torch.addmm,
+        aten.matmul.default: torch.matmul,
+        aten.linear.default: torch._C._nn.linear,
+        aten.silu.default: torch._C._nn.silu,
+        aten.t.default: torch.t,
+        aten.transpose.int: torch.transpose,
+        aten.permute.default: torch.permute,
+        aten.reshape.default: torch.reshape,
+        aten.split_with_sizes.default: torch.split_with_sizes,
+        aten.select.int: torch.select,
+        aten.cat.default: torch.cat,
+        aten.sum.default: torch.sum,
+        aten.sum.dim_IntList: torch.sum,
+        aten.mean.dim: torch.mean,
+        aten.native_layer_norm.default: torch.native_layer_norm,
+        aten.embedding.default: torch.embedding,
+        aten.where.self: torch.where,
+        aten.masked_fill.Scalar: torch.masked_fill,
+    }
+)
