@@ -1,17 +1,17 @@
 """Tensor parallelism written by hand, in the way of Megatron-LM.
 
 Attention heads and hidden units are divided over the ranks; a block communicates twice in forward (g) and
-twice in backward (f). Embedding, head and loss are parallel over the vocabulary: nobody ever holds whole logits.
+twice in backward (f). Embedding, head and loss are parallel over the vocabulary: nobody holds whole logits.
 With sequence parallelism the values between are divided over the sequence, which is then dim 0, so that
 collectives need no copies.
 
-Fused projections, a replicated embedding, gathered logits, and f overlapping the weights' gradients were tried:
-on two processes none of them is faster beyond the noise.
+Fused projections, a replicated embedding, gathered logits, and f overlapping the weights' gradients were
+tried: on two processes none of them is faster beyond the noise.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,9 @@ class MegatronLlama(nn.Module):
         super().__init__()
         self.sequence_parallel = sequence_parallel
         self.embed = VocabParallelEmbedding(whole.embed.weight, 0)
-        self.layers = nn.ModuleList(MegatronBlock(layer, sequence_parallel) for layer in whole.layers)
+        self.layers = nn.ModuleList(
+            MegatronBlock(cast(Block, layer), sequence_parallel) for layer in whole.layers
+        )
         self.norm = whole.norm
         self.head = SplitLinear(whole.head.weight, 0)
         self.cos, self.sin = whole.cos, whole.sin

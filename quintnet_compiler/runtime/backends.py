@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -138,7 +139,7 @@ class ProcessBackend:
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
         self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
         self.place = mesh.coordinate(rank)
-        self.executors: dict[int, tuple[DistributedProgram, Executor, GradientStore | None]] = {}
+        self.ready: dict[int, _Ready] = {}
         mine = set(self._owned(program))
         self.state = {
             name: part_of(tensors[name].detach(), spec.sharding, program.axes, self.place).to(device, copy=True).contiguous()
@@ -160,20 +161,18 @@ class ProcessBackend:
                 yield name
 
     def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
-        _, executor, store = self._executor(program, train)
+        ready = self._ready(program, train)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if train and p.grad is not None}
         mine = [
             part_of(x, spec.sharding, program.axes, self.place).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
         with torch.no_grad():
-            results = executor.step(self.state, mine)
-            if store is not None:
-                for name, gradient in store.settle().items():
-                    parameter = self.parameters[name]
-                    parameter.grad = old.get(name)
-                    found = sharded_dtensor(gradient, program.state[name], program, self.stage_mesh)
-                    _add_gradient(parameter, found)
+            results = ready.executor.step(self.state, mine)
+            if ready.store is not None:
+                ready.store.settle()
+                for name, gradient in ready.gradients.items():
+                    self.parameters[name].grad = gradient if name not in old else old[name] + gradient
         return results
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
@@ -193,14 +192,29 @@ class ProcessBackend:
         first = program.schedule.placement[spec.stages[0]]
         return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
 
-    def _executor(self, program: DistributedProgram, train: bool) -> tuple[DistributedProgram, Executor, GradientStore | None]:
-        found = self.executors.get(id(program))
+    def _ready(self, program: DistributedProgram, train: bool) -> _Ready:
+        found = self.ready.get(id(program))
         if found is None:
             self.transport.add_groups(_groups(program, self.mesh))
             rank = self.transport.rank
             store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
-            found = self.executors[id(program)] = (program, Executor(program, rank, self.transport, store), store)
+            gradients = {
+                name: sharded_dtensor(bucket.views[name], program.state[name], program, self.stage_mesh)
+                for name, bucket in (store.where.items() if store else ())
+            }
+            executor = Executor(program, rank, self.transport, store)
+            found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
         return found
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What running a program again and again needs. ``gradients`` are views of the store's buffers."""
+
+    program: DistributedProgram
+    executor: Executor
+    store: GradientStore | None
+    gradients: Mapping[str, Tensor]
 
 
 def _norm(gradients: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
