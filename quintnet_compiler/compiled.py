@@ -159,7 +159,7 @@ class CompiledProgram:
         rows = batch_size_of(batch)
         program = self._program(kind, batch, rows * (self.mesh["dp"] if local else 1))
         inputs = self._inputs(kind, program, batch, local)
-        return self._state().run(program, inputs, train=kind == "train")
+        return self._state().run(program, inputs, train=kind == "train", local=local)
 
     def _program(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         found = self._programs.get((kind, size))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import RunError
+from ..errors import InputError, RunError
 from ..mesh import Mesh
 from ..program import DistributedProgram, StateSpec
 from ..sharding import Shard
@@ -26,8 +26,11 @@ class Backend(Protocol):
 
     parameters: Mapping[str, nn.Parameter]
 
-    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
-        """One step over the whole batch. With ``train``, parameters' ``grad`` is added to. The same on every rank."""
+    def run(
+        self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool, local: bool = False
+    ) -> list[Tensor]:
+        """One step over the whole batch, of which ``local`` inputs are this data rank's rows. With ``train``,
+        parameters' ``grad`` is added to. The result is the same on every rank."""
         ...
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
@@ -67,7 +70,15 @@ class LocalBackend:
             if spec.kind == "parameter"
         }
 
-    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
+    def run(
+        self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool, local: bool = False
+    ) -> list[Tensor]:
+        if local and self.mesh["dp"] > 1:
+            raise InputError(
+                "QN102",
+                "batch_is_local was given where all data ranks run in this process",
+                fix="pass the global batch",
+            )
         world = LocalWorld(self.mesh, program.sites)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
@@ -79,15 +90,14 @@ class LocalBackend:
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
-        total = _norm(gradients, gradients)
+        total = _norm(gradients, program, _device_of(self.tensors))
         _scale(gradients, max_norm, total)
         return total
 
     def _rank(self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], train: bool):  # type: ignore[no-untyped-def]
         def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
             part = program.rank(rank)
-            device = next(iter(self.tensors.values())).device if self.tensors else torch.device("cpu")
-            store = GradientStore(program, part, transport, device) if train else None
+            store = GradientStore(program, part, transport, _device_of(self.tensors)) if train else None
             state = {
                 name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
                 for name, spec in program.state.items()
@@ -160,11 +170,13 @@ class ProcessBackend:
             if any(program.schedule.placement[stage] == here for stage in spec.stages):
                 yield name
 
-    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool) -> list[Tensor]:
+    def run(
+        self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool, local: bool = False
+    ) -> list[Tensor]:
         ready = self._ready(program, train)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if train and p.grad is not None}
         mine = [
-            part_of(x, spec.sharding, program.axes, self.place).to(self.device)
+            (x if local else part_of(x, spec.sharding, program.axes, self.place)).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
         with torch.no_grad():
@@ -178,7 +190,7 @@ class ProcessBackend:
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = {n: p.grad.to_local() for n, p in self.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
         counted = [g for name, g in gradients.items() if self._counts(program.state[name], program)]
-        squares = _norm(counted, list(gradients.values())) ** 2
+        squares = _norm(counted, program, self.device) ** 2
         if self.mesh.size > 1:
             everyone = tuple(range(self.mesh.size))
             squares = self.transport.start_sum(squares, everyone, "gradient norm")()
@@ -217,17 +229,22 @@ class _Ready:
     gradients: Mapping[str, Tensor]
 
 
-def _norm(gradients: Sequence[Tensor], like: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of all elements, in float32 at least."""
+def _norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torch.device) -> Tensor:
+    """The L2 norm of all elements: in float64 if any parameter of the program is, else in float32."""
+    double = any(spec.dtype is torch.float64 for spec in program.state.values())
+    dtype = torch.float64 if double else torch.float32
     if not gradients:
-        return torch.zeros((), device=like[0].device if like else None)
-    norms = torch.stack(torch._foreach_norm(list(gradients)))
-    return torch.linalg.vector_norm(norms.to(torch.promote_types(norms.dtype, torch.float32)))
+        return torch.zeros((), dtype=dtype, device=device)
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))).to(dtype))
 
 
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     torch._foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
+
+
+def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    return next((x.device for x in tensors.values()), torch.device("cpu"))
 
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -77,7 +78,7 @@ def _collect(pipes: list[Connection], processes: list[Any], deadline: float) -> 
             assert isinstance(pipe, Connection)
             rank = open_pipes.pop(pipe)
             try:
-                ok, value = pipe.recv()
+                ok, value = pickle.loads(pipe.recv_bytes())  # from a process that this one started
             except EOFError:
                 processes[rank].join(5)
                 raise RunError("QN302", f"rank {rank} ended with exit code {processes[rank].exitcode}") from None
@@ -119,7 +120,8 @@ def _work(
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         answer = False, (error if isinstance(error, QuintNetError) else None, text)
-    pipe.send(answer)
+    # plain pickle: multiprocessing's own would share tensors' memory, which ends with this process
+    pipe.send_bytes(pickle.dumps(answer))
     pipe.close()
     if answer[0]:
         dist.destroy_process_group()

@@ -1,0 +1,83 @@
+"""Real processes on gloo give what the local transport gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintnet
+
+from .models import CASES, build, worst_error
+
+Outcome = tuple[float, float, float, dict[str, Tensor], dict[str, Tensor]]
+
+
+def _train(name: str, axes: dict[str, int], microbatches: int) -> Outcome:
+    """Two optimizer steps with clipping, an evaluation, and a third step of another batch size."""
+    torch.set_num_threads(1)
+    case = CASES[name]
+    program = quintnet.compile(
+        build(name), quintnet.Mesh(**axes), case.batch(8), loss_fn=case.loss_fn, microbatches=microbatches
+    )
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    for _ in range(2):
+        program.step(case.batch(8))
+        norm = float(program.clip_grad_norm(0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluated = float(program.evaluate(case.batch(8)))
+    loss = float(program.step(case.batch(16)))
+    gradients = {n: p.grad.full_tensor() for n, p in program.named_parameters()}  # type: ignore[union-attr]
+    weights = {n: p.full_tensor() for n, p in program.named_parameters()}  # type: ignore[attr-defined]
+    return loss, evaluated, norm, gradients, weights
+
+
+def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
+    """Whether ``batch_is_local`` and the whole batch give the same loss, and bad input is refused, on every rank."""
+    case = CASES["mlp"]
+    mesh = quintnet.Mesh(**axes)
+    program = quintnet.compile(build("mlp"), mesh, case.batch(8), loss_fn=case.loss_fn)
+    whole = program.step(case.batch(8))
+    place = mesh.coordinate(torch.distributed.get_rank())["dp"]
+    rows = 8 // mesh["dp"]
+    mine = tuple(x[place * rows : (place + 1) * rows] for x in case.batch(8))
+    same = torch.equal(program.step(mine, batch_is_local=True), whole)
+    try:
+        program.step((case.batch(8)[0].float(), case.batch(8)[1]))
+    except quintnet.InputError as error:
+        return same, error.code == "QN102"
+    return same, False
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "microbatches"),
+    [("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2), ("vit", {"tp": 2, "pp": 2}, 4), ("cnn", {"dp": 2}, 2)],
+)
+def test_processes_equal_the_local_transport(name: str, axes: dict[str, int], microbatches: int) -> None:
+    expected = _train(name, axes, microbatches)
+    count = quintnet.Mesh(**axes).size
+    found = quintnet.launch(_train, count, (name, axes, microbatches), timeout=240)
+    names = set()
+    for loss, evaluated, norm, gradients, weights in found:
+        assert [loss, evaluated, norm] == pytest.approx(expected[:3], rel=1e-12)
+        assert worst_error(gradients, {n: expected[3][n] for n in gradients})[0] < 1e-10
+        assert worst_error(weights, {n: expected[4][n] for n in weights})[0] < 1e-10
+        names |= gradients.keys()
+    assert names == expected[3].keys()
+    assert len({outcome[0] for outcome in found}) == 1  # the same bits on every rank
+
+
+def test_local_batches_and_bad_input_on_every_rank() -> None:
+    assert quintnet.launch(_rows, 2, ({"dp": 2},), timeout=120) == [(True, True)] * 2
+
+
+def _fail(code: int) -> None:
+    if torch.distributed.get_rank() == 1:
+        raise ValueError(f"told to fail with {code}")
+    torch.distributed.barrier()
+
+
+def test_launch_names_the_rank_that_failed() -> None:
+    with pytest.raises(quintnet.RunError, match=r"(?s)rank 1 raised .*told to fail with 7"):
+        quintnet.launch(_fail, 2, (7,), timeout=60)
