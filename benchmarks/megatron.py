@@ -173,8 +173,7 @@ class MegatronAttention(nn.Module):
         order = (1, 2, 0, 3) if self.sequence_parallel else (0, 2, 1, 3)
         back = (2, 0, 1, 3) if self.sequence_parallel else (0, 2, 1, 3)
         q, k, v = (
-            project(x).view(outer, inner, -1, self.head_dim).permute(order)
-            for project in (self.q, self.k, self.v)
+            project(x).view(outer, inner, -1, self.head_dim).permute(order) for project in (self.q, self.k, self.v)
         )
         mixed = attend(q, k, v, cos, sin).permute(back).reshape(outer, inner, -1)
         return leave(self.o(mixed), self.sequence_parallel)
@@ -208,9 +207,7 @@ class MegatronLlama(nn.Module):
         super().__init__()
         self.sequence_parallel = sequence_parallel
         self.embed = VocabParallelEmbedding(whole.embed.weight, 0)
-        self.layers = nn.ModuleList(
-            MegatronBlock(cast(Block, layer), sequence_parallel) for layer in whole.layers
-        )
+        self.layers = nn.ModuleList(MegatronBlock(cast(Block, layer), sequence_parallel) for layer in whole.layers)
         self.norm = whole.norm
         self.head = SplitLinear(whole.head.weight, 0)
         self.cos, self.sin = whole.cos, whole.sin

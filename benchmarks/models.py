@@ -90,8 +90,7 @@ class Attention(nn.Module):
         batch, sequence, _ = x.shape
         # -1 heads: under tensor parallelism a projection has only this rank's heads.
         q, k, v = (
-            project(x).view(batch, sequence, -1, self.head_dim).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
+            project(x).view(batch, sequence, -1, self.head_dim).transpose(1, 2) for project in (self.q, self.k, self.v)
         )
         mixed = attend(q, k, v, cos, sin)
         out: Tensor = self.o(mixed.transpose(1, 2).reshape(batch, sequence, -1))

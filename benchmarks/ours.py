@@ -23,9 +23,7 @@ def pipeline(model: Llama, batch: Batch, *, microbatches: int) -> Peer:
     import quintnet
 
     mesh = quintnet.Mesh(pp=2)
-    return _peer(
-        quintnet.compile(model, mesh, batch, loss_fn=loss_fn, microbatches=microbatches, schedule="1f1b")
-    )
+    return _peer(quintnet.compile(model, mesh, batch, loss_fn=loss_fn, microbatches=microbatches, schedule="1f1b"))
 
 
 def _peer(program: Any) -> Peer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ def choose(builders: Mapping[str, Builder], names: str | None) -> dict[str, Buil
 
 def main(title: str, job: Job, settings: Mapping[str, Any], as_json: bool) -> None:
     """Measure, print, and exit; with status 1 if any peer failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception, so that the ranks are ended too
     ranks, errors = measure(job)
     report = {
         "benchmark": title,
@@ -115,8 +117,7 @@ def _table(report: Mapping[str, Any]) -> str:
     lines = [
         f"{report['benchmark']}, {report['size']}: {report['rows']} x {report['model']['sequence']} tokens, "
         f"{report['rounds']} rounds",
-        f"{'peer':<12}{'ms/step':>10}{'quartiles':>20}{'cpu ms/rank':>13}"
-        f"{'loss':>10}{'loss err':>10}{'grad err':>10}",
+        f"{'peer':<12}{'ms/step':>10}{'quartiles':>20}{'cpu ms/rank':>13}{'loss':>10}{'loss err':>10}{'grad err':>10}",
     ]
     for name, row in report["peers"].items():
         low, high = row["quartiles_ms"]

@@ -88,11 +88,9 @@ class _Tape:
         with self.builder.at(node):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value[origin(n)])
             if node.target is convert:
-                self.value[node, 0] = self._conversion(args[0], args[1], args[2], *map(parse_type, args[3:]))
+                self.value[node, 0] = self._convert(*args)
             elif self.training and known.needs_grad:
-                wanted = [0] if not isinstance(known.value, tuple) else sorted(
-                    {u.args[1] for u in node.users if is_getitem(u) and needs_grad(u)}  # type: ignore[misc]
-                )
+                wanted = [0] if not isinstance(known.value, tuple) else _wanted(node)
                 made, pullback = self.operators.apply(node.target, args, kwargs, wanted)
                 for index, result in enumerate(made):
                     if result is not None:
@@ -122,6 +120,9 @@ class _Tape:
                 self.stage[new] = stage
             elif node in self.local.once:
                 self.once.add(new)
+
+    def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any) -> fx.Node:
+        return self._conversion(x, axis, size, parse_type(source), parse_type(target))
 
     def _conversion(self, x: fx.Node, axis: str, size: int, source: Any, target: Any) -> fx.Node:
         op, dims = lower_conversion(source, target)
@@ -196,6 +197,11 @@ class _Tape:
         for term in terms[1:]:
             total = self.builder.call(aten.add.Tensor, total, term)
         return total
+
+
+def _wanted(node: fx.Node) -> list[int]:
+    """The outputs of an operator through which a gradient may come back."""
+    return sorted({origin(user)[1] for user in node.users if is_getitem(user) and needs_grad(user)})
 
 
 def _first_users(local: LocalProgram) -> dict[tuple[fx.Node, int], list[fx.Node]]:

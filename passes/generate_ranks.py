@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,14 +125,16 @@ class _Cut:
 
     def build(self, sends: set[str], sites: list[str]) -> StageProgram:
         gradients = {node: name for (name, stage), node in self.program.gradients.items() if stage == self.index}
-        forward, once = set(self.forward), set(self.once)
+        forward, backward, once = set(self.forward), set(self.backward), set(self.once)
         own = forward | set(self.slices) | {n for n in self.received if facts(n).phase == "forward"}
-        saved = [n for n in self.program.graph.nodes if n in own and any(u in set(self.backward) for u in n.users)]
+        saved = [n for n in self.program.graph.nodes if n in own and _used_in(n, backward)]
         results = self._results()
         static = once | {n for n in self.program.graph.nodes if n.op == "placeholder"}
         later = {u for n in self.slices for u in n.all_input_nodes}
-        once_out = [n for n in self.once if n in later or n in results or _used_in(n, [*self.forward, *self.backward])]
-        forward_out = [n for n in self.forward if n.name in sends or n in results or n in set(saved)]
+        needed = forward | backward
+        once_out = [n for n in self.once if n in later or n in results or _used_in(n, needed)]
+        kept = set(saved)
+        forward_out = [n for n in self.forward if n.name in sends or n in results or n in kept]
         backward_out = [n for n in self.backward if n.name in sends]
         leaves = _leaves([*self.once, *self.forward, *self.backward, *self.slices, *results])
         return StageProgram(
@@ -149,9 +151,8 @@ class _Cut:
         )
 
 
-def _used_in(node: fx.Node, users: Iterable[fx.Node]) -> bool:
-    among = set(users)
-    return any(user in among for user in node.users)
+def _used_in(node: fx.Node, users: Set[fx.Node]) -> bool:
+    return any(user in users for user in node.users)
 
 
 def _leaves(nodes: Iterable[fx.Node]) -> list[fx.Node]:

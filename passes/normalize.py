@@ -139,7 +139,7 @@ def _output_dtype(node: fx.Node) -> torch.dtype:
 
 
 def _slice(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    x, dim, start, end, step = [*args, *[0, None, None, 1][len(args) - 1 :]]
     size = shape(x)[dim]
     start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
     end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)

@@ -6,7 +6,8 @@ linear). Axes nest: what an axis splits off a factor is gone for the next one.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from .view_rules import opaque
 
 Value = tuple[fx.Node, int]  # an operator and which of its outputs
 Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start
+Place = tuple[str, int, int]  # a factor, its dim, and the product of the factors outside it in that dim
 
 
 @dataclass(frozen=True)
@@ -106,43 +108,48 @@ def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.No
     """
     at: dict[Value, set[Cut]] = defaultdict(set)
     inside: dict[fx.Node, dict[str, set[int]]] = {node: defaultdict(set) for node in factors}
-    places: dict[fx.Node, list[tuple[Value, Dims]]] = {}
+    places: dict[fx.Node, list[tuple[Value, list[Place]]]] = {}
     users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, spec in factors.items():
         sources = [origin(n) for n in tensor_inputs(node)]
         own = [(node, k) for k in range(len(spec.outputs))]
-        places[node] = list(zip([*sources, *own], [*spec.inputs, *spec.outputs], strict=True))
+        places[node] = [
+            (value, _places(spec, dims))
+            for value, dims in zip([*sources, *own], [*spec.inputs, *spec.outputs], strict=True)
+        ]
         for source, _ in sources:
             users[source].append(node)
-    pending = dict.fromkeys(factors)
+    pending = OrderedDict.fromkeys(factors)
     while pending:
-        node = next(iter(pending))
-        del pending[node]
+        node, _ = pending.popitem(last=False)
         spec = factors[node]
-        for value, dims in places[node]:
+        for value, found_in in places[node]:
             for dim, k in at[value]:
-                for name in dims[dim]:
-                    offset = spec.offset(dims, name)
-                    assert offset is not None
-                    size, start = spec.sizes[name], offset[1]
-                    if start < k < start * size and k % start == 0 and size % (k // start) == 0:
+                for name, place, start in found_in:
+                    size = spec.sizes[name]
+                    if place == dim and start < k < start * size and k % start == 0 and size % (k // start) == 0:
                         inside[node][name].add(k // start)
         touched: set[fx.Node] = set()
-        for value, dims in places[node]:
-            for dim, names in enumerate(dims):
-                for name in names:
-                    offset = spec.offset(dims, name)
-                    assert offset is not None
-                    blocked = name in spec.whole or name in spec.contiguous
-                    cuts = {1} | (set() if blocked else inside[node][name])
-                    for cut in cuts:
-                        found = (dim, offset[1] * cut)
-                        if found[1] > 1 and found not in at[value]:
-                            at[value].add(found)
-                            touched |= {value[0], *users[value[0]]}
+        for value, found_in in places[node]:
+            for name, dim, start in found_in:
+                blocked = name in spec.whole or name in spec.contiguous
+                cuts = {1} | (set() if blocked else inside[node][name])
+                for cut in cuts:
+                    found = (dim, start * cut)
+                    if found[1] > 1 and found not in at[value]:
+                        at[value].add(found)
+                        touched |= {value[0], *users[value[0]]}
         pending.update(dict.fromkeys(n for n in touched if n in factors))
         # a node's own new cuts may reach its other tensors
     return inside
+
+
+def _places(spec: Factors, dims: Dims) -> list[Place]:
+    return [
+        (name, dim, math.prod(spec.sizes[outer] for outer in names[:position]))
+        for dim, names in enumerate(dims)
+        for position, name in enumerate(names)
+    ]
 
 
 def flows(node: fx.Node) -> tuple[list[bool], list[bool]]:

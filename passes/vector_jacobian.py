@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..annotations import facts, shape
+from ..annotations import facts, shape, value
 from ..builder import GraphBuilder
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ class VectorJacobian:
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
             return env[node.args[0]]  # type: ignore[index]  # the derivative of a square says pow(x, 1)
         if node.target in _VIEWS:
-            return self.builder.reshape(args[0], args[1])
+            return self.builder.reshape(args[0], args[1])  # type: ignore[arg-type]
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
 
     def _linear(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[fx.Node | None], Pullback]:
@@ -141,7 +141,7 @@ def _trace(
     mode: FakeTensorMode,
 ) -> Template:
     flags = [facts(n).needs_grad for n in tensors]
-    samples = [facts(n).value for n in tensors]
+    samples = [value(n) for n in tensors]
 
     def call(given: list[Tensor]) -> list[Any]:
         source = iter(given)
@@ -159,7 +159,9 @@ def _trace(
         return outs, [next(found) if flag else None for flag in flags]
 
     with mode:
-        outs = call(samples)  # type: ignore[arg-type]
+        # Values may be shared between nodes, and tracing tells its inputs apart by identity.
+        samples = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in samples]
+        outs = call(samples)
         tangents = [torch.empty_like(outs[i], memory_format=torch.contiguous_format) for i in wanted]
         traced = make_fx(joint)(samples, tangents)
     graph = traced.graph

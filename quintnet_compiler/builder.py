@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .annotations import Facts, Leaf, annotate, facts, is_float
+from .annotations import Facts, Leaf, Value, annotate, facts, is_float, value
 from .errors import Where
 
 aten = torch.ops.aten
@@ -31,6 +31,7 @@ class GraphBuilder:
         # Within one scope (a stage, say) equal calls are one node; None: every call is a node of its own.
         self.scope: Hashable = None
         self.shared: dict[Hashable, fx.Node] = {}
+        self.results: dict[Hashable, Value] = {}
         self.where = Where()
         self.backward = False
         self.note = ""
@@ -61,11 +62,7 @@ class GraphBuilder:
             return self.shared[key]
         sources: list[fx.Node] = []
         fx.map_arg((args, kwargs), sources.append)
-        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda node: facts(node).value)
-        with self.mode:
-            result = target(*fake_args, **fake_kwargs)
-        if isinstance(result, list):
-            result = tuple(result)
+        result = self._result(target, args, kwargs, sources)
         outputs = (result,) if isinstance(result, Tensor) else result
         flows = (
             target is not aten.detach.default
@@ -87,6 +84,17 @@ class GraphBuilder:
             ),
         )
 
+    def _result(self, target: Target, args: Any, kwargs: Any, sources: list[fx.Node]) -> Value:
+        """What ``target`` makes. Calls that look the same share it: nobody changes a node's value."""
+        looks = tuple(_look(value(source)) for source in sources)
+        key = (target, repr(fx.map_arg((args, kwargs), lambda _: "*")), looks)
+        if key not in self.results:
+            fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
+            with self.mode:
+                made = target(*fake_args, **fake_kwargs)
+            self.results[key] = tuple(made) if isinstance(made, list) else made
+        return self.results[key]
+
     def getitem(self, source: fx.Node, index: int) -> fx.Node:
         known = facts(source)
         assert isinstance(known.value, tuple)
@@ -107,3 +115,7 @@ class GraphBuilder:
     def output(self, nodes: tuple[fx.Node, ...]) -> None:
         self.graph.output(nodes)
         self.graph.lint()
+
+
+def _look(x: Tensor) -> Hashable:
+    return tuple(x.shape), x.stride(), x.dtype, x.device

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .sharding import AxisType, P, Shard, plain
 
-_library = torch.library.Library("quintnet", "DEF")
+_library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _define(schema: str, shape: Callable[..., Tensor]) -> torch._ops.OpOverload:
-    _library.define(schema)
+    _library.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     torch.library.register_fake(f"quintnet::{name}", shape, lib=_library)
     overload: torch._ops.OpOverload = getattr(torch.ops.quintnet, name).default

@@ -19,7 +19,8 @@ def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
     if parts == 1:
         size = x.shape[dim] // ranks
         return x.narrow(dim, index * size, size)
-    return x.unflatten(dim, (parts, ranks, -1)).select(dim + 1, index).flatten(dim, dim + 1)
+    view = torch.unflatten(x, dim, (parts, ranks, -1))
+    return view.select(dim + 1, index).flatten(dim, dim + 1)
 
 
 def pieces(x: Tensor, dim: int, parts: int, ranks: int) -> list[Tensor]:
@@ -35,7 +36,7 @@ def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:
     """
     if parts == 1:
         return torch.cat(list(shards), dim)
-    views = [shard.unflatten(dim, (parts, -1)) for shard in shards]
+    views = [torch.unflatten(shard, dim, (parts, -1)) for shard in shards]
     return torch.stack(views, dim + 1).flatten(dim, dim + 2)
 
 

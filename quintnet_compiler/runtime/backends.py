@@ -24,7 +24,8 @@ from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole
 class Backend(Protocol):
     """Holds state and runs programs."""
 
-    parameters: Mapping[str, nn.Parameter]
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
     def run(
         self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool, local: bool = False

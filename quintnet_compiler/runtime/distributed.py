@@ -48,7 +48,7 @@ class DistributedTransport:
             )
         self.place = mesh.coordinate(self.rank)
         self.devices = devices
-        self.group = {}
+        self.group: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         for axis in mesh.names:
             if mesh[axis] > 1:
                 self.group[mesh.peers(self.rank, [axis])] = devices.get_group(axis)

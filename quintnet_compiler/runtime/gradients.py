@@ -81,7 +81,7 @@ class GradientStore:
     def _bucket(self, names: list[str], dtype: torch.dtype, axes: tuple[str, ...]) -> None:
         shapes = [self._shape(name) for name in names]
         buffer = torch.zeros(sum(s.numel() for s in shapes), dtype=dtype, device=self.device)
-        parts = buffer.split([s.numel() for s in shapes])
+        parts = torch.split(buffer, [s.numel() for s in shapes])
         views = {name: part.view(size) for name, part, size in zip(names, parts, shapes, strict=True)}
         label = f"gradients[{','.join(axes)}] {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         self.buckets.append(Bucket(axes, buffer, views, label))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from ..errors import QuintNetError, RunError
 
@@ -111,7 +112,7 @@ def _work(
             torch.cuda.set_device(rank)
         dist.init_process_group(
             "nccl" if nccl else "gloo",
-            store=dist.FileStore(store, num_ranks),
+            store=FileStore(store, num_ranks),
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout),
@@ -121,7 +122,11 @@ def _work(
         text = "".join(traceback.format_exception(error))
         answer = False, (error if isinstance(error, QuintNetError) else None, text)
     # plain pickle: multiprocessing's own would share tensors' memory, which ends with this process
-    pipe.send_bytes(pickle.dumps(answer))
+    try:
+        packed = pickle.dumps(answer)
+    except Exception as error:
+        packed = pickle.dumps((False, (None, f"a result that cannot be sent to the launching process: {error}")))
+    pipe.send_bytes(packed)
     pipe.close()
     if answer[0]:
         dist.destroy_process_group()

@@ -125,12 +125,14 @@ def _carry_out(meetings: list[Meeting]) -> list[Any]:
             total = total + x if kind == "sum" else torch.maximum(total, x)
         return [total.clone() for _ in xs]
     if kind == "gather":
-        return [layout.join(xs, *detail) for _ in xs]
+        dim, parts = detail
+        return [layout.join(xs, dim, parts) for _ in xs]
     if kind == "scatter":
         total = xs[0]
         for x in xs[1:]:
             total = total + x
-        return [piece.clone() for piece in layout.pieces(total, *detail, count)]
+        dim, parts = detail
+        return [piece.clone() for piece in layout.pieces(total, dim, parts, count)]
     if kind == "exchange":
         dim, parts, to_dim, to_parts = detail
         whole = layout.join(xs, dim, parts)
