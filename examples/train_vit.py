@@ -70,6 +70,12 @@ class History:
     accuracies: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
+    def add(self, losses: list[float], accuracy: float, seconds: float) -> None:
+        """Record one epoch."""
+        self.losses += losses
+        self.accuracies.append(accuracy)
+        self.seconds += seconds
+
 
 class Trainee(Protocol):
     """What the training loop needs; quintnet's programs have it."""
@@ -105,29 +111,27 @@ def train(trainee: Trainee, settings: Settings, data: Data, device: torch.device
     """Train, validate after each epoch, and tell so in one line per epoch if ``show``."""
     history = History()
     shuffle = torch.Generator().manual_seed(settings.seed)
-    steps_per_epoch = len(data.training) // settings.batch
-    total = settings.epochs * steps_per_epoch
+    total = settings.epochs * (len(data.training) // settings.batch)
     optimizer = torch.optim.AdamW(trainee.parameters(), lr=settings.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_then_cosine(step, total))
     with progress_bar(show) as progress:
         task = progress.add_task("", total=total)
         for epoch in range(1, settings.epochs + 1):
             started = time.perf_counter()
+            losses = []
             for chosen in data.training.batches(settings.batch, shuffle):
-                loss = trainee.step(chosen.tensors(device, settings.dtype))
+                losses.append(float(trainee.step(chosen.tensors(device, settings.dtype))))
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-                history.losses.append(float(loss))
-                progress.update(task, advance=1, description=f"epoch {epoch}, loss {float(loss):.4f}")
-            loss_after, accuracy = validate(trainee, settings, data.validation, device)
+                progress.update(task, advance=1, description=f"epoch {epoch}, loss {losses[-1]:.4f}")
+            validation_loss, accuracy = validate(trainee, settings, data.validation, device)
             seconds = time.perf_counter() - started
-            history.accuracies.append(accuracy)
-            history.seconds += seconds
-            mean_loss = sum(history.losses[-steps_per_epoch:]) / steps_per_epoch
+            history.add(losses, accuracy, seconds)
+            train_loss = sum(losses) / len(losses)
             progress.console.print(
-                f"epoch {epoch:2d}/{settings.epochs}   train loss {mean_loss:.4f}   validation loss"
-                f" {loss_after:.4f}   validation accuracy {accuracy:6.2%}   {seconds:5.1f} s"
+                f"epoch {epoch:2d}/{settings.epochs}   train loss {train_loss:.4f}   validation loss"
+                f" {validation_loss:.4f}   validation accuracy {accuracy:6.2%}   {seconds:5.1f} s"
             )
     return history
 
@@ -137,9 +141,7 @@ def warmup_then_cosine(step: int, total: int) -> float:
     return min(1.0, 10 * (step + 1) / total) * (1 + math.cos(math.pi * step / total)) / 2
 
 
-def validate(
-    trainee: Trainee, settings: Settings, images: Digits, device: torch.device
-) -> tuple[float, float]:
+def validate(trainee: Trainee, settings: Settings, images: Digits, device: torch.device) -> tuple[float, float]:
     """Loss and accuracy over all of ``images``."""
     logits, labels = [], []
     with torch.no_grad():
@@ -187,6 +189,15 @@ def train_split(settings: Settings, data: Data) -> History:
     if first:
         program.dump(settings.dump)
     return train(program, settings, data, device, show=first)
+
+
+def launch_split(settings: Settings, data: Data) -> History:
+    """Train on processes of this machine, or under torchrun as the rank that this process is."""
+    steps = settings.epochs * (len(data.training) // settings.batch)
+    # Ten minutes to start, then far more than a step takes: only a run that stands still is ended.
+    histories = quintnet.launch(train_split, settings.ranks, args=(settings, data), timeout=600 + 5.0 * steps)
+    history: History = histories[this_rank()]
+    return history
 
 
 def this_rank() -> int:
@@ -346,13 +357,12 @@ def main() -> int:
     parser = argument_parser()
     given = parser.parse_args()
     settings, data = prepare(parser, given)
+    if settings.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the launcher would connect the ranks' GPUs
     first = this_rank() == 0
     if first:
         announce(settings, data)
-    if given.local:
-        split = train_split(settings, data)
-    else:
-        split = quintnet.launch(train_split, settings.ranks, args=(settings, data))[0]
+    split = train_split(settings, data) if given.local else launch_split(settings, data)
     if not first:
         return 0
     unsplit = None
