@@ -32,9 +32,7 @@ def _convolution_flops(node: fx.Node) -> float:
 
 # Multiply-adds count 2. Every other operator is bound by memory.
 FLOPS: dict[Any, Callable[[fx.Node], float]] = {
-    **dict.fromkeys(
-        [aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], _matmul_flops
-    ),
+    **dict.fromkeys([aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], _matmul_flops),
     aten.addmm.default: lambda node: 2.0 * math.prod(shape(node)) * shape(tensor_inputs(node)[1])[-1],
     aten.scaled_dot_product_attention.default: _attention_flops,
     **dict.fromkeys(
@@ -69,9 +67,7 @@ class Roofline:
             found = facts(source).value
             moved += num_bytes(found) if isinstance(found, torch.Tensor) else 0
         hw = self.hardware
-        forward = max(
-            self.flops(node) / (hw.flops_per_second * hw.efficiency), moved / hw.memory_bytes_per_second
-        )
+        forward = max(self.flops(node) / (hw.flops_per_second * hw.efficiency), moved / hw.memory_bytes_per_second)
         return forward * (3.0 if needs_grad(node) else 1.0)  # the backward pass of a matmul is two matmuls
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:

@@ -31,7 +31,7 @@ from ..comm_ops import lower_conversion
 from ..cost import CostModel
 from ..errors import CompileError, Where
 from ..program import Axis, Program, ShardedProgram, Strategy, outputs
-from ..sharding import AxisType, I, P, R, S, Sharding, Shard, gradient, local_shape, plain
+from ..sharding import AxisType, I, P, R, S, Shard, Sharding, gradient, local_shape, plain
 from .integer_program import FORBIDDEN, IntegerProgram
 from .repeated_blocks import same_in_every_block
 from .rule_notation import Factors
@@ -85,7 +85,7 @@ class ChooseSharding:
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
         same = same_in_every_block(program.graph)
-        chosen: dict[fx.Node, tuple[Strategy, ...]] = {node: () for node in factors}
+        chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         for position, axis in enumerate(self.axes):
             ranks = tuple(a.size for a in self.axes[:position])
             search = _AxisSearch(self, program, axis, factors, same, chosen, ranks)
@@ -177,11 +177,18 @@ class _AxisSearch:
             best = max(range(len(variables)), key=lambda i: solution[variables[i]])
             picked[key] = self.options_of[key][best]
         for node in self.factors:
+            first = self.first[self.key[node]]
+            if self._alike(node, first) and cuts[node] == cuts[first]:
+                continue
             if picked[self.key[node]] not in self._legal(node, cuts[node]):
                 raise CompileError(
                     "QN209", f"{node} got a strategy that its rule does not allow", where=facts(node).where
                 )
         return {node: picked[self.key[node]] for node in self.factors}
+
+    def _alike(self, node: fx.Node, other: fx.Node) -> bool:
+        """Whether the same strategies are legal for both, given the same cuts."""
+        return self.factors[node] == self.factors[other] and flows(node) == flows(other)
 
     def _legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         """Every strategy that ``node``'s rule allows, whatever the role of the axis."""
@@ -327,7 +334,7 @@ class _AxisSearch:
                 from_[strategy.outputs[output]].append(variable)
             free = [a for a in from_ if leaves_as_is(self.axis, a, result)]
             edge = Edge(source, graph.output_node(), 0, needs_grad(result))
-            price = {a: 0.0 for a in free}
+            price = dict.fromkeys(free, 0.0)
             size = num_bytes(values(source)[output]) * self._left(source, output)
             for a in from_:
                 if a not in price:

@@ -65,7 +65,11 @@ class GenerateRanks:
             _inputs(program),
             _results(program),
             transfers,
-            {n.name: (tuple(values(n)[0].shape), values(n)[0].dtype) for n in program.graph.nodes if n.name in crossing},
+            {
+                n.name: (tuple(values(n)[0].shape), values(n)[0].dtype)
+                for n in program.graph.nodes
+                if n.name in crossing
+            },
             schedule,
             tuple(sites),
         )
@@ -278,4 +282,3 @@ def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
         for node, found in local.staged.sharded.program.leaves.items()
         if found.kind == "input"
     )
-

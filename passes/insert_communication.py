@@ -15,7 +15,7 @@ from ..builder import GraphBuilder
 from ..comm_ops import convert, microbatch, shard_index
 from ..errors import CompileError
 from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
-from ..sharding import I, P, R, Sharding, Shard, conversion_path, local_shape, plain
+from ..sharding import I, P, R, Shard, Sharding, conversion_path, local_shape, plain
 from .rule_notation import Rule
 
 aten = torch.ops.aten
@@ -126,9 +126,7 @@ class _Lowering:
         """The operator on local inputs, with local sizes for its literals; one node per output that is used."""
         target: Any = node.target
         args, kwargs = _substitute(node, given)
-        produced = [
-            self._local(v.shape, self.sharded.produced(node, i)) for i, v in enumerate(values(node))
-        ]
+        produced = [self._local(v.shape, self.sharded.produced(node, i)) for i, v in enumerate(values(node))]
         rule = self.rules.get(target)
         if target is aten.reshape.default:
             new = self.builder.reshape(args[0], list(produced[0]))
@@ -181,9 +179,7 @@ class _Lowering:
 
     # -- conversions
 
-    def _converted(
-        self, source: fx.Node, index: int, target: Sharding, grad: bool, stage: int | None
-    ) -> fx.Node:
+    def _converted(self, source: fx.Node, index: int, target: Sharding, grad: bool, stage: int | None) -> fx.Node:
         """``source`` in sharding ``target``, for a user in ``stage``."""
         start = self.sharded.produced(source, index)
         if not grad:  # without gradients I and R are the same bits
@@ -233,9 +229,10 @@ class _Lowering:
                 found = leaf(node)
                 if found is not None and found.kind != "parameter":
                     once.add(node)
-            elif node.op == "call_function" and node.target is not microbatch and node not in self.stage:
-                if all(source in once for source in tensor_inputs(node)):
-                    once.add(node)
+                continue
+            anywhere = node.op == "call_function" and node.target is not microbatch and node not in self.stage
+            if anywhere and all(source in once for source in tensor_inputs(node)):
+                once.add(node)
         return frozenset(once)
 
 

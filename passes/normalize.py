@@ -26,7 +26,7 @@ class Normalize:
     """Give every value a concrete global shape and every computation one spelling.
 
     Before: ``view(x, [sym_size, -1])``, ``clone``, ``add(x, 1)``, ``cross_entropy_loss``
-    After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss_forward``, ``sum``, ``div``
+    After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss``, ``sum``, ``div``
     Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
 
     ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run.
@@ -71,7 +71,9 @@ class Normalize:
         target: Any = node.target
         if target in (aten.sym_size.int, torch.sym_float, torch.sym_int):
             return shape(args[0])[args[1]] if target is aten.sym_size.int else args[0]
-        if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(target, torch._ops.OpOverload):
+        if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(
+            target, torch._ops.OpOverload
+        ):
             return target(*args, **kwargs)  # arithmetic on sizes
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
@@ -139,7 +141,7 @@ def _output_dtype(node: fx.Node) -> torch.dtype:
 
 
 def _slice(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    x, dim, start, end, step = [*args, *[0, None, None, 1][len(args) - 1 :]]
+    x, dim, start, end, step = args + [0, None, None, 1][len(args) - 1 :]
     size = shape(x)[dim]
     start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
     end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
@@ -160,9 +162,7 @@ def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[s
     x, size = args[0], args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     whole = shape(x)[dim]
-    return builder.call(
-        aten.split_with_sizes.default, x, [min(size, whole - at) for at in range(0, whole, size)], dim
-    )
+    return builder.call(aten.split_with_sizes.default, x, [min(size, whole - at) for at in range(0, whole, size)], dim)
 
 
 def _scalar(to_scalar: Any) -> Rewrite:
@@ -280,7 +280,10 @@ def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str
 
 REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(
-        [aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default, aten.lift.default],
+        [
+            aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default,
+            aten.lift.default,
+        ],
         _identity,
     ),
     **dict.fromkeys(
@@ -292,7 +295,10 @@ REWRITES: dict[Any, Rewrite] = {
         _reshape,
     ),
     **dict.fromkeys(
-        [aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten.type_as.default],
+        [
+            aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
+            aten.type_as.default,
+        ],
         _cast,
     ),
     **dict.fromkeys([aten.dropout.default, aten.native_dropout.default], _dropout),

@@ -52,4 +52,11 @@ def _signature(node: fx.Node) -> tuple[Hashable, ...]:
     literals = tuple(repr(a) for a in node.args if not isinstance(a, (fx.Node, list, tuple)))
     given = tuple((tuple(v.shape), needs_grad(n)) for n in tensor_inputs(node) for v in values(n))
     name = split[2] if split else ""
-    return (str(node.target) if node.op == "call_function" else node.op, shapes, name, literals, given, needs_grad(node))
+    return (
+        str(node.target) if node.op == "call_function" else node.op,
+        shapes,
+        name,
+        literals,
+        given,
+        needs_grad(node),
+    )

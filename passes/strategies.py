@@ -6,7 +6,6 @@ linear). Axes nest: what an axis splits off a factor is gone for the next one.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -145,11 +144,13 @@ def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.No
 
 
 def _places(spec: Factors, dims: Dims) -> list[Place]:
-    return [
-        (name, dim, math.prod(spec.sizes[outer] for outer in names[:position]))
-        for dim, names in enumerate(dims)
-        for position, name in enumerate(names)
-    ]
+    found: list[Place] = []
+    for dim, names in enumerate(dims):
+        start = 1
+        for name in names:
+            found.append((name, dim, start))
+            start *= spec.sizes[name]
+    return found
 
 
 def flows(node: fx.Node) -> tuple[list[bool], list[bool]]:

@@ -46,9 +46,7 @@ class GraphBuilder:
             self.where, self.backward, self.note = before
 
     def placeholder(self, name: str, value: Tensor, leaf: Leaf | None = None, *, needs_grad: bool = False) -> fx.Node:
-        return annotate(
-            self.graph.placeholder(name), Facts(value, where=self.where, needs_grad=needs_grad, leaf=leaf)
-        )
+        return annotate(self.graph.placeholder(name), Facts(value, where=self.where, needs_grad=needs_grad, leaf=leaf))
 
     def call(self, target: Target, *args: Any, **kwargs: Any) -> fx.Node:
         """Append ``target(*args, **kwargs)``; node arguments may be nested in lists.
@@ -102,9 +100,7 @@ class GraphBuilder:
         node = self.graph.call_function(operator.getitem, (source, index))
         self.made.append(node)
         grad = known.needs_grad and isinstance(part, Tensor) and is_float(part)
-        return annotate(
-            node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase, note=known.note)
-        )
+        return annotate(node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase, note=known.note))
 
     def reshape(self, x: fx.Node, shape: list[int] | tuple[int, ...]) -> fx.Node:
         """``x`` in another shape; ``x`` itself where the shape is the same."""

@@ -149,9 +149,7 @@ class CompiledProgram:
     def _state(self) -> Backend:
         if self._backend is None:
             program = self._leader().program
-            self._backend = open_backend(
-                self.mesh, program, self._captured["train"].tensors, self._task.device
-            )
+            self._backend = open_backend(self.mesh, program, self._captured["train"].tensors, self._task.device)
         return self._backend
 
     def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:

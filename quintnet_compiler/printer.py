@@ -77,10 +77,14 @@ def _(program: ShardedProgram) -> str:
     notes = {}
     for node, strategies in program.strategies.items():
         if node.op != "output":
-            notes[node] = "{" + "; ".join(
-                f"{axis.name}: {', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}"
-                for axis, s in zip(program.axes, strategies, strict=True)
-            ) + "}"
+            notes[node] = (
+                "{"
+                + "; ".join(
+                    f"{axis.name}: {', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}"
+                    for axis, s in zip(program.axes, strategies, strict=True)
+                )
+                + "}"
+            )
     return f"{head}\n{_lines(program.program.graph, notes)}"
 
 
@@ -108,7 +112,10 @@ def _(program: DifferentiatedProgram) -> str:
 @program_text.register
 def _(program: DistributedProgram) -> str:
     lines = [f"{program.mesh}", "", grid(program.schedule, None) if program.schedule.num_stages > 1 else ""]
-    lines += [f"transfer {t.source} -> {t.target}: {', '.join(t.forward)}; back: {', '.join(t.backward)}" for t in program.transfers]
+    lines += [
+        f"transfer {t.source} -> {t.target}: {', '.join(t.forward)}; back: {', '.join(t.backward)}"
+        for t in program.transfers
+    ]
     lines += ["", "state:"]
     for spec in program.state.values():
         kinds = ", ".join(f"{a.name}: {k}" for a, k in zip(program.axes, spec.sharding, strict=True))
@@ -118,8 +125,9 @@ def _(program: DistributedProgram) -> str:
 
 def _function(name: str, piece: Piece) -> str:
     """A generated function, each line under the place in the user's model that it comes from."""
-    return f"# {name}: static {list(piece.static)}; per microbatch {list(piece.dynamic)}; returns {list(piece.outputs)}\n" + (
-        piece.code.strip().replace("def forward(", f"def {name}(").replace("torch.ops.", "ops.") + "\n"
+    return (
+        f"# {name}: static {list(piece.static)}; per microbatch {list(piece.dynamic)}; returns {list(piece.outputs)}\n"
+        + (piece.code.strip().replace("def forward(", f"def {name}(").replace("torch.ops.", "ops.") + "\n")
     )
 
 

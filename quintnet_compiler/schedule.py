@@ -283,9 +283,7 @@ def _durations(forward: float, backward: float) -> Callable[[Action], float]:
     return lambda action: table.get(action.op, backward / 2)
 
 
-def bubble(
-    schedule: Schedule, edges: Iterable[Edge], *, forward: float = 1.0, backward: float = 2.0
-) -> float:
+def bubble(schedule: Schedule, edges: Iterable[Edge], *, forward: float = 1.0, backward: float = 2.0) -> float:
     """The share (0 to 1) of all ranks' time that is idle when every stage's actions take these times.
 
     ``forward`` and ``backward`` are in any one unit; each half of a split backward takes ``backward / 2``.

@@ -125,10 +125,11 @@ def _tokens(rows: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor, 
 def _llama(**changes: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config: dict[str, Any] = dict(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, use_cache=False, tie_word_embeddings=True,
-    )  # fmt: skip
+    config = {
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**{**config, **changes}))
 
 

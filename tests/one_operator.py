@@ -23,7 +23,7 @@ from quintnet_compiler.annotations import Leaf, facts, is_float, needs_grad, val
 from quintnet_compiler.builder import GraphBuilder
 from quintnet_compiler.comm_ops import RANKED
 from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes.differentiate import Differentiate
+from quintnet_compiler.passes.differentiate import _Tape
 from quintnet_compiler.passes.insert_communication import InsertCommunication
 from quintnet_compiler.passes.rule_notation import Factors, Rule
 from quintnet_compiler.passes.strategies import RuleBook, refine, strategies
@@ -41,6 +41,7 @@ from quintnet_compiler.sharding import AxisType, P, Shard, Sharding, gradient, p
 
 aten = torch.ops.aten
 AXES = ("dp", "tp", "cp")
+TRACES: dict[Any, Any] = {}  # autograd's traces, shared by all programs here: they depend on calls alone
 TOLERANCE = 1e-12
 
 
@@ -257,7 +258,9 @@ def lowered(program: ShardedProgram, rules: Mapping[Any, Rule]) -> Differentiate
     """What each rank runs, with its backward where there is a loss."""
     calls = [n for n in program.program.graph.nodes if n.op == "call_function"]
     local = InsertCommunication(dict(rules))(StagedProgram(program, 1, dict.fromkeys(calls, 0)))
-    return Differentiate(training=any(needs_grad(n) for n in calls))(local)
+    tape = _Tape(local, training=any(needs_grad(n) for n in calls))  # what Differentiate runs
+    tape.operators.templates = TRACES
+    return tape.run()
 
 
 # -- running

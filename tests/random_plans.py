@@ -44,7 +44,7 @@ class RandomSharding:
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = RuleBook(RULES).factors(program.graph)
-        chosen: dict[fx.Node, tuple[Strategy, ...]] = {node: () for node in factors}
+        chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         for position, axis in enumerate(self.axes):
             cuts = find_cuts(program.graph, factors)
             for node in factors:
@@ -107,7 +107,9 @@ class RandomCut:
                 node.op == "call_function" and any(n in depends for n in node.all_input_nodes)
             ):
                 depends.add(node)
-        order = [n for n in program.program.graph.nodes if n in depends and n.op == "call_function" and not is_getitem(n)]
+        order = [
+            n for n in program.program.graph.nodes if n in depends and n.op == "call_function" and not is_getitem(n)
+        ]
         starts = sorted(self.dice.sample(range(1, len(order)), self.num_stages - 1))
         stage = {node: sum(i >= start for start in starts) for i, node in enumerate(order)}
         for node in program.program.graph.nodes:
@@ -116,7 +118,9 @@ class RandomCut:
         return StagedProgram(program, self.num_stages, stage)
 
 
-def random_program(program: Program, mesh: Mesh, axes: tuple[Axis, ...], microbatches: int, seed: int) -> DistributedProgram:
+def random_program(
+    program: Program, mesh: Mesh, axes: tuple[Axis, ...], microbatches: int, seed: int
+) -> DistributedProgram:
     """A random distributed program for ``mesh``; ``axes`` are its axes but pp (and the microbatch axis)."""
     run, dice = Runner(), random.Random(seed)
     sharded = run(RandomSharding(axes, dice), program)

@@ -20,7 +20,12 @@ MESH = quintnet.Mesh(pp=2, dp=2, tp=2)
 def _program(name: str = "gpt", rows: int = 8, microbatches: int = 2, **options: object) -> quintnet.CompiledProgram:
     case = CASES[name]
     return quintnet.compile(
-        build(name), MESH, case.batch(rows), loss_fn=case.loss_fn, microbatches=microbatches, **options  # type: ignore[arg-type]
+        build(name),
+        MESH,
+        case.batch(rows),
+        loss_fn=case.loss_fn,
+        microbatches=microbatches,
+        **options,  # type: ignore[arg-type]
     )
 
 
@@ -170,7 +175,10 @@ def test_peak_of_live_activations_is_the_schedules() -> None:
             part = program.rank(rank)
             store = GradientStore(program, part, transport, torch.device("cpu"))
             executor = Executor(program, rank, transport, store)
-            state = {n: part_of(tensors[n].detach(), s.sharding, program.axes, part.coordinate) for n, s in program.state.items()}
+            state = {
+                n: part_of(tensors[n].detach(), s.sharding, program.axes, part.coordinate)
+                for n, s in program.state.items()
+            }
             executor.step(state, list(case.batch(8)))
             peaks[rank] = executor.peak_live
 

@@ -83,7 +83,9 @@ def test_no_edge_points_back_and_no_stage_is_empty(num_stages: int) -> None:
 def test_equal_blocks_are_balanced() -> None:
     staged = CutStages(2, Roofline())(_gpt())
     leaves = staged.sharded.program.leaves
-    blocks = {leaves[n].name.split(".")[1]: s for n, s in parameter_stages(staged).items() if "blocks" in leaves[n].name}
+    blocks = {
+        leaves[n].name.split(".")[1]: s for n, s in parameter_stages(staged).items() if "blocks" in leaves[n].name
+    }
     assert list(blocks.values()).count((0,)) in (3, 4, 5)
 
 

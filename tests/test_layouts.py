@@ -66,9 +66,7 @@ def _reference(name: str):  # type: ignore[no-untyped-def]
 def _check(name: str, layout: Layout) -> None:
     captured = _captured(name)[1]
     mesh = Mesh(pp=layout.pp, dp=layout.dp, tp=layout.tp)
-    plan = Plan(
-        microbatches=layout.microbatches, schedule=layout.schedule, sequence_parallel=layout.sequence_parallel
-    )
+    plan = Plan(microbatches=layout.microbatches, schedule=layout.schedule, sequence_parallel=layout.sequence_parallel)
     compiled = compile_program(captured, Request(mesh, plan, ROWS, torch.device("cpu"), RULES), Runner())
     loss, found = gradients(compiled.program, mesh, dict(captured.tensors), CASES[name].batch(ROWS))
     expected_loss, expected = _reference(name)
@@ -83,9 +81,7 @@ def _sample(name: str, count: int) -> list[tuple[str, Layout]]:
     return [(name, layout) for layout in random.Random(name).sample(_layouts(), count)]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [pair for name in sorted(CASES) for pair in _sample(name, 6)], ids=str
-)
+@pytest.mark.parametrize(("name", "layout"), [pair for name in sorted(CASES) for pair in _sample(name, 6)], ids=str)
 def test_layout_equals_the_unsplit_model(name: str, layout: Layout) -> None:
     _check(name, layout)
 

@@ -142,9 +142,7 @@ def test_golden_grids() -> None:
         "rank 3  .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  ."
     )
     assert grid(gpipe(2, 3), chain(2)) == (
-        "gpipe: stages 2, microbatches 3, bubble 25.0%\n"
-        "rank 0  F0 F1 F2 .  .  B0 B1 B2\n"
-        "rank 1  .  F0 F1 F2 B0 B1 B2 ."
+        "gpipe: stages 2, microbatches 3, bubble 25.0%\nrank 0  F0 F1 F2 .  .  B0 B1 B2\nrank 1  .  F0 F1 F2 B0 B1 B2 ."
     )
 
 
@@ -337,9 +335,7 @@ def test_a_deadlock_names_every_rank_that_waits() -> None:
         parse("0F0 0SF0>1 0RB0<1 0B0 0F1 0SF1>1 0RB1<1 0B1 0R"),
         parse("1RF0<0 1RF1<0 1F0 1F1 1B0 1SB0>0 1B1 1SB1>0 1R"),
     )
-    with pytest.raises(
-        ScheduleError, match=r"deadlock with one channel.*rank 0 waits at 0B0, rank 1 waits at 1F1"
-    ):
+    with pytest.raises(ScheduleError, match=r"deadlock with one channel.*rank 0 waits at 0B0, rank 1 waits at 1F1"):
         verify_schedule(Schedule("by hand", 2, (0, 1), rows), chain(2))
 
 

@@ -39,7 +39,9 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device) -> Backend:
+def open_backend(
+    mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
+) -> Backend:
     """One rank per process inside an initialised process group of more than one rank, else all ranks here.
 
     Raises:
@@ -153,7 +155,9 @@ class ProcessBackend:
         self.ready: dict[int, _Ready] = {}
         mine = set(self._owned(program))
         self.state = {
-            name: part_of(tensors[name].detach(), spec.sharding, program.axes, self.place).to(device, copy=True).contiguous()
+            name: part_of(tensors[name].detach(), spec.sharding, program.axes, self.place)
+            .to(device, copy=True)
+            .contiguous()
             for name, spec in program.state.items()
             if name in mine or spec.kind != "parameter"
         }
@@ -236,7 +240,8 @@ def _norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torc
     dtype = torch.float64 if double else torch.float32
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))).to(dtype))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))).to(dtype))
+    return total
 
 
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:

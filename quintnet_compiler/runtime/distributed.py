@@ -98,9 +98,7 @@ class DistributedTransport:
         _reduce_scatter(out, stacked, group=group)
         return out
 
-    def all_to_all(
-        self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int
-    ) -> Tensor:
+    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         group, size, index = self.axis[axis]
         if dim == to_dim:  # the same dim in other parts: rare
             return layout.take(self.all_gather(x, axis, dim, parts, at), to_dim, to_parts, size, index)

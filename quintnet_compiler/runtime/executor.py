@@ -54,7 +54,9 @@ class Executor:
         }
 
     def step(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """One pass over all microbatches, to be called without autograd. ``inputs``: this rank's part of the flat batch, of all microbatches.
+        """One pass over all microbatches, to be called without autograd.
+
+        ``inputs``: this rank's part of the flat batch, all microbatches of it.
 
         Returns the program's outputs, whole and the same on every rank.
         """

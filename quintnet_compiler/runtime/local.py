@@ -168,9 +168,7 @@ class LocalTransport:
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
 
-    def all_to_all(
-        self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int
-    ) -> Tensor:
+    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
 
     def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
