@@ -290,10 +290,10 @@ def argument_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--epochs", type=positive, default=15, help="15 unless told")
+    add("--epochs", type=positive, default=20, help="how often to see every image (20)")
     add("--batch", type=positive, default=128, help="images per step, over all ranks (128)")
     add("--microbatches", type=positive, default=4, help="parts of each rank's share of a batch (4)")
-    add("--lr", type=float, default=3e-3, help="AdamW's highest learning rate (0.003)")
+    add("--lr", type=float, default=2e-3, help="AdamW's highest learning rate (0.002)")
     add("--seed", type=int, default=0, help="of the weights, the split of the images and their order (0)")
     add("--float64", action="store_true", help="compute in float64, with a tighter limit on differences")
     add("--mnist", type=Path, metavar="DIR", help="MNIST's IDX files, not scikit-learn's digits")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import quintnet
@@ -143,6 +144,35 @@ def test_what_does_not_divide_is_kept_whole_and_still_exact() -> None:
     loss, expected = reference(model, batch, None)
     model.zero_grad(set_to_none=True)
     program = quintnet.compile(model, quintnet.Mesh(tp=2), batch)
+    assert abs(program.step(batch) - loss) / loss < 1e-9
+    error, worst = worst_error({n: p.grad.full_tensor() for n, p in program.named_parameters()}, expected)  # type: ignore[union-attr]
+    assert error < 1e-9, worst
+
+
+class UnevenQKV(nn.Module):
+    """One linear for 4 query heads and 2 shared key and value heads, as in Phi-3: the pieces are not equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.head = nn.Linear(32, 64), nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).split([32, 16, 16], dim=-1)
+        q, k, v = (y.view(b, t, -1, 8).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.head(x + self.proj(y.transpose(1, 2).reshape(b, t, 32))).mean(dim=1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_uneven_heads_of_any_number(ranks: int) -> None:
+    """2 key heads on 2, 4 and 8 ranks; a fused projection of unequal pieces; 8 classes."""
+    torch.manual_seed(0)
+    model = UnevenQKV().double()
+    batch = (torch.randn(4, 8, 32, dtype=torch.float64), torch.randint(0, 8, (4,)))
+    loss, expected = reference(model, batch, F.cross_entropy)
+    model.zero_grad(set_to_none=True)
+    program = quintnet.compile(model, quintnet.Mesh(tp=ranks), batch, loss_fn=F.cross_entropy)
     assert abs(program.step(batch) - loss) / loss < 1e-9
     error, worst = worst_error({n: p.grad.full_tensor() for n, p in program.named_parameters()}, expected)  # type: ignore[union-attr]
     assert error < 1e-9, worst

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +76,27 @@ def test_processes_equal_the_local_transport(name: str, axes: dict[str, int], mi
 
 def test_local_batches_and_bad_input_on_every_rank() -> None:
     assert quintnet.launch(_rows, 2, ({"dp": 2},), timeout=120) == [(True, True)] * 2
+
+
+def _digest(name: str, axes: dict[str, int]) -> str:
+    """SHA-256 of everything in this rank's dump folder."""
+    case, found = CASES[name], hashlib.sha256()
+    program = quintnet.compile(build(name), quintnet.Mesh(**axes), case.batch(8), loss_fn=case.loss_fn, microbatches=2)
+    with tempfile.TemporaryDirectory() as folder:
+        for path in sorted(program.dump(folder).rglob("*")):
+            if path.is_file():
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def test_dumps_are_the_same_bytes_on_every_rank_and_run() -> None:
+    axes = {"pp": 2, "tp": 2}
+    ranks = quintnet.launch(_digest, 4, ("gpt", axes), timeout=120)
+    # another process hashes strings in another order
+    code = f"from tests.test_processes import _digest; print(_digest('gpt', {axes}))"
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    again = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert {*ranks, again.stdout.strip()} == {ranks[0]}
 
 
 def _fail(code: int) -> None:
