@@ -11,17 +11,16 @@ class Hardware:
 
     ``flops_per_second``: dense 16-bit matrix throughput, of which ``efficiency`` is usually reached.
     ``memory_bytes_per_second``: device memory. ``link_bytes_per_second``: one direction, to the other ranks of a
-    node. ``latency_seconds``: of a collective, before any byte moves.
+    node.
     """
 
     name: str
     flops_per_second: float
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    latency_seconds: float
     efficiency: float = 0.6
 
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM5: 989.4 TFLOP/s dense bf16, 3.35 TB/s HBM3, NVLink 900 GB/s both
-# directions together. The latency is the order of a small all-reduce in NCCL's published tests.
-H100 = Hardware("H100-SXM", 989.4e12, 3.35e12, 450e9, 15e-6)
+# directions together.
+H100 = Hardware("H100-SXM", 989.4e12, 3.35e12, 450e9)

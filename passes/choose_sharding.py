@@ -52,14 +52,6 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Sink:
-    """A program output: which types may leave the program without a conversion, by role."""
-
-    index: int
-    node: fx.Node
-
-
-@dataclass(frozen=True)
 class ChooseSharding:
     """Give every value a sharding on every axis.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -37,7 +37,6 @@ class Facts:
     needs_grad: bool = False
     leaf: Leaf | None = None
     phase: Literal["forward", "backward"] = "forward"
-    note: str = ""
 
 
 _KEY = "quintnet"
@@ -53,10 +52,6 @@ def annotate(node: fx.Node, known: Facts) -> fx.Node:
     if isinstance(known.value, Tensor):
         node.meta["val"] = known.value  # what torch's own tools (printers, drawers, inductor) read
     return node
-
-
-def amend(node: fx.Node, **changes: object) -> fx.Node:
-    return annotate(node, replace(facts(node), **changes))  # type: ignore[arg-type]  # names are checked at run time
 
 
 def value(node: fx.Node) -> Tensor:

@@ -34,16 +34,15 @@ class GraphBuilder:
         self.results: dict[Hashable, Value] = {}
         self.where = Where()
         self.backward = False
-        self.note = ""
 
     @contextmanager
-    def at(self, node: fx.Node, *, backward: bool = False, note: str = "") -> Iterator[None]:
-        before = self.where, self.backward, self.note
-        self.where, self.backward, self.note = facts(node).where, backward, note or facts(node).note
+    def at(self, node: fx.Node, *, backward: bool = False) -> Iterator[None]:
+        before = self.where, self.backward
+        self.where, self.backward = facts(node).where, backward
         try:
             yield
         finally:
-            self.where, self.backward, self.note = before
+            self.where, self.backward = before
 
     def placeholder(self, name: str, value: Tensor, leaf: Leaf | None = None, *, needs_grad: bool = False) -> fx.Node:
         return annotate(self.graph.placeholder(name), Facts(value, where=self.where, needs_grad=needs_grad, leaf=leaf))
@@ -78,7 +77,6 @@ class GraphBuilder:
                 where=self.where,
                 needs_grad=flows,
                 phase="backward" if self.backward else "forward",
-                note=self.note,
             ),
         )
 
@@ -100,7 +98,7 @@ class GraphBuilder:
         node = self.graph.call_function(operator.getitem, (source, index))
         self.made.append(node)
         grad = known.needs_grad and isinstance(part, Tensor) and is_float(part)
-        return annotate(node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase, note=known.note))
+        return annotate(node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase))
 
     def reshape(self, x: fx.Node, shape: list[int] | tuple[int, ...]) -> fx.Node:
         """``x`` in another shape; ``x`` itself where the shape is the same."""

@@ -88,11 +88,6 @@ def parse_type(text: str) -> AxisType:
     return Shard(int(match[1]), int(match[2] or 1))
 
 
-def divides(shape: Sequence[int], kind: AxisType, ranks: int) -> bool:
-    """Whether a tensor of ``shape`` can have type ``kind`` on an axis of ``ranks``."""
-    return not isinstance(kind, Shard) or (kind.dim < len(shape) and shape[kind.dim] % (kind.parts * ranks) == 0)
-
-
 def shard_shape(shape: Sequence[int], kind: AxisType, ranks: int) -> tuple[int, ...]:
     """The shape that one rank holds after one axis."""
     if not isinstance(kind, Shard):
