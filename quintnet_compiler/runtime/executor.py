@@ -44,6 +44,12 @@ class Executor:
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
         self.backward = {(t.source, t.target): t.backward for t in program.transfers}
+        # after a forward: what the backward needs, and what is still to be sent
+        self.kept = {
+            stage.index: {n for (source, _), names in self.forward.items() if source == stage.index for n in names}
+            | set(stage.saved)
+            for stage in self.part.stages
+        }
         self.handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -119,8 +125,9 @@ class Executor:
         self.live.add(here)
         self.peak_live = max(self.peak_live, len(self.live))
         self._hand_over(action, self.forward, values, self.values)
+        self.values[here] = {name: x for name, x in values.items() if name in self.kept[stage.index]}
         if self.gradients is None:
-            self._forget(here)
+            self.live.discard(here)
 
     def _backward(self, action: Action) -> None:
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)
@@ -149,13 +156,6 @@ class Executor:
             home, user = (target, source) if back else (source, target)
             if home == action.stage and user in self.stages:
                 store[user, action.microbatch] |= {name: made[name] for name in names}
-
-    def _forget(self, here: tuple[int, int]) -> None:
-        """Forward only: keep what is still to be sent, drop the rest."""
-        stage = self.stages[here[0]]
-        needed = {n for (source, _), names in self.forward.items() if source == stage.index for n in names}
-        self.values[here] = {name: x for name, x in self.values[here].items() if name in needed}
-        self.live.discard(here)
 
     # -- transfers
 
