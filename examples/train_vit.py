@@ -272,7 +272,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        if not size.isdecimal() or name in axes:
+        if not size.isdecimal() or int(size) < 1 or name in axes:
             raise argparse.ArgumentTypeError(f"{text!r}: write each axis once, as in pp=2,dp=2,tp=2")
         axes[name] = int(size)
     return axes

@@ -128,7 +128,9 @@ class _AxisSearch:
     ) -> None:
         self.options, self.program, self.axis, self.factors = options, program, axis, factors
         self.chosen, self.ranks = chosen, ranks
-        self.key: dict[fx.Node, Hashable] = {n: (same[n], chosen[n]) for n in factors}
+        # What the model makes of the batch: no microbatch may compute it for all the others.
+        self.split_in_time = _made_of_the_batch(program.graph) if axis.role == "time" else frozenset()
+        self.key: dict[fx.Node, Hashable] = {n: (same[n], chosen[n], n in self.split_in_time) for n in factors}
         self.weights = _contraction_weights(program.graph) if axis.role == "model" else frozenset()
         # What any collective costs at least, in moves of a typical activation: without it a collective of a few
         # statistics looks free, and the search trades one large move for a layout full of small ones.
@@ -192,7 +194,12 @@ class _AxisSearch:
     def _strategies(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         found, options = leaf(node), self._legal(node, cuts)
         if found is None:
-            return options
+            if node not in self.split_in_time:
+                return options
+            parts = tuple(s for s in options if not s.label.startswith("replicated"))
+            if not parts:
+                raise self._refusal(Edge(node, node, 0, grad=True))
+            return parts
         fixed = self.options.fixed.get((found.name, self.axis.name))
         if fixed is not None:
             allowed = [s for s in options if s.outputs[0] == fixed or plain(s.outputs[0]) == plain(fixed) is I]
@@ -405,6 +412,24 @@ class _AxisSearch:
             where=where,
             fix="let the plan leave this parameter open",
         )
+
+
+def _made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Operators that depend on the batch and on a parameter."""
+    batched: set[fx.Node] = set()
+    trained: set[fx.Node] = set()
+    for node in graph.nodes:
+        found = leaf(node) if node.op == "placeholder" else None
+        if found is not None:
+            if found.batched:
+                batched.add(node)
+            elif found.kind == "parameter":
+                trained.add(node)
+        elif node.op == "call_function":
+            for kind in (batched, trained):
+                if any(source in kind for source in node.all_input_nodes):
+                    kind.add(node)
+    return frozenset(n for n in batched & trained if n.op == "call_function")
 
 
 def _contraction_weights(graph: fx.Graph) -> frozenset[fx.Node]:

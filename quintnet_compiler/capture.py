@@ -44,7 +44,7 @@ class _Step(nn.Module):
         if isinstance(batch, dict):
             out = self.model(**batch)
         elif self.want == "loss" and self.loss_fn is not None:
-            return self.loss_fn(self.model(*batch[:-1]), batch[-1])
+            out = self.loss_fn(self.model(*batch[:-1]), batch[-1])
         else:
             out = self.model(*batch)
         return _loss_of(out) if self.want == "loss" else out

@@ -163,6 +163,7 @@ class CompiledProgram:
         found = self._programs.get((kind, size))
         if found is not None:
             return found
+        check_divides(self.mesh, self._task.plan.microbatches if kind == "train" else 1, size)
         if self._compiled is None:
             self._lead(batch, size) if kind == "train" else self._lead_for(kind, batch, size)
             if kind == "train":
@@ -187,7 +188,6 @@ class CompiledProgram:
 
     def _lead(self, batch: Any, size: int) -> None:
         task = self._task
-        check_divides(task.mesh, task.plan.microbatches, size)
         request = Request(task.mesh, task.plan, size, task.device, task.rules)
         self._compiled = compile_program(self._capture("train", batch), request, Runner(keep=True))
         self._programs["train", size] = self._compiled.program
@@ -227,9 +227,10 @@ def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
     ways = mesh["dp"] * microbatches
     if rows % ways:
         near = max(ways, rows // ways * ways)
+        split = f"dp={mesh['dp']}" + (f" x {microbatches} microbatches" if microbatches > 1 else "")
         raise InputError(
             "QN106",
-            f"a batch of {rows} rows does not divide over dp={mesh['dp']} x {microbatches} microbatches",
+            f"a batch of {rows} rows does not divide over {split}",
             fix=f"use a batch of {near} rows, or drop the last incomplete batch",
         )
 
