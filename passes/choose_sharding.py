@@ -437,7 +437,8 @@ def _contraction_weights(graph: fx.Graph) -> frozenset[fx.Node]:
     import torch
 
     aten = torch.ops.aten
-    second = {aten.linear.default: 1, aten.matmul.default: 1, aten.mm.default: 1, aten.addmm.default: 2, aten.bmm.default: 1}
+    products = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default)
+    second = {**dict.fromkeys(products, 1), aten.addmm.default: 2}
     found = set()
     for node in graph.nodes:
         if node.op != "call_function" or is_getitem(node) or node.target not in second:

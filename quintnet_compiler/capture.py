@@ -7,13 +7,15 @@ removed here: no_grad regions (inlined, with ``detach``), guards and asserts, al
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
 import operator
 import re
 import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +111,7 @@ def capture(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     # A batch of one would be taken for a constant; two stands for any size.
     sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
-    dynamic = pytree.tree_map(
-        lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch
-    )
+    dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
     step = _Step(model, loss_fn, want)
     with _mode(model, training), _no_warnings():
         try:
@@ -157,7 +157,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-@contextmanager
+@contextlib.contextmanager
 def _mode(model: nn.Module, training: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
@@ -168,11 +168,16 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = was
 
 
-@contextmanager
+@contextlib.contextmanager
 def _no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch logs whole graphs where it gives up; our error says what matters
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def _user_frame(stack: Any) -> str:
@@ -188,7 +193,11 @@ def _untraceable(error: Exception) -> CompileError:
     module = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module) and not isinstance(found, _Step) and not type(found).__module__.startswith("torch."):
+        if (
+            isinstance(found, nn.Module)
+            and not isinstance(found, _Step)
+            and not type(found).__module__.startswith("torch.")
+        ):
             module = type(found).__name__
     # export raises far from the user's code for data-dependent control flow, and quotes the line in its message
     quoted = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(\S.*)', str(error))
@@ -199,7 +208,9 @@ def _untraceable(error: Exception) -> CompileError:
     if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
         reason = "control flow depends on the values of a tensor, which a compiled program cannot follow"
         fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
-    elif "batch" in reason and ("specialized" in str(error) or "ConstraintViolation" in kind or "Constraints violated" in reason):
+    elif "batch" in reason and (
+        "specialized" in str(error) or "ConstraintViolation" in kind or "Constraints violated" in reason
+    ):
         reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
         fix = "use x.shape[0] (or -1) where a literal batch size is used"
     else:
@@ -227,7 +238,7 @@ def _inline_no_grad(gm: fx.GraphModule) -> None:
                     continue
                 if n.op == "output":
                     continue
-                env[n] = graph.node_copy(n, lambda x: env[x])
+                env[n] = graph.node_copy(n, env.__getitem__)
             returned = body.graph.output_node().args[0]
             returned = returned if isinstance(returned, (tuple, list)) else (returned,)
             results = []
@@ -280,17 +291,13 @@ def _canonical(
         )
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
-    aliases = {
-        name: names[id(p)]
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if names[id(p)] != name
-    }
+    aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
     tensors: dict[str, Tensor] = {}
     graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
     paths, input_spec = pytree.tree_flatten_with_path(sample)
-    users_inputs = iter(paths)
-    flat_inputs = dict(zip(signature.user_inputs, paths, strict=True)) if len(signature.user_inputs) == len(paths) else {}
-    del users_inputs
+    flat_inputs = (
+        dict(zip(signature.user_inputs, paths, strict=True)) if len(signature.user_inputs) == len(paths) else {}
+    )
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             leaf, tensor = _leaf(node, exported, aliases, owned, flat_inputs, max(size, 2))
@@ -344,10 +351,10 @@ def _leaf(
     if node.name in signature.inputs_to_buffers:
         full = signature.inputs_to_buffers[node.name]
         found = exported.state_dict.get(full, exported.constants.get(full))
-        return Leaf("buffer", full.removeprefix("model.")), found  # type: ignore[return-value]
+        return Leaf("buffer", full.removeprefix("model.")), found
     if node.name in signature.inputs_to_lifted_tensor_constants:
         full = signature.inputs_to_lifted_tensor_constants[node.name]
-        return Leaf("constant", full.removeprefix("model.")), exported.constants[full]  # type: ignore[return-value]
+        return Leaf("constant", full.removeprefix("model.")), exported.constants[full]
     path, sample = flat_inputs.get(node.name, ((), None))
     batched = isinstance(sample, Tensor) and sample.dim() > 0 and isinstance(node.meta["val"].shape[0], torch.SymInt)
     return Leaf("input", pytree.keystr(path) or node.name, batched=batched), None
