@@ -158,6 +158,11 @@ def _expand(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[
     return x if list(shape(x)) == sizes else builder.call(aten.expand.default, x, sizes)
 
 
+def _broadcast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
+    after = list(torch.broadcast_shapes(*(shape(x) for x in args[0])))
+    return [_expand(builder, node, [x, after], {}) for x in args[0]]
+
+
 def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     x, size = args[0], args[1]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
@@ -270,6 +275,15 @@ def _cross_entropy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs
     return total if reduction == 2 else call(aten.div.Tensor, total, call(aten.sum.default, counted))
 
 
+def _distance(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """l1_loss: reduction 0 is none, 1 the mean, 2 the sum."""
+    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
+    distance = builder.call(aten.abs.default, builder.call(aten.sub.Tensor, args[0], args[1]))
+    if reduction == 0:
+        return distance
+    return builder.call(aten.mean.default if reduction == 1 else aten.sum.default, distance)
+
+
 def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
     fill = args[3] if len(args) > 3 else kwargs.get("value")
@@ -304,6 +318,7 @@ REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys([aten.dropout.default, aten.native_dropout.default], _dropout),
     aten.slice.Tensor: _slice,
     aten.expand.default: _expand,
+    aten.broadcast_tensors.default: _broadcast,
     aten.split.Tensor: _split,
     aten.add.Tensor: _scalar(aten.add.Scalar),
     aten.sub.Tensor: _scalar(aten.sub.Scalar),
@@ -312,5 +327,6 @@ REWRITES: dict[Any, Rewrite] = {
     aten.copy.default: _copy,
     aten.pad.default: _pad,
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.l1_loss.default: _distance,
     aten.scaled_dot_product_attention.default: _attention,
 }  # fmt: skip

@@ -178,6 +178,32 @@ def test_uneven_heads_of_any_number(ranks: int) -> None:
     assert error < 1e-9, worst
 
 
+LOSSES = {
+    "mean of squares": F.mse_loss,
+    "mean of distances": F.l1_loss,
+    "Huber": F.huber_loss,
+    "sum": lambda x, y: ((x - y) ** 2).sum(),
+    "binary": lambda x, y: F.binary_cross_entropy_with_logits(x, y.sigmoid()),
+    "smoothed classes": lambda x, y: F.cross_entropy(x, y.argmax(dim=1), label_smoothing=0.1),
+    "weighted classes": lambda x, y: F.cross_entropy(x, y.argmax(dim=1), weight=torch.arange(1.0, 9.0).double()),
+    "soft classes": lambda x, y: F.cross_entropy(x, y.softmax(dim=1)),
+    "with a z-loss": lambda x, y: F.cross_entropy(x, y.argmax(dim=1)) + 1e-2 * x.logsumexp(dim=1).square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str) -> None:
+    x, _ = CASES["mlp"].batch(8)
+    batch = (x, torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+    model = build("mlp")
+    loss, expected = reference(model, batch, LOSSES[name])
+    model.zero_grad(set_to_none=True)
+    program = quintnet.compile(model, MESH, batch, loss_fn=LOSSES[name], microbatches=2)
+    assert abs(program.step(batch) - loss) / loss < 1e-9
+    error, worst = worst_error({n: p.grad.full_tensor() for n, p in program.named_parameters()}, expected)  # type: ignore[union-attr]
+    assert error < 1e-9, worst
+
+
 def test_frozen_parameters_stay_frozen() -> None:
     model = build("vit")
     model.patch.requires_grad_(False)  # type: ignore[union-attr]

@@ -1,0 +1,151 @@
+"""Time and memory of compiling Llama 3.1 405B's configuration for 128 ranks: tp=8 within 16 pipeline stages.
+
+python benchmarks/compile_scale.py [--layers N] [--rank R] [--limit-seconds S] [--limit-gib G] [--json]
+
+The model is on the meta device: it has shapes and no data. Exits with 1 if compiling took longer, or the process
+more memory, than the limits say. Two cores by default, whatever the machine has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+import quintnet
+
+PIPELINE, TENSOR = 16, 8
+ROWS, SEQUENCE, MICROBATCHES = 16, 8192, 16
+VOCABULARY = 128256
+
+
+def llama(layers: int) -> nn.Module:
+    """Llama 3.1 405B in bfloat16, with this many layers, on the meta device."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=layers,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        max_position_embeddings=SEQUENCE,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
+
+
+class Watch:
+    """Wall and processor seconds of phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.seconds[name] = time.perf_counter() - wall
+        self.cpu_seconds[name] = time.process_time() - cpu
+
+
+def measure(layers: int, rank: int) -> dict[str, Any]:
+    """Build, compile, and generate one rank's program."""
+    watch = Watch()
+    with watch.phase("model"):
+        model = llama(layers)
+    tokens = torch.zeros(ROWS, SEQUENCE, dtype=torch.long, device="meta")
+    mesh = quintnet.Mesh(pp=PIPELINE, tp=TENSOR)
+    with watch.phase("compile"):
+        program = quintnet.compile(
+            model, mesh, {"input_ids": tokens, "labels": tokens}, microbatches=MICROBATCHES, device="cpu"
+        )
+    with watch.phase("rank program"):
+        part = program.ranks[rank]
+        pieces = [piece for stage in part.stages for piece in (stage.once, stage.forward, stage.backward)]
+        code = "\n".join(piece.code for piece in pieces)
+    calls = Counter(name for name in re.findall(r"= comm\.(\w+)\(", code) if name != "accumulate")
+    passes = dict(program.compile_seconds)
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "layers": layers,
+        "mesh": dict(mesh.axes),
+        "seconds": watch.seconds,
+        "cpu_seconds": watch.cpu_seconds,
+        "compile_seconds": {"capture": watch.seconds["compile"] - sum(passes.values()), **passes},
+        "total_seconds": sum(watch.seconds.values()),
+        "total_cpu_seconds": sum(watch.cpu_seconds.values()),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "rank": rank,
+        "stages": [stage.index for stage in part.stages],
+        "code_lines": code.count("\n"),
+        "code_characters": len(code),
+        "communication_calls": dict(sorted(calls.items())),
+        "actions": len(part.actions),
+        "torch": torch.__version__,
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people."""
+    axes = " x ".join(f"{axis}={size}" for axis, size in report["mesh"].items())
+    lines = [
+        f"{report['parameters'] / 1e9:.1f} billion parameters, {report['layers']} layers, {axes}",
+        f"{'':24}{'seconds':>10}{'CPU seconds':>14}",
+    ]
+    for name, seconds in report["seconds"].items():
+        lines.append(f"{name:24}{seconds:10.1f}{report['cpu_seconds'][name]:14.1f}")
+        if name == "compile":
+            lines += [f"  {step:22}{part:10.1f}" for step, part in report["compile_seconds"].items()]
+    lines.append(f"{'total':24}{report['total_seconds']:10.1f}{report['total_cpu_seconds']:14.1f}")
+    calls = ", ".join(f"{count} {name}" for name, count in report["communication_calls"].items())
+    lines += [
+        f"peak memory {report['peak_gib']:.2f} GiB",
+        f"rank {report['rank']} (stage {', '.join(map(str, report['stages']))}): {report['code_lines']} lines of code, "
+        f"{report['code_characters']} characters, {report['actions']} actions per step",
+        f"communication calls: {sum(report['communication_calls'].values())} ({calls})",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--layers", type=int, default=126, help=f"at least {PIPELINE} fill all stages")
+    options.add_argument("--rank", type=int, default=0, help=f"of {PIPELINE * TENSOR}")
+    options.add_argument("--cores", type=int, default=2, help="how many of this machine's cores to use")
+    options.add_argument("--limit-seconds", type=float, default=180.0)
+    options.add_argument("--limit-gib", type=float, default=6.0)
+    options.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    given = options.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
+    torch.set_num_threads(given.cores)
+    warnings.simplefilter("ignore")
+    report = measure(given.layers, given.rank)
+    within = report["total_seconds"] <= given.limit_seconds and report["peak_gib"] <= given.limit_gib
+    report |= {"limit_seconds": given.limit_seconds, "limit_gib": given.limit_gib, "within_limits": within}
+    print(json.dumps(report, indent=2) if given.json else table(report))
+    if not within:
+        print(f"over the limit of {given.limit_seconds:g} s or {given.limit_gib:g} GiB", file=sys.stderr)
+    return 0 if within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
