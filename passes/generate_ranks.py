@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..annotations import facts, leaf, shape, value, values
@@ -209,6 +210,10 @@ def _piece(
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
     for node in nodes:
+        if node in gradients and _is_product(node):
+            left, right = node.all_input_nodes
+            graph.call_method("accumulate_product", (comm, env[left], env[right], gradients[node]))
+            continue
         env[node] = _emit(graph, node, env, comm, sites)
         if node in gradients:
             graph.call_method("accumulate", (comm, env[node], gradients[node]))
@@ -222,6 +227,11 @@ def _piece(
         tuple(n.name for n in ordered if n not in names),
         tuple(n.name for n in returned),
     )
+
+
+def _is_product(node: fx.Node) -> bool:
+    """A matrix product that only the gradient needs: it can be added up where it is computed."""
+    return node.target is torch.ops.aten.mm.default and len(node.users) == 1 and len(node.all_input_nodes) == 2
 
 
 def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:

@@ -40,6 +40,7 @@ class Executor:
         self.comm = SimpleNamespace(**{name: getattr(transport, name) for name in _CALLS})
         if gradients is not None:
             self.comm.accumulate = gradients.accumulate
+            self.comm.accumulate_product = gradients.accumulate_product
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}

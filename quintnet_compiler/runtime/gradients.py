@@ -103,6 +103,20 @@ class GradientStore:
             view.copy_(gradient)
         else:
             view.add_(gradient)
+        self._count(bucket)
+
+    def accumulate_product(self, left: Tensor, right: Tensor, name: str) -> None:
+        """As ``accumulate(left @ right, name)``, without a copy."""
+        bucket = self.where[name]
+        view = bucket.views[name]
+        if name in self.fresh:
+            self.fresh.remove(name)
+            torch.mm(left, right, out=view)
+        else:
+            view.addmm_(left, right)
+        self._count(bucket)
+
+    def _count(self, bucket: Bucket) -> None:
         bucket.left -= 1
         if bucket.left == 0 and bucket.axes:
             ranks = self.program.mesh.peers(self.part.rank, bucket.axes)
