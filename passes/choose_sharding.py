@@ -275,9 +275,7 @@ class _AxisSearch:
                 self._edge(edge, output, times, shared if len(users) > 1 else None)
         self._sinks()
 
-    def _edge(
-        self, edge: Edge, output: int, times: int, shared: dict[tuple[AxisType, AxisType], int] | None
-    ) -> None:
+    def _edge(self, edge: Edge, output: int, times: int, shared: dict[tuple[AxisType, AxisType], int] | None) -> None:
         sources, targets = self.key[edge.source], self.key[edge.user]
         from_: dict[AxisType, list[int]] = defaultdict(list)
         to: dict[AxisType, list[int]] = defaultdict(list)

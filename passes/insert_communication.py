@@ -214,7 +214,7 @@ class _Lowering:
                 where=self.builder.where,
                 fix="use microbatches=1",
             )
-        if before is not P and after is P and not needs_grad(node):
+        if plain(before) is I and after is P and not needs_grad(node):
             return self.builder.call(aten.div.Scalar, node, axis.size)
         return self.builder.call(convert, node, axis.name, axis.size, str(before), str(after))
 

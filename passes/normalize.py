@@ -159,7 +159,7 @@ def _expand(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[
 
 
 def _broadcast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
-    after = list(torch.broadcast_shapes(*(shape(x) for x in args[0])))
+    after = list(torch.broadcast_shapes(*(shape(x) for x in args[0])))  # type: ignore[no-untyped-call]
     return [_expand(builder, node, [x, after], {}) for x in args[0]]
 
 

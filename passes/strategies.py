@@ -16,8 +16,8 @@ from ..annotations import facts, is_float, is_getitem, leaf, needs_grad, origin,
 from ..errors import CompileError
 from ..program import Strategy
 from ..sharding import AxisType, I, P, R, S, Shard, plain
+from .node_factors import opaque
 from .rule_notation import Dims, Factors, Rule
-from .view_rules import opaque
 
 Value = tuple[fx.Node, int]  # an operator and which of its outputs
 Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start
@@ -161,9 +161,7 @@ def flows(node: fx.Node) -> tuple[list[bool], list[bool]]:
     return ins, outs
 
 
-def strategies(
-    node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int
-) -> tuple[Strategy, ...]:
+def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int) -> tuple[Strategy, ...]:
     """All strategies of an operator on an axis of ``ranks``. The first is always "replicated"."""
     grads_in, grads_out = flows(node)
 

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..annotations import facts, shape, value
 from ..builder import GraphBuilder
+from ..errors import CompileError
 
 aten = torch.ops.aten
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
@@ -89,11 +90,32 @@ class VectorJacobian:
         if node.target is aten.detach.default:
             return env[node.args[0]]  # type: ignore[index]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return self._without_mutation(node, env)
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
             return env[node.args[0]]  # type: ignore[index]  # the derivative of a square says pow(x, 1)
         if node.target in _VIEWS:
             return self.builder.reshape(args[0], args[1])  # type: ignore[arg-type]
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _without_mutation(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Some derivatives change a value in place; here a node's value never changes, because nodes are shared."""
+        target: Any = node.target
+        changed = node.args[0]
+        assert isinstance(changed, fx.Node)
+        functional = getattr(getattr(aten, target._opname.removesuffix("_"), None), target._overloadname, None)
+        made_by = getattr(changed.target, "_schema", None)
+        of_a_view = (
+            made_by is not None and not made_by.is_mutable and any(r.alias_info is not None for r in made_by.returns)
+        )
+        if functional is None or functional is target or of_a_view:
+            raise CompileError(
+                "QN105", f"the derivative of an operator changes a value in place ({target})", where=self.builder.where
+            )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        env[changed] = new = self.builder.call(functional, *args, **kwargs)
+        return new
 
     def _linear(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[fx.Node | None], Pullback]:
         """linear by hand: autograd's own trace of it has three times as many nodes."""
@@ -153,9 +175,9 @@ def _trace(
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(flag) for x, flag in zip(given, flags, strict=True)]
             outs = call(leaves)
-            chosen = [outs[i] for i in wanted]
+            pairs = [(outs[i], t) for i, t in zip(wanted, tangents, strict=True) if outs[i].requires_grad]
             ask = [x for x, flag in zip(leaves, flags, strict=True) if flag]
-            found = iter(torch.autograd.grad(chosen, ask, tangents, allow_unused=True))
+            found = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
         return outs, [next(found) if flag else None for flag in flags]
 
     with mode:

@@ -8,7 +8,6 @@ operator's outputs and autograd's gradients.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from quintnet_compiler.builder import GraphBuilder
 from quintnet_compiler.comm_ops import RANKED
 from quintnet_compiler.mesh import Mesh
 from quintnet_compiler.passes.differentiate import _Tape
-from quintnet_compiler.passes.insert_communication import InsertCommunication
+from quintnet_compiler.passes.insert_communication import _Lowering
 from quintnet_compiler.passes.rule_notation import Factors, Rule
 from quintnet_compiler.passes.strategies import RuleBook, refine, strategies
 from quintnet_compiler.program import (
@@ -41,7 +40,10 @@ from quintnet_compiler.sharding import AxisType, P, Shard, Sharding, gradient, p
 
 aten = torch.ops.aten
 AXES = ("dp", "tp", "cp")
-TRACES: dict[Any, Any] = {}  # autograd's traces, shared by all programs here: they depend on calls alone
+# Shared by all programs here, because they depend on calls alone: autograd's traces, and what calls make.
+MODE = FakeTensorMode(allow_non_fake_inputs=True)
+TRACES: dict[Any, Any] = {}
+RESULTS: dict[Any, Any] = {}
 TOLERANCE = 1e-12
 
 
@@ -144,7 +146,7 @@ def lay_out(x: Tensor, sharding: Sharding, ranks: Sequence[int], dice: Generator
     kind, count = sharding[0], ranks[0]
     inner = sharding[1:], ranks[1:], dice
     if isinstance(kind, Shard):
-        wholes = layout.pieces(x, kind.dim, kind.parts, count)
+        wholes = [part.contiguous() for part in layout.pieces(x, kind.dim, kind.parts, count)]
     elif kind is P:
         terms = [noise(x, dice) for _ in range(count - 1)]
         wholes = [*terms, x - sum(terms)]
@@ -202,12 +204,12 @@ class OneOperator:
 
 
 def operator_program(sample: Sample, known: Reference) -> OneOperator:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    builder = GraphBuilder(mode)
+    builder = GraphBuilder(MODE)
+    builder.results = RESULTS
 
     def leaf(name: str, x: Tensor, grad: bool) -> fx.Node:
         kind = Leaf("parameter" if grad else "input", name, trainable=grad)
-        return builder.placeholder(name, mode.from_tensor(x), kind, needs_grad=grad)
+        return builder.placeholder(name, MODE.from_tensor(x), kind, needs_grad=grad)
 
     given = [leaf(f"x{i}", x, g) for i, (x, g) in enumerate(zip(known.inputs, known.grads, strict=True))]
     made: fx.Node = sample.call(given, builder.call)
@@ -223,8 +225,13 @@ def operator_program(sample: Sample, known: Reference) -> OneOperator:
     for term in terms[1:]:
         loss = [builder.call(aten.add.Tensor, loss[0], term)]
     builder.output((*loss, *outs))
-    captured = Captured(builder.graph, {}, {}, *([pytree.tree_structure(())] * 2), training=True)
-    return OneOperator(Program(captured, builder.graph, mode, 1), made, tuple(builder.made[before:]), cotangents)
+    return OneOperator(as_program(builder), made, tuple(builder.made[before:]), cotangents)
+
+
+def as_program(builder: GraphBuilder) -> Program:
+    """A finished graph as a program that was never captured."""
+    nothing = pytree.tree_structure(())
+    return Program(Captured(builder.graph, {}, {}, nothing, nothing, training=True), builder.graph, MODE, 1)
 
 
 def sharded(one: OneOperator, axes: Sequence[Axis], chosen: Sequence[Strategy]) -> ShardedProgram:
@@ -239,7 +246,7 @@ def sharded(one: OneOperator, axes: Sequence[Axis], chosen: Sequence[Strategy]) 
         found[node] = tuple(Strategy((), (plain(gradient(s.outputs[output])),)) for s in chosen)
     for node in one.loss:
         if node.target is aten.mul.Tensor:
-            source, cotangent = node.args
+            _source, cotangent = node.args
             output = one.cotangents[cotangent]  # type: ignore[index]
             found[node] = tuple(
                 Strategy((s.outputs[output], found[cotangent][i].outputs[0]), (s.outputs[output],))  # type: ignore[index]
@@ -257,13 +264,19 @@ def sharded(one: OneOperator, axes: Sequence[Axis], chosen: Sequence[Strategy]) 
 def lowered(program: ShardedProgram, rules: Mapping[Any, Rule]) -> DifferentiatedProgram:
     """What each rank runs, with its backward where there is a loss."""
     calls = [n for n in program.program.graph.nodes if n.op == "call_function"]
-    local = InsertCommunication(dict(rules))(StagedProgram(program, 1, dict.fromkeys(calls, 0)))
-    tape = _Tape(local, training=any(needs_grad(n) for n in calls))  # what Differentiate runs
-    tape.operators.templates = TRACES
+    # what the passes InsertCommunication and Differentiate run
+    lowering = _Lowering(StagedProgram(program, 1, dict.fromkeys(calls, 0)), dict(rules))
+    lowering.builder.results = RESULTS
+    tape = _Tape(lowering.run(), training=any(needs_grad(n) for n in calls))
+    tape.operators.templates, tape.builder.results = TRACES, RESULTS
     return tape.run()
 
 
 # -- running
+
+
+def mesh_of(axes: Sequence[Axis]) -> Mesh:
+    return Mesh(**{axis.name: axis.size for axis in axes})
 
 
 def run_on_ranks(graph: fx.Graph, mesh: Mesh, given: Mapping[str, Sequence[Tensor]]) -> list[tuple[Any, ...]]:
@@ -362,9 +375,8 @@ def _check_strategy(
     axes = [Axis(name, size, "model") for name, size in zip(AXES, ranks, strict=False)]
     program = sharded(one, axes, chosen)
     made = lowered(program, rules)
-    mesh = Mesh(**{axis.name: axis.size for axis in axes})
-    assert mesh.size == math.prod(ranks)
-    leaves = {node: x for node, x in zip(_placeholders(one, "x"), known.inputs, strict=True)}
+    mesh = mesh_of(axes)
+    leaves = dict(zip(_placeholders(one, "x"), known.inputs, strict=True))
     leaves |= {node: known.cotangents[output] for node, output in one.cotangents.items()}
     given = {node.name: lay_out(x, program.produced(node), ranks, dice) for node, x in leaves.items()}
     results = run_on_ranks(made.graph, mesh, given)

@@ -7,6 +7,7 @@ wherever it knows them.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -43,8 +44,13 @@ def pos(*shape: int) -> Input:
 
 
 def ints(high: int, *shape: int) -> Input:
-    """Integers from 0 to ``high - 1``."""
-    return Input(shape, lambda g, s: torch.randint(0, high, s, generator=g))
+    """Integers from 0 to ``high - 1``; each occurs where there are enough of them."""
+
+    def draw(dice: Generator, shape: tuple[int, ...]) -> Tensor:
+        count = math.prod(shape)
+        return (torch.randperm(max(count, high), generator=dice) % high)[:count].reshape(shape)
+
+    return Input(shape, draw)
 
 
 def bools(*shape: int) -> Input:
@@ -72,8 +78,8 @@ def _elementwise() -> list[Sample]:
         aten.erfc.default, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default,
         aten.frac.default, aten.sinc.default, aten.i0.default, aten.nan_to_num.default, aten.leaky_relu.default,
         aten.elu.default, aten.celu.default, aten.selu.default, aten.hardtanh.default, aten.hardsigmoid.default,
-        aten.hardswish.default, aten.hardshrink.default, aten.softshrink.default, aten.relu6.default,
-        aten.softplus.default, aten.mish.default, aten.log_sigmoid.default, aten.neg.default, aten.detach.default,
+        aten.hardshrink.default, aten.softshrink.default, aten.relu6.default,
+        aten.mish.default, aten.log_sigmoid.default, aten.neg.default, aten.detach.default,
         aten.logical_not.default, aten.isnan.default, aten.isinf.default, aten.isfinite.default,
         aten.deg2rad.default, aten.rad2deg.default,
     ]  # fmt: skip
@@ -84,7 +90,7 @@ def _elementwise() -> list[Sample]:
     ]  # fmt: skip
     with_number = [
         aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.remainder.Scalar,
-        aten.fmod.Scalar, aten.floor_divide.default, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar,
+        aten.fmod.Scalar, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar,
         aten.gt.Scalar, aten.ge.Scalar, aten.clamp_min.default, aten.clamp_max.default, aten.pow.Tensor_Scalar,
     ]  # fmt: skip
     return [
@@ -131,7 +137,7 @@ def _binary() -> list[Sample]:
         aten.__or__.Tensor, aten.__xor__.Tensor,
     ]  # fmt: skip
     divisions = [aten.div.Tensor, aten.true_divide.Tensor, aten.remainder.Tensor, aten.fmod.Tensor]
-    divisions += [aten.floor_divide.default, aten.pow.Tensor_Tensor, aten.xlogy.Tensor]
+    divisions += [aten.pow.Tensor_Tensor, aten.xlogy.Tensor]
     return [
         *[call(target, *pair) for target in any_values for pair in PAIRS[:3]],
         *[call(aten.mul.Tensor, *pair) for pair in PAIRS[3:]],
@@ -140,6 +146,8 @@ def _binary() -> list[Sample]:
         call(aten.mul.Tensor, f(4, 6), bools(6)),
         *[call(target, a, b) for target in bits for a, b in ((bools(4, 6), bools(6)), (ints(8, 4, 1), ints(8, 6)))],
         *[call(target, a, b) for target in divisions for a, b in ((pos(4, 6), pos(6)), (pos(4, 1), pos(4, 6)))],
+        call(aten.floor_divide.default, ints(9, 4, 6), 2),
+        call(aten.floor_divide.default, const(4, 6), const_pos(6)),
         call(aten.div.Tensor_mode, pos(4, 6), pos(6), rounding_mode="floor"),
         call(aten.div.Scalar_mode, pos(4, 6), 0.2, rounding_mode="trunc"),
         call(aten.xlogy.Scalar_Other, pos(4, 6), 2.0),
@@ -157,8 +165,6 @@ def _binary() -> list[Sample]:
         call(aten.prelu.default, f(4, 6, 2), f(6)),
         call(aten.prelu.default, f(4, 6), f(1)),
         call(aten._prelu_kernel.default, f(4, 6, 2), f(1, 6, 1)),
-        call(aten.broadcast_tensors.default, [f(4, 6), f(6)]),
-        call(aten.broadcast_tensors.default, [f(4, 1), f(1, 6)]),
     ]
 
 
@@ -338,8 +344,17 @@ def _reductions() -> list[Sample]:
         call(aten.linalg_vector_norm.default, f(4, 6), 2, [1], True),
         call(aten.linalg_vector_norm.default, f(4, 6)),
         call(aten.norm.ScalarOpt_dim, f(4, 6), 2, [-1]),
-        call(aten.cosine_similarity.default, f(4, 6, 2), f(6, 2), -1),
-        *_each([aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default, aten.cummax.default], f(4, 6), 1),
+        *_each(
+            [
+                aten.cumsum.default,
+                aten.cumprod.default,
+                aten.logcumsumexp.default,
+                aten.cummax.default,
+                aten.cummin.default,
+            ],
+            f(4, 6),
+            1,
+        ),
         call(aten.cumsum.default, ints(9, 4, 6), -1),
         call(aten.topk.default, f(4, 6), 2),
         call(aten.topk.default, f(4, 6), 2, 0),
@@ -357,8 +372,13 @@ def _reductions() -> list[Sample]:
         call(aten.rms_norm.default, f(4, 6), [6], f(6)),
         call(aten.group_norm.default, f(4, 6, 4), 3, f(6), f(6)),
         call(aten.instance_norm.default, f(4, 6, 4), f(6), f(6), None, None, True, 0.1, 1e-5, False),
-        call(aten.instance_norm.default, f(4, 6, 4), None, None, const(6), pos(6), False, 0.1, 1e-5, False),
-        call(aten._native_batch_norm_legit_no_training.default, f(4, 6, 4), f(6), f(6), const(6), const_pos(6), 0.1, 1e-5),
+        call(aten.instance_norm.default, f(4, 6, 4), None, None, const(6), const_pos(6), False, 0.1, 1e-5, False),
+        call(aten._weight_norm.default, f(4, 6), f(4, 1)),
+        call(aten._weight_norm.default, f(4, 6), f(), -1),
+        call(aten._weight_norm_interface.default, f(4, 6, 2), f(1, 1, 2), 2),
+        call(
+            aten._native_batch_norm_legit_no_training.default, f(4, 6, 4), f(6), f(6), const(6), const_pos(6), 0.1, 1e-5
+        ),
         call(aten._native_batch_norm_legit.no_stats, f(4, 6, 4), f(6), f(6), True, 0.1, 1e-5),
         *_pools(),
     ]
@@ -427,7 +447,7 @@ def _lookups() -> list[Sample]:
         call(aten.scatter.value, f(4, 6), 1, ints(6, 4, 2), 3.0),
         call(aten.scatter.src, f(4, 6), 1, permutations(6, 4, 6), f(4, 6)),
         call(aten.scatter_add.default, f(4, 6), 1, ints(6, 4, 2), f(4, 2)),
-        call(aten.scatter_add.default, f(4, 6), 0, ints(4, 2, 4), f(2, 6)),
+        call(aten.scatter_add.default, f(4, 6), 0, ints(4, 2, 4), const(2, 6)),
         call(aten.index_add.default, f(4, 6), 1, ints(6, 2), f(4, 2)),
         call(aten.index_copy.default, f(4, 6), 1, permutations(6, 6), f(4, 6)),
         call(aten.index_fill.int_Scalar, f(4, 6), 1, ints(6, 2), 1.0),
@@ -440,7 +460,6 @@ def _lookups() -> list[Sample]:
         call(aten.grid_sampler.default, f(2, 4, 4, 4), f(2, 6, 4, 2), 0, 0, False),
         call(aten.cdist.default, f(2, 4, 6), f(2, 6, 6)),
         call(aten._cdist_forward.default, const(2, 4, 6), const(2, 6, 6), 2.0, None),
-        call(aten.linalg_cross.default, f(4, 3), f(4, 3)),
     ]
 
 
@@ -454,7 +473,7 @@ def sorted_values(count: int) -> Input:
 
 
 def _constants() -> list[Sample]:
-    kind = dict(dtype=torch.float64, device=torch.device("cpu"))
+    kind = {"dtype": torch.float64, "device": torch.device("cpu")}
     return [
         call(aten.new_ones.default, const(4, 2), [4, 6]),
         call(aten.new_zeros.default, const(), [4, 6]),
@@ -479,9 +498,8 @@ def _by_target(samples: Iterable[Sample]) -> dict[Any, list[Sample]]:
     found: dict[Any, list[Sample]] = defaultdict(list)
     for sample in samples:
         found[sample.target].append(sample)
-    return found
+    return dict(found)
 
 
-SAMPLES = _by_target(
-    [*_elementwise(), *_binary(), *_contractions(), *_views(), *_reductions(), *_lookups(), *_constants()]
-)
+ELEMENTWISE = _by_target([*_elementwise(), *_binary()])
+SAMPLES = ELEMENTWISE | _by_target([*_contractions(), *_views(), *_reductions(), *_lookups(), *_constants()])
