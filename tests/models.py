@@ -144,6 +144,19 @@ def _gpt2() -> nn.Module:
     )  # fmt: skip
 
 
+def _llama_in_double() -> nn.Module:
+    """Llama with torch's own RMSNorm, which computes in the dtype of its input."""
+    model = _llama()
+    for layer in model.model.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = nn.RMSNorm(32, 1e-6), nn.RMSNorm(32, 1e-6)
+    model.model.norm = nn.RMSNorm(32, 1e-6)
+    return model
+
+
+def _next_token_loss(out: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, how to make a batch of any size, its loss, and the relative tolerance that float64 allows."""
@@ -177,9 +190,12 @@ CASES: dict[str, Case] = {
     "vit": Case(ViT, _pair(_floats(1, 8, 8), _classes(10)), F.cross_entropy),
     "encoder": Case(Encoder, _pair(_floats(6, 32), _classes(6)), F.cross_entropy),
     "cnn": Case(CNN, _pair(_floats(3, 8, 8), _classes(5)), F.cross_entropy),
+    # transformers computes these losses, and Llama's norms, in float32 whatever the model's dtype ...
     "hf_gpt2": Case(_gpt2, _keyed),
-    # transformers' Llama computes norms and rotary tables in float32 whatever the model's dtype
     "hf_llama": Case(_llama, _keyed, tolerance=2e-6),
+    # ... and here in float64
+    "hf_gpt2_double": Case(_gpt2, lambda rows: _tokens(rows, 8, 32), _next_token_loss),
+    "hf_llama_double": Case(_llama_in_double, lambda rows: _tokens(rows, 8, 32), _next_token_loss),
 }
 
 

@@ -45,7 +45,7 @@ def _check(name: str, axes: tuple[int, ...], stages: int, seed: int) -> None:
     error, worst = worst_error(found, expected)
     # Hugging Face models compute their loss in float32 whatever the model's dtype
     loss_error = abs(float(loss - expected_loss)) / abs(float(expected_loss))
-    assert loss_error < (1e-6 if name.startswith("hf") else 1e-9), (name, axes, stages, seed, loss_error)
+    assert loss_error < (1e-6 if name in ("hf_gpt2", "hf_llama") else 1e-9), (name, axes, stages, seed, loss_error)
     assert error < CASES[name].tolerance, (name, axes, stages, seed, worst, error)
 
 

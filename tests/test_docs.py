@@ -1,0 +1,40 @@
+"""What the documents say is true: their Python runs, and they name every error."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintnet_compiler.errors import SUMMARIES
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def _code(page: Path) -> str:
+    """All Python of a page, as one program; blocks marked ``no-run`` are left out."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _code(page)], ids=lambda page: page.name)
+def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _code(page)], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_error_is_documented() -> None:
+    listed = dict(re.findall(r"^\| (QN\d+) \| (.*) \|$", (ROOT / "docs/errors.md").read_text(), re.M))
+    assert listed == dict(SUMMARIES)
