@@ -27,7 +27,7 @@ from ..annotations import (
     tensor_inputs,
     values,
 )
-from ..comm_ops import lower_conversion
+from ..comm_ops import lower_conversion, share
 from ..cost import CostModel
 from ..errors import CompileError, Where
 from ..program import Axis, Program, ShardedProgram, Strategy, outputs
@@ -368,7 +368,7 @@ class _AxisSearch:
 
     def _move(self, a: AxisType, b: AxisType, size: float) -> float:
         op, _ = lower_conversion(a, b)
-        if op is None or isinstance(op, str):
+        if op is None or op is share:
             return 0.0
         name = str(op._schema.name).partition("::")[2]
         least = 0.0 if name.startswith("shard_") else self.least

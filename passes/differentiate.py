@@ -52,6 +52,7 @@ class _Tape:
         # gradients that arrived: value -> stage of the user -> terms
         self.arrived: dict[Value, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
         self.gradients: dict[tuple[str, int], fx.Node] = {}
+        self.cotangents: dict[Value, fx.Node] = {}
 
     def run(self) -> DifferentiatedProgram:
         for node in self.local.graph.nodes:
@@ -71,6 +72,8 @@ class _Tape:
             {n: s for n, s in self.stage.items() if n in alive},
             frozenset(self.once & alive),
             dict(ordered),
+            {key: n for key, n in self.value.items() if n in alive},
+            {key: n for key, n in self.cotangents.items() if n in alive},
         )
 
     # -- forward
@@ -128,8 +131,6 @@ class _Tape:
         op, dims = lower_conversion(source, target)
         if op is None:
             return x
-        if isinstance(op, str):
-            return self.builder.call(aten.div.Scalar, x, size)
         return self.builder.call(op, x, axis, size, *dims)
 
     def _transpose(self, node: fx.Node) -> Pullback:
@@ -190,6 +191,8 @@ class _Tape:
         total = self._add(sums) if sums else None
         for new in self.builder.made[before:]:
             self.stage[new] = stage
+        if total is not None:
+            self.cotangents[value] = total
         return total
 
     def _add(self, terms: list[fx.Node]) -> fx.Node:

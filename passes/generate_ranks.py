@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..annotations import facts, leaf, shape, value, values
-from ..comm_ops import RANKED, microbatch
+from ..comm_ops import RANKED, SIZED, microbatch, share
 from ..mesh import Mesh
 from ..program import (
     DifferentiatedProgram,
@@ -73,6 +73,7 @@ class GenerateRanks:
             },
             schedule,
             tuple(sites),
+            program,
         )
 
 
@@ -130,6 +131,9 @@ class _Cut:
 
     def build(self, sends: set[str], sites: list[str]) -> StageProgram:
         gradients = {node: name for (name, stage), node in self.program.gradients.items() if stage == self.index}
+        # users' names stay out of generated code
+        leaves = {n: leaf(n) for n in self.program.graph.nodes if n.op == "placeholder"}
+        ids = {found.name: n.name for n, found in leaves.items() if found is not None and found.kind == "parameter"}
         forward, backward, once = set(self.forward), set(self.backward), set(self.once)
         own = forward | set(self.slices) | {n for n in self.received if facts(n).phase == "forward"}
         saved = [n for n in self.program.graph.nodes if n in own and _used_in(n, backward)]
@@ -141,18 +145,18 @@ class _Cut:
         kept = set(saved)
         forward_out = [n for n in self.forward if n.name in sends or n in results or n in kept]
         backward_out = [n for n in self.backward if n.name in sends]
-        leaves = _leaves([*self.once, *self.forward, *self.backward, *self.slices, *results])
+        used = _leaves([*self.once, *self.forward, *self.backward, *self.slices, *results])
         return StageProgram(
             self.index,
             _piece(self.once, once_out, static, {}, sites),
             _piece(self.forward, forward_out, static, {}, sites),
-            _piece(self.backward, backward_out, static, gradients, sites),
-            {n.name: found.name for n in leaves if (found := leaf(n)) is not None and found.kind != "input"},
-            {n.name: _position(self.program, n) for n in leaves if (f := leaf(n)) is not None and f.kind == "input"},
+            _piece(self.backward, backward_out, static, {n: ids[name] for n, name in gradients.items()}, sites),
+            {n.name: found.name for n in used if (found := leaf(n)) is not None and found.kind != "input"},
+            {n.name: _position(self.program, n) for n in used if (f := leaf(n)) is not None and f.kind == "input"},
             {n.name: Slice(n.args[0].name, n.args[2], n.args[3]) for n in self.slices},  # type: ignore[union-attr,arg-type]
             {n.name: position for n, position in results.items()},
             tuple(n.name for n in saved),
-            tuple(gradients[n] for n in self.backward if n in gradients),
+            {ids[gradients[n]]: gradients[n] for n in self.backward if n in gradients},
         )
 
 
@@ -235,16 +239,23 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:
+    if node.target is share:
+        new = graph.call_function(torch.div, (env[node.args[0]], node.args[2]))  # type: ignore[index]
+        new.meta = dict(node.meta)
+        return new
     if node.target not in RANKED:
         new = graph.node_copy(node, lambda n: env[n])
         new.meta = dict(node.meta)
         new.target = SPELLING.get(node.target, node.target)
         return new
-    source, axis, _, *rest = node.args
     name = str(node.target).split(".")[1]
-    assert isinstance(source, fx.Node)
-    sites.append(f"{name}[{axis}] {facts(node).where}".strip())
-    new = graph.call_method(name, (comm, env[source], axis, *rest, len(sites) - 1))
+    args = list(fx.map_arg(node.args, lambda n: env[n]))
+    over = ""
+    if node.target in SIZED:
+        over = f"[{args[1]}]"
+        del args[2]  # the transport knows the axis' size
+    sites.append(f"{name}{over} {facts(node).where}".strip())
+    new = graph.call_method(name, (comm, *args, len(sites) - 1))
     new.meta = dict(node.meta)
     return new
 

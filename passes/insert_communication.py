@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from ..builder import GraphBuilder
-from ..comm_ops import convert, microbatch, shard_index
+from ..comm_ops import convert, dropout, embedding_rows, keep_mask, microbatch, share
 from ..errors import CompileError
 from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
 from ..sharding import I, P, R, Shard, Sharding, conversion_path, local_shape, plain
@@ -82,6 +81,7 @@ class _Lowering:
             {n: s for n, s in self.stage.items() if n in nodes},
             {n: s for n, s in self.sharding.items() if n in nodes},
             self._once(),
+            {key: n for key, n in self.local.items() if n in nodes},
         )
 
     def _leaf(self, node: fx.Node) -> None:
@@ -134,44 +134,30 @@ class _Lowering:
             dim = args[2] if len(args) > 2 else 0
             new = self.builder.call(target, args[0], [p[dim] for p in produced], dim)
         elif target is aten.embedding.default and (axes := self._split_on(node, 0, 0)):
-            new = self._embedding_of_rows(args, kwargs, axes)
+            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+            names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
+            new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
+        elif target is dropout:
+            new = self._dropout(node, args[0], args[1], kwargs["op"])
         else:
             if rule is not None and rule.shape_arg is not None:
                 args[rule.shape_arg] = list(produced[0])
             new = self.builder.call(target, *args, **kwargs)
-        new = self._mean(node, new)
         if isinstance(facts(node).value, tuple):
             used = {user.args[1] for user in node.users if is_getitem(user)}
             return [self.builder.getitem(new, i) if i in used else None for i in range(len(values(node)))]
         return [new]
 
-    def _mean(self, node: fx.Node, new: fx.Node) -> fx.Node:
-        """The mean over a split dim is partial: each rank's mean counts for its share."""
-        if node.target not in (aten.mean.default, aten.mean.dim):
-            return new
-        ways = math.prod(
-            axis.size
-            for axis, strategy in zip(self.axes, self.sharded.strategies[node], strict=True)
-            if strategy.label.startswith("split") and strategy.outputs[0] is P
-        )
-        return new if ways == 1 else self.builder.call(aten.div.Scalar, new, ways)
-
-    def _embedding_of_rows(self, args: list[Any], kwargs: dict[str, Any], axes: Sequence[Any]) -> fx.Node:
-        """A lookup in this rank's rows: ids of other ranks' rows give zeros, so the results add up."""
-        weight, ids, *rest = args
-        padding = rest[0] if rest else kwargs.get("padding_idx", -1)
-        call, given = self.builder.call, ids
-        rows = shape(weight)[0] * math.prod(axis.size for axis in axes)
-        for axis in axes:
-            rows //= axis.size
-            ids = call(shard_index, ids, axis.name, axis.size, rows)
-        outside = call(aten.bitwise_or.Tensor, call(aten.lt.Scalar, ids, 0), call(aten.ge.Scalar, ids, rows))
-        found = call(aten.embedding.default, weight, call(aten.masked_fill.Scalar, ids, outside, 0))
-        if padding >= 0:  # the padding row is read but never trained
-            padded = self.builder.reshape(call(aten.eq.Scalar, given, padding), [*shape(given), 1])
-            found = call(aten.where.self, padded, call(aten.detach.default, found), found)
-        mask = self.builder.reshape(outside, [*shape(outside), 1])
-        return call(aten.masked_fill.Scalar, found, mask, 0.0)
+    def _dropout(self, node: fx.Node, x: fx.Node, p: float, op: int) -> fx.Node:
+        """Its mask is a value of its own, so that the backward keeps that and not ``x``."""
+        cuts = [
+            (axis.name, axis.size, kind.dim, kind.parts)
+            for axis, kind in zip(self.axes, self.sharded.produced(node), strict=True)
+            if isinstance(kind, Shard)
+        ]
+        layout = [list(column) for column in zip(*cuts, strict=True)] if cuts else [[], [], [], []]
+        mask = self.builder.call(keep_mask, x, p, op, list(shape(node)), *layout)
+        return self.builder.call(aten.native_dropout_backward.default, x, mask, 0.0 if p == 1 else 1 / (1 - p))
 
     def _split_on(self, node: fx.Node, position: int, dim: int) -> list[Any]:
         wanted = self.sharded.wanted(node, position)
@@ -215,7 +201,7 @@ class _Lowering:
                 fix="use microbatches=1",
             )
         if plain(before) is I and after is P and not needs_grad(node):
-            return self.builder.call(aten.div.Scalar, node, axis.size)
+            return self.builder.call(share, node, axis.name, axis.size)
         return self.builder.call(convert, node, axis.name, axis.size, str(before), str(after))
 
     def _local(self, size: Sequence[int], kind: Sharding) -> tuple[int, ...]:

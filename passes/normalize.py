@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..annotations import Leaf, shape, value
 from ..builder import GraphBuilder
 from ..capture import LEAF, WHERE
+from ..comm_ops import dropout
 from ..errors import CompileError, Where
 from ..program import Captured, Program
 
@@ -32,7 +34,7 @@ class Normalize:
     ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run.
 
     Raises:
-        CompileError: QN105 for dropout and other operators that are not supported yet.
+        CompileError: QN105 for random operators other than dropout.
     """
 
     batch_size: int
@@ -191,27 +193,73 @@ def _scalar(to_scalar: Any) -> Rewrite:
 
 def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     probability, training = args[1], args[2] if len(args) > 2 else True
-    if probability and training:
-        raise CompileError(
-            "QN105",
-            f"dropout with p={probability} while training: its mask would differ between layouts",
-            where=builder.where,
-            fix="set the model's dropout probabilities to 0",
-        )
-    # native_dropout also returns its mask, which nobody reads when nothing is dropped
-    return [args[0], args[0]] if node.target is aten.native_dropout.default else args[0]
+    kept = builder.call(dropout, args[0], probability, op=_count(builder)) if probability and training else args[0]
+    # native_dropout also returns its mask, which the derivative does not need here
+    return [kept, kept] if node.target is aten.native_dropout.default else kept
+
+
+def _count(builder: GraphBuilder) -> int:
+    """How many random operators there are so far: their order is that of the model's own calls."""
+    return sum(node.target is dropout for node in builder.graph.nodes)
 
 
 def _attention(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    probability = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-    if probability:
-        raise CompileError(
-            "QN105",
-            f"attention with dropout p={probability} while training: its mask would differ between layouts",
-            where=builder.where,
-            fix="set the model's attention dropout to 0",
-        )
-    return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    """With dropout, attention is written out: its mask is over (query, key), which no fused kernel takes from us."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if not given.get("dropout_p"):
+        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    call, query, key, val = builder.call, given["query"], given["key"], given["value"]
+    if given.get("enable_gqa"):
+        groups = shape(query)[-3] // shape(key)[-3]
+        key, val = (call(aten.repeat_interleave.self_int, x, groups, len(shape(x)) - 3) for x in (key, val))
+    scale = given.get("scale")
+    scale = shape(query)[-1] ** -0.5 if scale is None else scale
+    dims = list(range(len(shape(key))))
+    scores = call(aten.matmul.default, query, call(aten.permute.default, key, [*dims[:-2], dims[-1], dims[-2]]))
+    scores = call(aten.mul.Scalar, scores, scale)
+    mask = given.get("attn_mask")
+    if given.get("is_causal"):
+        ones = call(aten.ones.default, list(shape(scores)[-2:]), dtype=torch.bool, device=value(scores).device)
+        mask = call(aten.tril.default, ones)
+    if mask is not None and value(mask).dtype == torch.bool:
+        scores = call(aten.masked_fill.Scalar, scores, call(aten.logical_not.default, mask), float("-inf"))
+    elif mask is not None:
+        scores = call(aten.add.Tensor, scores, mask)
+    weights = call(aten._softmax.default, scores, len(dims) - 1, False)
+    weights = call(dropout, weights, given["dropout_p"], op=_count(builder))
+    return call(aten.matmul.default, weights, val)
+
+
+def _random(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    raise CompileError(
+        "QN105",
+        f"{node.target} draws random numbers, which would differ between layouts",
+        where=builder.where,
+        fix="use dropout, whose mask is the same on every layout, or pass the random numbers in the batch",
+    )
+
+
+def _mean(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """A mean is a sum and a division by the global count: each rank's sum is a term."""
+    x = args[0]
+    dims = (args[1] if len(args) > 1 else kwargs.get("dim")) or list(range(len(shape(x))))
+    dims = [d % len(shape(x)) for d in ([dims] if isinstance(dims, int) else dims)]
+    keep = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
+    count = math.prod(shape(x)[d] for d in dims)
+    wanted = _output_dtype(node)
+    # as torch does: 16-bit values are added up in 32 bits
+    wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+    if value(x).dtype != wide:
+        x = builder.call(aten._to_copy.default, x, dtype=wide)
+    if not dims:
+        total = x
+    elif len(dims) == len(shape(x)) and not keep:
+        total = builder.call(aten.sum.default, x)
+    else:
+        total = builder.call(aten.sum.dim_IntList, x, dims, keep)
+    mean = builder.call(aten.div.Scalar, total, count)
+    return mean if wide == wanted else builder.call(aten._to_copy.default, mean, dtype=wanted)
 
 
 def _copy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -281,7 +329,7 @@ def _distance(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dic
     distance = builder.call(aten.abs.default, builder.call(aten.sub.Tensor, args[0], args[1]))
     if reduction == 0:
         return distance
-    return builder.call(aten.mean.default if reduction == 1 else aten.sum.default, distance)
+    return _mean(builder, node, [distance], {}) if reduction == 1 else builder.call(aten.sum.default, distance)
 
 
 def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -315,7 +363,19 @@ REWRITES: dict[Any, Rewrite] = {
         ],
         _cast,
     ),
+    **dict.fromkeys([aten.mean.default, aten.mean.dim], _mean),
     **dict.fromkeys([aten.dropout.default, aten.native_dropout.default], _dropout),
+    **dict.fromkeys(
+        [
+            aten.bernoulli.default, aten.bernoulli.p, aten.rand.default, aten.randn.default, aten.rand_like.default,
+            aten.randn_like.default, aten.randint.default, aten.randint.low, aten.randint_like.default,
+            aten.randperm.default, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor,
+            aten.normal_functional.default, aten.uniform.default, aten.exponential.default, aten.multinomial.default,
+            aten.poisson.default, aten.alpha_dropout.default, aten.feature_dropout.default,
+            aten.feature_alpha_dropout.default, aten.rrelu_with_noise.default, aten.rrelu_with_noise_functional.default,
+        ],
+        _random,
+    ),
     aten.slice.Tensor: _slice,
     aten.expand.default: _expand,
     aten.broadcast_tensors.default: _broadcast,

@@ -10,8 +10,8 @@ from .rule_notation import Dims, Factors, SpecFn
 
 
 def reduction(*, sums: bool = False, linear: bool = False) -> SpecFn:
-    """A rule for operators that reduce ``dim`` (all dims without one). ``sums``: partial results add up (a mean's do
-    too: InsertCommunication divides them); if not, the dims are whole."""
+    """A rule for operators that reduce ``dim`` (all dims without one). ``sums``: partial results add up; if not, the
+    dims are whole."""
 
     def factors(node: fx.Node) -> Factors:
         before = shape(tensor_inputs(node)[0])

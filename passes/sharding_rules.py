@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..annotations import is_float, tensor_inputs, value
+from ..comm_ops import dropout
 from . import contraction_rules as c
 from . import lookup_rules as look
 from . import reduction_rules as red
@@ -99,6 +100,8 @@ RULES = MappingProxyType(
         _elementwise([aten.where.self], 3, linear=[[1, 2]]),
         _elementwise([aten.lerp.Tensor], 3, linear=[[0, 1]]),
         _each([aten._to_copy.default], _cast),
+        rule(dropout, "... -> ...", linear=[[0]]),  # a mask is the same on every layout
+        rule(aten.native_dropout_backward.default, "..., ... -> ...", linear=[[0]]),
         # contractions
         rule(aten.linear.default, "... i, o i, o -> ... o", additive=[2]),
         rule(aten.bilinear.default, "... i, ... j, o i j, o -> ... o", additive=[3]),
@@ -149,7 +152,7 @@ RULES = MappingProxyType(
         ),
         # reductions
         _each(
-            [aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim],
+            [aten.sum.default, aten.sum.dim_IntList],  # a mean becomes a sum, see Normalize
             red.reduction(sums=True, linear=True),
         ),
         _each([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], red.reduction(sums=True)),

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..annotations import facts, shape, value
 from ..builder import GraphBuilder
+from ..comm_ops import embedding_rows, embedding_rows_backward
 from ..errors import CompileError
 
 aten = torch.ops.aten
@@ -56,6 +57,8 @@ class VectorJacobian:
         """
         if target is aten.linear.default:
             return self._linear(args, kwargs)
+        if target is embedding_rows:
+            return self._embedding_rows(args)
         tensors: list[fx.Node] = []
         fx.map_arg((tuple(args), kwargs), tensors.append)
         key = _key(target, args, kwargs, tensors, wanted)
@@ -140,6 +143,14 @@ class VectorJacobian:
             return found
 
         return [out], pullback
+
+    def _embedding_rows(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        weight, ids, *layout = args
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            return [self.builder.call(embedding_rows_backward, tangents[0], ids, shape(weight)[0], *layout), None]
+
+        return [self.builder.call(embedding_rows, *args)], pullback
 
 
 def _key(

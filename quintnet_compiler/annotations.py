@@ -47,10 +47,15 @@ def facts(node: fx.Node) -> Facts:
     return found
 
 
-def annotate(node: fx.Node, known: Facts) -> fx.Node:
-    node.meta[_KEY] = known
-    if isinstance(known.value, Tensor):
-        node.meta["val"] = known.value  # what torch's own tools (printers, drawers, inductor) read
+def known(node: fx.Node) -> bool:
+    """Whether there are facts about a node (generated functions have a few nodes of their own)."""
+    return _KEY in node.meta
+
+
+def annotate(node: fx.Node, new: Facts) -> fx.Node:
+    node.meta[_KEY] = new
+    if isinstance(new.value, Tensor):
+        node.meta["val"] = new.value  # what torch's own tools (printers, drawers, inductor) read
     return node
 
 

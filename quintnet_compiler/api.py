@@ -29,7 +29,10 @@ def compile(
     microbatches: int | None = None,
     schedule: str | None = None,
     sequence_parallel: bool | None = None,
+    recompute: str | None = None,
+    seed: int | None = None,
     rules: Sequence[Rule] = (),
+    check_finite: bool = True,
     device: torch.device | str | None = None,
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
@@ -45,7 +48,10 @@ def compile(
         microbatches: into how many parts each step's batch is split in time.
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
+        recompute: ``"full"`` computes the inside of repeated blocks again in the backward instead of keeping it.
+        seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
+        check_finite: whether a step refuses a loss or gradients with NaN or Inf before an optimizer sees them.
         device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
 
     Raises:
@@ -59,14 +65,17 @@ def compile(
     for axis in ("cp", "ep"):
         if mesh[axis] > 1:
             raise CompileError("QN201", f"the axis {axis} is not supported yet", fix="use dp, tp and pp")
-    given = {"microbatches": microbatches, "schedule": schedule, "sequence_parallel": sequence_parallel}
-    chosen = read_plan(plan)
-    chosen = chosen.model_copy(update={k: v for k, v in given.items() if v is not None})
-    if not isinstance(chosen.microbatches, int) or chosen.microbatches < 1:
-        raise CompileError("QN207", f"microbatches is {chosen.microbatches!r}", fix="give a whole number, 1 or more")
+    given = {
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "sequence_parallel": sequence_parallel,
+        "recompute": recompute,
+        "seed": seed,
+    }
+    chosen = read_plan(plan).changed(given)
     check_plan(chosen, mesh)
     check_world(mesh)
     book = {**RULES, **table(rules)}
     where = default_device(model, device)
-    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where))
+    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite))
     return program if batch is None else program.prepare(batch)

@@ -49,10 +49,10 @@ class _Step(nn.Module):
             out = self.loss_fn(self.model(*batch[:-1]), batch[-1])
         else:
             out = self.model(*batch)
-        return _loss_of(out) if self.want == "loss" else out
+        return loss_of(out) if self.want == "loss" else out
 
 
-def _loss_of(out: Any) -> Any:
+def loss_of(out: Any) -> Any:
     if isinstance(out, Mapping) and "loss" in out:
         out = out["loss"]
     elif not isinstance(out, Tensor) and getattr(out, "loss", None) is not None:

@@ -68,8 +68,25 @@ shard_pad = _define(
     "shard_pad(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
 )
-# ids - (this rank's position on the axis) * rows: global indices to indices of this rank's rows
-shard_index = _define("shard_index(Tensor ids, str axis, int size, int rows) -> Tensor", _same)
+# an equal share of a value that all ranks hold: a term of a sum
+share = _define("share(Tensor x, str axis, int size) -> Tensor", _same)
+# a lookup in this rank's rows of a table, which ``axes`` split (outermost first): ids of other ranks' rows give zeros
+embedding_rows = _define(
+    "embedding_rows(Tensor weight, Tensor ids, int padding_idx, str[] axes, int[] sizes) -> Tensor",
+    lambda weight, ids, padding_idx, axes, sizes: weight.new_empty((*ids.shape, weight.shape[1])),
+)
+embedding_rows_backward = _define(
+    "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
+    lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
+)
+# dropout as the model has it: ``op`` numbers the model's random operators in order
+dropout = _define("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
+# this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
+# splits one of ``dims`` in ``parts``
+keep_mask = _define(
+    "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts) -> Tensor",
+    lambda x, p, op, whole, axes, sizes, dims, parts: x.new_empty(x.shape, dtype=torch.bool),
+)
 # one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
 microbatch = _define(
     "microbatch(Tensor x, int size, int dim, int parts) -> Tensor",
@@ -77,17 +94,19 @@ microbatch = _define(
 )
 
 COMMUNICATION = frozenset({all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all})
-LOCAL = frozenset({shard_slice, shard_pad, shard_index})  # depend on the rank's coordinate, move nothing
+# depend on the rank's coordinate, move nothing
+LOCAL = frozenset({shard_slice, shard_pad, embedding_rows, embedding_rows_backward, keep_mask})
 RANKED = COMMUNICATION | LOCAL
+SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
 
 MICROBATCHES = "mb"  # the axis in time
 
 
-def lower_conversion(source: AxisType, target: AxisType) -> tuple[torch._ops.OpOverload | str | None, tuple[int, ...]]:
+def lower_conversion(source: AxisType, target: AxisType) -> tuple[torch._ops.OpOverload | None, tuple[int, ...]]:
     """The operator that carries a plain value from ``source`` to ``target``, and its dim arguments.
 
-    None: the bits do not move. ``"divide"``: every rank takes an equal share of a value that all hold.
-    The seven moves of plain values; a typed conversion is one of them forward and one backward.
+    None: the bits do not move. The seven moves of plain values; a typed conversion is one of them forward and one
+    backward.
     """
     a, b = plain(source), plain(target)
     if a == b:
@@ -98,4 +117,4 @@ def lower_conversion(source: AxisType, target: AxisType) -> tuple[torch._ops.OpO
         return (shard_pad if b is P else all_gather), (a.dim, a.parts)
     if isinstance(b, Shard):
         return (reduce_scatter if a is P else shard_slice), (b.dim, b.parts)
-    return (all_reduce, ()) if a is P else ("divide", ())
+    return (all_reduce if a is P else share), ()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from .passes.rule_notation import Rule
 from .plan import Plan
 from .program import Captured, DistributedProgram, RankProgram
 from .runtime.backends import Backend, open_backend
+from .runtime.executor import Run
 from .schedule import Schedule
+from .verification import Subject, VerifyReport, model_inputs, verify_program
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Task:
     plan: Plan
     rules: Mapping[Any, Rule]
     device: torch.device
+    check_finite: bool = True
 
 
 class CompiledProgram:
@@ -48,7 +52,8 @@ class CompiledProgram:
         self._programs: dict[tuple[str, int], DistributedProgram] = {}
         self._compiled: Compiled | None = None
         self._backend: Backend | None = None
-        self._outputs: dict[int, Any] = {}
+        self._batch: Any = None
+        self._steps = 0
 
     # -- training
 
@@ -64,6 +69,8 @@ class CompiledProgram:
 
         Raises:
             InputError: QN102 or QN106 if the batch does not fit.
+            RunError: QN501 on every rank if the loss or a gradient is NaN or Inf, with the operator, the rank and the
+                microbatch that made the first one. No parameter or gradient was changed.
             CompileError: if this is the first step, see :func:`quintnet.compile`.
         """
         return self._run("train", batch, batch_is_local)[0]
@@ -95,6 +102,56 @@ class CompiledProgram:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
         return self._state().clip_grad_norm(self._leader().program, max_norm)
+
+    def get_rng_state(self) -> dict[str, int]:
+        """The seed of dropout masks and the number of the next training step: all that the masks depend on."""
+        return {"seed": self._task.plan.seed, "step": self._steps}
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Continue with the masks that would have followed when ``state`` was taken, on this or any other layout."""
+        plan = self._task.plan.changed({"seed": state["seed"]})
+        self._task = replace(self._task, plan=plan)
+        self._steps = state["step"]
+
+    # -- proof
+
+    def verify(
+        self, batch: Any = None, *, steps: int = 2, float64: bool = False, limit: float | None = None
+    ) -> VerifyReport:
+        """Run all ranks in this process beside the module itself: loss, outputs, every gradient, and the parameters
+        after each optimizer step. The module, its gradients and this program's state stay as they are.
+
+        Args:
+            batch: what to train on; without it, the batch that the program was compiled with or saw last.
+            steps: training steps (SGD with momentum).
+            float64: compare copies in float64, where rounding hides nothing.
+            limit: the relative error that counts as equal; by default what the dtype allows.
+
+        Returns:
+            A report; ``report.ok`` is whether all is equal. If not, ``report.culprit`` is the first wrong operator.
+
+        Raises:
+            CompileError: QN102 if there is no batch yet.
+        """
+        batch = self._batch if batch is None else plain_batch(batch)
+        if batch is None:
+            raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
+        if float64:
+            return self._in_float64(batch).verify(steps=steps, limit=limit)
+        program = self._program("train", batch, batch_size_of(batch))
+        task, tensors = self._task, self._captured["train"].tensors
+        try:
+            inputs = model_inputs(batch, task.loss_fn)
+            outputs: DistributedProgram | str = self._program("outputs", inputs, batch_size_of(inputs))
+        except CompileError as error:
+            outputs = error.message
+        subject = Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
+        return verify_program(subject, batch, steps, limit)
+
+    def _in_float64(self, batch: Any) -> CompiledProgram:
+        task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=self.plan)
+        double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+        return CompiledProgram(task).prepare(double)
 
     # -- inspection
 
@@ -132,7 +189,8 @@ class CompiledProgram:
 
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything."""
-        self._program("train", plain_batch(batch), batch_size_of(batch))
+        self._batch = plain_batch(batch)
+        self._program("train", self._batch, batch_size_of(batch))
         return self
 
     # -- how
@@ -148,8 +206,9 @@ class CompiledProgram:
 
     def _state(self) -> Backend:
         if self._backend is None:
-            program = self._leader().program
-            self._backend = open_backend(self.mesh, program, self._captured["train"].tensors, self._task.device)
+            leader, tensors = self._leader(), self._captured["train"].tensors
+            plan = leader.plan.to_json()
+            self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan)
         return self._backend
 
     def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
@@ -157,7 +216,16 @@ class CompiledProgram:
         rows = batch_size_of(batch)
         program = self._program(kind, batch, rows * (self.mesh["dp"] if local else 1))
         inputs = self._inputs(kind, program, batch, local)
-        return self._state().run(program, inputs, train=kind == "train", local=local)
+        if kind == "train" and not local:
+            self._batch = batch
+        backend = self._state()
+        found = backend.run(program, inputs, self._how(kind, local))
+        self._steps += kind == "train"
+        return found
+
+    def _how(self, kind: str, local: bool) -> Run:
+        task = self._task
+        return Run(kind == "train", local, task.plan.seed, self._steps, task.check_finite)
 
     def _program(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         found = self._programs.get((kind, size))

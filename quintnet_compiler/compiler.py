@@ -13,6 +13,8 @@ import torch
 from .comm_ops import MICROBATCHES
 from .cost_models.roofline import Roofline
 from .mesh import Mesh
+from .passes.check_backward import check_backward
+from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
 from .passes.cut_stages import CutStages, boundaries, parameter_stages
 from .passes.differentiate import Differentiate
@@ -20,6 +22,7 @@ from .passes.follow_stages import FollowStages
 from .passes.generate_ranks import GenerateRanks
 from .passes.insert_communication import InsertCommunication
 from .passes.normalize import Normalize
+from .passes.recompute import Recompute
 from .passes.rule_notation import Rule
 from .passes.sharding_rules import RULES
 from .passes.strategies import RuleBook
@@ -50,6 +53,13 @@ class Runner:
         if self.keep:
             self.programs.append((name, result))
         return result
+
+    def check(self, prove: Callable[..., None], *given: Any) -> None:
+        """Time a check that needs more than one program."""
+        start = time.perf_counter()
+        prove(*given)
+        name = prove.__name__
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,11 @@ def _lower(
     training: bool,
 ) -> DistributedProgram:
     local = runner(InsertCommunication(dict(request.rules)), staged)
+    runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
     differentiated = runner(Differentiate(training), local)
+    if training and request.plan.recompute == "full":
+        differentiated = runner(Recompute(), differentiated)
+    runner.check(check_backward, differentiated, training)
     return runner(GenerateRanks(request.mesh, schedule, microbatches), differentiated)
 
 

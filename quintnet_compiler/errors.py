@@ -26,6 +26,8 @@ SUMMARIES = MappingProxyType(
         "QN302": "a launched process failed",
         "QN401": "ranks disagree about communication",
         "QN402": "a rank waits for something that never comes",
+        "QN403": "ranks run different programs",
+        "QN501": "a value is not finite",
         "QN701": "a name cannot be used safely",
     }
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from .sharding import Shard, Sharding
+from .sharding import P, Shard, Sharding
 
 
 def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
@@ -52,3 +52,23 @@ def take_all(x: Tensor, sharding: Sharding, ranks: Sequence[int], coordinate: Se
         if isinstance(kind, Shard):
             x = take(x, kind.dim, kind.parts, count, index)
     return x
+
+
+def assemble(parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, ranks: Sequence[int]) -> Tensor:
+    """The global tensor of which ``parts`` are given by coordinate: slices joined (inner axes first), terms added.
+
+    Where ranks hold the same, the first one stands for all; the others may be missing.
+    """
+    if not sharding:
+        return parts[()]
+    kind = sharding[0]
+    inner = []
+    for index in range(ranks[0]) if isinstance(kind, Shard) or kind is P else range(1):
+        below = {place[1:]: part for place, part in parts.items() if place[0] == index}
+        inner.append(assemble(below, sharding[1:], ranks[1:]))
+    if isinstance(kind, Shard):
+        return join(inner, kind.dim, kind.parts)
+    total = inner[0]
+    for term in inner[1:]:
+        total = total + term
+    return total

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ class Plan(BaseModel):
     ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
     ``stages``: where each pipeline stage but the first begins: module paths or operator names.
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
+    ``recompute``: what the backward computes again: nothing, or (``"full"``) everything inside repeated blocks.
+    ``seed``: of dropout masks, which are the same on every layout.
     ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
     """
 
@@ -36,6 +39,8 @@ class Plan(BaseModel):
     sequence_parallel: bool = True
     parameters: dict[str, dict[str, str]] = Field(default_factory=dict)
     stages: tuple[str, ...] = ()
+    recompute: Literal["none", "full"] = "none"
+    seed: int = Field(default=0, ge=0, lt=2**63)
     unknown_ops: Literal["error", "replicate"] = "error"
 
     def to_json(self) -> str:
@@ -45,17 +50,32 @@ class Plan(BaseModel):
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
         """Raises: CompileError QN207 for anything that is not a plan, unknown keys included."""
-        try:
+        with _explained():
             return cls.model_validate_json(text)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"]) or "the document"
-            raise CompileError(
-                "QN207", f"{place}: {first['msg']}", fix=f"a plan has the keys {', '.join(cls.model_fields)}"
-            ) from None
+
+    def changed(self, decisions: Mapping[str, Any]) -> Plan:
+        """This plan with ``decisions`` in place of its own; None leaves one as it is.
+
+        Raises:
+            CompileError: QN207 for a value that a plan cannot have.
+        """
+        with _explained():
+            return Plan.model_validate({**self.model_dump(), **{k: v for k, v in decisions.items() if v is not None}})
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json())
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise CompileError(
+            "QN207", f"{place}: {first['msg']}", fix=f"a plan has the keys {', '.join(Plan.model_fields)}"
+        ) from None
 
 
 def read_plan(given: Any) -> Plan:

@@ -3,8 +3,9 @@ order does not type-check."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
@@ -117,8 +118,8 @@ class LocalProgram:
     """What one rank computes, with all stages still in one graph: local shapes, conversions as nodes.
 
     ``sharding`` types every leaf and output; ``stage`` is as in :class:`StagedProgram` (absent: any stage);
-    ``split`` names the nodes that slice a whole-batch value for one microbatch; ``once`` those that run once a
-    step, before the first microbatch.
+    ``once`` names the nodes that run once a step, before the first microbatch. ``parts`` maps an output of the
+    program's operators to the node that makes this rank's part of it.
     """
 
     staged: StagedProgram
@@ -127,6 +128,7 @@ class LocalProgram:
     stage: Mapping[fx.Node, int]
     sharding: Mapping[fx.Node, Sharding]
     once: frozenset[fx.Node]
+    parts: Mapping[tuple[fx.Node, int], fx.Node]
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ class DifferentiatedProgram:
 
     ``gradients`` maps (parameter, a stage that uses it) to the node of its gradient: partial over the axes on
     which the parameter is R, over microbatches, and over the stages that share it. Empty for inference.
+    ``values`` and ``cotangents`` map an output of the local program's operators to the node that computes it, and to
+    the node of its gradient; ``copies`` maps a node that is computed again in the backward to its original.
     Invariants: typed conversions are lowered to plain communication; every backward node has a stage.
     """
 
@@ -144,6 +148,9 @@ class DifferentiatedProgram:
     stage: Mapping[fx.Node, int]
     once: frozenset[fx.Node]
     gradients: Mapping[tuple[str, int], fx.Node]
+    values: Mapping[tuple[fx.Node, int], fx.Node]
+    cotangents: Mapping[tuple[fx.Node, int], fx.Node]
+    copies: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -192,7 +199,7 @@ class StageProgram:
     ``once`` runs at the start of a step (what no parameter touches); ``forward`` and ``backward`` run once per
     microbatch. ``state`` maps a value to the parameter, buffer or constant that it is; ``inputs`` to its position
     in the flat batch; ``results`` to its position among the program's outputs. ``saved`` is what the backward
-    needs of the forward. ``gradients`` lists the parameters in the order in which the backward settles them.
+    needs of the forward. ``gradients`` maps what the backward accumulates to its parameter, in the order of settling.
     """
 
     index: int
@@ -204,7 +211,7 @@ class StageProgram:
     slices: Mapping[str, Slice]
     results: Mapping[str, int]
     saved: tuple[str, ...]
-    gradients: tuple[str, ...]
+    gradients: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -255,7 +262,8 @@ class DistributedProgram:
     """The compiled program of all ranks. Ranks of one stage share one :class:`StageProgram`.
 
     ``values``: shape and dtype of what crosses stages.
-    ``sites``: what the numbers at communication calls mean (operator, module path, source line).
+    ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``source``: the
+    graph that the functions were cut from.
     """
 
     mesh: Mesh
@@ -268,11 +276,23 @@ class DistributedProgram:
     values: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     schedule: Schedule
     sites: tuple[str, ...]
+    source: DifferentiatedProgram = field(repr=False, compare=False)
 
     @property
     def space(self) -> tuple[Axis, ...]:
         """The axes over ranks (all but the microbatch axis), outermost first."""
         return tuple(axis for axis in self.axes if axis.role != "time")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that ranks must agree on: layout, schedule, and every stage's code."""
+        parts: list[object] = [self.mesh, self.axes, self.schedule, self.transfers, self.inputs, self.results]
+        parts += [*sorted(self.state.items()), *sorted(self.values.items())]
+        for stage in self.stages:
+            parts += [stage.state, stage.inputs, stage.slices, stage.results, stage.saved, stage.gradients]
+            for piece in (stage.once, stage.forward, stage.backward):
+                parts += [piece.code, piece.static, piece.dynamic, piece.outputs]
+        return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
 
     def rank(self, rank: int) -> RankProgram:
         """Rank ``rank``'s part."""

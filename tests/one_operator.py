@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from quintnet_compiler import layout
 from quintnet_compiler.annotations import Leaf, facts, is_float, needs_grad, values
 from quintnet_compiler.builder import GraphBuilder
-from quintnet_compiler.comm_ops import RANKED
+from quintnet_compiler.comm_ops import RANKED, SIZED, share
 from quintnet_compiler.mesh import Mesh
 from quintnet_compiler.passes.differentiate import _Tape
 from quintnet_compiler.passes.insert_communication import _Lowering
@@ -35,6 +35,7 @@ from quintnet_compiler.program import (
     StagedProgram,
     Strategy,
 )
+from quintnet_compiler.runtime.comm import Comm
 from quintnet_compiler.runtime.local import LocalTransport, LocalWorld
 from quintnet_compiler.sharding import AxisType, P, Shard, Sharding, gradient, plain
 
@@ -284,6 +285,7 @@ def run_on_ranks(graph: fx.Graph, mesh: Mesh, given: Mapping[str, Sequence[Tenso
 
     def work(transport: LocalTransport) -> tuple[Any, ...]:
         env: dict[fx.Node, Any] = {}
+        comm = Comm(transport, mesh, mesh.coordinate(transport.rank))
         for node in graph.nodes:
             if node.op == "placeholder":
                 env[node] = given[node.name][transport.rank]
@@ -291,9 +293,11 @@ def run_on_ranks(graph: fx.Graph, mesh: Mesh, given: Mapping[str, Sequence[Tenso
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if node.op == "output":
                 return tuple(args[0])
-            if node.target in RANKED:
-                x, axis, _, *rest = args
-                env[node] = getattr(transport, node.target._opname)(x, axis, *rest, 0)
+            if node.target is share:
+                env[node] = args[0] / args[2]
+            elif node.target in RANKED:
+                args = [*args[:2], *args[3:]] if node.target in SIZED else args
+                env[node] = getattr(comm, node.target._opname)(*args, 0)
             else:
                 env[node] = node.target(*args, **kwargs)
         raise AssertionError("no output")

@@ -314,23 +314,24 @@ def _views() -> list[Sample]:
 
 
 def _reductions() -> list[Sample]:
-    named = [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.logsumexp.default]
+    named = [aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.logsumexp.default]
     named += [aten.var.dim, aten.std.dim, aten.nansum.default]
     one_dim = [aten.any.dim, aten.all.dim, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim]
     one_dim += [aten.prod.dim_int, aten.median.dim, aten.mode.default]
     whole = [
-        aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.prod.default, aten.any.default,
+        aten.sum.default, aten.max.default, aten.min.default, aten.prod.default, aten.any.default,
         aten.all.default, aten.median.default, aten.argmax.default, aten.argmin.default,
     ]  # fmt: skip
     spread = [aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction]
     return [
         *_each(named, f(4, 6, 2), [1]),
         *_each([aten.var.dim, aten.std.dim], f(4, 6, 2), [1], False, True),
-        *_each(named[:5], f(4, 6, 2), [0, -1], True),
+        *_each(named[:4], f(4, 6, 2), [0, -1], True),
         *_each(one_dim, f(4, 6, 2), 1),
         *_each(one_dim, f(4, 6, 2), -1, True),
         *_each([aten.any.dims, aten.all.dims], bools(4, 6, 2), [0, 1]),
         *_each(whole, f(4, 6)),
+        call(aten.native_dropout_backward.default, f(4, 6), bools(4, 6), 1.25),
         *_each(spread, f(4, 6, 2), [1], correction=0),
         *_each(spread, f(4, 6, 2), None, keepdim=True),
         call(aten.sum.default, ints(9, 4, 6)),

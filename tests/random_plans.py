@@ -16,9 +16,12 @@ from torch.utils import _pytree as pytree
 from quintnet_compiler.annotations import is_float, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from quintnet_compiler.compiler import Runner
 from quintnet_compiler.mesh import Mesh
+from quintnet_compiler.passes.check_backward import check_backward
+from quintnet_compiler.passes.check_types import check_types
 from quintnet_compiler.passes.differentiate import Differentiate
 from quintnet_compiler.passes.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.insert_communication import InsertCommunication
+from quintnet_compiler.passes.recompute import Recompute
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.passes.strategies import RuleBook, find_cuts, leaf_strategies, refine, strategies
 from quintnet_compiler.program import (
@@ -31,6 +34,7 @@ from quintnet_compiler.program import (
     outputs,
 )
 from quintnet_compiler.runtime.backends import LocalBackend
+from quintnet_compiler.runtime.executor import Run
 from quintnet_compiler.schedule import SCHEDULES
 from quintnet_compiler.sharding import I, P, R, Shard, plain
 
@@ -126,8 +130,13 @@ def random_program(
     sharded = run(RandomSharding(axes, dice), program)
     staged = run(RandomCut(mesh["pp"], dice), sharded)
     local = run(InsertCommunication(dict(RULES)), staged)
+    check_types(local, RuleBook(RULES))
     name = dice.choice(sorted(SCHEDULES))
-    return run(GenerateRanks(mesh, SCHEDULES[name], microbatches), run(Differentiate(), local))
+    differentiated = run(Differentiate(), local)
+    if dice.random() < 0.5:
+        differentiated = run(Recompute(), differentiated)
+    check_backward(differentiated)
+    return run(GenerateRanks(mesh, SCHEDULES[name], microbatches), differentiated)
 
 
 def gradients(
@@ -135,6 +144,6 @@ def gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one step of all ranks in this process."""
     backend = LocalBackend(mesh, program, tensors, torch.device("cpu"))
-    (loss,) = backend.run(program, pytree.tree_leaves(batch), train=True)
+    (loss,) = backend.run(program, pytree.tree_leaves(batch), Run(train=True))
     found = {n: p.grad.full_tensor() for n, p in backend.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
     return loss, found

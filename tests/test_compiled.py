@@ -216,7 +216,7 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 def test_peak_of_live_activations_is_the_schedules() -> None:
-    from quintnet_compiler.runtime.executor import Executor
+    from quintnet_compiler.runtime.executor import Executor, Run
     from quintnet_compiler.runtime.gradients import GradientStore
     from quintnet_compiler.runtime.local import LocalTransport, LocalWorld
     from quintnet_compiler.runtime.state import part_of
@@ -230,12 +230,12 @@ def test_peak_of_live_activations_is_the_schedules() -> None:
         def run(transport: LocalTransport) -> None:
             part = program.rank(rank)
             store = GradientStore(program, part, transport, torch.device("cpu"))
-            executor = Executor(program, rank, transport, store)
+            executor = Executor(program, part, transport, store)
             state = {
                 n: part_of(tensors[n].detach(), s.sharding, program.axes, part.coordinate)
                 for n, s in program.state.items()
             }
-            executor.step(state, list(case.batch(8)))
+            executor.step(state, list(case.batch(8)), Run(train=True))
             peaks[rank] = executor.peak_live
 
         return run

@@ -14,26 +14,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from quintnet_compiler.builder import aten
-from quintnet_compiler.comm_ops import shard_index
+from quintnet_compiler.comm_ops import dropout
 from quintnet_compiler.errors import CompileError
-from quintnet_compiler.passes import contraction_rules, insert_communication, lookup_rules, view_rules
+from quintnet_compiler.passes import contraction_rules, lookup_rules, view_rules
 from quintnet_compiler.passes.node_factors import along, leading
 from quintnet_compiler.passes.reduction_rules import reduction
 from quintnet_compiler.passes.rule_notation import Factors, Rule, rule
 from quintnet_compiler.passes.sharding_rules import RULES
+from quintnet_compiler.runtime.comm import Comm
 
 from .one_operator import Sample, Wrong, call, check
 from .operator_samples import ELEMENTWISE, SAMPLES, bools, const_pos, f, ints
 
 torch.set_num_threads(1)
-TARGETS = sorted(RULES, key=str)
+TARGETS = sorted(SAMPLES, key=str)
 
 
 def test_every_rule_has_samples_and_every_sample_a_rule() -> None:
-    assert set(SAMPLES) == set(RULES)
+    assert {*SAMPLES, dropout} == set(RULES)  # dropout has tests of its own
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
@@ -67,7 +68,7 @@ NESTED = [
     call(_SDPA, f(4, 4, 4, 2), f(4, 4, 2, 2), f(4, 4, 2, 4)),
     call(_SDPA, f(2, 8, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, 0.0, True, enable_gqa=True),
     call(aten.conv2d.default, f(4, 4, 2, 2), f(8, 4, 1, 1), f(8)),
-    call(aten.mean.dim, f(8, 4), [0]),
+    call(aten.sum.dim_IntList, f(8, 4), [0]),
     call(aten.repeat.default, f(4, 4), [2, 1]),
 ]
 
@@ -87,7 +88,7 @@ def test_every_pair_of_strategies_on_two_axes(sample: Sample) -> None:
         (NESTED[4], {"split piece 1", "split piece 2", "split d0 1", "linear (0,)"}),
         (NESTED[9], {"split d0 1", "split d1 1", "linear (0,)"}),
     ],
-    ids=["linear", "embedding", "attention", "split", "mean"],
+    ids=["linear", "embedding", "attention", "split", "sum"],
 )
 def test_rules_offer_what_parallelism_is_made_of(sample: Sample, expected: set[str]) -> None:
     """The proof is not empty: the strategies that everything else relies on are among those checked."""
@@ -194,35 +195,24 @@ def test_wrong_rules_are_rejected(mistake: Mistake) -> None:
             check(mistake.sample, {**RULES, mistake.sample.target: mistake.rule}, ranks)
 
 
-def test_a_mean_without_division_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mean's terms are divided when the operator is emitted: without that it is treated as a sum."""
-    monkeypatch.setattr(insert_communication._Lowering, "_mean", lambda self, node, new: new)
-    with pytest.raises(Wrong, match="split d1"):
-        check(call(aten.mean.dim, f(4, 6), [1]), RULES, (2,))
-
-
 def test_embedding_rows_without_a_mask_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank looks up every id in its own rows."""
 
-    def unmasked(self: Any, args: list[Any], kwargs: dict[str, Any], axes: Any) -> fx.Node:
-        weight, ids, *_ = args
-        call, (axis,), rows = self.builder.call, axes, weight.meta["val"].shape[0]
-        local = call(shard_index, ids, axis.name, axis.size, rows)
-        found: fx.Node = call(aten.embedding.default, weight, call(aten.remainder.Scalar, local, rows))
-        return found
+    def unmasked(self: Comm, ids: Tensor, rows: int, axes: Any, sizes: Any) -> tuple[Tensor, Tensor]:
+        return ids % rows, torch.zeros_like(ids, dtype=torch.bool)
 
-    monkeypatch.setattr(insert_communication._Lowering, "_embedding_of_rows", unmasked)
+    monkeypatch.setattr(Comm, "_rows", unmasked)
     with pytest.raises(Wrong, match="split v"):
         check(call(aten.embedding.default, f(8, 4), ints(8, 4)), RULES, (2,))
 
 
 def test_a_trained_padding_row_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding row gets no gradient, on whichever rank it lies."""
-    right = insert_communication._Lowering._embedding_of_rows
+    right = Comm.embedding_rows_backward
 
-    def forgetful(self: Any, args: list[Any], kwargs: dict[str, Any], axes: Any) -> fx.Node:
-        return right(self, args[:2], {}, axes)
+    def forgetful(self: Comm, grad: Tensor, ids: Tensor, rows: int, padding_idx: int, *rest: Any) -> Tensor:
+        return right(self, grad, ids, rows, -1, *rest)
 
-    monkeypatch.setattr(insert_communication._Lowering, "_embedding_of_rows", forgetful)
+    monkeypatch.setattr(Comm, "embedding_rows_backward", forgetful)
     with pytest.raises(Wrong, match="gradient 0"):
         check(call(aten.embedding.default, f(8, 4), ints(8, 4, 6), 3), RULES, (2,))

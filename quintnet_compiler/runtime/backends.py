@@ -10,15 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import layout
 from ..errors import InputError, RunError
 from ..mesh import Mesh
 from ..program import DistributedProgram, StateSpec
 from ..sharding import Shard
 from .distributed import DistributedTransport, device_mesh, gradient_groups
-from .executor import Executor
+from .executor import Executor, Run
+from .finite import require_finite
 from .gradients import GradientStore, reduced_axes, shared_by
+from .handshake import agree
 from .local import LocalTransport, LocalWorld
-from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_of, whole_parameter
+from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
+from .watch import Watch
 
 
 class Backend(Protocol):
@@ -27,11 +31,8 @@ class Backend(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
-    def run(
-        self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool, local: bool = False
-    ) -> list[Tensor]:
-        """One step over the whole batch, of which ``local`` inputs are this data rank's rows. With ``train``,
-        parameters' ``grad`` is added to. The result is the same on every rank."""
+    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
+        """One step over the whole batch. The result is the same on every rank."""
         ...
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
@@ -40,15 +41,17 @@ class Backend(Protocol):
 
 
 def open_backend(
-    mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
+    mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str = ""
 ) -> Backend:
     """One rank per process inside an initialised process group of more than one rank, else all ranks here.
 
+    ``plan``: as text, for ranks to compare.
+
     Raises:
-        RunError: QN301 if the process group has another size than the mesh.
+        RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ProcessBackend(mesh, program, tensors, device)
+        return ProcessBackend(mesh, program, tensors, device, plan)
     return LocalBackend(mesh, program, tensors, device)
 
 
@@ -74,9 +77,14 @@ class LocalBackend:
         }
 
     def run(
-        self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool, local: bool = False
+        self,
+        program: DistributedProgram,
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Sequence[Watch] | None = None,
     ) -> list[Tensor]:
-        if local and self.mesh["dp"] > 1:
+        """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
+        if how.local and self.mesh["dp"] > 1:
             raise InputError(
                 "QN102",
                 "batch_is_local was given where all data ranks run in this process",
@@ -85,8 +93,9 @@ class LocalBackend:
         world = LocalWorld(self.mesh, program.sites)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
-            outputs = world.run([self._rank(program, rank, inputs, train) for rank in range(self.mesh.size)])
-            if train:
+            watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
+            outputs = world.run([self._rank(program, r, inputs, how, w) for r, w in enumerate(watches)])
+            if how.train:
                 self._gather([gradients for _, gradients in outputs], program)
         results: list[Tensor] = outputs[0][0]
         return results
@@ -97,10 +106,12 @@ class LocalBackend:
         _scale(gradients, max_norm, total)
         return total
 
-    def _rank(self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], train: bool):  # type: ignore[no-untyped-def]
+    def _rank(  # type: ignore[no-untyped-def]
+        self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], how: Run, watch: Watch | None
+    ):
         def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
             part = program.rank(rank)
-            store = GradientStore(program, part, transport, _device_of(self.tensors)) if train else None
+            store = GradientStore(program, part, transport, _device_of(self.tensors)) if how.train else None
             state = {
                 name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
                 for name, spec in program.state.items()
@@ -109,8 +120,11 @@ class LocalBackend:
                 part_of(x, spec.sharding, program.axes, part.coordinate)
                 for x, spec in zip(inputs, program.inputs, strict=True)
             ]
-            results = Executor(program, rank, transport, store).step(state, mine)
-            return results, store.settle() if store else {}
+            executor = Executor(program, part, transport, store)
+            results = executor.step(state, mine, how, watch)
+            if not executor.finite:
+                require_finite(executor, state, mine, how, results[0])
+            return results, store.settled if store else {}
 
         return work
 
@@ -127,8 +141,7 @@ class LocalBackend:
                 if name in found and key not in parts:
                     parts[key] = found[name]
             kinds = tuple(spec.sharding[i] for i, _ in space)
-            axes = [axis for _, axis in space]
-            whole = whole_of(parts, kinds, axes) if axes else parts[()]
+            whole = layout.assemble(parts, kinds, [axis.size for _, axis in space])
             _add_gradient(parameter, whole_dtensor(whole.clone(), self.devices))
 
 
@@ -136,7 +149,7 @@ class ProcessBackend:
     """One rank per process."""
 
     def __init__(
-        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
+        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str
     ) -> None:
         self.mesh, self.device = mesh, device
         _refuse_meta(tensors)
@@ -147,6 +160,7 @@ class ProcessBackend:
                 f"{mesh} needs {mesh.size} ranks, and the world has {dist.get_world_size()}",
                 fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
             )
+        agree({"torch": torch.__version__, "plan": plan}, device)
         self.devices = device_mesh(mesh, device.type)
         self.transport = DistributedTransport(mesh, self.devices)
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
@@ -175,21 +189,24 @@ class ProcessBackend:
             if any(program.schedule.placement[stage] == here for stage in spec.stages):
                 yield name
 
-    def run(
-        self, program: DistributedProgram, inputs: Sequence[Tensor], *, train: bool, local: bool = False
-    ) -> list[Tensor]:
-        ready = self._ready(program, train)
-        old = {n: p.grad.clone() for n, p in self.parameters.items() if train and p.grad is not None}
+    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
+        ready = self._ready(program, how.train)
+        old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
         mine = [
-            (x if local else part_of(x, spec.sharding, program.axes, self.place)).to(self.device)
+            (x if how.local else part_of(x, spec.sharding, program.axes, self.place)).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
         with torch.no_grad():
-            results = ready.executor.step(self.state, mine)
-            if ready.store is not None:
-                ready.store.settle()
-                for name, gradient in ready.gradients.items():
-                    self.parameters[name].grad = gradient if name not in old else old[name] + gradient
+            try:
+                results = ready.executor.step(self.state, mine, how)
+                if not ready.executor.finite:
+                    require_finite(ready.executor, self.state, mine, how, results[0])
+            except RunError:
+                for name, gradient in old.items():
+                    self.parameters[name].grad = gradient
+                raise
+            for name, gradient in ready.gradients.items():
+                self.parameters[name].grad = gradient if name not in old else old[name] + gradient
         return results
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
@@ -212,6 +229,7 @@ class ProcessBackend:
     def _ready(self, program: DistributedProgram, train: bool) -> _Ready:
         found = self.ready.get(id(program))
         if found is None:
+            agree({"program": program.digest}, self.device)
             self.transport.add_groups(_groups(program, self.mesh))
             rank = self.transport.rank
             store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
@@ -219,7 +237,7 @@ class ProcessBackend:
                 name: sharded_dtensor(bucket.views[name], program.state[name], program, self.stage_mesh)
                 for name, bucket in (store.where.items() if store else ())
             }
-            executor = Executor(program, rank, self.transport, store)
+            executor = Executor(program, program.rank(rank), self.transport, store)
             found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
         return found
 

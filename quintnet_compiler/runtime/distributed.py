@@ -107,17 +107,6 @@ class DistributedTransport:
         dist.all_to_all_single(incoming, outgoing, group=group)
         return layout.join(incoming.unbind(0), dim, parts)
 
-    def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        _, size, index = self.axis[axis]
-        return layout.take(x, dim, parts, size, index)
-
-    def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        _, size, index = self.axis[axis]
-        return layout.pad(x, dim, parts, size, index)
-
-    def shard_index(self, ids: Tensor, axis: str, rows: int, at: int) -> Tensor:
-        return ids - self.axis[axis][2] * rows
-
     # -- what the executor asks for
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

@@ -4,43 +4,47 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import layout
-from ..program import DistributedProgram, Piece, StageProgram
+from ..program import DistributedProgram, RankProgram, StageProgram
 from ..schedule import Action, Op
 from ..sharding import P, Shard
+from .comm import Comm
 from .gradients import GradientStore
 from .transport import GRADIENTS, VALUES, Transport, Wait
+from .watch import Watch, run_watched
 
-_CALLS = (
-    "all_reduce",
-    "all_reduce_max",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "shard_slice",
-    "shard_pad",
-    "shard_index",
-)
+
+@dataclass(frozen=True)
+class Run:
+    """How to run a program once: ``train`` makes gradients; ``local`` inputs are this data rank's rows; ``seed`` and
+    ``step`` are what random masks depend on; ``check_finite`` looks for NaN and Inf in loss and gradients."""
+
+    train: bool = False
+    local: bool = False
+    seed: int = 0
+    step: int = 0
+    check_finite: bool = True
 
 
 class Executor:
     """Runs steps of one rank. ``gradients`` is None for forward-only programs."""
 
     def __init__(
-        self, program: DistributedProgram, rank: int, transport: Transport, gradients: GradientStore | None = None
+        self,
+        program: DistributedProgram,
+        part: RankProgram,
+        transport: Transport,
+        gradients: GradientStore | None = None,
     ) -> None:
-        self.program, self.part, self.transport = program, program.rank(rank), transport
+        self.program, self.part, self.transport = program, part, transport
         self.gradients = gradients
-        self.comm = SimpleNamespace(**{name: getattr(transport, name) for name in _CALLS})
-        if gradients is not None:
-            self.comm.accumulate = gradients.accumulate
-            self.comm.accumulate_product = gradients.accumulate_product
+        self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
@@ -60,12 +64,19 @@ class Executor:
             Op.RECV_BACKWARD: self._receive_backward,
         }
 
-    def step(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    def step(
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Watch | None = None,
+    ) -> list[Tensor]:
         """One pass over all microbatches, to be called without autograd.
 
-        ``inputs``: this rank's part of the flat batch, all microbatches of it.
+        ``inputs``: this rank's part of the flat batch, all microbatches of it. ``watch`` sees every value (slow).
 
-        Returns the program's outputs, whole and the same on every rank.
+        Returns the program's outputs, whole and the same on every rank; ``finite`` then says whether the first of
+        them and all gradients of all ranks may be finite.
         """
         self.whole: dict[int, dict[str, Tensor]] = {}
         self.static: dict[tuple[int, str], list[Tensor]] = {}
@@ -77,6 +88,8 @@ class Executor:
         self.results: dict[int, list[Tensor]] = defaultdict(list)
         self.live: set[tuple[int, int]] = set()
         self.peak_live = 0
+        self.comm.seed, self.comm.step = how.seed, how.step
+        self.watch, self.check_finite, self.finite = watch, how.check_finite, True
         if self.gradients is not None:
             self.gradients.begin()
         for stage in self.part.stages:
@@ -87,6 +100,8 @@ class Executor:
         for wait in self.sent:
             wait()
         self.sent.clear()
+        if self.gradients is not None:
+            self.gradients.settle()
         return [self._settled(position) for position in range(len(self.program.results))]
 
     # -- pieces
@@ -94,7 +109,7 @@ class Executor:
     def _once(self, stage: StageProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
         known = {value: state[name] for value, name in stage.state.items()}
         known |= {value: inputs[position] for value, position in stage.inputs.items()}
-        made = stage.once.module([self.comm, *(known[name] for name in stage.once.static)])
+        made = self._call(stage, "once", 0, [self.comm, *(known[name] for name in stage.once.static)])
         known |= dict(zip(stage.once.outputs, made, strict=True))
         self.whole[stage.index] = known
         for label, piece in (("forward", stage.forward), ("backward", stage.backward)):
@@ -103,8 +118,17 @@ class Executor:
             if name in known:
                 self.results[position].append(known[name])
 
-    def _run(self, stage: StageProgram, label: str, piece: Piece, dynamic: list[Tensor]) -> tuple[Tensor, ...]:
-        made: tuple[Tensor, ...] = piece.module([self.comm, *self.static[stage.index, label], *dynamic])
+    def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> tuple[Tensor, ...]:
+        self.comm.microbatch = action.microbatch
+        args = [self.comm, *self.static[action.stage, label], *dynamic]
+        dynamic.clear()
+        return self._call(self.stages[action.stage], label, action.microbatch, args)
+
+    def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
+        module = getattr(stage, label).module
+        if self.watch is not None:
+            return run_watched(module, args, self.watch.observer(stage, label, microbatch))
+        made: tuple[Tensor, ...] = module(args)
         return made
 
     def _forward(self, action: Action) -> None:
@@ -118,7 +142,7 @@ class Executor:
                 whole[cut.source], cut.dim, cut.parts, self.program.schedule.num_microbatches, action.microbatch
             )
         dynamic = [values[name] for name in stage.forward.dynamic]
-        made = self._run(stage, "forward", stage.forward, dynamic)
+        made = self._run(action, "forward", dynamic)
         values |= zip(stage.forward.outputs, made, strict=True)
         for name, position in stage.results.items():
             if name in values:
@@ -138,7 +162,7 @@ class Executor:
         values = self.values.pop(here)
         dynamic = [values[name] if name in values else cotangents.pop(name) for name in stage.backward.dynamic]
         values.clear()
-        made = self._run(stage, "backward", stage.backward, dynamic)
+        made = self._run(action, "backward", dynamic)
         cotangents |= zip(stage.backward.outputs, made, strict=True)
         self.live.discard(here)
         self._hand_over(action, self.backward, cotangents, self.cotangents, back=True)
@@ -241,7 +265,15 @@ class Executor:
         counts = local is not None and all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
         x = local.clone() if counts and local is not None else torch.zeros((), dtype=dtype, device=self._device())
         everyone = tuple(range(self.program.mesh.size))
-        return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
+        if self.gradients is None or not self.check_finite:
+            return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
+        # the same sum tells every rank whether some rank's gradients are bad
+        seen = self.gradients.screen().to(x.device)
+        bad = 1 - torch.isfinite(seen).to(dtype)
+        both = torch.stack([x, bad])
+        both = self.transport.start_sum(both, everyone, "loss")() if len(everyone) > 1 else both
+        self.finite = bool(torch.isfinite(both[0]) & (both[1] == 0))
+        return both[0]
 
     def _device(self) -> torch.device:
         for known in self.whole.values():

@@ -55,9 +55,11 @@ class GradientStore:
 
     def __post_init__(self) -> None:
         self.times: dict[str, int] = defaultdict(int)
+        self.names: dict[str, str] = {}  # generated code names a parameter by its value in the graph
         groups: dict[tuple[torch.dtype, tuple[str, ...]], list[str]] = defaultdict(list)
         for stage in self.part.stages:
-            for name in stage.gradients:
+            self.names |= stage.gradients
+            for name in stage.gradients.values():
                 spec = self.program.state[name]
                 if not self.times[name]:
                     groups[spec.dtype, reduced_axes(spec, self.program)].append(name)
@@ -94,8 +96,9 @@ class GradientStore:
             bucket.wait = None
             bucket.left = sum(self.times[name] for name in bucket.views) * self.program.schedule.num_microbatches
 
-    def accumulate(self, gradient: Tensor, name: str) -> None:
+    def accumulate(self, gradient: Tensor, value: str) -> None:
         """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
+        name = self.names[value]
         bucket = self.where[name]
         view = bucket.views[name]
         if name in self.fresh:
@@ -105,8 +108,9 @@ class GradientStore:
             view.add_(gradient)
         self._count(bucket)
 
-    def accumulate_product(self, left: Tensor, right: Tensor, name: str) -> None:
-        """As ``accumulate(left @ right, name)``, without a copy."""
+    def accumulate_product(self, left: Tensor, right: Tensor, value: str) -> None:
+        """As ``accumulate(left @ right, value)``, without a copy."""
+        name = self.names[value]
         bucket = self.where[name]
         view = bucket.views[name]
         if name in self.fresh:
@@ -122,8 +126,8 @@ class GradientStore:
             ranks = self.program.mesh.peers(self.part.rank, bucket.axes)
             bucket.wait = self.transport.start_sum(bucket.buffer, ranks, bucket.label)
 
-    def settle(self) -> Mapping[str, Tensor]:
-        """Wait for all sums, and add up what stages share. Returns each parameter's gradient (this rank's part)."""
+    def settle(self) -> None:
+        """Wait for all sums, and add up what stages share."""
         for bucket in self.buckets:
             if bucket.wait is not None:
                 bucket.wait()
@@ -132,4 +136,14 @@ class GradientStore:
             if ranks:
                 view = self.where[name].views[name]
                 self.transport.start_sum(view, ranks, f"gradient of {name} over its stages")()
+
+    @property
+    def settled(self) -> Mapping[str, Tensor]:
+        """Each parameter's gradient: this rank's part."""
         return {name: bucket.views[name] for name, bucket in self.where.items()}
+
+    def screen(self) -> Tensor:
+        """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that
+        overflows shows up too, so a hit must be confirmed."""
+        sums = [bucket.buffer.sum().double() for bucket in self.buckets]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)

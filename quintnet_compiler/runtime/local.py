@@ -171,15 +171,6 @@ class LocalTransport:
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
 
-    def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return layout.take(x, dim, parts, len(self.peers[axis]), self.place[axis])
-
-    def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return layout.pad(x, dim, parts, len(self.peers[axis]), self.place[axis])
-
-    def shard_index(self, ids: Tensor, axis: str, rows: int, at: int) -> Tensor:
-        return ids - self.place[axis] * rows
-
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         x.copy_(self._meet("sum", x, ranks, label))
         return lambda: x

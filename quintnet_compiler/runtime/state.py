@@ -22,20 +22,6 @@ def part_of(x: Tensor, sharding: Sharding, axes: Sequence[Axis], coordinate: Map
     return layout.take_all(x, sharding, [axis.size for axis in axes], places)
 
 
-def whole_of(parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, axes: Sequence[Axis]) -> Tensor:
-    """The whole tensor of which ``parts`` are given by coordinate on ``axes``; the inner axes are joined first.
-
-    Where an axis does not shard, its first part stands for all.
-    """
-    kind, size = sharding[0], axes[0].size
-    ranks = range(size) if isinstance(kind, ShardType) else range(1)
-    inner = []
-    for index in ranks:
-        below = {place[1:]: part for place, part in parts.items() if place[0] == index}
-        inner.append(whole_of(below, sharding[1:], axes[1:]) if len(axes) > 1 else below[()])
-    return layout.join(inner, kind.dim, kind.parts) if isinstance(kind, ShardType) else inner[0]
-
-
 def one_rank_mesh(device_type: str) -> DeviceMesh:
     """A mesh of this process alone, without any process group."""
     return DeviceMesh(device_type, [0], mesh_dim_names=("dp",), _init_backend=False, _rank=0)

@@ -1,0 +1,187 @@
+"""Type check of a whole layout: every operator runs as its rule allows, every move between two shardings is one that
+the types allow, and what enters an operator is what its strategy asks for.
+
+Together with the rules and conversions, which are proven by brute force, this is the proof that the forward computes
+the unsplit program's values; and since a type determines the type of its gradient, that every gradient is partial
+exactly where its type says so. It shares no code with the passes that chose and inserted what is checked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs
+from ..comm_ops import convert, dropout, microbatch, share
+from ..errors import CompileError
+from ..program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
+from ..sharding import AxisType, I, P, R, Shard, parse_type, plain
+from .rule_notation import Factors
+from .strategies import RuleBook, leaf_strategies, refine, strategies
+
+Value = tuple[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move of a value on its way into an operator: on axis ``axis`` from one type to another."""
+
+    axis: int
+    before: AxisType
+    after: AxisType
+    node: fx.Node
+
+
+def check_types(local: LocalProgram, rules: RuleBook) -> None:
+    """Raises: CompileError QN209 with the operator and the types that do not fit."""
+    sharded = local.staged.sharded
+    factors = rules.factors(sharded.program.graph)
+    for node in sharded.program.graph.nodes:
+        if node.op == "output" or is_getitem(node):
+            continue
+        _check_strategies(sharded, node, factors[node])
+        if node.op == "placeholder":
+            _check_leaf(sharded, node)
+        else:
+            _check_inputs(local, node)
+    _check_outputs(local)
+
+
+def _fail(what: str, node: fx.Node) -> CompileError:
+    return CompileError("QN209", f"type check: {what}", where=facts(node).where, fix="report this, with the model")
+
+
+def _check_strategies(sharded: ShardedProgram, node: fx.Node, factors: Factors) -> None:
+    """Each axis' strategy is one of the rule's, given what the axes before it left."""
+    make = strategies if leaf(node) is None else leaf_strategies
+    for axis, chosen in zip(sharded.axes, sharded.strategies[node], strict=True):
+        cuts: dict[str, list[int]] = {}
+        if chosen.label.startswith("split "):
+            _, name, cut = chosen.label.split()
+            cuts[name] = [int(cut)]
+        allowed = make(node, factors, cuts, axis.size)
+        if not any(_same(chosen, option) for option in allowed):
+            raise _fail(f"no rule lets {node.name} run as {_signature(chosen)} over {axis.name}", node)
+        factors = refine(factors, chosen, axis.size)
+
+
+def _same(a: Strategy, b: Strategy) -> bool:
+    return a.inputs == b.inputs and a.outputs == b.outputs
+
+
+def _signature(strategy: Strategy) -> str:
+    return f"{', '.join(map(str, strategy.inputs))} -> {', '.join(map(str, strategy.outputs))}"
+
+
+def _check_leaf(sharded: ShardedProgram, node: fx.Node) -> None:
+    """A parameter's gradient is added up over microbatches, so it must be a term of each; nothing arrives partial."""
+    found = leaf(node)
+    for axis, kind in zip(sharded.axes, sharded.produced(node), strict=True):
+        if kind is P:
+            raise _fail(f"{node.name} arrives partial over {axis.name}", node)
+        if axis.role == "time" and isinstance(kind, Shard):
+            raise _fail(f"{node.name} arrives split over {axis.name}", node)
+        if found is not None and found.trainable and axis.role == "time" and kind is not R:
+            raise _fail(f"the gradient of {found.name} would count once for each microbatch", node)
+
+
+def _check_inputs(local: LocalProgram, node: fx.Node) -> None:
+    """What the local operator reads is, by the moves in between, what its strategies ask for."""
+    sharded = local.staged.sharded
+    reads = _reads(local, node)
+    if reads is None:
+        return
+    for position, given in enumerate(tensor_inputs(node)):
+        source = origin(given)
+        grad = needs_grad(node) and needs_grad(given)
+        steps = moves(local, reads[position], source)
+        found = arrive(sharded, source, steps, grad=grad, user=node)
+        wanted = sharded.wanted(node, position)
+        if found != (wanted if grad else tuple(map(plain, wanted))):
+            raise _fail(f"{node.name} reads {given.name} as {found} where its strategies take {wanted}", node)
+
+
+def _reads(local: LocalProgram, node: fx.Node) -> list[fx.Node] | None:
+    """The local nodes that stand for the operator's inputs, in order; None where nothing of it is left."""
+    made = next((local.parts[node, i] for i in range(8) if (node, i) in local.parts), None)
+    if made is None:
+        return None
+    made = origin(made)[0]
+    sources = [local.parts.get(origin(given)) for given in tensor_inputs(node)]
+    if made in sources or made.target in (convert, share, microbatch) or made.op == "placeholder":
+        return [made] * len(tensor_inputs(node))  # a view that changes nothing on a rank: the operand itself
+    reads = tensor_inputs(made)
+    return reads[:1] if node.target is dropout else reads
+
+
+def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:
+    """The moves that carry ``source`` to the local ``node``, first one first."""
+    start, axes = local.parts[source], local.staged.sharded.axes
+    steps: list[Step] = []
+    while node is not start:
+        step = _step(axes, node)
+        if step is None:
+            raise _fail(f"{node.name} stands where {source[0].name} should", node)
+        steps.append(step)
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        node = operand
+    return steps[::-1]
+
+
+def _step(axes: tuple[Axis, ...], node: fx.Node) -> Step | None:
+    numbers = {axis.name: i for i, axis in enumerate(axes)}
+    if node.target is convert:
+        return Step(numbers[str(node.args[1])], parse_type(str(node.args[3])), parse_type(str(node.args[4])), node)
+    if node.target is share:
+        return Step(numbers[str(node.args[1])], I, P, node)
+    if node.target is microbatch:
+        time = next(i for i, axis in enumerate(axes) if axis.role == "time")
+        return Step(time, I, Shard(int(node.args[2]), int(node.args[3])), node)  # type: ignore[arg-type]
+    return None
+
+
+def arrive(
+    sharded: ShardedProgram, source: Value, steps: list[Step], *, grad: bool, user: fx.Node
+) -> tuple[AxisType, ...]:
+    """The sharding of ``source`` after ``steps``.
+
+    Raises:
+        CompileError: QN209 for a move that starts from another type than the value has, that makes slices terms,
+            or that touches a dim of which an axis further in still holds slices.
+    """
+    state = list(sharded.produced(*source))
+    if not grad:
+        state = [plain(kind) for kind in state]
+    for step in steps:
+        before, after = (step.before, step.after) if grad else (plain(step.before), plain(step.after))
+        if plain(state[step.axis]) != plain(before) or (grad and state[step.axis] != before):
+            raise _fail(f"{step.node.name} converts {before}, and {source[0].name} is {state[step.axis]} there", user)
+        if isinstance(before, Shard) and after is P and not grad:
+            raise _fail(f"{step.node.name} makes a term of a slice", user)
+        dims = {kind.dim for kind in (before, after) if isinstance(kind, Shard)}
+        for inner in range(step.axis + 1, len(state)):
+            kind = state[inner]
+            if isinstance(kind, Shard) and kind.dim in dims:
+                raise _fail(f"{step.node.name} would permute the slices of {sharded.axes[inner].name}", user)
+        state[step.axis] = after
+    return tuple(state)
+
+
+def _check_outputs(local: LocalProgram) -> None:
+    """The loss leaves whole or as terms that the runtime adds up; other outputs whole or as slices that it joins."""
+    sharded = local.staged.sharded
+    leaving = sharded.strategies[sharded.program.graph.output_node()]
+    ends = outputs(local.graph)
+    for position, result in enumerate(outputs(sharded.program.graph)):
+        wanted = tuple(s.inputs[position] for s in leaving)
+        source, grad = origin(result), needs_grad(result)
+        found = arrive(sharded, source, moves(local, ends[position], source), grad=grad, user=source[0])
+        if tuple(map(plain, found)) != tuple(map(plain, wanted)):
+            raise _fail(f"output {position} leaves as {found} where the runtime takes {wanted}", source[0])
+        for axis, kind in zip(sharded.axes, wanted, strict=True):
+            if kind is P and shape(result) != ():
+                raise _fail(f"output {position} leaves partial over {axis.name}", source[0])
+            if kind is R and grad:
+                raise _fail(f"the gradient of output {position} would count {axis.size} times", source[0])

@@ -1,0 +1,87 @@
+"""The user's module as it is, in one process: what compiled programs must equal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .noise import Key, keep_mask
+
+aten = torch.ops.aten
+
+
+def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
+    """The mask of a dropout over all of ``x``."""
+    positions = [torch.arange(size, device=x.device) for size in x.shape]
+    return keep_mask(positions, x.shape, p, key)
+
+
+@contextlib.contextmanager
+def same_masks(seed: int, step: int) -> Iterator[None]:
+    """Inside, torch's dropout (and attention with dropout) draws the masks that compiled programs draw.
+
+    Operators are numbered in the order of the model's own calls, as capture meets them.
+    """
+    numbers = itertools.count()
+
+    def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0:
+            return x
+        mask = whole_mask(x, p, Key(seed, step, next(numbers)))
+        return x * mask * (0.0 if p == 1 else 1 / (1 - p))
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not dropout_p:
+            math = aten._scaled_dot_product_attention_math
+            found: Tensor = math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+            return found
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            masked = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
+        return dropout(scores.softmax(-1), dropout_p, True) @ value
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for device in ("CPU", "CUDA"):
+            library.impl("dropout", dropout, f"Autograd{device}")
+            library.impl("scaled_dot_product_attention", attention, f"Autograd{device}")
+        yield
+
+
+def differs(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """The largest difference of two tensors, relative to the largest expected element (or ``floor``); inf for another
+    shape or where only one has NaN."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    a, b = found.detach().double(), expected.detach().double()
+    if bool((a.isnan() != b.isnan()).any()):
+        return float("inf")
+    size = max(float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()), floor)
+    gap = float(torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(0.0, float("inf")).max())
+    return gap / size if size else (0.0 if gap == 0 else float("inf"))
+
+
+def largest(tensors: Sequence[Tensor]) -> float:
+    """The largest magnitude among tensors."""
+    return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)

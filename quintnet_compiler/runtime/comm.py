@@ -1,0 +1,99 @@
+"""What generated code calls as ``comm``: collectives of a transport, and what depends on where a rank stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import layout
+from ..mesh import Mesh
+from ..noise import Key, keep_mask
+from .gradients import GradientStore
+from .transport import Transport
+
+
+class Comm:
+    """One rank's communication, slices, random masks and gradients.
+
+    The interpreter sets ``seed`` and ``step``, and before each piece ``microbatch``: the place on the axis in time.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        mesh: Mesh,
+        coordinate: Mapping[str, int],
+        gradients: GradientStore | None = None,
+    ) -> None:
+        self.all_reduce = transport.all_reduce
+        self.all_reduce_max = transport.all_reduce_max
+        self.all_gather = transport.all_gather
+        self.reduce_scatter = transport.reduce_scatter
+        self.all_to_all = transport.all_to_all
+        if gradients is not None:
+            self.accumulate = gradients.accumulate
+            self.accumulate_product = gradients.accumulate_product
+        self.mesh, self.coordinate = mesh, coordinate
+        self.seed = self.step = self.microbatch = 0
+
+    def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        """This rank's slice of a value that all ranks of the axis hold."""
+        return layout.take(x, dim, parts, self.mesh[axis], self.coordinate[axis])
+
+    def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        """The transpose of ``shard_slice``: zeros where other ranks' slices are."""
+        return layout.pad(x, dim, parts, self.mesh[axis], self.coordinate[axis])
+
+    def embedding_rows(
+        self, weight: Tensor, ids: Tensor, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int
+    ) -> Tensor:
+        """A lookup in this rank's rows; zeros for ids of other ranks' rows, so that the results add up."""
+        local, outside = self._rows(ids, weight.shape[0], axes, sizes)
+        return torch.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)
+
+    def embedding_rows_backward(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        rows: int,
+        padding_idx: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        at: int,
+    ) -> Tensor:
+        """The gradient of this rank's rows. The padding row is read and never trained."""
+        local, outside = self._rows(ids, rows, axes, sizes)
+        outside = outside | (ids == padding_idx) if padding_idx >= 0 else outside
+        kept = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        found: Tensor = torch.ops.aten.embedding_dense_backward(kept, local, rows, -1, False)
+        return found
+
+    def _rows(self, ids: Tensor, rows: int, axes: Sequence[str], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``ids`` as indices of this rank's rows (0 for those of others), and which are of others."""
+        index = 0
+        for axis, size in zip(axes, sizes, strict=True):
+            index = index * size + self.coordinate[axis]
+        local = ids - index * rows
+        outside = (local < 0) | (local >= rows)
+        return local.masked_fill_(outside, 0), outside
+
+    def keep_mask(
+        self,
+        x: Tensor,
+        p: float,
+        op: int,
+        whole: Sequence[int],
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+    ) -> Tensor:
+        """Which elements of ``x``, a part of a value of shape ``whole``, a dropout keeps: the same on every layout."""
+        positions = [torch.arange(size, device=x.device) for size in whole]
+        for axis, size, dim, count in zip(axes, sizes, dims, parts, strict=True):
+            index = self.coordinate.get(axis, self.microbatch)
+            positions[dim] = layout.take(positions[dim], 0, count, size, index)
+        return keep_mask(positions, whole, p, Key(self.seed, self.step, op))

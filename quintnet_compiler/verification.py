@@ -1,0 +1,223 @@
+"""Does a compiled program compute what the user's module computes? All of its ranks, in this process, beside it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .annotations import needs_grad, values
+from .capture import LossFn, loss_of
+from .localize import Culprit, localize
+from .program import DistributedProgram
+from .reference import differs, largest, same_masks
+from .runtime.backends import LocalBackend
+from .runtime.executor import Run
+
+# What rounding in another order may do, relative to the largest element; the tests' own limit in float64.
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of both sides. ``error`` is relative to its largest element (a floor is 1e-3 of that
+    of all gradients, or parameters)."""
+
+    what: str
+    name: str
+    step: int
+    error: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :meth:`CompiledProgram.verify` found; ``str()`` for people, ``to_json()`` for programs."""
+
+    mesh: str
+    ranks: int
+    dtype: str
+    steps: int
+    seconds: float
+    comparisons: tuple[Comparison, ...]
+    culprit: Culprit | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(one.ok for one in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison:
+        return self.comparisons[0]
+
+    def to_json(self) -> str:
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        wrong = [one for one in self.comparisons if not one.ok]
+        verdict = "equal" if self.ok else f"NOT EQUAL in {len(wrong)} of {len(self.comparisons)} tensors"
+        head = f"{self.mesh}, {self.ranks} ranks against the unsplit model: {verdict}"
+        lines = [head, f"{self.dtype}, {self.steps} steps, {self.seconds:.1f} s; relative errors, worst first:"]
+        shown = (wrong or list(self.comparisons))[:12]
+        lines += [
+            f"  {one.error:8.1e}  (limit {one.limit:.0e})  {one.what:<9} {one.name}, step {one.step}" for one in shown
+        ]
+        hidden = len(self.comparisons) - len(shown)
+        lines += [f"  and {hidden} more" if hidden else ""]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [str(self.culprit)] if self.culprit else []
+        return "\n".join(line for line in lines if line)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{one.error:.1e}</td><td>{one.what}</td><td><code>{_escaped(one.name)}</code></td>"
+            f"<td>{one.step}</td><td>{'ok' if one.ok else '<b>wrong</b>'}</td></tr>"
+            for one in self.comparisons[:40]
+        )
+        head, *rest = str(self).splitlines()
+        culprit = f"<pre>{_escaped(str(self.culprit))}</pre>" if self.culprit else ""
+        return (
+            f"<p><b>{_escaped(head)}</b><br>{_escaped(rest[0])}</p>{culprit}<table><tr><th>error</th><th></th>"
+            f"<th>tensor</th><th>step</th><th></th></tr>{rows}</table>"
+        )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: the module and its loss, and the program that was compiled from it with the values of all its
+    tensors. ``outputs``: what computes the model's outputs, or why nothing does."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    program: DistributedProgram
+    outputs: DistributedProgram | str
+    tensors: Mapping[str, Tensor]
+    seed: int
+    device: torch.device
+
+
+def verify_program(subject: Subject, batch: Any, steps: int, limit: float | None = None) -> VerifyReport:
+    """Train ``steps`` steps on both sides from equal weights and compare everything. Nothing of the user's changes."""
+    start = time.perf_counter()
+    model = copy.deepcopy(subject.model).to(subject.device)
+    model.train()
+    tensors = {name: x.detach().clone() for name, x in subject.tensors.items()}
+    program = subject.program
+    backend = LocalBackend(program.mesh, program, tensors, subject.device)
+    ours = torch.optim.SGD(backend.parameters.values(), lr=LEARNING_RATE, momentum=0.9)
+    theirs = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
+    names = {name: p for name, p in model.named_parameters() if name in backend.parameters and p.requires_grad}
+    parameters = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = coarsest(program)
+    limit = LIMITS[dtype] if limit is None else limit
+    found, notes = _outputs(subject, model, backend, batch, limit)
+    notes += [] if dtype is parameters else [f"the model itself computes some values in {_name(dtype)}"]
+    culprit = None
+    leaves = _tensors(batch)
+    for step in range(steps):
+        ours.zero_grad()
+        theirs.zero_grad()
+        how = Run(train=True, seed=subject.seed, step=step, check_finite=False)
+        (loss, *_) = backend.run(program, leaves, how)
+        expected = reference_loss(model, subject.loss_fn, batch, subject.seed, step)
+        expected.backward()  # type: ignore[no-untyped-call]
+        found.append(Comparison("loss", "", step, differs(loss, expected), limit))
+        pairs = {n: (_whole(backend.parameters[n].grad, p), _or_zeros(p.grad, p)) for n, p in names.items()}
+        found += _compared("gradient", pairs, step, limit)
+        if culprit is None and not all(one.ok for one in found):
+            kept = {name: p.grad for name, p in backend.parameters.items()}
+            culprit = localize(program, backend, batch, how, limit)
+            for name, p in backend.parameters.items():
+                p.grad = kept[name]
+        ours.step()
+        theirs.step()
+        pairs = {n: (_whole(backend.parameters[n], p), p.detach()) for n, p in names.items()}
+        found += _compared("parameter", pairs, step, limit)
+    found.sort(key=lambda one: (one.ok, -one.error))
+    return VerifyReport(
+        repr(program.mesh),
+        program.mesh.size,
+        _name(parameters),
+        steps,
+        time.perf_counter() - start,
+        tuple(found),
+        culprit,
+        tuple(notes),
+    )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _outputs(
+    subject: Subject, model: nn.Module, backend: LocalBackend, batch: Any, limit: float
+) -> tuple[list[Comparison], list[str]]:
+    """The model's outputs (logits, say) in evaluation mode."""
+    if isinstance(subject.outputs, str):
+        return [], [f"outputs were not compared: {subject.outputs}"]
+    inputs = model_inputs(batch, subject.loss_fn)
+    ours = backend.run(subject.outputs, _tensors(inputs), Run())
+    model.eval()
+    with torch.no_grad():
+        theirs = _tensors(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
+    model.train()
+    if len(ours) != len(theirs):
+        return [], [f"outputs were not compared: {len(ours)} against {len(theirs)} tensors"]
+    pairs = zip(ours, theirs, strict=True)
+    return [Comparison("output", str(i), 0, differs(a, b), limit) for i, (a, b) in enumerate(pairs)], []
+
+
+def model_inputs(batch: Any, loss_fn: LossFn | None) -> Any:
+    """What of a batch the model itself takes: with a loss function, the last tensor is for that."""
+    return batch[:-1] if loss_fn is not None and not isinstance(batch, dict) else batch
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def coarsest(program: DistributedProgram) -> torch.dtype:
+    """The least precise dtype in which the model computes a value that a gradient reaches."""
+    graph = program.source.local.staged.sharded.program.graph
+    used = {v.dtype for n in graph.nodes if n.op != "output" and needs_grad(n) for v in values(n) if v is not None}
+    return max((d for d in used if d in LIMITS), key=lambda d: LIMITS[d], default=torch.float32)
+
+
+def reference_loss(model: nn.Module, loss_fn: LossFn | None, batch: Any, seed: int, step: int) -> Tensor:
+    """The loss of the module itself, with the masks that compiled programs draw."""
+    inputs = model_inputs(batch, loss_fn)
+    with same_masks(seed, step):
+        out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+        loss: Tensor = loss_of(out if inputs is batch or loss_fn is None else loss_fn(out, batch[-1]))
+    return loss
+
+
+def _compared(what: str, pairs: Mapping[str, tuple[Tensor, Tensor]], step: int, limit: float) -> list[Comparison]:
+    floor = 1e-3 * largest([expected for _, expected in pairs.values()])
+    return [Comparison(what, name, step, differs(a, b, floor), limit) for name, (a, b) in pairs.items()]
+
+
+def _whole(x: Any, like: Tensor) -> Tensor:
+    return _or_zeros(None if x is None else x.full_tensor().detach(), like)
+
+
+def _or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if x is None else x.detach()
