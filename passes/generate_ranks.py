@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,11 @@ class _Cut:
         }
 
     def build(self, sends: set[str], sites: list[str]) -> StageProgram:
-        gradients = {node: name for (name, stage), node in self.program.gradients.items() if stage == self.index}
+        # two parameters may have one gradient: those of a + b
+        gradients: dict[fx.Node, list[str]] = defaultdict(list)
+        for (name, stage), node in self.program.gradients.items():
+            if stage == self.index:
+                gradients[node].append(name)
         # users' names stay out of generated code
         leaves = {n: leaf(n) for n in self.program.graph.nodes if n.op == "placeholder"}
         ids = {found.name: n.name for n, found in leaves.items() if found is not None and found.kind == "parameter"}
@@ -150,13 +154,19 @@ class _Cut:
             self.index,
             _piece(self.once, once_out, static, {}, sites),
             _piece(self.forward, forward_out, static, {}, sites),
-            _piece(self.backward, backward_out, static, {n: ids[name] for n, name in gradients.items()}, sites),
+            _piece(
+                self.backward,
+                backward_out,
+                static,
+                {n: [ids[name] for name in names] for n, names in gradients.items()},
+                sites,
+            ),
             {n.name: found.name for n in used if (found := leaf(n)) is not None and found.kind != "input"},
             {n.name: _position(self.program, n) for n in used if (f := leaf(n)) is not None and f.kind == "input"},
             {n.name: Slice(n.args[0].name, n.args[2], n.args[3]) for n in self.slices},  # type: ignore[union-attr,arg-type]
             {n.name: position for n, position in results.items()},
             tuple(n.name for n in saved),
-            {ids[gradients[n]]: gradients[n] for n in self.backward if n in gradients},
+            {ids[name]: name for n in self.backward if n in gradients for name in gradients[n]},
         )
 
 
@@ -198,7 +208,7 @@ def _piece(
     nodes: list[fx.Node],
     returned: list[fx.Node],
     static: set[fx.Node],
-    gradients: dict[fx.Node, str],
+    gradients: Mapping[fx.Node, list[str]],
     sites: list[str],
 ) -> Piece:
     """A function of ``nodes``. A parameter's gradient is handed over as soon as it exists, not returned."""
@@ -214,13 +224,14 @@ def _piece(
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
     for node in nodes:
-        if node in gradients and _is_product(node):
-            left, right = node.all_input_nodes
-            graph.call_method("accumulate_product", (comm, env[left], env[right], gradients[node]))
+        parameters = gradients.get(node, [])
+        if len(parameters) == 1 and _is_product(node):
+            left, right = node.args
+            graph.call_method("accumulate_product", (comm, env[left], env[right], parameters[0]))  # type: ignore[index]
             continue
         env[node] = _emit(graph, node, env, comm, sites)
-        if node in gradients:
-            graph.call_method("accumulate", (comm, env[node], gradients[node]))
+        for name in parameters:
+            graph.call_method("accumulate", (comm, env[node], name))
     graph.output(tuple(env[n] for n in returned))
     graph.set_codegen(_Boxed())
     module = fx.GraphModule({}, graph)
@@ -240,7 +251,7 @@ def _is_product(node: fx.Node) -> bool:
 
 def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.Node, sites: list[str]) -> fx.Node:
     if node.target is share:
-        new = graph.call_function(torch.div, (env[node.args[0]], node.args[2]))  # type: ignore[index]
+        new = graph.create_node("call_function", torch.div, (env[node.args[0]], node.args[2]), name=node.name)  # type: ignore[index]
         new.meta = dict(node.meta)
         return new
     if node.target not in RANKED:
@@ -255,7 +266,7 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
         over = f"[{args[1]}]"
         del args[2]  # the transport knows the axis' size
     sites.append(f"{name}{over} {facts(node).where}".strip())
-    new = graph.call_method(name, (comm, *args, len(sites) - 1))
+    new = graph.create_node("call_method", name, (comm, *args, len(sites) - 1), name=node.name)
     new.meta = dict(node.meta)
     return new
 

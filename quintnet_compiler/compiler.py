@@ -12,8 +12,10 @@ import torch
 
 from .comm_ops import MICROBATCHES
 from .cost_models.roofline import Roofline
+from .dry_run import check_ranks
 from .mesh import Mesh
 from .passes.check_backward import check_backward
+from .passes.check_code import check_code
 from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
 from .passes.cut_stages import CutStages, boundaries, parameter_stages
@@ -144,7 +146,10 @@ def _lower(
     if training and request.plan.recompute == "full":
         differentiated = runner(Recompute(), differentiated)
     runner.check(check_backward, differentiated, training)
-    return runner(GenerateRanks(request.mesh, schedule, microbatches), differentiated)
+    program = runner(GenerateRanks(request.mesh, schedule, microbatches), differentiated)
+    runner.check(check_code, program)
+    runner.check(check_ranks, program)
+    return program
 
 
 def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:

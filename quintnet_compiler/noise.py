@@ -4,13 +4,14 @@ The number of an element is a function of a key and of the element's global posi
 different parts of a tensor, in any order and any overlap, draw the same global noise without communication.
 
 A tensor is read as a matrix: its last dim is the column, all other dims together are the row. Every row and every
-column gets a 64-bit hash, and an element combines the hashes of its row and its column. There are few rows and columns
-but many elements: the hashes can afford to be good, and the combination must be cheap. All of it is integer arithmetic
-that wraps around, hence equal on every device.
+column gets a 64-bit hash, and an element combines the two. Rows and columns are few and elements are many: the hashes
+can afford to be good, the combination must be cheap. All arithmetic is on integers that wrap around, hence exact on
+every device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,50 +37,49 @@ class Key:
 
 
 def keep_mask(positions: Sequence[Tensor], sizes: Sequence[int], p: float, key: Key) -> Tensor:
-    """Return the dropout mask: which elements are kept, each with probability 1 - p (to 2**-32).
+    """Return which elements dropout keeps: a bool tensor, True with probability 1 - p (a multiple of 2**-32).
+
+    Its shape is ``[len(positions[0]), len(positions[1]), ...]``, its bits are the same on every device.
 
     Args:
         positions: for every dim, the global positions that are held here: 1-D int64 tensors, in any order.
         sizes: the global shape.
         p: the probability of dropping an element, 0 <= p <= 1.
         key: which stream of numbers.
-
-    Returns:
-        A bool tensor of shape ``[len(positions[0]), len(positions[1]), ...]``, the same bits on every device.
     """
-    (row, row_2), (column, column_2) = (_halves(hashes) for hashes in _hashes(positions, sizes, key))
-    # Two rounds, each takes in a word of the row and a word of the column; five passes over one buffer of int32.
-    word = _stir(row + column)
-    word = _stir(word.bitwise_xor_(row_2).bitwise_xor_(column_2))
-    # int(): exact, p * 2**32 only moves the binary point. A threshold of 2**31 is no int32, so p = 1 is on its own.
-    return word >= int(p * 2**32) - 2**31 if p < 1 else torch.zeros_like(word, dtype=torch.bool)
+    rows, columns = _hashes(positions, sizes, key)
+    # Two rounds take in a half of each hash: five passes over one buffer of int32. The conversion keeps the low bits.
+    word = _stir(rows.to(torch.int32) + columns.to(torch.int32))
+    word = word.bitwise_xor_((rows >> 32).to(torch.int32)).bitwise_xor_((columns >> 32).to(torch.int32))
+    word = _stir(word)
+    # p * 2**32 is exact: only the exponent changes. For p = 1 the threshold, 2**31, would be no int32.
+    return word.ge(int(p * 2**32) - 2**31) if p < 1 else torch.zeros_like(word, dtype=torch.bool)
 
 
 def uniform(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
     """Return uniform numbers in [0, 1): multiples of 2**-53 in float64, of 2**-24 in float32.
 
-    Args and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type.
+    Arguments and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type.
     """
-    digits = 1 - round(torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64).log2().item())
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
     return _bits(positions, sizes, key, digits).to(dtype).mul_(2.0**-digits)
 
 
 def normal(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
-    """Return standard normal numbers: the inverse distribution function of uniform ones.
+    """Return standard normal numbers: the inverse distribution function of uniform ones, computed in float64.
 
-    Args and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type. Computed in float64. Devices
-    agree on the uniform numbers exactly, on the normal ones to rounding.
+    Arguments and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type. Devices agree to rounding.
     """
     # The midpoints of 2**52 equal intervals: exact in float64, symmetric about 1/2, never 0 or 1.
     middles = _bits(positions, sizes, key, 52).to(torch.float64).add_(0.5).mul_(2.0**-52)
-    numbers: Tensor = torch.special.ndtri(middles)
-    return numbers.to(dtype)
+    normals: Tensor = torch.special.ndtri(middles)
+    return normals.to(dtype)
 
 
 def _bits(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, count: int) -> Tensor:
     """``count`` < 64 random bits per element, as non-negative int64."""
     rows, columns = _hashes(positions, sizes, key)
-    return _mix(rows + columns) >> (64 - count) & (1 << count) - 1
+    return (_mix(rows + columns) >> (64 - count)) & ((1 << count) - 1)
 
 
 def _hashes(positions: Sequence[Tensor], sizes: Sequence[int], key: Key) -> tuple[Tensor, Tensor]:
@@ -88,16 +88,12 @@ def _hashes(positions: Sequence[Tensor], sizes: Sequence[int], key: Key) -> tupl
     rows = columns.new_zeros(())
     for position, size in zip(leading, sizes, strict=False):  # the columns' size plays no role
         rows = (rows * size + position).unsqueeze(-1)
-    return _hash(rows, _fold(key, 0)), _hash(columns, _fold(key, 1))
-
-
-def _hash(indices: Tensor, seed: int) -> Tensor:
-    """The outputs of the SplitMix64 generator started at ``seed`` that have these indices."""
-    return _mix(indices * _GAMMA + seed)
+    # Output number i of the generator SplitMix64 is the mix of seed + i * gamma.
+    return _mix(rows * _GAMMA + _fold(key, 0)), _mix(columns * _GAMMA + _fold(key, 1))
 
 
 def _fold(key: Key, stream: int) -> int:
-    """The key and the number of one of its streams as an int64; SplitMix64 steps that take in one number each."""
+    """The key and the number of one of its streams, as an int64: one SplitMix64 step takes in one number."""
     state = 0
     for number in (key.seed, key.step, key.op, stream):
         state = _mix((state ^ number) + _GAMMA) % 2**64
@@ -105,24 +101,19 @@ def _fold(key: Key, stream: int) -> int:
 
 
 def _mix(x: _Word) -> _Word:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014; Stafford's Mix13): every bit in changes every bit out.
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014; Stafford's Mix13): every bit in sways every bit out.
 
     The masks make the shifts logical. They also read no bit above the 64th, so a Python int need not wrap around.
     """
-    x = (x ^ x >> 30 & (1 << 34) - 1) * _MIX_1
-    x = (x ^ x >> 27 & (1 << 37) - 1) * _MIX_2
-    return x ^ x >> 31 & (1 << 33) - 1
-
-
-def _halves(hashes: Tensor) -> tuple[Tensor, Tensor]:
-    """64-bit words as two 32-bit words each; the conversion keeps the low bits."""
-    return hashes.to(torch.int32), (hashes >> 32).to(torch.int32)
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _MIX_1
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _MIX_2
+    return x ^ ((x >> 31) & (2**33 - 1))
 
 
 def _stir(word: Tensor) -> Tensor:
-    """x + 2x² in place, RC6's permutation of 32-bit words (Rivest et al. 1998).
+    """x + 2x² in place: the permutation of 32-bit words in the cipher RC6 (Rivest et al. 1998).
 
-    Invertible, so no number becomes likelier, and not linear, so no relation between sums of rows and columns survives.
-    Its high bits depend on all lower ones; these decide a comparison. One pass, where a shift would need a copy.
+    Invertible, so no word becomes likelier; not linear, so the sums over a rectangle's corners are not related. The
+    high bits, which decide a comparison, depend on all lower ones. One pass, where a shift would need a second buffer.
     """
     return word.addcmul_(word, word, value=2)

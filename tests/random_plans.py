@@ -15,8 +15,10 @@ from torch.utils import _pytree as pytree
 
 from quintnet_compiler.annotations import is_float, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from quintnet_compiler.compiler import Runner
+from quintnet_compiler.dry_run import check_ranks
 from quintnet_compiler.mesh import Mesh
 from quintnet_compiler.passes.check_backward import check_backward
+from quintnet_compiler.passes.check_code import check_code
 from quintnet_compiler.passes.check_types import check_types
 from quintnet_compiler.passes.differentiate import Differentiate
 from quintnet_compiler.passes.generate_ranks import GenerateRanks
@@ -136,7 +138,10 @@ def random_program(
     if dice.random() < 0.5:
         differentiated = run(Recompute(), differentiated)
     check_backward(differentiated)
-    return run(GenerateRanks(mesh, SCHEDULES[name], microbatches), differentiated)
+    program = run(GenerateRanks(mesh, SCHEDULES[name], microbatches), differentiated)
+    check_code(program)
+    check_ranks(program)
+    return program
 
 
 def gradients(

@@ -230,7 +230,7 @@ def test_peak_of_live_activations_is_the_schedules() -> None:
         def run(transport: LocalTransport) -> None:
             part = program.rank(rank)
             store = GradientStore(program, part, transport, torch.device("cpu"))
-            executor = Executor(program, part, transport, store)
+            executor = Executor(program, part, transport, torch.device("cpu"), store)
             state = {
                 n: part_of(tensors[n].detach(), s.sharding, program.axes, part.coordinate)
                 for n, s in program.state.items()
@@ -241,7 +241,7 @@ def test_peak_of_live_activations_is_the_schedules() -> None:
         return run
 
     with torch.no_grad():
-        LocalWorld(program.mesh, program.sites).run([work(rank) for rank in range(4)])
+        LocalWorld(program.mesh, program.sites).run({rank: work(rank) for rank in range(4)})
     assert peaks == {0: 4, 1: 3, 2: 2, 3: 1}
 
 

@@ -94,9 +94,9 @@ class LocalBackend:
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
             watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
-            outputs = world.run([self._rank(program, r, inputs, how, w) for r, w in enumerate(watches)])
+            outputs = world.run({r: self._rank(program, r, inputs, how, w) for r, w in enumerate(watches)})
             if how.train:
-                self._gather([gradients for _, gradients in outputs], program)
+                self._gather([gradients for _, gradients in outputs.values()], program)
         results: list[Tensor] = outputs[0][0]
         return results
 
@@ -110,8 +110,8 @@ class LocalBackend:
         self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], how: Run, watch: Watch | None
     ):
         def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
-            part = program.rank(rank)
-            store = GradientStore(program, part, transport, _device_of(self.tensors)) if how.train else None
+            part, device = program.rank(rank), _device_of(self.tensors)
+            store = GradientStore(program, part, transport, device) if how.train else None
             state = {
                 name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
                 for name, spec in program.state.items()
@@ -120,7 +120,7 @@ class LocalBackend:
                 part_of(x, spec.sharding, program.axes, part.coordinate)
                 for x, spec in zip(inputs, program.inputs, strict=True)
             ]
-            executor = Executor(program, part, transport, store)
+            executor = Executor(program, part, transport, device, store)
             results = executor.step(state, mine, how, watch)
             if not executor.finite:
                 require_finite(executor, state, mine, how, results[0])
@@ -237,7 +237,7 @@ class ProcessBackend:
                 name: sharded_dtensor(bucket.views[name], program.state[name], program, self.stage_mesh)
                 for name, bucket in (store.where.items() if store else ())
             }
-            executor = Executor(program, program.rank(rank), self.transport, store)
+            executor = Executor(program, program.rank(rank), self.transport, self.device, store)
             found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
         return found
 

@@ -40,9 +40,10 @@ class Executor:
         program: DistributedProgram,
         part: RankProgram,
         transport: Transport,
+        device: torch.device,
         gradients: GradientStore | None = None,
     ) -> None:
-        self.program, self.part, self.transport = program, part, transport
+        self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
@@ -232,7 +233,7 @@ class Executor:
             return local
         source = self._rank_of(owner)
         if local is None:
-            local = torch.empty(spec.shape, dtype=spec.dtype, device=self._device())
+            local = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         return self.transport.broadcast(
             local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, f"output {position}"
         )
@@ -263,7 +264,7 @@ class Executor:
             if axis.role != "time" and kind is not P
         ]
         counts = local is not None and all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
-        x = local.clone() if counts and local is not None else torch.zeros((), dtype=dtype, device=self._device())
+        x = local.clone() if counts and local is not None else torch.zeros((), dtype=dtype, device=self.device)
         everyone = tuple(range(self.program.mesh.size))
         if self.gradients is None or not self.check_finite:
             return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
@@ -274,9 +275,3 @@ class Executor:
         both = self.transport.start_sum(both, everyone, "loss")() if len(everyone) > 1 else both
         self.finite = bool(torch.isfinite(both[0]) & (both[1] == 0))
         return both[0]
-
-    def _device(self) -> torch.device:
-        for known in self.whole.values():
-            for x in known.values():
-                return x.device
-        return torch.device("cpu")

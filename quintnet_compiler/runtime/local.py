@@ -7,7 +7,7 @@ is carried out; ranks that meet different collectives are reported at once, and 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,15 +63,19 @@ class LocalWorld:
         self.mesh, self.sites = mesh, sites
         self.mail: dict[tuple[int, int, int], deque[tuple[Tensor, str]]] = defaultdict(deque)
         self.hub = getcurrent()
+        self.present = frozenset(range(mesh.size))
 
-    def run(self, functions: Sequence[Callable[[LocalTransport], Any]]) -> list[Any]:
-        """``functions[rank](transport)`` of every rank, in lockstep; their results by rank."""
-        self.hub = getcurrent()
+    def run(self, functions: Mapping[int, Callable[[LocalTransport], Any]]) -> dict[int, Any]:
+        """``functions[rank](transport)`` of every rank, in lockstep; their results by rank.
+
+        Where some ranks of the mesh are absent, the others stand for them in sums.
+        """
+        self.hub, self.present = getcurrent(), frozenset(functions)
         self.mail.clear()
-        ranks = [greenlet(function, self.hub) for function in functions]
+        ranks = {rank: greenlet(function, self.hub) for rank, function in functions.items()}
         waits: dict[int, Meeting | Mail] = {}
-        results: list[Any] = [None] * len(ranks)
-        ready: dict[int, Any] = {rank: LocalTransport(self, rank) for rank in range(len(ranks))}
+        results: dict[int, Any] = {}
+        ready: dict[int, Any] = {rank: LocalTransport(self, rank) for rank in ranks}
         try:
             while ready or waits:
                 for rank in sorted(ready):
@@ -85,10 +89,10 @@ class LocalWorld:
                     lines = [f"rank {rank} waits in {wait}" for rank, wait in sorted(waits.items())]
                     raise RunError("QN402", "\n  ".join(lines))
         finally:
-            for one in ranks:  # ends what is still waiting, so that its values are freed
+            for one in ranks.values():  # ends what is still waiting, so that its values are freed
                 if one and not one.dead:
                     one.throw()
-        return results
+        return {rank: results[rank] for rank in functions}
 
     def _advance(self, waits: dict[int, Meeting | Mail], ready: dict[int, Any]) -> None:
         for rank in sorted(waits):
@@ -150,6 +154,12 @@ class LocalTransport:
         self.peers = {axis: world.mesh.peers(rank, [axis]) for axis in world.mesh.names}
 
     def _meet(self, kind: str, x: Tensor, ranks: tuple[int, ...], label: str, *detail: Any) -> Tensor:
+        here = tuple(rank for rank in ranks if rank in self.world.present)
+        if len(here) == 1 < len(ranks):  # the others do the very same
+            alone = Meeting(kind, ranks, label, x, detail)
+            mine: Tensor = _carry_out([alone] * len(ranks))[ranks.index(self.rank)]
+            return mine
+        ranks = here
         answer: Tensor = self.world.hub.switch(Meeting(kind, ranks, label, x, detail))
         return answer
 
