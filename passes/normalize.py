@@ -332,6 +332,21 @@ def _distance(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dic
     return _mean(builder, node, [distance], {}) if reduction == 1 else builder.call(aten.sum.default, distance)
 
 
+def _divergence(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """kl_div: target * (log(target) - input), where 0 * log(0) is 0."""
+    call, source, target = builder.call, args[0], args[1]
+    reduction = args[2] if len(args) > 2 else kwargs.get("reduction", 1)
+    if kwargs.get("log_target"):
+        weight = call(aten.exp.default, target)
+        entropy = call(aten.mul.Tensor, weight, target)
+    else:
+        weight, entropy = target, call(aten.xlogy.Tensor, target, target)
+    terms = call(aten.sub.Tensor, entropy, call(aten.mul.Tensor, weight, source))
+    if reduction == 0:
+        return terms
+    return _mean(builder, node, [terms], {}) if reduction == 1 else call(aten.sum.default, terms)
+
+
 def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
     fill = args[3] if len(args) > 3 else kwargs.get("value")
@@ -388,5 +403,6 @@ REWRITES: dict[Any, Rewrite] = {
     aten.pad.default: _pad,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.l1_loss.default: _distance,
+    aten.kl_div.default: _divergence,
     aten.scaled_dot_product_attention.default: _attention,
 }  # fmt: skip

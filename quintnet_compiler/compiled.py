@@ -17,6 +17,7 @@ from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .dump import dump_program
 from .errors import CompileError, InputError
 from .mesh import Mesh
+from .passes.prove import prove
 from .passes.rule_notation import Rule
 from .plan import Plan
 from .program import Captured, DistributedProgram, RankProgram
@@ -147,6 +148,15 @@ class CompiledProgram:
             outputs = error.message
         subject = Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
         return verify_program(subject, batch, steps, limit)
+
+    def prove(self, name: str) -> str:
+        """Why the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
+        operator and conversion on its way to the loss with their transposes, and what settles it.
+
+        Raises:
+            CompileError: QN204 if no trained parameter has this name.
+        """
+        return prove(self._leader().program, name)
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
         task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=self.plan)

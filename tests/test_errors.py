@@ -67,7 +67,7 @@ class Norm(OneLinear):
 class Drops(OneLinear):
     def __init__(self) -> None:
         super().__init__()
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.AlphaDropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.layer(x))
@@ -151,7 +151,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "loss that couples samples": lambda: quintnet.compile(Contrast(), Mesh(), _pair(), microbatches=2),
     "statistics of the batch": lambda: _compile(Tall(), Mesh(), microbatches=2),
     "batch norm": lambda: _compile(Norm()),
-    "dropout": lambda: _compile(Drops()),
+    "random numbers": lambda: _compile(Drops()),
     "more stages than operators": lambda: _compile(mesh=Mesh(pp=64)),
     "no values": lambda: _compile(MLP().to("meta")).step(_batch()),
     "local rows of all ranks": lambda: _compile().step(_batch(), batch_is_local=True),
@@ -176,7 +176,9 @@ MESSAGES: dict[str, str] = {
         "QN201 the mesh is not valid\n  the axis cp is not supported yet\n  fix: use dp, tp and pp"
     ),
     "no microbatches": (
-        "QN207 the plan document is not valid\n  microbatches is 0\n  fix: give a whole number, 1 or more"
+        "QN207 the plan document is not valid\n  microbatches: Input should be greater than or equal to 1\n"
+        "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, "
+        "recompute, seed, unknown_ops"
     ),
     "unknown schedule": ("QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe"),
     "no plan file": (
@@ -192,7 +194,7 @@ MESSAGES: dict[str, str] = {
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"
         "  microbatchs: Extra inputs are not permitted\n"
-        "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, unknown_ops"
+        "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, recompute, seed, unknown_ops"
     ),
     "not a plan": (
         "QN207 the plan document is not valid\n  a int is not a plan\n  fix: pass a Plan, a dict, or a path"
@@ -321,11 +323,11 @@ MESSAGES: dict[str, str] = {
         "  at: norm\n"
         "  fix: use GroupNorm or LayerNorm, or freeze the module with .eval() inside the model's train()"
     ),
-    "dropout": (
+    "random numbers": (
         "QN105 the model uses something that is not supported yet\n"
-        "  dropout with p=0.1 while training: its mask would differ between layouts\n"
+        "  aten.bernoulli.p draws random numbers, which would differ between layouts\n"
         "  at: drop  test_errors.py:N: return self.drop(self.layer(x))\n"
-        "  fix: set the model's dropout probabilities to 0"
+        "  fix: use dropout, whose mask is the same on every layout, or pass the random numbers in the batch"
     ),
     "more stages than operators": (
         "QN206 the pipeline cannot be cut\n"

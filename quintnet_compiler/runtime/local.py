@@ -108,7 +108,7 @@ class LocalWorld:
                     self._mismatch(rank, wait, waits)
                     continue
                 if all(isinstance(m, Meeting) for m in here):
-                    answers = _carry_out(here)  # type: ignore[arg-type]
+                    answers = _carry_out(here, range(len(here)))  # type: ignore[arg-type]
                     for other, answer in zip(wait.ranks, answers, strict=True):
                         ready[other] = answer
                         del waits[other]
@@ -120,29 +120,30 @@ class LocalWorld:
                 raise RunError("QN401", f"rank {rank} is in {wait}\n  rank {other} is in {met}")
 
 
-def _carry_out(meetings: list[Meeting]) -> list[Any]:
+def _carry_out(meetings: list[Meeting], wanted: Sequence[int]) -> list[Any]:
+    """The collective's result on the ranks at ``wanted`` places."""
     kind, xs, detail = meetings[0].kind, [m.tensor for m in meetings], meetings[0].detail
     count = len(xs)
     if kind in ("sum", "max"):
         total = xs[0].clone()
         for x in xs[1:]:
             total = total + x if kind == "sum" else torch.maximum(total, x)
-        return [total.clone() for _ in xs]
+        return [total.clone() for _ in wanted]
     if kind == "gather":
         dim, parts = detail
-        return [layout.join(xs, dim, parts) for _ in xs]
+        return [layout.join(xs, dim, parts) for _ in wanted]
     if kind == "scatter":
         total = xs[0]
         for x in xs[1:]:
             total = total + x
         dim, parts = detail
-        return [piece.clone() for piece in layout.pieces(total, dim, parts, count)]
+        return [layout.take(total, dim, parts, count, index).clone() for index in wanted]
     if kind == "exchange":
         dim, parts, to_dim, to_parts = detail
         whole = layout.join(xs, dim, parts)
-        return [piece.clone() for piece in layout.pieces(whole, to_dim, to_parts, count)]
+        return [layout.take(whole, to_dim, to_parts, count, index).clone() for index in wanted]
     assert kind == "broadcast"
-    return [xs[meetings[0].ranks.index(detail[0])].clone() for _ in xs]
+    return [xs[meetings[0].ranks.index(detail[0])].clone() for _ in wanted]
 
 
 class LocalTransport:
@@ -157,7 +158,7 @@ class LocalTransport:
         here = tuple(rank for rank in ranks if rank in self.world.present)
         if len(here) == 1 < len(ranks):  # the others do the very same
             alone = Meeting(kind, ranks, label, x, detail)
-            mine: Tensor = _carry_out([alone] * len(ranks))[ranks.index(self.rank)]
+            mine: Tensor = _carry_out([alone] * len(ranks), [ranks.index(self.rank)])[0]
             return mine
         ranks = here
         answer: Tensor = self.world.hub.switch(Meeting(kind, ranks, label, x, detail))

@@ -1,0 +1,105 @@
+"""The command ``quintnet``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .api import compile as compile_model
+from .errors import QuintNetError
+from .mesh import Mesh
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train a plain nn.Module on any number of GPUs.")
+Target = Annotated[
+    str,
+    typer.Argument(metavar="TARGET", help="package.module:builder, a function that returns model, batch[, loss_fn]"),
+]
+MeshOption = Annotated[str, typer.Option(help="axis sizes, outermost first: pp=2,dp=2,tp=2")]
+
+# exit codes
+USAGE, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, NOT_FINITE = 2, 4, 5, 6, 8
+
+
+@app.callback()
+def quintnet() -> None:
+    """Train a plain nn.Module on any number of GPUs."""
+
+
+@app.command()
+def verify(
+    target: Target,
+    mesh: MeshOption,
+    plan: Annotated[Path | None, typer.Option(help="a plan file; without it, the default rules")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="parts of the batch in time")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 2,
+    float64: Annotated[bool, typer.Option("--float64", help="compare in float64")] = False,
+    limit: Annotated[float | None, typer.Option(help="the relative error that counts as equal")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+) -> None:
+    """Compare all ranks of a compiled program with the model itself, in this process.
+
+    Exit code: 0 equal, 2 usage, 4 the model or the layout is not supported, 5 not equal, 6 ranks disagree, 8 a value
+    is not finite.
+
+    Example: quintnet verify mymodel:build --mesh dp=2,tp=2 --float64
+    """
+    model, batch, loss_fn = load_target(target)
+    program = compile_model(model, parse_mesh(mesh), batch, loss_fn=loss_fn, plan=plan, microbatches=microbatches)
+    report = program.verify(steps=steps, float64=float64, limit=limit)
+    typer.echo(report.to_json() if json else str(report))
+    raise typer.Exit(0 if report.ok else NOT_EQUAL)
+
+
+def parse_mesh(text: str) -> Mesh:
+    """A mesh from ``pp=2,dp=2``.
+
+    Raises:
+        typer.BadParameter: if the text is not of this form.
+        CompileError: QN201 if it is, and no mesh.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not size.strip().isdigit() or name.strip() in sizes:
+            raise typer.BadParameter(
+                f"{part!r} is not AXIS=SIZE; write for example pp=2,dp=2,tp=2", param_hint="--mesh"
+            )
+        sizes[name.strip()] = int(size)
+    return Mesh(**sizes)
+
+
+def load_target(target: str) -> tuple[Any, Any, Any]:
+    """Model, batch and loss function (or None) from ``package.module:builder``. The module is imported.
+
+    Raises:
+        typer.BadParameter: if there is no such function, or it returns something else.
+    """
+    module, _, name = target.partition(":")
+    if not name or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise typer.BadParameter(f"{target!r} is not package.module:builder", param_hint="TARGET")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        builder: Any = importlib.import_module(module)
+        for part in name.split("."):
+            builder = getattr(builder, part)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"{target!r} cannot be loaded: {error}", param_hint="TARGET") from error
+    made = builder()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise typer.BadParameter(f"{target!r} must return model, batch[, loss_fn]", param_hint="TARGET")
+    return made[0], made[1], made[2] if len(made) == 3 else None
+
+
+def main() -> None:
+    """Run the command line; errors are a few lines on stderr and an exit code."""
+    try:
+        app()
+    except QuintNetError as error:
+        typer.echo(str(error), err=True)
+        codes = {"3": RANK_FAULT, "4": RANK_FAULT, "5": NOT_FINITE}
+        raise SystemExit(codes.get(error.code[2], UNSUPPORTED)) from None

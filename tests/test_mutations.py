@@ -1,0 +1,114 @@
+"""Wrong programs are noticed: at least 99 of 100 before they run, and the others by ``verify``. None is silent."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from quintnet_compiler.capture import capture
+from quintnet_compiler.compiler import Request, Runner, compile_program
+from quintnet_compiler.errors import CompileError
+from quintnet_compiler.mesh import Mesh
+from quintnet_compiler.passes.sharding_rules import RULES
+from quintnet_compiler.plan import Plan
+from quintnet_compiler.program import Captured, DistributedProgram
+from quintnet_compiler.verification import Subject, verify_program
+
+from .models import CASES, build, reference, worst_error
+from .mutations import Change, check, joint, ranks, typed, unchecked
+from .random_plans import gradients
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A compiled program to be mutated."""
+
+    name: str
+    mesh: Mesh
+    microbatches: int
+    model: torch.nn.Module
+    captured: Captured
+    program: DistributedProgram
+
+    @staticmethod
+    def of(name: str, mesh: Mesh, microbatches: int, recompute: str = "none") -> Victim:
+        model, case = build(name), CASES[name]
+        captured = capture(model, case.batch(8), case.loss_fn)
+        plan = Plan(microbatches=microbatches, recompute=recompute)  # type: ignore[arg-type]
+        compiled = compile_program(captured, Request(mesh, plan, 8, CPU, RULES), Runner())
+        return Victim(name, mesh, microbatches, model, captured, compiled.program)
+
+    def changes(self, dice: random.Random) -> list[Change]:
+        source = self.program.source
+        return [*typed(source.local, dice), *joint(source, dice), *ranks(self.program, dice)]
+
+    def fate(self, change: Change) -> str:
+        """ "before running", "by running", "by verify", "equivalent", or "silent"."""
+        try:
+            check(change.program, self.mesh, "1f1b", self.microbatches)
+            return self._run(change)
+        except CompileError:
+            return "before running"
+        except Exception:  # a check fell over it
+            return "before running (crash)"
+
+    def _run(self, change: Change) -> str:
+        program = unchecked(change.program, self.mesh, "1f1b", self.microbatches)
+        case, tensors = CASES[self.name], dict(self.captured.tensors)
+        try:
+            subject = Subject(self.model, case.loss_fn, program, "not asked for", tensors, 0, CPU)
+            if not verify_program(subject, case.batch(8), 1).ok:
+                return "by verify"
+        except Exception:
+            return "by running"
+        batch = tuple(x.flip(0) for x in case.batch(8))
+        loss, found = gradients(program, self.mesh, tensors, batch)
+        expected_loss, expected = reference(self.model, batch, case.loss_fn)
+        same = abs(float(loss - expected_loss)) < 1e-9 and worst_error(found, expected)[0] < 1e-9
+        return "equivalent" if same else "silent"
+
+
+def _report(victims: list[Victim], count: int | None) -> tuple[Counter[str], list[str]]:
+    fates: Counter[str] = Counter()
+    late: list[str] = []
+    for number, victim in enumerate(victims):
+        dice = random.Random(number)
+        found = victim.changes(dice)
+        for change in found if count is None else dice.sample(found, min(count, len(found))):
+            fate = victim.fate(change)
+            fates[fate] += 1
+            if not fate.startswith("before running"):
+                late.append(f"{fate}: {change.kind}: {change.what} ({victim.name} on {victim.mesh})")
+    return fates, late
+
+
+def _judge(victims: list[Victim], count: int | None, least: int) -> None:
+    fates, late = _report(victims, count)
+    print(dict(fates), *late, sep="\n")
+    harmful = fates.total() - fates["equivalent"]
+    assert harmful >= least
+    assert not fates["silent"], late
+    early = fates["before running"]
+    assert early >= 0.99 * harmful, (fates, late)
+
+
+def test_a_sample_of_mutations_is_noticed() -> None:
+    _judge([Victim.of("gpt", Mesh(pp=2, dp=2, tp=2), 2)], 60, 50)
+
+
+@pytest.mark.slow
+def test_mutations_are_noticed() -> None:
+    victims = [
+        Victim.of("gpt", Mesh(pp=2, dp=2, tp=2), 2),
+        Victim.of("vit", Mesh(pp=3, tp=2), 4, recompute="full"),
+        Victim.of("mlp", Mesh(dp=2, tp=2), 1),
+        Victim.of("cnn", Mesh(pp=4, dp=2), 4),
+    ]
+    _judge(victims, None, 200)
