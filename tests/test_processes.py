@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
@@ -72,6 +73,55 @@ def test_processes_equal_the_local_transport(name: str, axes: dict[str, int], mi
         names |= gradients.keys()
     assert names == expected[3].keys()
     assert len({outcome[0] for outcome in found}) == 1  # the same bits on every rank
+
+
+def _disagree(what: str) -> tuple[str, float]:
+    """One rank has another plan, model or torch; what every rank hears of it, and how soon."""
+    torch.set_num_threads(1)
+    case, odd = CASES["mlp"], torch.distributed.get_rank() == 1
+    model = build("mlp")
+    if what == "program" and odd:
+        model.head.register_forward_hook(lambda module, given, out: out * 1.0 + 1e-3)
+    seed = 7 if what == "plan" and odd else 0
+    program = quintnet.compile(model, quintnet.Mesh(dp=3), case.batch(6), loss_fn=case.loss_fn, seed=seed)
+    if what == "torch" and odd:
+        torch.__version__ = "2.99.0"  # type: ignore[assignment]
+    torch.distributed.barrier()
+    start = time.perf_counter()
+    try:
+        program.step(case.batch(6))
+    except quintnet.RunError as error:
+        return str(error), time.perf_counter() - start
+    return "agreed", 0.0
+
+
+@pytest.mark.parametrize("what", ["plan", "program", "torch"])
+def test_ranks_that_differ_are_refused_within_a_second(what: str) -> None:
+    for text, seconds in quintnet.launch(_disagree, 3, (what,), timeout=120):
+        assert text.startswith("QN403") and f"{what}: rank 1: " in text and "all others: " in text, text
+        assert seconds < 1
+
+
+def _not_finite() -> tuple[str, bool]:
+    """What this rank hears of a NaN that another one made, and whether its parameters are untouched."""
+    torch.set_num_threads(1)
+    case = CASES["mlp"]
+    program = quintnet.compile(build("mlp"), quintnet.Mesh(dp=2, tp=2), case.batch(8), loss_fn=case.loss_fn)
+    images, labels = case.batch(8)
+    images[7, 0] = float("nan")
+    before = [p.full_tensor().clone() for p in program.parameters()]  # type: ignore[attr-defined]
+    try:
+        program.step((images, labels))
+    except quintnet.RunError as error:
+        same = [torch.equal(a, p.full_tensor()) for a, p in zip(before, program.parameters(), strict=True)]  # type: ignore[attr-defined]
+        return str(error), all(same) and all(p.grad is None for p in program.parameters())
+    return "nothing", False
+
+
+def test_a_nan_on_one_rank_stops_all_with_one_message() -> None:
+    found = quintnet.launch(_not_finite, 4, timeout=120)
+    assert len({text for text, _ in found}) == 1 and all(untouched for _, untouched in found)
+    assert found[0][0].startswith("QN501") and "batch[0] held nan before, on rank 2 (dp=1, tp=0)" in found[0][0]
 
 
 def test_local_batches_and_bad_input_on_every_rank() -> None:
