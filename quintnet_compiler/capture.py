@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from .annotations import Leaf
 from .errors import CompileError, Where
+from .names import check_batch_names, check_names
 from .program import Captured
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
@@ -104,9 +105,13 @@ def capture(
     ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns).
 
     Raises:
-        CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105.
+        CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
     """
     batch = plain_batch(batch)
+    check_batch_names(batch)  # first of all: export writes names into code, and runs it
+    for module in (model, loss_fn):
+        if isinstance(module, nn.Module):
+            check_names(module)
     size = batch_size_of(batch)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     # A batch of one would be taken for a constant; two stands for any size.

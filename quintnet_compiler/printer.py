@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from .annotations import facts, is_getitem, leaf, values
+from .names import one_line
 from .program import (
     DifferentiatedProgram,
     DistributedProgram,
@@ -51,7 +52,7 @@ def _lines(graph: fx.Graph, extra: dict[fx.Node, str] | None = None) -> str:
         if node.op == "output":
             lines.append(f"return {_argument(node.args[0])}")
             continue
-        where = str(facts(node).where)
+        where = one_line(str(facts(node).where))
         if where != last and where:
             lines.append(f"# {where}")
         last = where
@@ -138,5 +139,5 @@ def code_text(program: DistributedProgram, part: RankProgram) -> str:
     for stage in part.stages:
         lines += [f"# ---- stage {stage.index}", f"# state: {dict(stage.state)}", f"# batch: {dict(stage.inputs)}"]
         lines += [_function(name, getattr(stage, name)) for name in ("once", "forward", "backward")]
-    places = [f"#   {number}: {site}" for number, site in enumerate(program.sites)]
+    places = [f"#   {number}: {one_line(site)}" for number, site in enumerate(program.sites)]
     return "\n".join([*lines, "# communication:", *places]) + "\n"
