@@ -1,0 +1,68 @@
+"""Files that are written: whole or not at all, and never through a link that somebody put in their place."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import CompileError
+
+
+@contextlib.contextmanager
+def open_folder(path: Path, inside: int | None = None) -> Iterator[int]:
+    """A descriptor of folder ``path``, which is made if there is none (for its owner only).
+
+    With ``inside`` the path is one name within that folder, and a link is refused: what is written through the
+    descriptor stays there, whatever happens to the name meanwhile.
+
+    Raises:
+        CompileError: QN701 if it is not a folder, or a link inside another.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    try:
+        if inside is None:
+            for folder in reversed([path, *path.parents]):
+                if not folder.exists():
+                    folder.mkdir(mode=0o700, exist_ok=True)
+        else:
+            flags |= os.O_NOFOLLOW
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700, dir_fd=inside)
+        folder_fd = os.open(path, flags, dir_fd=inside)
+    except ValueError as error:  # a NUL in the path
+        raise _no_folder(path) from error
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EMLINK):  # a link: systems differ
+            raise _no_folder(path) from error
+        raise
+    try:
+        yield folder_fd
+    finally:
+        os.close(folder_fd)
+
+
+def _no_folder(path: Path) -> CompileError:
+    return CompileError("QN701", f"{ascii(str(path))[:300]} is not a folder", fix="remove it, or write elsewhere")
+
+
+def write_file(folder: int, name: str, text: str) -> None:
+    """Put ``text`` into file ``name`` of an open folder at once: a link of that name is replaced, not followed.
+
+    Raises:
+        CompileError: QN701 if a folder has that name.
+    """
+    temporary = f".{secrets.token_hex(8)}.tmp"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    try:
+        with open(os.open(temporary, flags, 0o666, dir_fd=folder), "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except IsADirectoryError as error:
+        raise CompileError("QN701", f"{name!a} is a folder", fix="remove it, or write elsewhere") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
