@@ -28,7 +28,7 @@ class Mesh:
 
     axes: tuple[tuple[str, int], ...]
 
-    def __init__(self, **axes: int) -> None:
+    def __init__(self, /, **axes: int) -> None:
         for name, size in axes.items():
             if name not in AXES:
                 raise CompileError("QN201", f"unknown axis {name!r}", fix=f"use some of {', '.join(AXES)}")

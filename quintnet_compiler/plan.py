@@ -8,14 +8,28 @@ import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import CompileError
+from .files import open_folder, write_file
 from .mesh import AXES, Mesh
+from .names import LONGEST_PATH, one_line
 from .schedule import SCHEDULES
 from .sharding import AxisType, parse_type
+
+LARGEST_FILE = 16 * 2**20
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text!a} has characters that are not printable")
+    return text
+
+
+# a path of names, and as much again for what a pattern or an operator adds
+Text = Annotated[str, Field(max_length=2 * LONGEST_PATH), AfterValidator(_printable)]
 
 
 class Plan(BaseModel):
@@ -33,12 +47,12 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = 1
-    mesh: dict[str, int] = Field(default_factory=dict)
+    mesh: dict[Text, int] = Field(default_factory=dict)
     microbatches: int = Field(default=1, ge=1)
-    schedule: str = "1f1b"
+    schedule: Text = "1f1b"
     sequence_parallel: bool = True
-    parameters: dict[str, dict[str, str]] = Field(default_factory=dict)
-    stages: tuple[str, ...] = ()
+    parameters: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
+    stages: tuple[Text, ...] = ()
     recompute: Literal["none", "full"] = "none"
     seed: int = Field(default=0, ge=0, lt=2**63)
     unknown_ops: Literal["error", "replicate"] = "error"
@@ -49,9 +63,14 @@ class Plan(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Raises: CompileError QN207 for anything that is not a plan, unknown keys included."""
+        """Raises: CompileError QN207 for anything that is not a plan: unknown or repeated keys, other types, ..."""
         with _explained():
-            return cls.model_validate_json(text)
+            found = text.decode() if isinstance(text, bytes) else text
+            if len(found) > LARGEST_FILE:
+                raise ValueError(f"more than {LARGEST_FILE} characters")
+            # for what pydantic's parser lets pass: keys given twice, NaN
+            json.loads(found, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
+            return cls.model_validate_json(found, strict=True)
 
     def changed(self, decisions: Mapping[str, Any]) -> Plan:
         """This plan with ``decisions`` in place of its own; None leaves one as it is.
@@ -59,11 +78,29 @@ class Plan(BaseModel):
         Raises:
             CompileError: QN207 for a value that a plan cannot have.
         """
+        given = {name: value for name, value in decisions.items() if value is not None}
         with _explained():
-            return Plan.model_validate({**self.model_dump(), **{k: v for k, v in decisions.items() if v is not None}})
+            return Plan.model_validate({**self.model_dump(), **given}, strict=True)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
+        """Write the plan as a file that :func:`quintnet.compile` reads: at once, in place of what was there."""
+        path = Path(path)
+        with open_folder(path.parent) as folder:
+            write_file(folder, path.name, self.to_json())
+
+
+def _malformed(message: str) -> CompileError:
+    return CompileError("QN207", one_line(message[:500]), fix=f"a plan has the keys {', '.join(Plan.model_fields)}")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError(f"a key is given twice among {', '.join(ascii(key) for key, _ in pairs)}")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 @contextlib.contextmanager
@@ -71,11 +108,11 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise CompileError(
-            "QN207", f"{place}: {first['msg']}", fix=f"a plan has the keys {', '.join(Plan.model_fields)}"
-        ) from None
+        raise _malformed(f"{place}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise _malformed(f"the document: {error}") from None
 
 
 def read_plan(given: Any) -> Plan:
@@ -89,15 +126,29 @@ def read_plan(given: Any) -> Plan:
     if isinstance(given, Plan):
         return given
     if isinstance(given, Mapping):
-        return Plan.from_json(json.dumps(dict(given)))
+        try:
+            return Plan.from_json(json.dumps(dict(given)))
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, CompileError):
+                raise
+            raise _malformed(f"the dict: {error}") from None
     if given in ("auto", "hf"):
         raise CompileError("QN207", f"plan={given!r} is not available yet", fix="pass plan=None for the default rules")
     if isinstance(given, (str, Path)):
-        path = Path(given)
-        if not path.is_file():
-            raise CompileError("QN207", f"there is no plan file {str(path)!r}", fix="pass a Plan, or the path of one")
-        return Plan.from_json(path.read_bytes())
+        return Plan.from_json(_read(Path(given)))
     raise CompileError("QN207", f"a {type(given).__name__} is not a plan", fix="pass a Plan, a dict, or a path")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.is_file():  # and not a pipe or a device, which may never end
+            with path.open("rb") as file:
+                return file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise CompileError(
+            "QN207", f"the plan file cannot be read: {error.strerror}", fix="pass a Plan, or the path of one"
+        ) from None
+    raise CompileError("QN207", f"there is no plan file {str(path)[:300]!r}", fix="pass a Plan, or the path of one")
 
 
 def check_plan(plan: Plan, mesh: Mesh) -> None:
