@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from .allow_list import check_code
 from .annotations import facts, is_getitem, origin, shape, tensor_inputs, value, values
 from .comm_ops import convert
 from .errors import CompileError
@@ -26,7 +27,7 @@ def verify(program: Any) -> None:
     """Check a program's invariants.
 
     Raises:
-        CompileError: QN209, with the node that breaks one.
+        CompileError: QN209, with the node that breaks one; QN701 for generated code that is not of the known form.
     """
 
 
@@ -103,7 +104,9 @@ def _(program: DifferentiatedProgram) -> None:
 
 @verify.register
 def _(program: DistributedProgram) -> None:
-    """Every stage gets each value it reads from itself, from state, or from a transfer."""
+    """Every stage gets each value it reads from itself, from state, or from a transfer; code is what we generate."""
+    for code in {p.code for stage in program.stages for p in (stage.once, stage.forward, stage.backward)}:
+        check_code(code)
     for stage in program.stages:
         whole = {*stage.state, *stage.inputs, *stage.once.outputs}
         came = {n for t in program.transfers if t.target == stage.index for n in t.forward}
