@@ -5,22 +5,28 @@ from __future__ import annotations
 from .api import compile
 from .compiled import CompiledProgram
 from .errors import CompileError, InputError, QuintNetError, RunError
+from .initialize import Constant, Normal, Uniform
 from .mesh import Mesh
 from .passes.rule_notation import Rule, rule
 from .plan import Plan
 from .runtime.launch import launch
 from .schedule import Schedule
+from .verification import VerifyReport
 
 __all__ = [
     "CompileError",
     "CompiledProgram",
+    "Constant",
     "InputError",
     "Mesh",
+    "Normal",
     "Plan",
     "QuintNetError",
     "Rule",
     "RunError",
     "Schedule",
+    "Uniform",
+    "VerifyReport",
     "compile",
     "launch",
     "rule",

@@ -11,7 +11,7 @@ import torch
 
 from .comm_ops import RANKED
 from .errors import CompileError
-from .names import is_safe, one_line
+from .names import one_line
 
 # What passes/spelling.py calls; everything else goes by its full name, torch.ops.namespace.operator.overload.
 _SPELLED = frozenset(
@@ -28,7 +28,7 @@ _FIXED = _FLOATS | {"self", "args", "torch", "device"}  # names that code may no
 _OPTION = re.compile(r"[\w.,() >-]{0,100}")  # of an operator: "tanh", "none", "bij,bjk->bik"
 
 
-def check_code(source: str) -> None:
+def check_source(source: str) -> None:
     """Accept one function of the form that GenerateRanks writes, and nothing else.
 
     It unpacks and empties a list, assigns what PyTorch's operators and ``comm`` return to names, and returns a tuple
@@ -37,7 +37,7 @@ def check_code(source: str) -> None:
     Raises:
         CompileError: QN701 with the line that is something else.
 
-    >>> check_code("def forward(self, args):\\n  comm, x, = args\\n  args.clear()\\n  y = torch.t(x)\\n  return (y,)")
+    >>> check_source("def forward(self, args):\\n  comm, x, = args\\n  args.clear()\\n  y = torch.t(x)\\n  return (y,)")
     """
     try:
         _Function(source).check(ast.parse(source))
@@ -125,8 +125,8 @@ class _Function:
         to_comm = path in _COMM and "comm" in self.bound
         self._require(to_comm or path in _SPELLED or _is_operator(path), node.func)
         for arg in node.args:
-            if to_comm and isinstance(arg, ast.Constant) and isinstance(arg.value, str):  # an axis, a parameter
-                self._require(all(map(is_safe, arg.value.split("."))), arg)
+            if to_comm and isinstance(arg, ast.Constant) and isinstance(arg.value, str):  # an axis, a parameter's value
+                self._require(arg.value.isidentifier(), arg)
             else:
                 self._value(arg)
         for option in node.keywords:

@@ -16,6 +16,7 @@ from .capture import LossFn, batch_size_of, capture, plain_batch
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .dump import dump_program
 from .errors import CompileError, InputError
+from .initialize import Init, chosen, key_of
 from .mesh import Mesh
 from .passes.prove import prove
 from .passes.rule_notation import Rule
@@ -95,6 +96,27 @@ class CompiledProgram:
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, parameter in self.named_parameters():
             yield parameter
+
+    def initialize(self, inits: Mapping[str, Init], *, seed: int | None = None) -> None:
+        """Draw initial values that are the same on every layout, each rank its own part.
+
+        Args:
+            inits: name (or glob) -> :class:`quintnet.Normal`, ``Uniform`` or ``Constant``; later patterns win, and
+                parameters that none matches keep their values.
+            seed: by default the program's.
+
+        Raises:
+            CompileError: QN204 for a pattern that matches no parameter.
+        """
+        program, backend = self._leader().program, self._state()
+        names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
+        wanted = chosen(inits, names)
+        seed = self._task.plan.seed if seed is None else seed
+        with torch.no_grad():
+            for spec, part, positions in backend.parts(program):
+                if spec.name in wanted:
+                    key = key_of(seed, names.index(spec.name))
+                    part.copy_(wanted[spec.name].draw(positions, spec.shape, key, spec.dtype))
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():

@@ -54,6 +54,21 @@ def take_all(x: Tensor, sharding: Sharding, ranks: Sequence[int], coordinate: Se
     return x
 
 
+def positions(
+    sizes: Sequence[int], sharding: Sharding, ranks: Sequence[int], coordinate: Sequence[int]
+) -> list[Tensor]:
+    """For each dim of a tensor of global shape ``sizes``, the global indices that one rank's part holds.
+
+    >>> positions((4, 2), (Shard(0),), (2,), (1,))
+    [tensor([2, 3]), tensor([0, 1])]
+    """
+    found = [torch.arange(size) for size in sizes]
+    for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
+        if isinstance(kind, Shard):
+            found[kind.dim] = take(found[kind.dim], 0, kind.parts, count, index)
+    return found
+
+
 def assemble(parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, ranks: Sequence[int]) -> Tensor:
     """The global tensor of which ``parts`` are given by coordinate: slices joined (inner axes first), terms added.
 

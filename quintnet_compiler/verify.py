@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from .allow_list import check_code
+from .allow_list import check_source
 from .annotations import facts, is_getitem, origin, shape, tensor_inputs, value, values
 from .comm_ops import convert
 from .errors import CompileError
@@ -106,7 +106,7 @@ def _(program: DifferentiatedProgram) -> None:
 def _(program: DistributedProgram) -> None:
     """Every stage gets each value it reads from itself, from state, or from a transfer; code is what we generate."""
     for code in {p.code for stage in program.stages for p in (stage.once, stage.forward, stage.backward)}:
-        check_code(code)
+        check_source(code)
     for stage in program.stages:
         whole = {*stage.state, *stage.inputs, *stage.once.outputs}
         came = {n for t in program.transfers if t.target == stage.index for n in t.forward}

@@ -131,6 +131,23 @@ def test_the_state_is_two_numbers_and_any_layout_continues_from_it() -> None:
     assert losses != expected
 
 
+def test_initial_values_are_the_same_on_every_layout() -> None:
+    inits = {"*": quintnet.Normal(0.02), "*.bias": quintnet.Constant(0.0), "head.*": quintnet.Uniform(-0.1, 0.1)}
+    found = []
+    for mesh in (quintnet.Mesh(dp=1), LAYOUTS[3][0]):
+        model = _model(torch.float64)
+        program = quintnet.compile(model, mesh, _batches(1)[0])
+        program.initialize(inits)
+        found.append({n: p.full_tensor().clone() for n, p in program.named_parameters()})  # type: ignore[attr-defined]
+    first, second = found
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert abs(float(first["blocks.0.up.weight"].std()) - 0.02) < 1e-3 and not first["blocks.0.up.bias"].any()
+    assert not torch.equal(first["blocks.0.up.weight"], first["blocks.1.up.weight"])
+    assert float(first["head.weight"].abs().max()) <= 0.1
+    with pytest.raises(quintnet.CompileError, match="QN204"):
+        program.initialize({"nothing.*": quintnet.Constant(0.0)})
+
+
 def test_other_random_operators_are_refused() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import CompileError, Mesh, Plan
-from quintnet_compiler.allow_list import check_code
+from quintnet_compiler.allow_list import check_source
 from quintnet_compiler.errors import Where
 from quintnet_compiler.names import is_safe, one_line
 from quintnet_compiler.passes.spelling import SPELLING
@@ -592,21 +592,21 @@ WHOLE = (
 
 @pytest.mark.parametrize("line", ALLOWED)
 def test_the_allow_list_has(line: str) -> None:
-    check_code(_function(line, last="return ()"))
+    check_source(_function(line, last="return ()"))
 
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_the_allow_list_refuses_a_line(line: str, outside: Outside) -> None:
-    _refused("QN701", lambda: check_code(_function(line)))
+    _refused("QN701", lambda: check_source(_function(line)))
 
 
 @pytest.mark.parametrize("source", WHOLE)
 def test_the_allow_list_refuses_a_function(source: str, outside: Outside) -> None:
-    _refused("QN701", lambda: check_code(source))
+    _refused("QN701", lambda: check_source(source))
 
 
 def test_the_allow_list_names_the_line() -> None:
-    assert "'import os' (line 4)" in _refused("QN701", lambda: check_code(_function("import os")))
+    assert "'import os' (line 4)" in _refused("QN701", lambda: check_source(_function("import os")))
 
 
 def test_the_allow_list_has_every_spelling() -> None:
@@ -614,7 +614,7 @@ def test_the_allow_list_has_every_spelling() -> None:
         graph = torch.fx.Graph()
         graph.call_function(function, ())
         path = next(line for line in graph.python_code("self").src.splitlines() if "= torch" in line)
-        check_code(_function(path.strip().partition(";")[0], last="return ()"))
+        check_source(_function(path.strip().partition(";")[0], last="return ()"))
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "vit", "encoder", "cnn"])
@@ -623,7 +623,7 @@ def test_generated_code_passes_the_allow_list(name: str) -> None:
     program = quintnet.compile(build(name), Mesh(pp=2, dp=2, tp=2), case.batch(8), loss_fn=case.loss_fn, microbatches=2)
     for stage in program._leader().program.stages:
         for piece in (stage.once, stage.forward, stage.backward):
-            check_code(piece.code)
+            check_source(piece.code)
 
 
 def test_a_program_with_other_code_is_refused(program: quintnet.CompiledProgram, outside: Outside) -> None:

@@ -27,6 +27,7 @@ def _train(name: str, axes: dict[str, int], microbatches: int) -> Outcome:
     program = quintnet.compile(
         build(name), quintnet.Mesh(**axes), case.batch(8), loss_fn=case.loss_fn, microbatches=microbatches
     )
+    program.initialize({"*.bias": quintnet.Normal(0.1)})
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
     for _ in range(2):
         program.step(case.batch(8))

@@ -39,6 +39,10 @@ class Backend(Protocol):
         """Scale all gradients to a global L2 norm of at most ``max_norm``; returns the norm before."""
         ...
 
+    def parts(self, program: DistributedProgram) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        """Each parameter that this process holds a part of: the storage, and the global indices of each dim in it."""
+        ...
+
 
 def open_backend(
     mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str = ""
@@ -105,6 +109,11 @@ class LocalBackend:
         total = _norm(gradients, program, _device_of(self.tensors))
         _scale(gradients, max_norm, total)
         return total
+
+    def parts(self, program: DistributedProgram) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        for name in self.parameters:
+            spec = program.state[name]
+            yield spec, self.tensors[name], layout.positions(spec.shape, (), (), ())
 
     def _rank(  # type: ignore[no-untyped-def]
         self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], how: Run, watch: Watch | None
@@ -219,6 +228,13 @@ class ProcessBackend:
         total = squares.sqrt()
         _scale(list(gradients.values()), max_norm, total)
         return total
+
+    def parts(self, program: DistributedProgram) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        sizes = [axis.size for axis in program.axes]
+        places = [self.place.get(axis.name, 0) for axis in program.axes]
+        for name in self.parameters:
+            spec = program.state[name]
+            yield spec, self.state[name], layout.positions(spec.shape, spec.sharding, sizes, places)
 
     def _counts(self, spec: StateSpec, program: DistributedProgram) -> bool:
         """Whether this rank speaks for its part: one of the ranks that hold the same, in the first stage with it."""

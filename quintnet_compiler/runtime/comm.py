@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import layout
 from ..mesh import Mesh
 from ..noise import Key, keep_mask
+from ..sharding import Shard
 from .gradients import GradientStore
 from .transport import Transport
 
@@ -92,8 +93,7 @@ class Comm:
         at: int,
     ) -> Tensor:
         """Which elements of ``x``, a part of a value of shape ``whole``, a dropout keeps: the same on every layout."""
-        positions = [torch.arange(size, device=x.device) for size in whole]
-        for axis, size, dim, count in zip(axes, sizes, dims, parts, strict=True):
-            index = self.coordinate.get(axis, self.microbatch)
-            positions[dim] = layout.take(positions[dim], 0, count, size, index)
+        kinds = tuple(Shard(dim, count) for dim, count in zip(dims, parts, strict=True))
+        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        positions = [p.to(x.device) for p in layout.positions(whole, kinds, sizes, places)]
         return keep_mask(positions, whole, p, Key(self.seed, self.step, op))
