@@ -13,7 +13,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import fx
 
 from ..annotations import (
@@ -32,11 +34,18 @@ from ..cost import CostModel
 from ..errors import CompileError, Where
 from ..program import Axis, Program, ShardedProgram, Strategy, outputs
 from ..sharding import AxisType, I, P, R, S, Shard, Sharding, gradient, local_shape, plain
+from .batch_factors import batch_factors
 from .integer_program import FORBIDDEN, IntegerProgram
 from .repeated_blocks import same_in_every_block
 from .rule_notation import Factors
 from .strategies import RuleBook, find_cuts, flows, leaf_strategies, refine, strategies
 
+aten = torch.ops.aten
+# products, and the position of the operand that may be a weight
+CONTRACTIONS: Mapping[Any, int] = {
+    **dict.fromkeys([aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], 1),
+    aten.addmm.default: 2,
+}
 DISCOURAGED = 1e2  # how much dearer a conversion is that the axis' role avoids
 
 
@@ -61,7 +70,8 @@ class ChooseSharding:
 
     ``axes``: outermost first. ``fixed``: (leaf name, axis name) -> type. ``sequence_parallel``: whether values between
     tensor-parallel operators may be split along the sequence; if not, they are whole (all-reduce instead of
-    reduce-scatter and all-gather).
+    reduce-scatter and all-gather). ``context``: what a context axis splits of attention, queries (``"all_gather"``) or
+    heads (``"ulysses"``).
 
     Raises:
         CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
@@ -73,6 +83,7 @@ class ChooseSharding:
     cost: CostModel
     fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
     sequence_parallel: bool = True
+    context: str = "all_gather"
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
@@ -131,6 +142,8 @@ class _AxisSearch:
         # What the model makes of the batch: no microbatch may compute it for all the others.
         self.split_in_time = _made_of_the_batch(program.graph) if axis.role == "time" else frozenset()
         self.key: dict[fx.Node, Hashable] = {n: (same[n], chosen[n], n in self.split_in_time) for n in factors}
+        self.samples = batch_factors(program.graph, factors) if axis.role == "context" else {}
+        self.work = _made_of_the_batch(program.graph) if axis.role == "context" else frozenset()
         self.weights = _contraction_weights(program.graph) if axis.role == "model" else frozenset()
         # What any collective costs at least, in moves of a typical activation: without it a collective of a few
         # statistics looks free, and the search trades one large move for a layout full of small ones.
@@ -193,6 +206,8 @@ class _AxisSearch:
 
     def _strategies(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         found, options = leaf(node), self._legal(node, cuts)
+        if found is None and self.axis.role == "context":
+            return self._within_samples(node, options)
         if found is None:
             if node not in self.split_in_time:
                 return options
@@ -211,7 +226,7 @@ class _AxisSearch:
                     fix=f"use one of {', '.join(str(s.outputs[0]) for s in options)}",
                 )
             return tuple(allowed)
-        if self.axis.role == "time":
+        if self.axis.role in ("time", "context"):
             wanted: AxisType = R if found.trainable else I
         elif self.axis.role == "data":
             wanted = S(0) if found.kind == "input" and found.batched else R if found.trainable else I
@@ -221,6 +236,41 @@ class _AxisSearch:
         else:
             wanted = I
         return tuple(s for s in options if s.outputs[0] == wanted) or self._indivisible(node)
+
+    def _within_samples(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """A context axis splits sequences, never the batch; and products with weights must be split if they can be."""
+        rows = self.program.batch_size // math.prod(
+            axis.size for axis in self.options.axes[: len(self.ranks)] if axis.role in ("data", "time")
+        )
+
+        def whole_samples(strategy: Strategy) -> bool:
+            _, name, cut = strategy.label.split() if strategy.label.startswith("split ") else ("", "", "0")
+            return name not in self.samples[node] or int(cut) >= rows
+
+        found = tuple(s for s in options if whole_samples(s))
+        if node.target is aten.scaled_dot_product_attention.default:
+            return self._attention(node, found)
+        if node in self.work and node.target in CONTRACTIONS:
+            found = tuple(s for s in found if s.label.startswith("split ") and self._sequence(node, s)) or found
+        return found
+
+    def _attention(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+        """The queries, or the heads, as the plan says; whole where neither the sequence nor the heads divide."""
+        wanted = {"all_gather": ("s",), "ulysses": ("g", "r")}[self.options.context]
+        found = tuple(s for s in options if s.label.startswith("split ") and s.label.split()[1].rstrip("oi") in wanted)
+        if not found and self.options.context == "ulysses":
+            heads, size = shape(node)[-3] if len(shape(node)) > 2 else 1, self.axis.size
+            raise CompileError(
+                "QN203",
+                f"{heads} heads (after the other axes) cannot be exchanged for sequences over {self.axis.name}={size}",
+                where=facts(node).where,
+                fix='use context="all_gather"',
+            )
+        return found or options
+
+    def _sequence(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Whether a strategy leaves the weight as it is."""
+        return strategy.inputs[CONTRACTIONS[node.target]] in (I, R)
 
     def _indivisible(self, node: fx.Node) -> tuple[Strategy, ...]:
         found = leaf(node)
@@ -383,6 +433,9 @@ class _AxisSearch:
         if self.axis.role == "data":
             gathers = isinstance(a, Shard)
             return price * DISCOURAGED if gathers else price
+        if self.axis.role == "context":
+            # a parameter's slices would not save its memory; sequences are gathered for what reads all of them
+            return FORBIDDEN if source is not None and source.kind == "parameter" and isinstance(b, Shard) else price
         if source is not None and source.kind == "parameter" and isinstance(a, Shard):
             return FORBIDDEN
         if not self.options.sequence_parallel and edge.grad and self._residual(a, b):
@@ -432,16 +485,11 @@ def _made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
 
 def _contraction_weights(graph: fx.Graph) -> frozenset[fx.Node]:
     """Parameters that are the second operand of a matmul: what tensor parallelism is there to split."""
-    import torch
-
-    aten = torch.ops.aten
-    products = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default)
-    second = {**dict.fromkeys(products, 1), aten.addmm.default: 2}
     found = set()
     for node in graph.nodes:
-        if node.op != "call_function" or is_getitem(node) or node.target not in second:
+        if node.op != "call_function" or is_getitem(node) or node.target not in CONTRACTIONS:
             continue
-        weight = node.args[second[node.target]]
+        weight = node.args[CONTRACTIONS[node.target]]
         while isinstance(weight, fx.Node):
             kind = leaf(weight)
             if kind is not None:

@@ -105,13 +105,14 @@ def convolution(node: fx.Node) -> Factors:
 
 
 def attention(node: fx.Node) -> Factors:
-    """scaled_dot_product_attention: batch and heads; queries too unless causal. Fewer key heads form groups."""
+    """scaled_dot_product_attention: batch, heads and queries (causal ones are told which rows they are, see
+    InsertCommunication). Fewer key heads form groups."""
     q, k, v, *mask = tensor_inputs(node)
     qs, ks, vs = shape(q), shape(k), shape(v)
     out, rank = shape(node), len(qs)
     batch, sizes = named(out[: max(rank - 3, 0)], "b")
     sizes |= {"s": qs[-2], "t": ks[-2], "d": qs[-1], "e": vs[-1]}
-    whole = {"t", "d"} | ({"s"} if argument(node, "is_causal") else set())
+    whole = {"t", "d"}
     heads: Named = []
     if rank > 2:
         sizes |= {"g": ks[-3], "r": out[-3] // ks[-3]}

@@ -347,6 +347,15 @@ def _divergence(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: d
     return _mean(builder, node, [terms], {}) if reduction == 1 else call(aten.sum.default, terms)
 
 
+def _called(target: Any) -> Rewrite:
+    """The same operator under its usual name."""
+
+    def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        return builder.call(target, *args, **kwargs)
+
+    return rewrite
+
+
 def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
     fill = args[3] if len(args) > 3 else kwargs.get("value")
@@ -391,6 +400,11 @@ REWRITES: dict[Any, Rewrite] = {
         ],
         _random,
     ),
+    aten.__and__.Tensor: _called(aten.bitwise_and.Tensor),
+    aten.__or__.Tensor: _called(aten.bitwise_or.Tensor),
+    aten.__xor__.Tensor: _called(aten.bitwise_xor.Tensor),
+    aten.__lshift__.Scalar: _called(aten.bitwise_left_shift.Tensor_Scalar),
+    aten.__rshift__.Scalar: _called(aten.bitwise_right_shift.Tensor_Scalar),
     aten.slice.Tensor: _slice,
     aten.expand.default: _expand,
     aten.broadcast_tensors.default: _broadcast,

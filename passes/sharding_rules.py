@@ -66,15 +66,15 @@ RULES = MappingProxyType(
                 aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.remainder.Scalar, aten.fmod.Scalar,
                 aten.div.Scalar_mode, aten.xlogy.Scalar_Other, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar,
                 aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.bitwise_not.default, aten.logical_not.default,
-                aten.__lshift__.Scalar, aten.__rshift__.Scalar, aten.fill.Scalar, aten.zeros_like.default,
+                aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar, aten.fill.Scalar, aten.zeros_like.default,
                 aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
             ]
         ),
         _elementwise(
             [
                 aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
-                aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.__and__.Tensor,
-                aten.__or__.Tensor, aten.__xor__.Tensor, aten.logical_and.default, aten.logical_or.default,
+                aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor,
+                aten.logical_and.default, aten.logical_or.default,
                 aten.logical_xor.default, aten.maximum.default, aten.minimum.default, aten.fmax.default,
                 aten.fmin.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.pow.Tensor_Tensor,
                 aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,

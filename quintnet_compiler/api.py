@@ -29,6 +29,7 @@ def compile(
     microbatches: int | None = None,
     schedule: str | None = None,
     sequence_parallel: bool | None = None,
+    context: str | None = None,
     recompute: str | None = None,
     seed: int | None = None,
     rules: Sequence[Rule] = (),
@@ -48,6 +49,7 @@ def compile(
         microbatches: into how many parts each step's batch is split in time.
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
+        context: ``"all_gather"`` or ``"ulysses"``: attention over sequences that cp splits, see :class:`Plan`.
         recompute: ``"full"`` computes the inside of repeated blocks again in the backward instead of keeping it.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
@@ -62,13 +64,13 @@ def compile(
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
     if not isinstance(mesh, Mesh):
         raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
-    for axis in ("cp", "ep"):
-        if mesh[axis] > 1:
-            raise CompileError("QN201", f"the axis {axis} is not supported yet", fix="use dp, tp and pp")
+    if mesh["ep"] > 1:
+        raise CompileError("QN201", "the axis ep is not supported yet", fix="use dp, tp, cp and pp")
     given = {
         "microbatches": microbatches,
         "schedule": schedule,
         "sequence_parallel": sequence_parallel,
+        "context": context,
         "recompute": recompute,
         "seed": seed,
     }

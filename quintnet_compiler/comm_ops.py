@@ -79,6 +79,11 @@ embedding_rows_backward = _define(
     "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
 )
+# the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts``
+rows_of = _define(
+    "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
+    lambda x, dim, whole, axes, sizes, parts: x.new_empty([x.shape[dim]], dtype=torch.int64),
+)
 # dropout as the model has it: ``op`` numbers the model's random operators in order
 dropout = _define("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
 # this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
@@ -95,7 +100,7 @@ microbatch = _define(
 
 COMMUNICATION = frozenset({all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all})
 # depend on the rank's coordinate, move nothing
-LOCAL = frozenset({shard_slice, shard_pad, embedding_rows, embedding_rows_backward, keep_mask})
+LOCAL = frozenset({shard_slice, shard_pad, embedding_rows, embedding_rows_backward, keep_mask, rows_of})
 RANKED = COMMUNICATION | LOCAL
 SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
 

@@ -76,8 +76,13 @@ class Request:
 
 
 def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
-    """The axes that shardings nest in: data outermost, then microbatches, then model axes."""
-    found = [Axis("dp", mesh["dp"], "data"), Axis(MICROBATCHES, microbatches, "time"), Axis("tp", mesh["tp"], "model")]
+    """The axes that shardings nest in: data outermost, then microbatches, context, model axes."""
+    found = [
+        Axis("dp", mesh["dp"], "data"),
+        Axis(MICROBATCHES, microbatches, "time"),
+        Axis("cp", mesh["cp"], "context"),
+        Axis("tp", mesh["tp"], "model"),
+    ]
     return tuple(axis for axis in found if axis.size > 1)
 
 
@@ -127,6 +132,7 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
         Roofline(),
         fixed_types(request.plan, names, request.mesh),
         request.plan.sequence_parallel,
+        request.plan.context,
     )
     return runner(choose, program)
 

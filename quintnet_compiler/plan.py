@@ -39,6 +39,8 @@ class Plan(BaseModel):
     ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
     ``stages``: where each pipeline stage but the first begins: module paths or operator names.
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
+    ``context``: how attention works on sequences that cp splits: every rank gathers all keys and values for its own
+    queries, or (``"ulysses"``) exchanges sequences for heads.
     ``recompute``: what the backward computes again: nothing, or (``"full"``) everything inside repeated blocks.
     ``seed``: of dropout masks, which are the same on every layout.
     ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
@@ -53,6 +55,7 @@ class Plan(BaseModel):
     sequence_parallel: bool = True
     parameters: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
     stages: tuple[Text, ...] = ()
+    context: Literal["all_gather", "ulysses"] = "all_gather"
     recompute: Literal["none", "full"] = "none"
     seed: int = Field(default=0, ge=0, lt=2**63)
     unknown_ops: Literal["error", "replicate"] = "error"

@@ -62,7 +62,7 @@ class Axis:
     """An axis as the passes see it: a name, how many ranks (or microbatches) it has, and its role.
 
     Roles: ``data`` shards the batch and never gathers activations; ``time`` is the microbatch axis, along which
-    nothing can be exchanged; ``model`` shards parameters.
+    nothing can be exchanged; ``context`` shards sequences; ``model`` shards parameters.
     """
 
     name: str

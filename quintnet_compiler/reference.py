@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .noise import Key, keep_mask
 
-aten = torch.ops.aten
-
 
 def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
     """The mask of a dropout over all of ``x``."""
@@ -45,10 +43,6 @@ def same_masks(seed: int, step: int) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if not dropout_p:
-            math = aten._scaled_dot_product_attention_math
-            found: Tensor = math(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-            return found
         if enable_gqa:
             groups = query.shape[-3] // key.shape[-3]
             key, value = (x.repeat_interleave(groups, -3) for x in (key, value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import time
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from .annotations import needs_grad, values
 from .capture import LossFn, loss_of
+from .comm_ops import keep_mask
 from .localize import Culprit, localize
 from .program import DistributedProgram
 from .reference import differs, largest, same_masks
@@ -136,7 +138,7 @@ def verify_program(subject: Subject, batch: Any, steps: int, limit: float | None
         theirs.zero_grad()
         how = Run(train=True, seed=subject.seed, step=step, check_finite=False)
         (loss, *_) = backend.run(program, leaves, how)
-        expected = reference_loss(model, subject.loss_fn, batch, subject.seed, step)
+        expected = reference_loss(subject, model, batch, step)
         expected.backward()  # type: ignore[no-untyped-call]
         found.append(Comparison("loss", "", step, differs(loss, expected), limit))
         pairs = {n: (_whole(backend.parameters[n].grad, p), _or_zeros(p.grad, p)) for n, p in names.items()}
@@ -201,10 +203,12 @@ def coarsest(program: DistributedProgram) -> torch.dtype:
     return max((d for d in used if d in LIMITS), key=lambda d: LIMITS[d], default=torch.float32)
 
 
-def reference_loss(model: nn.Module, loss_fn: LossFn | None, batch: Any, seed: int, step: int) -> Tensor:
-    """The loss of the module itself, with the masks that compiled programs draw."""
+def reference_loss(subject: Subject, model: nn.Module, batch: Any, step: int) -> Tensor:
+    """The loss of the module itself; where it draws masks, those that the program draws."""
+    loss_fn = subject.loss_fn
     inputs = model_inputs(batch, loss_fn)
-    with same_masks(seed, step):
+    draws = any(node.target is keep_mask for node in subject.program.source.graph.nodes)
+    with same_masks(subject.seed, step) if draws else contextlib.nullcontext():
         out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
         loss: Tensor = loss_of(out if inputs is batch or loss_fn is None else loss_fn(out, batch[-1]))
     return loss

@@ -103,7 +103,7 @@ def _elementwise() -> list[Sample]:
         call(aten.clamp.default, f(4, 6), -0.5, 0.5),
         call(aten.bitwise_not.default, ints(8, 4, 6)),
         call(aten.bitwise_not.default, bools(4, 6)),
-        *_each([aten.__lshift__.Scalar, aten.__rshift__.Scalar], ints(8, 4, 6), 1),
+        *_each([aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar], ints(8, 4, 6), 1),
         call(aten.fill.Scalar, f(4, 6), 2.0),
         call(aten.fill.Tensor, const(4, 6), f()),
         call(aten.ones_like.default, const(4, 6)),
@@ -133,8 +133,8 @@ def _binary() -> list[Sample]:
         aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clamp.Tensor,
     ]  # fmt: skip
     bits = [
-        aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor, aten.__and__.Tensor,
-        aten.__or__.Tensor, aten.__xor__.Tensor,
+        aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor,
+        
     ]  # fmt: skip
     divisions = [aten.div.Tensor, aten.true_divide.Tensor, aten.remainder.Tensor, aten.fmod.Tensor]
     divisions += [aten.pow.Tensor_Tensor, aten.xlogy.Tensor]

@@ -461,7 +461,7 @@ ALLOWED = (
     "y = torch._C._nn.linear(x, x, None)",
     "y = x[0];  comm = x = None",
     "y = comm.all_gather(x, 'tp', 1, 1, 0)",
-    "y = comm.accumulate(x, 'layers.a-b.weight');  y = None",
+    "y = comm.accumulate(x, 'p_layers_weight');  y = None",
     "y = torch.ops.aten.full.default([2, -1], -inf, dtype = torch.float32, device = device(type='cuda', index=0))",
     "y = torch.ops.aten.gelu.default(x, approximate = 'tanh')",
     "y = torch.mul(x, 1e-05)",

@@ -136,7 +136,6 @@ def _swapped(spec: Callable[[fx.Node], Factors], position: int) -> Callable[[fx.
 
 
 _GROUPED = call(_SDPA, f(2, 8, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), enable_gqa=True)
-_CAUSAL = call(_SDPA, f(2, 2, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, 0.0, True)
 MISTAKES = [
     _mistake("softmax split along its dim", call(aten.softmax.int, f(4, 6), 1), "... -> ..."),
     _mistake("layer_norm split along the normalized dim",
@@ -151,8 +150,6 @@ MISTAKES = [
     _mistake("gather split along its dim", call(aten.gather.default, f(4, 6), 1, ints(3, 4, 6)), "m n, m n -> m n"),
     _mistake("matmul that keeps k", call(aten.mm.default, f(4, 6), f(6, 6)), "m k, k n -> m k", CompileError),
     _mistake("attention split over keys", _GROUPED, _without(contraction_rules.attention, whole=frozenset("d"))),
-    _mistake("causal attention split over queries", _CAUSAL,
-             _without(contraction_rules.attention, whole=frozenset("dt"))),
     _mistake("grouped heads in the wrong order", _GROUPED, _swapped(contraction_rules.attention, 0)),
     _mistake("relu of a partial sum", call(aten.relu.default, f(4, 6)), "... -> ...", linear=[[0]]),
     _mistake("a whole added to every term", call(aten.add.Tensor, f(4, 6), f(6)), "..., ... -> ...", linear=[[0]]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -201,8 +201,11 @@ class ProcessBackend:
     def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
         ready = self._ready(program, how.train)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
+        # rows that are already this data rank's are not split over dp again
+        axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
+        place = {**self.place, **({"dp": 0} if how.local else {})}
         mine = [
-            (x if how.local else part_of(x, spec.sharding, program.axes, self.place)).to(self.device)
+            part_of(x, spec.sharding, axes, place).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
         with torch.no_grad():

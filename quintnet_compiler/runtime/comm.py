@@ -80,6 +80,14 @@ class Comm:
         outside = (local < 0) | (local >= rows)
         return local.masked_fill_(outside, 0), outside
 
+    def rows_of(
+        self, x: Tensor, dim: int, whole: int, axes: Sequence[str], sizes: Sequence[int], parts: Sequence[int], at: int
+    ) -> Tensor:
+        """The global positions of this rank's part of a dim."""
+        kinds = tuple(Shard(0, count) for count in parts)
+        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        return layout.positions([whole], kinds, sizes, places)[0].to(x.device)
+
     def keep_mask(
         self,
         x: Tensor,

@@ -1,0 +1,35 @@
+"""Which factors of which operators are the batch: a context axis splits the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from ..annotations import is_getitem, leaf, origin, tensor_inputs
+from .rule_notation import Dims, Factors
+
+Value = tuple[fx.Node, int]
+
+
+def batch_factors(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, frozenset[str]]:
+    """The factors that run over samples. The batch is the outermost part of a dim: [B, S] may become [B * S]."""
+    dims: dict[Value, frozenset[int]] = {}
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op == "output" or is_getitem(node):
+            continue
+        spec, marked = factors[node], set[str]()
+        known = leaf(node)
+        if known is not None:
+            marked |= _outermost(spec.outputs[0], {0} if known.batched else set())
+        for given, place in zip(tensor_inputs(node), spec.inputs, strict=True):
+            marked |= _outermost(place, dims.get(origin(given), frozenset()))
+        found[node] = frozenset(marked)
+        for index, place in enumerate(spec.outputs):
+            dims[node, index] = frozenset(d for d, names in enumerate(place) if names and names[0] in marked)
+    return found
+
+
+def _outermost(dims: Dims, chosen: frozenset[int] | set[int]) -> set[str]:
+    return {names[0] for d, names in enumerate(dims) if d in chosen and names}
