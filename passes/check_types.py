@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs
-from ..comm_ops import convert, dropout, microbatch, share
+from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from ..comm_ops import convert, microbatch, share
 from ..errors import CompileError
 from ..program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ..sharding import AxisType, I, P, R, Shard, parse_type, plain
@@ -102,17 +102,26 @@ def _check_inputs(local: LocalProgram, node: fx.Node) -> None:
             raise _fail(f"{node.name} reads {given.name} as {found} where its strategies take {wanted}", node)
 
 
-def _reads(local: LocalProgram, node: fx.Node) -> list[fx.Node] | None:
-    """The local nodes that stand for the operator's inputs, in order; None where nothing of it is left."""
-    made = next((local.parts[node, i] for i in range(8) if (node, i) in local.parts), None)
-    if made is None:
+def _reads(local: LocalProgram, node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """The local nodes that stand for the operator's inputs, in order; None where nothing of it is left.
+
+    Some operators become several: these together may read nothing else than what stands for the inputs.
+    """
+    made = [local.parts[node, i] for i in range(len(values(node))) if (node, i) in local.parts]
+    if not made or node not in local.reads:
         return None
-    made = origin(made)[0]
-    sources = [local.parts.get(origin(given)) for given in tensor_inputs(node)]
-    if made in sources or made.target in (convert, share, microbatch) or made.op == "placeholder":
-        return [made] * len(tensor_inputs(node))  # a view that changes nothing on a rank: the operand itself
-    reads = tensor_inputs(made)
-    return reads[:1] if node.target is dropout else reads
+    reads, todo, seen = local.reads[node], list(made), set[fx.Node]()
+    while todo:
+        here = todo.pop()
+        if here in reads or here in seen:
+            continue
+        seen.add(here)
+        if here.op == "placeholder":
+            raise _fail(f"{node.name} reads {here.name}, which is none of its inputs", node)
+        if here.target is node.target and tensor_inputs(here)[: len(reads)] != list(reads):
+            raise _fail(f"{node.name} reads {here.all_input_nodes} where {list(reads)} stand for its inputs", node)
+        todo += here.all_input_nodes
+    return reads
 
 
 def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:

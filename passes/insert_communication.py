@@ -11,7 +11,18 @@ from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from ..builder import GraphBuilder
-from ..comm_ops import convert, dropout, embedding_rows, keep_mask, microbatch, rows_of, share
+from ..comm_ops import (
+    all_reduce_max,
+    convert,
+    dropout,
+    embedding_rows,
+    keep_mask,
+    microbatch,
+    nll_terms,
+    row_nll,
+    rows_of,
+    share,
+)
 from ..errors import CompileError
 from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
 from ..sharding import I, P, R, Shard, Sharding, conversion_path, local_shape, plain
@@ -52,6 +63,7 @@ class _Lowering:
         self.axes = self.sharded.axes
         self.builder = GraphBuilder(self.sharded.program.mode)
         self.local: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def run(self) -> LocalProgram:
         for node in self.sharded.program.graph.nodes:
@@ -83,6 +95,7 @@ class _Lowering:
             {n: s for n, s in self.sharding.items() if n in nodes},
             self._once(),
             {key: n for key, n in self.local.items() if n in nodes},
+            {key: found for key, found in self.reads.items() if nodes.issuperset(found)},
         )
 
     def _leaf(self, node: fx.Node) -> None:
@@ -103,6 +116,7 @@ class _Lowering:
             source, index = origin(given)
             grad = needs_grad(node) and needs_grad(given)
             replacement[position] = self._converted(source, index, self.sharded.wanted(node, position), grad, stage)
+        self.reads[node] = tuple(replacement.values())
         before = len(self.builder.made)
         results = self._emit(node, replacement)
         for index, result in enumerate(results):
@@ -140,6 +154,8 @@ class _Lowering:
             new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
         elif target is aten.scaled_dot_product_attention.default and (cuts := self._causal_cuts(node)):
             new = self._causal_rows(node, args, kwargs, cuts)
+        elif target is row_nll:
+            new = self._cross_entropy(node, args[0], args[1], args[2])
         elif target is dropout:
             new = self._dropout(node, args[0], args[1], kwargs["op"])
         else:
@@ -150,6 +166,31 @@ class _Lowering:
             used = {user.args[1] for user in node.users if is_getitem(user)}
             return [self.builder.getitem(new, i) if i in used else None for i in range(len(values(node)))]
         return [new]
+
+    def _cross_entropy(self, node: fx.Node, logits: fx.Node, labels: fx.Node, ignore: int) -> fx.Node:
+        """log(sum of exp(logits)) minus the label's logit. Where ranks hold slices of the classes, they exchange two
+        numbers per row instead of logits (Shoeybi et al. 2019)."""
+        call, axes = self.builder.call, self._split_on(node, 0, 1)
+        if any(axis.role == "time" for axis in axes):
+            raise CompileError("QN104", "classes cannot be split over microbatches", where=self.builder.where)
+        if not axes:
+            scores = call(aten._log_softmax.default, logits, 1, False)
+            return self.builder.getitem(call(aten.nll_loss_forward.default, scores, labels, None, 0, ignore), 0)
+        names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
+        top = call(aten.amax.default, call(aten.detach.default, logits), [1], True)
+        for axis in axes:
+            top = call(all_reduce_max, top, axis.name, axis.size)
+        terms = call(nll_terms, logits, top, labels, names, sizes)
+        for axis in axes:
+            terms = call(convert, terms, axis.name, axis.size, "P", "I")
+        total, picked = (call(aten.select.int, terms, 0, i) for i in (0, 1))
+        gap = call(aten.sub.Tensor, self._cast(self.builder.reshape(top, shape(total)), total), picked)
+        losses = self._cast(call(aten.add.Tensor, call(aten.log.default, total), gap), logits)
+        return call(aten.masked_fill.Scalar, losses, call(aten.eq.Scalar, labels, ignore), 0.0)
+
+    def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:
+        wanted = values(like)[0].dtype
+        return x if values(x)[0].dtype == wanted else self.builder.call(aten._to_copy.default, x, dtype=wanted)
 
     def _causal_cuts(self, node: fx.Node) -> list[tuple[str, int, int]]:
         """The axes that split the queries of causal attention: name, size, parts."""

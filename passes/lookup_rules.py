@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from ..annotations import shape, tensor_inputs
 from .node_factors import Named, aligned, argument, chosen_dims, named, opaque
 from .rule_notation import Dims, Factors, Notation
 
+_ROWS = Notation.parse("n v, n -> n", contiguous="v")
 _EMBEDDING = Notation.parse("v e, ... -> ... e", linear=[[0]], contiguous="v")
 
 
@@ -16,6 +19,12 @@ def embedding(node: fx.Node) -> Factors:
     if argument(node, "scale_grad_by_freq"):
         return opaque(node)
     return _EMBEDDING.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+
+
+def row_nll(node: fx.Node) -> Factors:
+    """Rows, and classes: InsertCommunication adds up what ranks have of a row."""
+    found = _ROWS.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+    return replace(found, settled=frozenset({"v"}))
 
 
 def label_loss(node: fx.Node) -> Factors:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..annotations import Leaf, shape, value
 from ..builder import GraphBuilder
 from ..capture import LEAF, WHERE
-from ..comm_ops import dropout
+from ..comm_ops import dropout, row_nll
 from ..errors import CompileError, Where
 from ..program import Captured, Program
 
@@ -287,7 +287,16 @@ def _cross_entropy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs
     count = 1
     for size in rows:
         count *= size
-    logp = call(aten._log_softmax.default, builder.reshape(logits, [count, classes]), 1, False)
+    logits = builder.reshape(logits, [count, classes])
+    if weight is None and not smoothing and not value(target).is_floating_point():
+        target = builder.reshape(target, [count])
+        losses = call(row_nll, logits, target, ignore)
+        if reduction == 0:
+            return builder.reshape(losses, list(rows) if len(dims) > 1 else [])
+        total = call(aten.sum.default, losses)
+        valid = call(aten._to_copy.default, call(aten.ne.Scalar, target, ignore), dtype=value(logits).dtype)
+        return total if reduction == 2 else call(aten.div.Tensor, total, call(aten.sum.default, valid))
+    logp = call(aten._log_softmax.default, logits, 1, False)
     if value(target).is_floating_point():
         if len(dims) > 2:
             target = call(aten.permute.default, target, [0, *range(2, len(dims)), 1])

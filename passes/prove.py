@@ -99,17 +99,10 @@ def _moves(local: LocalProgram, use: Use) -> list[str]:
     """The conversions of an operator's input, with what each is forward and backward."""
     node, position = use
     source = origin(tensor_inputs(node)[position])
-    made = next((local.parts[node, i] for i in range(8) if (node, i) in local.parts), None)
-    if made is None or source not in local.parts:
+    if node not in local.reads or source not in local.parts:
         return []
-    made = origin(made)[0]
-    reads = tensor_inputs(made)
-    read = made if len(reads) <= position or _converts(made) else reads[position]
+    read = local.reads[node][position]
     return [_move(local, step) for step in moves(local, read, source)]
-
-
-def _converts(node: fx.Node) -> bool:
-    return node.op == "placeholder" or str(node.target).startswith("quintnet.convert")
 
 
 def _move(local: LocalProgram, step: Step) -> str:

@@ -28,7 +28,8 @@ class Factors:
     ``sizes``: the size of each factor. ``whole``: factors that must not be split. ``linear``: groups of inputs in
     which the operator is linear, the others held fixed. ``additive``: inputs that are added to a contraction (a
     bias): they enter a partial sum as partial. ``contiguous``: factors that may be split only from the outside
-    (a rank must hold a run of indices).
+    (a rank must hold a run of indices). ``settled``: sum factors over which the operator itself adds up (or takes the
+    largest of) what ranks have, so that its outputs are whole.
     """
 
     inputs: tuple[Dims, ...]
@@ -38,6 +39,7 @@ class Factors:
     linear: tuple[tuple[int, ...], ...] = ()
     additive: frozenset[int] = frozenset()
     contiguous: frozenset[str] = frozenset()
+    settled: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, *self.outputs):

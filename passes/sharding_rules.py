@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..annotations import is_float, tensor_inputs, value
-from ..comm_ops import dropout
+from ..comm_ops import dropout, row_nll
 from . import contraction_rules as c
 from . import lookup_rules as look
 from . import reduction_rules as red
@@ -211,6 +211,7 @@ RULES = MappingProxyType(
         ),
         # lookups
         _each([aten.embedding.default], look.embedding),
+        _each([row_nll], look.row_nll),
         _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss),
         _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index),
         _each([aten.index_select.default], look.index_select),

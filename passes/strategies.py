@@ -89,6 +89,7 @@ def split_factor(factors: Factors, name: str, cut: int, ranks: int) -> Factors:
         sizes=sizes,
         whole=spread(factors.whole),
         contiguous=spread(factors.contiguous),
+        settled=spread(factors.settled),
     )
 
 
@@ -186,7 +187,8 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
         for cut in sorted({1, *(() if name in factors.contiguous else cuts.get(name, ()))}):
             if factors.sizes[name] % (cut * ranks):
                 continue
-            outs: list[AxisType] = [place(d, name, cut) or P for d in factors.outputs]
+            missing = I if name in factors.settled else P
+            outs: list[AxisType] = [place(d, name, cut) or missing for d in factors.outputs]
             ins: list[AxisType] = []
             for position, dims in enumerate(factors.inputs):
                 term = P if position in factors.additive and P in outs else R

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..annotations import facts, shape, value
 from ..builder import GraphBuilder
-from ..comm_ops import embedding_rows, embedding_rows_backward
+from ..comm_ops import embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward
 from ..errors import CompileError
 
 aten = torch.ops.aten
@@ -59,6 +59,8 @@ class VectorJacobian:
             return self._linear(args, kwargs)
         if target is embedding_rows:
             return self._embedding_rows(args)
+        if target is nll_terms:
+            return self._nll_terms(args)
         tensors: list[fx.Node] = []
         fx.map_arg((tuple(args), kwargs), tensors.append)
         key = _key(target, args, kwargs, tensors, wanted)
@@ -151,6 +153,12 @@ class VectorJacobian:
             return [self.builder.call(embedding_rows_backward, tangents[0], ids, shape(weight)[0], *layout), None]
 
         return [self.builder.call(embedding_rows, *args)], pullback
+
+    def _nll_terms(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            return [self.builder.call(nll_terms_backward, tangents[0], *args), None, None]
+
+        return [self.builder.call(nll_terms, *args)], pullback
 
 
 def _key(

@@ -45,6 +45,20 @@ def _same(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which to add up values of ``dtype``."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _row_nll(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=ignore)
+
+
+# the negative log-likelihood of each row's label, 0 for ``ignore``: cross entropy without a reduction
+_library.define("row_nll(Tensor logits, Tensor labels, int ignore) -> Tensor")  # type: ignore[no-untyped-call]
+_library.impl("row_nll", _row_nll, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+row_nll: torch._ops.OpOverload = torch.ops.quintnet.row_nll.default
+
 convert = _define("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)
 all_reduce = _define("all_reduce(Tensor x, str axis, int size) -> Tensor", _same)
 all_reduce_max = _define("all_reduce_max(Tensor x, str axis, int size) -> Tensor", _same)
@@ -79,6 +93,16 @@ embedding_rows_backward = _define(
     "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
 )
+# this rank's terms of a cross entropy whose classes ``axes`` split: row 0, each sum of exp(logits - top); row 1, each
+# label's logit
+nll_terms = _define(
+    "nll_terms(Tensor logits, Tensor top, Tensor labels, str[] axes, int[] sizes) -> Tensor",
+    lambda logits, top, labels, axes, sizes: logits.new_empty([2, logits.shape[0]], dtype=widened(logits.dtype)),
+)
+nll_terms_backward = _define(
+    "nll_terms_backward(Tensor grad, Tensor logits, Tensor top, Tensor labels, str[] axes, int[] sizes) -> Tensor",
+    lambda grad, logits, top, labels, axes, sizes: torch.empty_like(logits),
+)
 # the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts``
 rows_of = _define(
     "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
@@ -100,7 +124,12 @@ microbatch = _define(
 
 COMMUNICATION = frozenset({all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all})
 # depend on the rank's coordinate, move nothing
-LOCAL = frozenset({shard_slice, shard_pad, embedding_rows, embedding_rows_backward, keep_mask, rows_of})
+LOCAL = frozenset(
+    {
+        shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
+        rows_of,
+    }
+)  # fmt: skip
 RANKED = COMMUNICATION | LOCAL
 SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
 

@@ -119,7 +119,8 @@ class LocalProgram:
 
     ``sharding`` types every leaf and output; ``stage`` is as in :class:`StagedProgram` (absent: any stage);
     ``once`` names the nodes that run once a step, before the first microbatch. ``parts`` maps an output of the
-    program's operators to the node that makes this rank's part of it.
+    program's operators to the node that makes this rank's part of it; ``reads`` an operator to the nodes that stand for
+    its tensor inputs.
     """
 
     staged: StagedProgram
@@ -129,6 +130,7 @@ class LocalProgram:
     sharding: Mapping[fx.Node, Sharding]
     once: frozenset[fx.Node]
     parts: Mapping[tuple[fx.Node, int], fx.Node]
+    reads: Mapping[fx.Node, tuple[fx.Node, ...]]
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ def copied(program: Any) -> tuple[Any, dict[fx.Node, fx.Node]]:
     if isinstance(program, LocalProgram):
         moved["sharding"] = {new[n]: s for n, s in program.sharding.items()}
         moved["parts"] = {key: new[n] for key, n in program.parts.items()}
+        moved["reads"] = {key: tuple(new[n] for n in found) for key, found in program.reads.items()}
     else:
         moved["outputs"] = tuple(new[n] for n in program.outputs)
         for name in ("gradients", "values", "cotangents"):

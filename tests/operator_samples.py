@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from quintnet_compiler.comm_ops import row_nll
+
 from .one_operator import Input, Sample, call
 
 aten = torch.ops.aten
@@ -427,6 +429,8 @@ def _lookups() -> list[Sample]:
         call(aten.embedding.default, f(12, 4), ints(12, 4, 6)),
         call(aten.embedding.default, f(12, 4), ints(12, 6), 3),
         call(aten.embedding.default, f(6, 4), ints(6, 4, 6), -1, True),
+        call(row_nll, f(4, 6), ints(6, 4), -100),
+        call(row_nll, f(6, 12), ints(12, 6), 2),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), None, 0, -100),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const(6), 0, 2),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const_pos(6), 1, 2),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import layout
+from ..comm_ops import widened
 from ..mesh import Mesh
 from ..noise import Key, keep_mask
 from ..sharding import Shard
@@ -71,8 +72,33 @@ class Comm:
         found: Tensor = torch.ops.aten.embedding_dense_backward(kept, local, rows, -1, False)
         return found
 
+    def nll_terms(
+        self, logits: Tensor, top: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int
+    ) -> Tensor:
+        """This rank's terms of a cross entropy: of each row's sum of exponentials, and of its label's logit."""
+        local, outside = self._rows(labels, logits.shape[1], axes, sizes)
+        picked = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill_(outside, 0.0)
+        wide = widened(logits.dtype)
+        return torch.stack([(logits - top).exp_().sum(1, dtype=wide), picked.to(wide)])
+
+    def nll_terms_backward(
+        self,
+        grad: Tensor,
+        logits: Tensor,
+        top: Tensor,
+        labels: Tensor,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        at: int,
+    ) -> Tensor:
+        """The gradient of this rank's logits, from that of the terms."""
+        local, outside = self._rows(labels, logits.shape[1], axes, sizes)
+        total, picked = grad.to(logits.dtype).unsqueeze(-1).unbind(0)
+        found = (logits - top).exp_().mul_(total)
+        return found.scatter_add_(1, local.unsqueeze(1), picked.masked_fill(outside.unsqueeze(1), 0.0))
+
     def _rows(self, ids: Tensor, rows: int, axes: Sequence[str], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """``ids`` as indices of this rank's rows (0 for those of others), and which are of others."""
+        """``ids`` as indices of this rank's rows (or classes; 0 for those of others), and which are of others."""
         index = 0
         for axis, size in zip(axes, sizes, strict=True):
             index = index * size + self.coordinate[axis]
