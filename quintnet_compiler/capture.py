@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from .annotations import Leaf
 from .errors import CompileError, Where
+from .huggingface import traced_as_few_nodes
 from .names import check_batch_names, check_names
 from .program import Captured
 
@@ -118,7 +119,7 @@ def capture(
     sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
     step = _Step(model, loss_fn, want)
-    with _mode(model, training), _no_warnings():
+    with _mode(model, training), _no_warnings(), traced_as_few_nodes(model):
         try:
             exported = torch.export.export(step, (sample,), dynamic_shapes=(dynamic,), strict=False)
             _inline_no_grad(exported.graph_module)
