@@ -191,7 +191,8 @@ CASES: dict[str, Case] = {
     "encoder": Case(Encoder, _pair(_floats(6, 32), _classes(6)), F.cross_entropy),
     "cnn": Case(CNN, _pair(_floats(3, 8, 8), _classes(5)), F.cross_entropy),
     # transformers computes these losses, and Llama's norms, in float32 whatever the model's dtype ...
-    "hf_gpt2": Case(_gpt2, _keyed),
+    # it casts its logits to float32, in which ranks that split the vocabulary add up differently
+    "hf_gpt2": Case(_gpt2, _keyed, tolerance=2e-6),
     "hf_llama": Case(_llama, _keyed, tolerance=2e-6),
     # ... and here in float64
     "hf_gpt2_double": Case(_gpt2, lambda rows: _tokens(rows, 8, 32), _next_token_loss),
