@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..annotations import facts, needs_grad, num_bytes, shape, tensor_inputs, values
+from ..expert_ops import expert_linear
 from .hardware import H100, Hardware
 
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ def _convolution_flops(node: fx.Node) -> float:
 # Multiply-adds count 2. Every other operator is bound by memory.
 FLOPS: dict[Any, Callable[[fx.Node], float]] = {
     **dict.fromkeys([aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], _matmul_flops),
+    expert_linear: _matmul_flops,
     aten.addmm.default: lambda node: 2.0 * math.prod(shape(node)) * shape(tensor_inputs(node)[1])[-1],
     aten.scaled_dot_product_attention.default: _attention_flops,
     **dict.fromkeys(

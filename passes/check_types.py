@@ -15,8 +15,10 @@ from torch import fx
 from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from ..comm_ops import convert, microbatch, share
 from ..errors import CompileError
+from ..expert_ops import expert_linear
 from ..program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ..sharding import AxisType, I, P, R, Shard, parse_type, plain
+from .expert_axes import hops, wrong_way
 from .rule_notation import Factors
 from .strategies import RuleBook, leaf_strategies, refine, strategies
 
@@ -57,9 +59,9 @@ def _check_strategies(sharded: ShardedProgram, node: fx.Node, factors: Factors) 
     make = strategies if leaf(node) is None else leaf_strategies
     for axis, chosen in zip(sharded.axes, sharded.strategies[node], strict=True):
         cuts: dict[str, list[int]] = {}
-        if chosen.label.startswith("split "):
-            _, name, cut = chosen.label.split()
-            cuts[name] = [int(cut)]
+        if chosen.splits:
+            name, cut = chosen.factor
+            cuts[name.partition("+")[0]] = [cut]
         allowed = make(node, factors, cuts, axis.size)
         if not any(_same(chosen, option) for option in allowed):
             raise _fail(f"no rule lets {node.name} run as {_signature(chosen)} over {axis.name}", node)
@@ -118,7 +120,11 @@ def _reads(local: LocalProgram, node: fx.Node) -> tuple[fx.Node, ...] | None:
         seen.add(here)
         if here.op == "placeholder":
             raise _fail(f"{node.name} reads {here.name}, which is none of its inputs", node)
-        if here.target is node.target and tensor_inputs(here)[: len(reads)] != list(reads):
+        if here.target is expert_linear:
+            way = hops(local.staged.sharded.axes, local.staged.sharded.strategies[node])
+            if why := wrong_way(made[0], reads, way, shape(tensor_inputs(node)[2])[0]):
+                raise _fail(f"{node.name}: {why}", node)
+        elif here.target is node.target and tensor_inputs(here)[: len(reads)] != list(reads):
             raise _fail(f"{node.name} reads {here.all_input_nodes} where {list(reads)} stand for its inputs", node)
         todo += here.all_input_nodes
     return reads

@@ -32,9 +32,11 @@ from ..annotations import (
 from ..comm_ops import lower_conversion, share
 from ..cost import CostModel
 from ..errors import CompileError, Where
+from ..expert_ops import expert_linear
 from ..program import Axis, Program, ShardedProgram, Strategy, outputs
 from ..sharding import AxisType, I, P, R, S, Shard, Sharding, gradient, local_shape, plain
 from .batch_factors import batch_factors
+from .expert_axes import expert_parameters, travelling, travels
 from .integer_program import FORBIDDEN, IntegerProgram
 from .repeated_blocks import same_in_every_block
 from .rule_notation import Factors
@@ -45,6 +47,7 @@ aten = torch.ops.aten
 CONTRACTIONS: Mapping[Any, int] = {
     **dict.fromkeys([aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], 1),
     aten.addmm.default: 2,
+    expert_linear: 2,
 }
 DISCOURAGED = 1e2  # how much dearer a conversion is that the axis' role avoids
 
@@ -71,7 +74,7 @@ class ChooseSharding:
     ``axes``: outermost first. ``fixed``: (leaf name, axis name) -> type. ``sequence_parallel``: whether values between
     tensor-parallel operators may be split along the sequence; if not, they are whole (all-reduce instead of
     reduce-scatter and all-gather). ``context``: what a context axis splits of attention, queries (``"all_gather"``) or
-    heads (``"ulysses"``).
+    heads (``"ulysses"``). ``experts``: the axes over which experts are spread.
 
     Raises:
         CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
@@ -84,6 +87,7 @@ class ChooseSharding:
     fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
     sequence_parallel: bool = True
     context: str = "all_gather"
+    experts: tuple[str, ...] = ()
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
@@ -109,7 +113,8 @@ class ChooseSharding:
             for result in outputs(node.graph):
                 source, output = origin(result)
                 kind = chosen[source][axis_position].outputs[output]
-                types.append(kind if leaves_as_is(axis, kind, result) else P if kind is R and needs_grad(result) else I)
+                as_term = kind is R and needs_grad(result) and shape(result) == ()
+                types.append(kind if leaves_as_is(axis, kind, result) else P if as_term else I)
             strategies.append(Strategy(tuple(types), (), "leave"))
         return tuple(strategies)
 
@@ -144,6 +149,8 @@ class _AxisSearch:
         self.key: dict[fx.Node, Hashable] = {n: (same[n], chosen[n], n in self.split_in_time) for n in factors}
         self.samples = batch_factors(program.graph, factors) if axis.role == "context" else {}
         self.work = _made_of_the_batch(program.graph) if axis.role == "context" else frozenset()
+        spread = axis.name in options.experts
+        self.expert_parameters = expert_parameters(program.graph) if spread else frozenset[fx.Node]()
         self.weights = _contraction_weights(program.graph) if axis.role == "model" else frozenset()
         # What any collective costs at least, in moves of a typical activation: without it a collective of a few
         # statistics looks free, and the search trades one large move for a layout full of small ones.
@@ -206,6 +213,9 @@ class _AxisSearch:
 
     def _strategies(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         found, options = leaf(node), self._legal(node, cuts)
+        if node.target is expert_linear:
+            here = self.axis.name in self.options.experts
+            options = travelling(node, options, self.axis) if here else tuple(s for s in options if not travels(s))
         if found is None and self.axis.role == "context":
             return self._within_samples(node, options)
         if found is None:
@@ -226,6 +236,8 @@ class _AxisSearch:
                     fix=f"use one of {', '.join(str(s.outputs[0]) for s in options)}",
                 )
             return tuple(allowed)
+        if node in self.expert_parameters:
+            return tuple(s for s in options if s.outputs[0] == S(0))
         if self.axis.role in ("time", "context"):
             wanted: AxisType = R if found.trainable else I
         elif self.axis.role == "data":
@@ -244,20 +256,22 @@ class _AxisSearch:
         )
 
         def whole_samples(strategy: Strategy) -> bool:
-            _, name, cut = strategy.label.split() if strategy.label.startswith("split ") else ("", "", "0")
-            return name not in self.samples[node] or int(cut) >= rows
+            if not strategy.splits:
+                return True
+            name, cut = strategy.factor
+            return name.partition("+")[0] not in self.samples[node] or cut >= rows
 
         found = tuple(s for s in options if whole_samples(s))
         if node.target is aten.scaled_dot_product_attention.default:
             return self._attention(node, found)
         if node in self.work and node.target in CONTRACTIONS:
-            found = tuple(s for s in found if s.label.startswith("split ") and self._sequence(node, s)) or found
+            found = tuple(s for s in found if s.splits and self._sequence(node, s)) or found
         return found
 
     def _attention(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """The queries, or the heads, as the plan says; whole where neither the sequence nor the heads divide."""
         wanted = {"all_gather": ("s",), "ulysses": ("g", "r")}[self.options.context]
-        found = tuple(s for s in options if s.label.startswith("split ") and s.label.split()[1].rstrip("oi") in wanted)
+        found = tuple(s for s in options if s.splits and s.factor[0].rstrip("oi") in wanted)
         if not found and self.options.context == "ulysses":
             heads, size = shape(node)[-3] if len(shape(node)) > 2 else 1, self.axis.size
             raise CompileError(
@@ -288,11 +302,11 @@ class _AxisSearch:
         """What fraction of a node's work is left after the earlier axes."""
         left = 1.0
         for strategy, ranks in zip(self.chosen[node], self.ranks, strict=True):
-            left /= ranks if strategy.label.startswith("split") else 1
+            left /= ranks if strategy.splits else 1
         return left
 
     def _work(self, node: fx.Node, strategy: Strategy) -> float:
-        part = 1 / self.axis.size if strategy.label.startswith("split") else 1.0
+        part = 1 / self.axis.size if strategy.splits else 1.0
         found = leaf(node)
         if found is None:
             return self.options.cost.operator_seconds(node) * self._share(node) * part

@@ -182,7 +182,7 @@ def _uses(order: list[fx.Node], place: dict[fx.Node, int]) -> dict[tuple[fx.Node
 
 
 def _share(program: ShardedProgram, node: fx.Node) -> float:
-    ways = [a.size for a, s in zip(program.axes, program.strategies[node], strict=True) if s.label.startswith("split")]
+    ways = [a.size for a, s in zip(program.axes, program.strategies[node], strict=True) if s.splits]
     return 1 / math.prod(ways)
 
 

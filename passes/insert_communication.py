@@ -19,13 +19,19 @@ from ..comm_ops import (
     keep_mask,
     microbatch,
     nll_terms,
+    own_experts,
+    route,
+    route_plan,
     row_nll,
     rows_of,
     share,
+    unroute,
 )
 from ..errors import CompileError
+from ..expert_ops import expert_linear
 from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
 from ..sharding import I, P, R, Shard, Sharding, conversion_path, local_shape, plain
+from .expert_axes import hops
 from .node_factors import argument
 from .rule_notation import Rule
 
@@ -63,6 +69,7 @@ class _Lowering:
         self.axes = self.sharded.axes
         self.builder = GraphBuilder(self.sharded.program.mode)
         self.local: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.planned: dict[tuple[fx.Node, str, int | None], tuple[fx.Node, fx.Node]] = {}
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
 
     def run(self) -> LocalProgram:
@@ -154,6 +161,8 @@ class _Lowering:
             new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
         elif target is aten.scaled_dot_product_attention.default and (cuts := self._causal_cuts(node)):
             new = self._causal_rows(node, args, kwargs, cuts)
+        elif target is expert_linear:
+            new = self._expert_linear(node, *args)
         elif target is row_nll:
             new = self._cross_entropy(node, args[0], args[1], args[2])
         elif target is dropout:
@@ -187,6 +196,27 @@ class _Lowering:
         gap = call(aten.sub.Tensor, self._cast(self.builder.reshape(top, shape(total)), total), picked)
         losses = self._cast(call(aten.add.Tensor, call(aten.log.default, total), gap), logits)
         return call(aten.masked_fill.Scalar, losses, call(aten.eq.Scalar, labels, ignore), 0.0)
+
+    def _expert_linear(
+        self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool
+    ) -> fx.Node:
+        """Rows go to the ranks of their experts, axis by axis, and what became of them returns."""
+        call, experts = self.builder.call, shape(tensor_inputs(node)[2])[0]
+        way = []
+        for axis, ways in hops(self.axes, self.sharded.strategies[node]):
+            known = (ids, axis.name, self.staged.stage.get(node))
+            if known not in self.planned:  # layers of the same experts share the way
+                plan = call(route_plan, ids, axis.name, axis.size, experts, ways)
+                self.planned[known] = plan, call(route, ids, axis.name, axis.size, plan)
+            plan, ids = self.planned[known]
+            rows = call(route, rows, axis.name, axis.size, plan)
+            way.append((axis, plan))
+        if axes := self._split_on(node, 2, 0):
+            ids = call(own_experts, ids, experts, [axis.name for axis in axes], [axis.size for axis in axes])
+        rows = call(expert_linear, rows, ids, weight, bias, transposed)
+        for axis, plan in reversed(way):
+            rows = call(unroute, rows, axis.name, axis.size, plan)
+        return rows
 
     def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:
         wanted = values(like)[0].dtype

@@ -11,6 +11,8 @@ from .node_factors import Named, aligned, argument, chosen_dims, named, opaque
 from .rule_notation import Dims, Factors, Notation
 
 _ROWS = Notation.parse("n v, n -> n", contiguous="v")
+_EXPERTS = Notation.parse("r i, r, e o i, e o -> r o", additive=[3], contiguous="e")
+_EXPERTS_T = Notation.parse("r i, r, e i o, e o -> r o", additive=[3], contiguous="e")
 _EMBEDDING = Notation.parse("v e, ... -> ... e", linear=[[0]], contiguous="v")
 
 
@@ -25,6 +27,13 @@ def row_nll(node: fx.Node) -> Factors:
     """Rows, and classes: InsertCommunication adds up what ranks have of a row."""
     found = _ROWS.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
     return replace(found, settled=frozenset({"v"}))
+
+
+def expert_linear(node: fx.Node) -> Factors:
+    """Rows, features, and experts: a rank adds the rows of its own experts, or rows travel to their experts' ranks."""
+    notation = _EXPERTS_T if argument(node, "transposed") else _EXPERTS
+    found = notation.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+    return replace(found, joint=frozenset({("r", "e")}))
 
 
 def label_loss(node: fx.Node) -> Factors:

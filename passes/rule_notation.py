@@ -29,7 +29,8 @@ class Factors:
     which the operator is linear, the others held fixed. ``additive``: inputs that are added to a contraction (a
     bias): they enter a partial sum as partial. ``contiguous``: factors that may be split only from the outside
     (a rank must hold a run of indices). ``settled``: sum factors over which the operator itself adds up (or takes the
-    largest of) what ranks have, so that its outputs are whole.
+    largest of) what ranks have, so that its outputs are whole. ``joint``: pairs that one axis may split at once,
+    because the operator brings together what belongs together.
     """
 
     inputs: tuple[Dims, ...]
@@ -40,6 +41,7 @@ class Factors:
     additive: frozenset[int] = frozenset()
     contiguous: frozenset[str] = frozenset()
     settled: frozenset[str] = frozenset()
+    joint: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, *self.outputs):

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..annotations import is_float, tensor_inputs, value
 from ..comm_ops import dropout, row_nll
+from ..expert_ops import expert_linear
 from . import contraction_rules as c
 from . import lookup_rules as look
 from . import reduction_rules as red
@@ -75,7 +76,7 @@ RULES = MappingProxyType(
                 aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
                 aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor,
                 aten.logical_and.default, aten.logical_or.default,
-                aten.logical_xor.default, aten.maximum.default, aten.minimum.default, aten.fmax.default,
+                aten.logical_xor.default, aten.maximum.default, aten.minimum.default, aten.max.other, aten.min.other, aten.fmax.default,
                 aten.fmin.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.pow.Tensor_Tensor,
                 aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
                 aten.atan2.default, aten.hypot.default, aten.copysign.Tensor, aten.logaddexp.default,
@@ -212,6 +213,7 @@ RULES = MappingProxyType(
         # lookups
         _each([aten.embedding.default], look.embedding),
         _each([row_nll], look.row_nll),
+        _each([expert_linear], look.expert_linear),
         _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss),
         _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index),
         _each([aten.index_select.default], look.index_select),

@@ -6,6 +6,7 @@ linear). Axes nest: what an axis splits off a factor is gone for the next one.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -90,15 +91,23 @@ def split_factor(factors: Factors, name: str, cut: int, ranks: int) -> Factors:
         whole=spread(factors.whole),
         contiguous=spread(factors.contiguous),
         settled=spread(factors.settled),
+        joint=frozenset(
+            pair
+            for a, b in factors.joint
+            for pair in itertools.product(new if a == name else (a,), new if b == name else (b,))
+        ),
     )
 
 
 def refine(factors: Factors, strategy: Strategy, ranks: int) -> Factors:
     """What is left of ``factors`` for the next axis when this one runs ``strategy``."""
-    if not strategy.label.startswith("split "):
+    if not strategy.splits:
         return factors
-    _, name, cut = strategy.label.split()
-    return split_factor(factors, name, int(cut), ranks)
+    name, cut = strategy.factor
+    first, *second = name.split("+")
+    for other in second:  # of which an axis takes the outermost part
+        factors = split_factor(factors, other, 1, ranks)
+    return split_factor(factors, first, cut, ranks)
 
 
 def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, dict[str, set[int]]]:
@@ -194,6 +203,15 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
                 term = P if position in factors.additive and P in outs else R
                 ins.append(place(dims, name, cut) or term)
             options.append(made(f"split {name} {cut}", ins, outs))
+    for first, second in sorted(factors.joint):
+        for cut in sorted({1, *cuts.get(first, ())}):
+            if factors.sizes[first] % (cut * ranks) or factors.sizes[second] % ranks:
+                continue
+            both = [
+                [place(d, first, cut) or place(d, second, 1) for d in side]
+                for side in (factors.inputs, factors.outputs)
+            ]
+            options.append(made(f"split {first}+{second} {cut}", [t or R for t in both[0]], [t or P for t in both[1]]))
     for group in factors.linear:
         ins = [P if i in group else R for i in range(count_in)]
         options.append(made(f"linear {group}", ins, [P] * count_out))

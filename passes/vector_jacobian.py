@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..annotations import facts, shape, value
 from ..builder import GraphBuilder
-from ..comm_ops import embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward
+from ..comm_ops import embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, route, unroute
 from ..errors import CompileError
+from ..expert_ops import expert_bias_grad, expert_linear, expert_weight_grad
 
 aten = torch.ops.aten
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
@@ -61,6 +62,10 @@ class VectorJacobian:
             return self._embedding_rows(args)
         if target is nll_terms:
             return self._nll_terms(args)
+        if target is expert_linear:
+            return self._expert_linear(args)
+        if target in (route, unroute):
+            return self._routed(target, args)
         tensors: list[fx.Node] = []
         fx.map_arg((tuple(args), kwargs), tensors.append)
         key = _key(target, args, kwargs, tensors, wanted)
@@ -159,6 +164,30 @@ class VectorJacobian:
             return [self.builder.call(nll_terms_backward, tangents[0], *args), None, None]
 
         return [self.builder.call(nll_terms, *args)], pullback
+
+    def _expert_linear(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        rows, ids, weight, bias, transposed = args
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            call, grad, experts = self.builder.call, tangents[0], shape(weight)[0]
+            found: list[fx.Node | None] = [None] * (3 if bias is None else 4)
+            if facts(rows).needs_grad:
+                found[0] = call(expert_linear, grad, ids, weight, None, not transposed)
+            if facts(weight).needs_grad:
+                found[2] = call(expert_weight_grad, grad, rows, ids, experts, transposed)
+            if bias is not None and facts(bias).needs_grad:
+                found[3] = call(expert_bias_grad, grad, ids, experts)
+            return found
+
+        return [self.builder.call(expert_linear, *args)], pullback
+
+    def _routed(self, target: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        back = unroute if target is route else route
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            return [self.builder.call(back, tangents[0], *args[1:]), None]
+
+        return [self.builder.call(target, *args)], pullback
 
 
 def _key(

@@ -30,6 +30,7 @@ def compile(
     schedule: str | None = None,
     sequence_parallel: bool | None = None,
     context: str | None = None,
+    experts: Sequence[str] | None = None,
     recompute: str | None = None,
     seed: int | None = None,
     rules: Sequence[Rule] = (),
@@ -50,6 +51,7 @@ def compile(
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
         context: ``"all_gather"`` or ``"ulysses"``: attention over sequences that cp splits, see :class:`Plan`.
+        experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
         recompute: ``"full"`` computes the inside of repeated blocks again in the backward instead of keeping it.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
@@ -64,13 +66,12 @@ def compile(
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
     if not isinstance(mesh, Mesh):
         raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
-    if mesh["ep"] > 1:
-        raise CompileError("QN201", "the axis ep is not supported yet", fix="use dp, tp, cp and pp")
     given = {
         "microbatches": microbatches,
         "schedule": schedule,
         "sequence_parallel": sequence_parallel,
         "context": context,
+        "experts": None if experts is None else tuple(experts),
         "recompute": recompute,
         "seed": seed,
     }

@@ -18,10 +18,16 @@ from .sharding import AxisType, P, Shard, plain
 _library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
 
 
-def _define(schema: str, shape: Callable[..., Tensor]) -> torch._ops.OpOverload:
+def define_operator(
+    schema: str, shape: Callable[..., Tensor], compute: Callable[..., Tensor] | None = None
+) -> torch._ops.OpOverload:
+    """An operator of this package. ``shape`` makes an empty result; ``compute``: the result, where no transport or
+    rank is needed for it."""
     _library.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     torch.library.register_fake(f"quintnet::{name}", shape, lib=_library)
+    if compute is not None:
+        _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     overload: torch._ops.OpOverload = getattr(torch.ops.quintnet, name).default
     return overload
 
@@ -59,75 +65,88 @@ _library.define("row_nll(Tensor logits, Tensor labels, int ignore) -> Tensor")  
 _library.impl("row_nll", _row_nll, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
 row_nll: torch._ops.OpOverload = torch.ops.quintnet.row_nll.default
 
-convert = _define("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)
-all_reduce = _define("all_reduce(Tensor x, str axis, int size) -> Tensor", _same)
-all_reduce_max = _define("all_reduce_max(Tensor x, str axis, int size) -> Tensor", _same)
-all_gather = _define(
+convert = define_operator("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)
+all_reduce = define_operator("all_reduce(Tensor x, str axis, int size) -> Tensor", _same)
+all_reduce_max = define_operator("all_reduce_max(Tensor x, str axis, int size) -> Tensor", _same)
+all_gather = define_operator(
     "all_gather(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
 )
-reduce_scatter = _define(
+reduce_scatter = define_operator(
     "reduce_scatter(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, over=size),
 )
-all_to_all = _define(
+all_to_all = define_operator(
     "all_to_all(Tensor x, str axis, int size, int dim, int parts, int to_dim, int to_parts) -> Tensor",
     lambda x, axis, size, dim, parts, to_dim, to_parts: _resized(_resized(x, dim, times=size), to_dim, over=size),
 )
-shard_slice = _define(
+shard_slice = define_operator(
     "shard_slice(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, over=size),
 )
-shard_pad = _define(
+shard_pad = define_operator(
     "shard_pad(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
 )
 # an equal share of a value that all ranks hold: a term of a sum
-share = _define("share(Tensor x, str axis, int size) -> Tensor", _same)
+share = define_operator("share(Tensor x, str axis, int size) -> Tensor", _same)
 # a lookup in this rank's rows of a table, which ``axes`` split (outermost first): ids of other ranks' rows give zeros
-embedding_rows = _define(
+embedding_rows = define_operator(
     "embedding_rows(Tensor weight, Tensor ids, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda weight, ids, padding_idx, axes, sizes: weight.new_empty((*ids.shape, weight.shape[1])),
 )
-embedding_rows_backward = _define(
+embedding_rows_backward = define_operator(
     "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
 )
 # this rank's terms of a cross entropy whose classes ``axes`` split: row 0, each sum of exp(logits - top); row 1, each
 # label's logit
-nll_terms = _define(
+nll_terms = define_operator(
     "nll_terms(Tensor logits, Tensor top, Tensor labels, str[] axes, int[] sizes) -> Tensor",
     lambda logits, top, labels, axes, sizes: logits.new_empty([2, logits.shape[0]], dtype=widened(logits.dtype)),
 )
-nll_terms_backward = _define(
+nll_terms_backward = define_operator(
     "nll_terms_backward(Tensor grad, Tensor logits, Tensor top, Tensor labels, str[] axes, int[] sizes) -> Tensor",
     lambda grad, logits, top, labels, axes, sizes: torch.empty_like(logits),
 )
+# ids counted from this rank's first expert, of ``experts`` that ``axes`` split: those of other ranks fall outside
+own_experts = define_operator("own_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", _same)
+# Rows on their way to the ranks that hold their experts, and back. A plan is the order in which a rank's rows leave
+# it, then how many it sends to each rank of the axis, then how many it gets. ``outer``: the ways in which earlier axes
+# split the experts. How many rows a rank gets is known when it runs; as shapes, as many as it sends.
+route_plan = define_operator(
+    "route_plan(Tensor ids, str axis, int size, int experts, int outer) -> Tensor",
+    lambda ids, axis, size, experts, outer: ids.new_empty([ids.shape[0] + 2 * size], dtype=torch.int64),
+)
+route = define_operator("route(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
+unroute = define_operator("unroute(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
 # the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts``
-rows_of = _define(
+rows_of = define_operator(
     "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
     lambda x, dim, whole, axes, sizes, parts: x.new_empty([x.shape[dim]], dtype=torch.int64),
 )
 # dropout as the model has it: ``op`` numbers the model's random operators in order
-dropout = _define("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
+dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
 # this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
 # splits one of ``dims`` in ``parts``
-keep_mask = _define(
+keep_mask = define_operator(
     "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts) -> Tensor",
     lambda x, p, op, whole, axes, sizes, dims, parts: x.new_empty(x.shape, dtype=torch.bool),
 )
 # one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
-microbatch = _define(
+microbatch = define_operator(
     "microbatch(Tensor x, int size, int dim, int parts) -> Tensor",
     lambda x, size, dim, parts: _resized(x, dim, over=size),
 )
 
-COMMUNICATION = frozenset({all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all})
+COMMUNICATION = frozenset(
+    {all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, route_plan, route, unroute}
+)
 # depend on the rank's coordinate, move nothing
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        rows_of,
+        rows_of, own_experts,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL

@@ -246,7 +246,7 @@ class CompiledProgram:
     def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
         batch = plain_batch(batch)
         rows = batch_size_of(batch)
-        program = self._program(kind, batch, rows * (self.mesh["dp"] if local else 1))
+        program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
         inputs = self._inputs(kind, program, batch, local)
         if kind == "train" and not local:
             self._batch = batch
@@ -312,7 +312,7 @@ class CompiledProgram:
         for x, want in zip(tensors, program.inputs, strict=True):
             expected = list(want.shape)
             if local and x.dim() and expected[0] != x.shape[0]:
-                expected[0] //= self.mesh["dp"]
+                expected[0] //= self.mesh.data_ways
             if list(x.shape) != expected or x.dtype != want.dtype:
                 raise InputError(
                     "QN102",
@@ -324,10 +324,11 @@ class CompiledProgram:
 
 def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
     """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches."""
-    ways = mesh["dp"] * microbatches
+    ways = mesh.data_ways * microbatches
     if rows % ways:
         near = max(ways, rows // ways * ways)
-        split = f"dp={mesh['dp']}" + (f" x {microbatches} microbatches" if microbatches > 1 else "")
+        split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
+        split += f" x {microbatches} microbatches" if microbatches > 1 else ""
         raise InputError(
             "QN106",
             f"a batch of {rows} rows does not divide over {split}",

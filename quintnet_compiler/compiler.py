@@ -79,6 +79,7 @@ def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
     """The axes that shardings nest in: data outermost, then microbatches, context, model axes."""
     found = [
         Axis("dp", mesh["dp"], "data"),
+        Axis("ep", mesh["ep"], "data"),
         Axis(MICROBATCHES, microbatches, "time"),
         Axis("cp", mesh["cp"], "context"),
         Axis("tp", mesh["tp"], "model"),
@@ -115,7 +116,7 @@ def follow_program(
     """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
     microbatches = leader.plan.microbatches
     if not training:
-        microbatches = math.gcd(request.batch_size // request.mesh["dp"] or 1, microbatches)
+        microbatches = math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
     sharded = _shard(captured, request, runner, microbatches)
     staged = runner(FollowStages(request.mesh["pp"], leader.stages), sharded)
     schedule = SCHEDULES[leader.plan.schedule] if training else forward_only
@@ -133,6 +134,7 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
         fixed_types(request.plan, names, request.mesh),
         request.plan.sequence_parallel,
         request.plan.context,
+        request.plan.experts or ("ep",),
     )
     return runner(choose, program)
 

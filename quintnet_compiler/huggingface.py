@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from .expert_ops import expert_linear
 
 
 @contextlib.contextmanager
@@ -21,6 +24,8 @@ def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
     """
     configs = _configs(model)
     before = [(config, name, getattr(config, name, None)) for config in configs for name in _CHOICES]
+    if configs:
+        _register()
     try:
         for config, name, _ in before:
             setattr(config, name, _CHOICES[name])
@@ -31,7 +36,34 @@ def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
 
 
 # attribute of a configuration -> the name under which a function of ours is registered
-_CHOICES: Mapping[str, str] = {}
+_CHOICES: Mapping[str, str] = MappingProxyType({"_experts_implementation": "quintnet"})
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("quintnet", _experts)
+
+
+def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Every token goes to each of its experts: [N, H], the experts [N, K], and their weights [N, K]."""
+    tokens, ways, width = *chosen.shape, hidden.shape[-1]
+    rows = hidden.unsqueeze(1).expand(tokens, ways, width).reshape(tokens * ways, width)
+    ids = chosen.reshape(-1)
+
+    def layer(x: Tensor, name: str) -> Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        made: Tensor = expert_linear(x, ids, getattr(module, name), bias, module.is_transposed)
+        return made
+
+    if module.has_gate:
+        inner = module._apply_gate(layer(rows, "gate_up_proj"))
+    else:
+        inner = module.act_fn(layer(rows, "up_proj"))
+    made = layer(inner, "down_proj")
+    if module.has_post_expert_norm:
+        made = module.post_expert_norm(made)
+    return (made.view(tokens, ways, width) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
 def _configs(model: nn.Module) -> list[Any]:

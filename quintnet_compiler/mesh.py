@@ -58,6 +58,12 @@ class Mesh:
         """How many ranks there are."""
         return math.prod(self.shape)
 
+    @property
+    def data_ways(self) -> int:
+        """Into how many parts the ranks split a batch: along ``dp``, and along ``ep``, whose ranks have experts and
+        rows of their own."""
+        return self["dp"] * self["ep"]
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands on every axis."""
         place: dict[str, int] = {}

@@ -78,6 +78,17 @@ class Strategy:
     outputs: tuple[AxisType, ...]
     label: str = ""
 
+    @property
+    def splits(self) -> bool:
+        """Whether each rank does a part of the operator's work."""
+        return self.label.startswith("split ")
+
+    @property
+    def factor(self) -> tuple[str, int]:
+        """What is split (``"a+b"``: two at once), and behind which cut of it."""
+        _, name, cut = self.label.split()
+        return name, int(cut)
+
 
 @dataclass(frozen=True)
 class ShardedProgram:

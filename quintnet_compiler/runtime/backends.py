@@ -88,7 +88,7 @@ class LocalBackend:
         watch: Sequence[Watch] | None = None,
     ) -> list[Tensor]:
         """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
-        if how.local and self.mesh["dp"] > 1:
+        if how.local and self.mesh.data_ways > 1:
             raise InputError(
                 "QN102",
                 "batch_is_local was given where all data ranks run in this process",
@@ -201,9 +201,9 @@ class ProcessBackend:
     def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
         ready = self._ready(program, how.train)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
-        # rows that are already this data rank's are not split over dp again
+        # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
-        place = {**self.place, **({"dp": 0} if how.local else {})}
+        place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}
         mine = [
             part_of(x, spec.sharding, axes, place).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from ..mesh import Mesh
 from ..noise import Key, keep_mask
 from ..sharding import Shard
 from .gradients import GradientStore
+from .routing import Router
 from .transport import Transport
 
 
@@ -34,6 +36,8 @@ class Comm:
         self.all_gather = transport.all_gather
         self.reduce_scatter = transport.reduce_scatter
         self.all_to_all = transport.all_to_all
+        router = Router(transport, mesh)
+        self.route_plan, self.route, self.unroute = router.route_plan, router.route, router.unroute
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_product = gradients.accumulate_product
@@ -71,6 +75,11 @@ class Comm:
         kept = grad.masked_fill(outside.unsqueeze(-1), 0.0)
         found: Tensor = torch.ops.aten.embedding_dense_backward(kept, local, rows, -1, False)
         return found
+
+    def own_experts(self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
+        """``ids`` counted from this rank's first expert; -1 for those of others."""
+        local, outside = self._rows(ids, experts // math.prod(sizes), axes, sizes)
+        return local.masked_fill(outside, -1)
 
     def nll_terms(
         self, logits: Tensor, top: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int

@@ -20,7 +20,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
-ORDER = ("pp", "dp", "cp", "ep", "tp")
+ORDER = ("pp", "dp", "ep", "cp", "tp")
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
@@ -106,6 +106,14 @@ class DistributedTransport:
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=group)
         return layout.join(incoming.unbind(0), dim, parts)
+
+    def exchange_rows(
+        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
+    ) -> Tensor:
+        assert receives is not None
+        out = x.new_empty((sum(receives), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), receives, sends, group=self.axis[axis][0])
+        return out
 
     # -- what the executor asks for
 

@@ -23,17 +23,20 @@ from .transport import Wait
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank waits for: a collective ``kind`` over ``ranks``, at a place that ``label`` describes."""
+    """What a rank waits for: a collective ``kind`` over ``ranks``, at a place that ``label`` describes. ``runs``: how
+    many rows go to each rank, where that is each rank's own."""
 
     kind: str
     ranks: tuple[int, ...]
     label: str
     tensor: Tensor
     detail: tuple[Any, ...] = ()
+    runs: tuple[int, ...] | None = None
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        return self.kind, self.ranks, tuple(self.tensor.shape), self.tensor.dtype, self.detail, self.label
+        shape = tuple(self.tensor.shape) if self.runs is None else tuple(self.tensor.shape[1:])
+        return self.kind, self.ranks, shape, self.tensor.dtype, self.detail, self.label
 
     def __str__(self) -> str:
         return f"{self.label or self.kind} of {tuple(self.tensor.shape)} {self.tensor.dtype} over ranks {self.ranks}"
@@ -142,6 +145,11 @@ def _carry_out(meetings: list[Meeting], wanted: Sequence[int]) -> list[Any]:
         dim, parts, to_dim, to_parts = detail
         whole = layout.join(xs, dim, parts)
         return [layout.take(whole, to_dim, to_parts, count, index).clone() for index in wanted]
+    if kind == "rows":
+        if any(m.runs is None for m in meetings):  # shapes alone
+            return [xs[index].clone() for index in wanted]
+        runs = [torch.split(m.tensor, list(m.runs)) for m in meetings if m.runs is not None]
+        return [torch.cat([run[index] for run in runs]) for index in wanted]
     assert kind == "broadcast"
     return [xs[meetings[0].ranks.index(detail[0])].clone() for _ in wanted]
 
@@ -154,14 +162,22 @@ class LocalTransport:
         self.place = world.mesh.coordinate(rank)
         self.peers = {axis: world.mesh.peers(rank, [axis]) for axis in world.mesh.names}
 
-    def _meet(self, kind: str, x: Tensor, ranks: tuple[int, ...], label: str, *detail: Any) -> Tensor:
+    def _meet(
+        self,
+        kind: str,
+        x: Tensor,
+        ranks: tuple[int, ...],
+        label: str,
+        *detail: Any,
+        runs: tuple[int, ...] | None = None,
+    ) -> Tensor:
         here = tuple(rank for rank in ranks if rank in self.world.present)
         if len(here) == 1 < len(ranks):  # the others do the very same
-            alone = Meeting(kind, ranks, label, x, detail)
+            alone = Meeting(kind, ranks, label, x, detail, runs)
             mine: Tensor = _carry_out([alone] * len(ranks), [ranks.index(self.rank)])[0]
             return mine
         ranks = here
-        answer: Tensor = self.world.hub.switch(Meeting(kind, ranks, label, x, detail))
+        answer: Tensor = self.world.hub.switch(Meeting(kind, ranks, label, x, detail, runs))
         return answer
 
     def _site(self, at: int) -> str:
@@ -181,6 +197,12 @@ class LocalTransport:
 
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
+
+    def exchange_rows(
+        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
+    ) -> Tensor:
+        runs = None if sends is None else tuple(sends)
+        return self._meet("rows", x, self.peers[axis], self._site(at), runs=runs)
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         x.copy_(self._meet("sum", x, ranks, label))

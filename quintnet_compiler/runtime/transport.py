@@ -27,6 +27,13 @@ class Transport(Protocol):
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor: ...
 
+    def exchange_rows(
+        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
+    ) -> Tensor:
+        """To each rank of the axis its run of rows of ``x``, in order; returns what comes from each, in order. None:
+        as many as there are (for shapes alone)."""
+        ...
+
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         """Begin to add up ``x`` over ``ranks`` in place."""
         ...

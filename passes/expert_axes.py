@@ -1,0 +1,89 @@
+"""Axes over which experts are spread: each rank holds some, and rows travel to them and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from ..annotations import facts, leaf, shape, tensor_inputs
+from ..comm_ops import own_experts, route, route_plan, unroute
+from ..errors import CompileError
+from ..expert_ops import expert_linear
+from ..program import Axis, Strategy
+from ..sharding import Shard
+
+
+def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The parameters that have one part per expert: weights and biases of ``expert_linear``."""
+    layers = [node for node in graph.nodes if node.op == "call_function" and node.target is expert_linear]
+    return frozenset(given for node in layers for given in tensor_inputs(node)[2:] if leaf(given) is not None)
+
+
+def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
+    """The strategies in which each rank has rows of its own and experts of its own.
+
+    Raises:
+        CompileError: QN203 if the experts do not divide.
+    """
+    found = tuple(s for s in options if travels(s))
+    if not found:
+        raise CompileError(
+            "QN203",
+            f"{shape(tensor_inputs(node)[2])[0]} experts (after the other axes) cannot be spread over "
+            f"{axis.name}={axis.size}",
+            where=facts(node).where,
+            fix="use a size that divides their number",
+        )
+    return found
+
+
+def travels(strategy: Strategy) -> bool:
+    return "+" in strategy.label
+
+
+def hops(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:
+    """The axes on which the rows of an ``expert_linear`` travel, and in how many ways the axes before each split the
+    experts."""
+    found, ways = [], 1
+    for axis, strategy in zip(axes, chosen, strict=True):
+        if travels(strategy):
+            found.append((axis, ways))
+        if splits_experts(strategy):
+            ways *= axis.size
+    return found
+
+
+def splits_experts(strategy: Strategy) -> bool:
+    return isinstance(kind := strategy.inputs[2], Shard) and kind.dim == 0
+
+
+def wrong_way(made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], experts: int) -> str:
+    """What is wrong with rows that travel to an ``expert_linear`` of so many experts, and back as ``made``; empty where
+    nothing is."""
+    rows, ids, *_ = reads
+    plans = []
+    for axis, ways in way:
+        planned = (n for n in ids.users if n.target is route_plan and n.args[1:3] == (axis.name, axis.size))
+        for plan in planned:
+            routed = [_routed(x, plan) for x in (ids, rows)]
+            if routed[0] is not None and routed[1] is not None and plan.args[3:] == (experts, ways):
+                ids, rows = routed[0], routed[1]
+                plans.append(plan)
+                break
+        else:
+            return f"rows and their experts do not travel together over {axis.name}"
+    for plan in plans:
+        if made.target is not unroute or made.args[1:] != (*plan.args[1:3], plan):
+            return f"rows do not return over {plan.args[1]} as they went"
+        made = made.args[0]  # type: ignore[assignment]
+    mine = [ids, *(n for n in ids.users if n.target is own_experts)]
+    if made.target is not expert_linear or tensor_inputs(made)[0] is not rows or made.args[1] not in mine:
+        return f"{made.name} reads {made.all_input_nodes}"
+    if tensor_inputs(made)[2:] != list(reads[2:]):
+        return f"{made.name} reads other weights"
+    return ""
+
+
+def _routed(x: fx.Node, plan: fx.Node) -> fx.Node | None:
+    return next((n for n in x.users if n.target is route and n.args == (x, *plan.args[1:3], plan)), None)
