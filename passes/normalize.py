@@ -41,6 +41,13 @@ class Normalize:
     device: torch.device
 
     def __call__(self, captured: Captured, /) -> Program:
+        if captured.only_rows not in (None, self.batch_size):
+            raise CompileError(
+                "QN106",
+                f"a batch of {self.batch_size} rows, and the model's code fixes the batch size that it was traced "
+                f"with: {captured.only_rows}",
+                fix="use x.shape[0] (or -1) where a literal batch size is used, or batches of that size",
+            )
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         builder = GraphBuilder(mode)
         env: dict[fx.Node, Any] = {}
@@ -62,7 +69,9 @@ class Normalize:
         traced = node.meta["val"]
         if not isinstance(traced, Tensor):
             raise CompileError(
-                "QN102", f"the batch has a {type(traced).__name__} at {leaf.name}", fix="pass tensors only"
+                "QN102",
+                f"the batch has a {type(traced).__name__} at {leaf.name}",
+                fix="pass tensors, and flags that the model's code branches on",
             )
         sizes = [self.batch_size if isinstance(s, SymInt) else int(s) for s in traced.shape]
         with builder.mode:
@@ -262,6 +271,15 @@ def _mean(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[st
     return mean if wide == wanted else builder.call(aten._to_copy.default, mean, dtype=wanted)
 
 
+def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """A tensor made after another one depends on nothing of it but its shape and kind."""
+    name = node.target._opname  # type: ignore[union-attr]
+    fill = 1 if "ones" in name else kwargs.get("fill_value", args[-1]) if "full" in name else 0
+    size = args[1] if name.startswith("new_") else shape(args[0])
+    device = value(args[0]).device
+    return builder.call(aten.full.default, list(size), fill, dtype=_output_dtype(node), device=device)
+
+
 def _copy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """copy(destination, source) is source, in destination's shape and dtype."""
     source = _expand(builder, node, [args[1], list(shape(args[0]))], {})
@@ -409,6 +427,15 @@ REWRITES: dict[Any, Rewrite] = {
         ],
         _random,
     ),
+    **dict.fromkeys(
+        [
+            aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+            aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        ],
+        _filled,
+    ),
+    aten.max.other: _called(aten.maximum.default),
+    aten.min.other: _called(aten.minimum.default),
     aten.__and__.Tensor: _called(aten.bitwise_and.Tensor),
     aten.__or__.Tensor: _called(aten.bitwise_or.Tensor),
     aten.__xor__.Tensor: _called(aten.bitwise_xor.Tensor),

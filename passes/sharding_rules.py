@@ -76,7 +76,7 @@ RULES = MappingProxyType(
                 aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
                 aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor,
                 aten.logical_and.default, aten.logical_or.default,
-                aten.logical_xor.default, aten.maximum.default, aten.minimum.default, aten.max.other, aten.min.other, aten.fmax.default,
+                aten.logical_xor.default, aten.maximum.default, aten.minimum.default, aten.fmax.default,
                 aten.fmin.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.pow.Tensor_Tensor,
                 aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
                 aten.atan2.default, aten.hypot.default, aten.copysign.Tensor, aten.logaddexp.default,

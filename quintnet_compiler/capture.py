@@ -33,6 +33,7 @@ Batch = tuple[Any, ...] | Mapping[str, Any]
 LossFn = Callable[..., Tensor]
 _aten = torch.ops.aten
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
 LEAF = "quintnet_leaf"
 WHERE = "quintnet_where"
 
@@ -121,14 +122,35 @@ def capture(
     step = _Step(model, loss_fn, want)
     with _mode(model, training), _no_warnings(), traced_as_few_nodes(model):
         try:
-            exported = torch.export.export(step, (sample,), dynamic_shapes=(dynamic,), strict=False)
-            _inline_no_grad(exported.graph_module)
-            exported = exported.run_decompositions(_decompositions())
+            exported = _export(step, sample, dynamic)
         except CompileError:
             raise
         except Exception as error:
-            raise _untraceable(error) from error
-    return _canonical(exported, model, sample, size, training)
+            if not _fixes_the_batch(error):
+                raise _untraceable(error) from error
+            # a loss over pairs of rows, say: a program of this very batch size
+            sample = pytree.tree_map(lambda x: _sample(x, size, size, device), batch)
+            try:
+                return _canonical(_export(step, sample, None), model, sample, training, only_rows=size)
+            except CompileError:
+                raise
+            except Exception:
+                raise _untraceable(error) from error
+    return _canonical(exported, model, sample, training)
+
+
+def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
+    shapes = None if dynamic is None else (dynamic,)
+    exported: torch.export.ExportedProgram = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
+    _inline_no_grad(exported.graph_module)
+    exported = exported.run_decompositions(_decompositions())
+    return exported
+
+
+def _fixes_the_batch(error: Exception) -> bool:
+    text = str(error)
+    signs = "specialized" in text or "Constraints violated" in text or "ConstraintViolation" in type(error).__name__
+    return "batch" in text and signs
 
 
 def _batched(x: Any, size: int) -> bool:
@@ -214,9 +236,7 @@ def _untraceable(error: Exception) -> CompileError:
     if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
         reason = "control flow depends on the values of a tensor, which a compiled program cannot follow"
         fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
-    elif "batch" in reason and (
-        "specialized" in str(error) or "ConstraintViolation" in kind or "Constraints violated" in reason
-    ):
+    elif _fixes_the_batch(error):
         reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
         fix = "use x.shape[0] (or -1) where a literal batch size is used"
     else:
@@ -284,7 +304,7 @@ _DROPPED = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_cons
 
 
 def _canonical(
-    exported: torch.export.ExportedProgram, model: nn.Module, sample: Any, size: int, training: bool
+    exported: torch.export.ExportedProgram, model: nn.Module, sample: Any, training: bool, only_rows: int | None = None
 ) -> Captured:
     signature = exported.graph_signature
     if signature.buffers_to_mutate:
@@ -301,17 +321,20 @@ def _canonical(
     tensors: dict[str, Tensor] = {}
     graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
     paths, input_spec = pytree.tree_flatten_with_path(sample)
+    literals = tuple(x for _, x in paths if not isinstance(x, Tensor))
     flat_inputs = (
         dict(zip(signature.user_inputs, paths, strict=True)) if len(signature.user_inputs) == len(paths) else {}
     )
     for node in exported.graph.nodes:
         if node.op == "placeholder":
-            leaf, tensor = _leaf(node, exported, aliases, owned, flat_inputs, max(size, 2))
+            leaf, tensor = _leaf(node, exported, aliases, owned, flat_inputs, only_rows)
             if leaf.kind != "input" and leaf.name in kept:
                 env[node] = kept[leaf.name]
                 continue
             if leaf.kind != "input" and not node.users and leaf.kind != "parameter":
                 continue
+            if leaf.kind == "input" and not node.users and isinstance(node.meta["val"], LITERALS):
+                continue  # the trace has followed it
             new = graph.placeholder(node.name)
             new.meta = {"val": node.meta.get("val"), LEAF: leaf, WHERE: Where()}
             env[node] = kept[leaf.name] = new
@@ -336,7 +359,8 @@ def _canonical(
             env[node] = new
     output_spec = exported.call_spec.out_spec
     assert output_spec is not None
-    return Captured(graph, types.MappingProxyType(tensors), aliases, input_spec, output_spec, training)
+    state = types.MappingProxyType(tensors)
+    return Captured(graph, state, aliases, input_spec, output_spec, training, only_rows, literals)
 
 
 def _leaf(
@@ -345,7 +369,7 @@ def _leaf(
     aliases: Mapping[str, str],
     owned: Mapping[str, nn.Parameter],
     flat_inputs: Mapping[str, Any],
-    traced: int,
+    only_rows: int | None,
 ) -> tuple[Leaf, Tensor | None]:
     signature = exported.graph_signature
     if node.name in signature.inputs_to_parameters:
@@ -362,5 +386,6 @@ def _leaf(
         full = signature.inputs_to_lifted_tensor_constants[node.name]
         return Leaf("constant", full.removeprefix("model.")), exported.constants[full]
     path, sample = flat_inputs.get(node.name, ((), None))
-    batched = isinstance(sample, Tensor) and sample.dim() > 0 and isinstance(node.meta["val"].shape[0], torch.SymInt)
+    rows = sample.shape[0] if isinstance(sample, Tensor) and sample.dim() > 0 else None
+    batched = rows is not None and (isinstance(node.meta["val"].shape[0], torch.SymInt) or rows == only_rows)
     return Leaf("input", pytree.keystr(path) or node.name, batched=batched), None

@@ -308,6 +308,13 @@ class CompiledProgram:
                 f"the batch has another structure than the first one: {_outline(batch)}",
                 fix="pass the same kinds of arguments in the same order",
             )
+        literals = tuple(x for x in leaves if not isinstance(x, Tensor))
+        if literals != captured.literals:
+            raise InputError(
+                "QN102",
+                f"the batch has {_values(literals)} where the first one had {_values(captured.literals)}",
+                fix="compile again for other values: the model's code may take another way with them",
+            )
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         for x, want in zip(tensors, program.inputs, strict=True):
             expected = list(want.shape)
@@ -334,6 +341,10 @@ def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
             f"a batch of {rows} rows does not divide over {split}",
             fix=f"use a batch of {near} rows, or drop the last incomplete batch",
         )
+
+
+def _values(literals: tuple[Any, ...]) -> str:
+    return ", ".join(map(repr, literals))[:200]
 
 
 def _outline(batch: Any) -> str:

@@ -9,6 +9,7 @@ Shapes: rows [N, I], ids [N], weight [E, O, I] (``transposed``: [E, I, O]), bias
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,3 +90,25 @@ expert_bias_grad = define_operator(
     lambda grad, ids, experts: grad.new_empty([experts, grad.shape[1]]),
     _expert_bias_grad,
 )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, ids, weight, bias, transposed = inputs
+    ctx.save_for_backward(rows, ids, weight)
+    ctx.transposed, ctx.biased = transposed, bias is not None
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    rows, ids, weight = ctx.saved_tensors
+    wanted, experts = ctx.needs_input_grad, weight.shape[0]
+    return (
+        expert_linear(grad, ids, weight, None, not ctx.transposed) if wanted[0] else None,
+        None,
+        expert_weight_grad(grad, rows, ids, experts, ctx.transposed) if wanted[2] else None,
+        expert_bias_grad(grad, ids, experts) if ctx.biased and wanted[3] else None,
+        None,
+    )
+
+
+# for models that call it themselves, unsplit
+torch.library.register_autograd("quintnet::expert_linear", _backward, setup_context=_keep)

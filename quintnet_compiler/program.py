@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +24,8 @@ class Captured:
     """The user's model as torch.export sees it: ATen operators, symbolic batch size, global shapes.
 
     ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
-    maps every further name of a tied parameter to the one that is kept.
+    maps every further name of a tied parameter to the one that is kept. ``only_rows``: the batch size, where the
+    model's code fixes it. ``literals``: what the batch holds beside tensors; the graph is made for these values.
     """
 
     graph: fx.Graph
@@ -32,6 +34,8 @@ class Captured:
     input_spec: TreeSpec
     output_spec: TreeSpec
     training: bool
+    only_rows: int | None = None
+    literals: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from quintnet_compiler.comm_ops import row_nll
+from quintnet_compiler.expert_ops import expert_linear
 
 from .one_operator import Input, Sample, call
 
@@ -431,6 +432,9 @@ def _lookups() -> list[Sample]:
         call(aten.embedding.default, f(6, 4), ints(6, 4, 6), -1, True),
         call(row_nll, f(4, 6), ints(6, 4), -100),
         call(row_nll, f(6, 12), ints(12, 6), 2),
+        call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), None, False),
+        call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), f(4, 6), False),
+        call(expert_linear, f(8, 4), ints(2, 8), f(4, 4, 6), f(4, 6), True),  # experts that nobody chose
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), None, 0, -100),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const(6), 0, 2),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const_pos(6), 1, 2),

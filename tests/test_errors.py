@@ -136,7 +136,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "branch on data": lambda: _compile(Branch()),
     "item": lambda: _compile(Item()),
     "numpy": lambda: _compile(Numpy()),
-    "fixed batch size": lambda: _compile(FixedBatch()),
+    "fixed batch size": lambda: _compile(FixedBatch()).step((torch.randn(16, 16), torch.randint(0, 8, (16,)))),
     "no loss": lambda: quintnet.compile(MLP(), Mesh(dp=2), (torch.randn(8, 16),)),
     "loss of every row": lambda: _compile(loss_fn=lambda a, b: F.cross_entropy(a, b, reduction="none")),
     "batch is a tensor": lambda: _compile(batch=torch.randn(8, 16)),
@@ -246,9 +246,9 @@ MESSAGES: dict[str, str] = {
         "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
     ),
     "fixed batch size": (
-        "QN101 the model cannot be traced\n"
-        "  the batch size is fixed by the model's code, so it cannot run on another number of rows\n"
-        "  fix: use x.shape[0] (or -1) where a literal batch size is used"
+        "QN106 the batch does not divide\n"
+        "  a batch of 16 rows, and the model's code fixes the batch size that it was traced with: 8\n"
+        "  fix: use x.shape[0] (or -1) where a literal batch size is used, or batches of that size"
     ),
     "no loss": (
         "QN103 the model does not return a loss\n"
