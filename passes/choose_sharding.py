@@ -445,7 +445,9 @@ class _AxisSearch:
             share = b is P and plain(a) is I
             return price if whole_to_slice or share or (a is R and b is I) else FORBIDDEN
         if self.axis.role == "data":
-            gathers = isinstance(a, Shard)
+            # rows may be exchanged for experts, where a plan spreads what one-hot dispatch sends them to
+            exchanges = isinstance(b, Shard) and self.axis.name in self.options.experts
+            gathers = isinstance(a, Shard) and not exchanges
             return price * DISCOURAGED if gathers else price
         if self.axis.role == "context":
             # a parameter's slices would not save its memory; sequences are gathered for what reads all of them

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from .annotations import Leaf
@@ -353,6 +354,13 @@ def _canonical(
                     f"the higher-order operator {node.target} (autocast, cond, scan, ...)",
                     where=_where(node),
                     fix="choose the dtype with model.to(dtype); write loops and branches over plain tensors",
+                )
+            if free_unbacked_symbols(node.meta.get("val")):
+                raise CompileError(
+                    "QN101",
+                    f"the shape of what {node.target} returns depends on the values of a tensor",
+                    where=_where(node),
+                    fix="use a mask (torch.where with three arguments); for experts, quintnet.expert_linear",
                 )
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {"val": node.meta.get("val"), WHERE: _where(node)}

@@ -23,6 +23,7 @@ from .passes.differentiate import Differentiate
 from .passes.follow_stages import FollowStages
 from .passes.generate_ranks import GenerateRanks
 from .passes.insert_communication import InsertCommunication
+from .passes.join_routes import JoinRoutes
 from .passes.normalize import Normalize
 from .passes.recompute import Recompute
 from .passes.rule_notation import Rule
@@ -150,6 +151,7 @@ def _lower(
 ) -> DistributedProgram:
     local = runner(InsertCommunication(dict(request.rules)), staged)
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
+    local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)
     if training and request.plan.recompute == "full":
         differentiated = runner(Recompute(), differentiated)

@@ -1,0 +1,221 @@
+"""Mixtures of experts: rows travel to the ranks of their experts, none is dropped, gradients of the unsplit model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quintnet
+from quintnet_compiler.expert_ops import expert_linear
+from quintnet_compiler.runtime.routing import Router
+
+torch.set_num_threads(1)
+WIDTH, EXPERTS = 16, 4
+
+
+class Mixture(nn.Module):
+    """Top-2 routing to stacked experts. ``skew`` sends most rows to the first expert, and none to the last."""
+
+    def __init__(self, skew: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.2)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH) * 0.2) if bias else None
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
+        self.register_buffer("skew", skew * torch.tensor([2.0, 1.0, 0.0, -2.0]))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        weights, chosen = torch.topk(torch.softmax(self.router(x) + self.skew, -1), 2)
+        rows, ids = x.repeat_interleave(2, 0), chosen.flatten()
+        gate, up = expert_linear(rows, ids, self.up, self.up_bias, False).chunk(2, -1)
+        made = expert_linear(F.silu(gate) * up, ids, self.down, None, False)
+        x = x + (made.view(-1, 2, WIDTH) * weights.unsqueeze(-1)).sum(1)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def _batch(rows: int = 16) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, WIDTH, dtype=torch.float64), torch.randint(0, 8, (rows,))
+
+
+def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
+    return Counter(re.findall(r"comm\.(\w+)\(", program.ranks[0].forward.code))
+
+
+@pytest.mark.parametrize("skew", [0.0, 10.0])
+@pytest.mark.parametrize(
+    ("axes", "experts", "microbatches"),
+    [
+        ({"ep": 4}, None, 1),
+        ({"dp": 2, "ep": 2}, None, 2),
+        ({"ep": 2, "tp": 2}, None, 2),
+        ({"dp": 4}, ["dp"], 1),
+        ({"dp": 2, "ep": 2, "tp": 2}, ["dp", "ep"], 2),
+        ({"tp": 4}, None, 1),
+        ({"dp": 4}, None, 2),
+    ],
+    ids=str,
+)
+def test_spread_experts_are_exact(axes: dict[str, int], experts: Any, microbatches: int, skew: float) -> None:
+    options = {"experts": experts, "microbatches": microbatches}
+    program = quintnet.compile(Mixture(skew).double(), quintnet.Mesh(**axes), _batch(), **options)
+    report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)
+
+
+def test_no_row_is_dropped_however_uneven_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, received = [], []
+    plan = Router.route_plan
+
+    def spy(self: Router, *args: Any) -> Tensor:
+        found = plan(self, *args)
+        if not found.is_meta:
+            sent.append(found[-8:-4].sum().item())
+            received.append(found[-4:].sum().item())
+        return found
+
+    monkeypatch.setattr(Router, "route_plan", spy)
+    program = quintnet.compile(Mixture(skew=10.0).double(), quintnet.Mesh(ep=4), _batch())
+    program.step(_batch())
+    assert sent == [8] * 4 and sum(received) == 32  # 16 rows, two experts each
+    assert sorted(received)[0] == 0 and max(received) > 12  # one rank has nothing to do, another most of it
+
+
+def test_rows_travel_once_to_the_experts_and_once_back() -> None:
+    program = quintnet.compile(Mixture().double(), quintnet.Mesh(ep=2), _batch())
+    calls = _calls(program)
+    assert calls["route_plan"] == 1 and calls["route"] == 2 and calls["unroute"] == 1  # experts' numbers, rows; rows
+    assert program.plan.experts == ()
+    up = program.ranks[0].stages[0].state
+    assert any(name == "up" for name in up.values())
+
+
+def test_each_rank_keeps_its_experts_only() -> None:
+    program = quintnet.compile(Mixture().double(), quintnet.Mesh(dp=2, ep=2, tp=2), _batch())
+    nodes = program.ranks[0].stages[0].forward.module.graph.nodes
+    shapes = {n.name: tuple(n.meta["val"].shape) for n in nodes if n.op == "placeholder" and "val" in n.meta}
+    assert shapes["p_model_up"] == (2, 16, 16) and shapes["p_model_down"] in [(2, 16, 8), (2, 8, 16)]
+
+
+def test_a_loss_curve_of_mixtral_with_spread_experts() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16, use_cache=False,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config)
+    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 32, (50, 8, 8)) // 3]
+    program = quintnet.compile(model, quintnet.Mesh(dp=2, ep=2), batches[0])
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-3)
+    found = []
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    for batch in batches:
+        found.append(program.step(batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch, expected in zip(batches, found, strict=True):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert abs(loss.item() - expected) < 1e-4
+    assert found[-1] < 0.9 * found[0]
+
+
+def _process() -> tuple[float, Tensor, Tensor]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    program = quintnet.compile(Mixture(skew=5.0).double(), quintnet.Mesh(dp=2, ep=2), _batch(), microbatches=2)
+    loss = program.step(_batch()).item()
+    gradients = {name: p.grad.full_tensor() for name, p in program.named_parameters()}  # type: ignore[union-attr]
+    return loss, gradients["up"], gradients["router.weight"]
+
+
+def test_processes_exchange_rows() -> None:
+    expected = _process()
+    for loss, up, router in quintnet.launch(_process, 4, timeout=120):
+        assert loss == pytest.approx(expected[0], rel=1e-12)
+        assert torch.allclose(up, expected[1], atol=1e-14) and torch.allclose(router, expected[2], atol=1e-14)
+
+
+def test_experts_that_do_not_divide() -> None:
+    with pytest.raises(quintnet.CompileError, match="4 experts .* cannot be spread over ep=3") as error:
+        quintnet.compile(Mixture().double(), quintnet.Mesh(ep=3), _batch(12))
+    assert error.value.code == "QN203"
+
+
+class Capacity(nn.Module):
+    """Experts of limited capacity with one-hot dispatch (Lepikhin et al. 2020), one group per sequence: what comes too
+    late in a sequence is dropped."""
+
+    def __init__(self, capacity: int = 3) -> None:
+        super().__init__()
+        self.first, self.head, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8), nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
+        self.capacity = capacity
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        weight, chosen = torch.softmax(self.router(x), -1).max(-1)
+        hot = F.one_hot(chosen, EXPERTS)
+        place = (hot.cumsum(1) - 1) * hot
+        kept = hot * (place < self.capacity)
+        slot = F.one_hot((place * hot).sum(-1).clamp(max=self.capacity - 1), self.capacity)
+        mask = (kept.unsqueeze(-1) * slot.unsqueeze(-2)).to(x.dtype)  # [B, S, E, C]
+        inside = torch.einsum("bsec,bsh->bech", mask, x)
+        made = torch.einsum("bech,efh->becf", inside, self.up).relu()
+        back = torch.einsum("bsec,becf->bsf", mask * weight[..., None, None], made)
+        return F.cross_entropy(self.head(x + back).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"tp": 4}], ids=str)
+def test_one_hot_dispatch_with_capacity_drops_what_the_reference_drops(axes: dict[str, int]) -> None:
+    batch = (torch.randn(8, 12, WIDTH, dtype=torch.float64), torch.randint(0, 8, (8, 12)))
+    plan = {"parameters": {"up": {"ep": "S(0)"}}} if "ep" in axes else None
+    program = quintnet.compile(Capacity().double(), quintnet.Mesh(**axes), batch, plan=plan)
+    assert program.verify().ok
+    if "ep" in axes:
+        assert _calls(program)["all_to_all"] >= 2  # slots to their experts, and back
+
+
+class Listed(nn.Module):
+    """A list of experts; ``dense``: each sees every row, behind a mask."""
+
+    def __init__(self, dense: bool) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, 8) for _ in range(EXPERTS))
+        self.dense = dense
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        weight, chosen = torch.softmax(self.router(x), -1).max(-1)
+        out = x.new_zeros(x.shape[0], 8)
+        for number, expert in enumerate(self.experts):
+            if self.dense:
+                out = out + torch.where((chosen == number)[:, None], expert(x) * weight[:, None], 0.0)
+            else:
+                rows = torch.where(chosen == number)[0]
+                out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
+        return F.cross_entropy(out, labels)
+
+
+def test_a_list_of_experts_behind_masks() -> None:
+    program = quintnet.compile(Listed(dense=True).double(), quintnet.Mesh(dp=2, tp=2), _batch(), microbatches=2)
+    assert program.verify().ok
+
+
+def test_rows_picked_by_value_are_refused_with_a_way_out() -> None:
+    with pytest.raises(quintnet.CompileError) as error:
+        quintnet.compile(Listed(dense=False).double(), quintnet.Mesh(dp=2), _batch())
+    assert "expert_linear" in str(error.value) and "rows = torch.where(chosen == number)[0]" in str(error.value)
