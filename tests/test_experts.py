@@ -150,7 +150,7 @@ def test_processes_exchange_rows() -> None:
 
 
 def test_experts_that_do_not_divide() -> None:
-    with pytest.raises(quintnet.CompileError, match="4 experts .* cannot be spread over ep=3") as error:
+    with pytest.raises(quintnet.CompileError, match=r"4 experts .* cannot be spread over ep=3") as error:
         quintnet.compile(Mixture().double(), quintnet.Mesh(ep=3), _batch(12))
     assert error.value.code == "QN203"
 

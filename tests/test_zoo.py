@@ -1,0 +1,32 @@
+"""Models of transformers, unmodified, on every axis and on composed layouts: gradients of the unsplit model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .zoo import ZOO, Layout, columns, outcome
+
+pytest.importorskip("transformers")
+torch.set_num_threads(1)
+ALL = [(name, layout) for name in ZOO for layout in columns(name)]
+
+
+def _check(name: str, layout: Layout) -> None:
+    found = outcome(name, layout)
+    assert found.ok or (found.error is None and layout.context == "ulysses" and "heads" in found.reason), found
+
+
+# one composed layout of each model, another for the next one
+SAMPLE = [(name, columns(name)[-1 - position % 3]) for position, name in enumerate(ZOO)]
+
+
+@pytest.mark.parametrize(("name", "layout"), SAMPLE, ids=str)
+def test_a_composed_layout_of_each_model(name: str, layout: Layout) -> None:
+    _check(name, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), [pair for pair in ALL if pair not in SAMPLE], ids=str)
+def test_every_axis_of_each_model(name: str, layout: Layout) -> None:
+    _check(name, layout)
