@@ -423,8 +423,9 @@ class _AxisSearch:
             return None
         if isinstance(a, Shard) and b is P:
             return None
-        if b is P and not edge.additive and edge.user.op != "output":
-            return None  # correct, but never useful: dividing a whole value to add it up again
+        if b is P and not edge.additive and edge.user.op != "output" and self.axis.role != "time":
+            # correct, and useful in time alone, where nothing adds up what a whole value (a penalty) is added to
+            return None
         price = self._move(a, b, size)
         if edge.grad:
             price += self._move(gradient(b), gradient(a), size)

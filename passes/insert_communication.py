@@ -286,7 +286,8 @@ class _Lowering:
         axis = self.axes[position]
         if axis.role == "time" and isinstance(after, Shard):
             return self.builder.call(microbatch, node, axis.size, after.dim, after.parts)
-        if axis.role == "time" and not (plain(before) is I and after is P):
+        alone = plain(before) is I and (after is P or (before is R and after is I))
+        if axis.role == "time" and not alone:
             raise CompileError(
                 "QN104",
                 f"a value split over {axis.size} microbatches would have to be exchanged between them",
