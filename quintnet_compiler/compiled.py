@@ -207,6 +207,12 @@ class CompiledProgram:
         return self._leader().program.schedule
 
     @property
+    def unsplit(self) -> tuple[str, ...]:
+        """What runs whole on every rank of a tensor or context axis because no size of it divides: exact, not faster
+        than one rank. A line for each kind of operator; empty where everything is split."""
+        return self._leader().unsplit
+
+    @property
     def compile_seconds(self) -> Mapping[str, float]:
         """Time of each pass."""
         return dict(self._leader().runner.seconds)

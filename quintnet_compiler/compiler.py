@@ -29,6 +29,7 @@ from .passes.recompute import Recompute
 from .passes.rule_notation import Rule
 from .passes.sharding_rules import RULES
 from .passes.strategies import RuleBook
+from .passes.unsplit import unsplit
 from .plan import Plan, fixed_types
 from .program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
 from .schedule import SCHEDULES, forward_only
@@ -96,6 +97,7 @@ class Compiled:
     plan: Plan
     runner: Runner
     stages: Mapping[str, tuple[int, ...]]
+    unsplit: tuple[str, ...] = ()
 
 
 def compile_program(captured: Captured, request: Request, runner: Runner) -> Compiled:
@@ -108,7 +110,8 @@ def compile_program(captured: Captured, request: Request, runner: Runner) -> Com
     sharded = _shard(captured, request, runner, plan.microbatches)
     staged = runner(CutStages(mesh["pp"], Roofline(), plan.stages), sharded)
     program = _lower(staged, request, runner, SCHEDULES[plan.schedule], plan.microbatches, training=True)
-    return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged))
+    whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
+    return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
 
 
 def follow_program(
