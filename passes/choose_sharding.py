@@ -366,7 +366,9 @@ class _AxisSearch:
             for b in to:
                 price = self._conversion(edge, a, b, size)
                 if price is None:
-                    continue
+                    if self.axis.role != "time":
+                        continue
+                    price = FORBIDDEN  # a way out, so that the refusal can name the place
                 pays_here = price == 0 or shared is None
                 joint[a, b] = model.variable(price * times if pays_here else 0.0)
                 if price >= FORBIDDEN:

@@ -120,7 +120,6 @@ WRONG: dict[str, Callable[[], object]] = {
     "an axis of True": lambda: Mesh(dp=True),
     "not a model": lambda: quintnet.compile(3, Mesh(dp=2)),  # type: ignore[arg-type]
     "not a mesh": lambda: quintnet.compile(MLP(), 8),  # type: ignore[arg-type]
-    "an axis that is not there yet": lambda: quintnet.compile(MLP(), Mesh(ep=2)),
     "no microbatches": lambda: _compile(microbatches=0),
     "unknown schedule": lambda: _compile(schedule="zigzag"),
     "no plan file": lambda: _compile(plan="/nowhere/plan.json"),
@@ -172,13 +171,10 @@ MESSAGES: dict[str, str] = {
         "QN105 the model uses something that is not supported yet\n  a int is not a model\n  fix: pass an nn.Module"
     ),
     "not a mesh": ("QN201 the mesh is not valid\n  a int is not a mesh\n  fix: pass quintnet.Mesh(dp=2, tp=2)"),
-    "an axis that is not there yet": (
-        "QN201 the mesh is not valid\n  the axis ep is not supported yet\n  fix: use dp, tp, cp and pp"
-    ),
     "no microbatches": (
         "QN207 the plan document is not valid\n  microbatches: Input should be greater than or equal to 1\n"
         "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, "
-        "context, recompute, seed, unknown_ops"
+        "context, experts, recompute, seed, unknown_ops"
     ),
     "unknown schedule": ("QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe"),
     "no plan file": (
@@ -194,7 +190,7 @@ MESSAGES: dict[str, str] = {
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"
         "  microbatchs: Extra inputs are not permitted\n"
-        "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, context, recompute, seed, unknown_ops"
+        "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, context, experts, recompute, seed, unknown_ops"
     ),
     "not a plan": (
         "QN207 the plan document is not valid\n  a int is not a plan\n  fix: pass a Plan, a dict, or a path"
@@ -331,8 +327,8 @@ MESSAGES: dict[str, str] = {
     ),
     "more stages than operators": (
         "QN206 the pipeline cannot be cut\n"
-        "  64 stages, and the model has 15 operators that use parameters\n"
-        "  fix: use pp=15 or less"
+        "  64 stages, and the model has 14 operators that use parameters\n"
+        "  fix: use pp=14 or less"
     ),
     "no values": (
         "QN301 the mesh does not fit the world\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 import quintnet
 from quintnet_compiler.expert_ops import expert_linear
 from quintnet_compiler.runtime.routing import Router
+
+from .zoo import ZOO, InDouble
 
 torch.set_num_threads(1)
 WIDTH, EXPERTS = 16, 4
@@ -131,6 +134,17 @@ def test_a_loss_curve_of_mixtral_with_spread_experts() -> None:
         optimizer.zero_grad()
         assert abs(loss.item() - expected) < 1e-4
     assert found[-1] < 0.9 * found[0]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"ep": 2, "pp": 2}], ids=str)
+def test_the_loss_that_balances_experts_has_global_statistics(axes: dict[str, int]) -> None:
+    balanced = replace(ZOO["Mixtral"], config={**ZOO["Mixtral"].config, "output_router_logits": True})
+    with InDouble():
+        program = quintnet.compile(balanced.build(), quintnet.Mesh(**axes), balanced.batch(8))
+        assert program.verify().ok
+        with pytest.raises(quintnet.CompileError, match="couples samples") as error:
+            quintnet.compile(balanced.build(), quintnet.Mesh(**axes), balanced.batch(8), microbatches=2)
+    assert error.value.code == "QN104" and "microbatches=1" in str(error.value)
 
 
 def _process() -> tuple[float, Tensor, Tensor]:
