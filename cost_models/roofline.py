@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..annotations import facts, needs_grad, num_bytes, shape, tensor_inputs, values
+from ..attention_ops import attention
 from ..expert_ops import expert_linear
 from .hardware import H100, Hardware
 
@@ -23,7 +24,7 @@ def _matmul_flops(node: fx.Node) -> float:
 
 def _attention_flops(node: fx.Node) -> float:
     query, key, value_ = tensor_inputs(node)[:3]
-    causal = 0.5 if len(node.args) > 5 and node.args[5] else 1.0
+    causal = 0.5 if node.kwargs.get("causal") or (len(node.args) > 5 and node.args[5]) else 1.0
     return causal * 2.0 * math.prod(shape(query)[:-1]) * shape(key)[-2] * (shape(query)[-1] + shape(value_)[-1])
 
 
@@ -36,7 +37,7 @@ FLOPS: dict[Any, Callable[[fx.Node], float]] = {
     **dict.fromkeys([aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], _matmul_flops),
     expert_linear: _matmul_flops,
     aten.addmm.default: lambda node: 2.0 * math.prod(shape(node)) * shape(tensor_inputs(node)[1])[-1],
-    aten.scaled_dot_product_attention.default: _attention_flops,
+    **dict.fromkeys([aten.scaled_dot_product_attention.default, attention], _attention_flops),
     **dict.fromkeys(
         [aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default], _convolution_flops
     ),

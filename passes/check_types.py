@@ -65,6 +65,8 @@ def _check_strategies(sharded: ShardedProgram, node: fx.Node, factors: Factors) 
         allowed = make(node, factors, cuts, axis.size)
         if not any(_same(chosen, option) for option in allowed):
             raise _fail(f"no rule lets {node.name} run as {_signature(chosen)} over {axis.name}", node)
+        if chosen.exchanges and axis.role == "time":
+            raise _fail(f"{node.name} would communicate between microbatches", node)
         factors = refine(factors, chosen, axis.size)
 
 

@@ -29,6 +29,7 @@ from ..annotations import (
     tensor_inputs,
     values,
 )
+from ..attention_ops import attention
 from ..comm_ops import lower_conversion, share
 from ..cost import CostModel
 from ..errors import CompileError, Where
@@ -36,7 +37,7 @@ from ..expert_ops import expert_linear
 from ..program import Axis, Program, ShardedProgram, Strategy, outputs
 from ..sharding import AxisType, I, P, R, S, Shard, Sharding, gradient, local_shape, plain
 from .batch_factors import batch_factors
-from .expert_axes import expert_parameters, travelling, travels
+from .expert_axes import expert_parameters, travelling
 from .integer_program import FORBIDDEN, IntegerProgram
 from .repeated_blocks import same_in_every_block
 from .rule_notation import Factors
@@ -73,8 +74,8 @@ class ChooseSharding:
 
     ``axes``: outermost first. ``fixed``: (leaf name, axis name) -> type. ``sequence_parallel``: whether values between
     tensor-parallel operators may be split along the sequence; if not, they are whole (all-reduce instead of
-    reduce-scatter and all-gather). ``context``: what a context axis splits of attention, queries (``"all_gather"``) or
-    heads (``"ulysses"``). ``experts``: the axes over which experts are spread.
+    reduce-scatter and all-gather). ``context``: what a context axis splits of attention: queries (``"all_gather"``),
+    heads (``"ulysses"``), or queries and keys (``"ring"``). ``experts``: the axes over which experts are spread.
 
     Raises:
         CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
@@ -213,9 +214,10 @@ class _AxisSearch:
 
     def _strategies(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         found, options = leaf(node), self._legal(node, cuts)
-        if node.target is expert_linear:
-            here = self.axis.name in self.options.experts
-            options = travelling(node, options, self.axis) if here else tuple(s for s in options if not travels(s))
+        if node.target is expert_linear and self.axis.name in self.options.experts:
+            options = travelling(node, options, self.axis)
+        elif node.target is not attention or self.axis.role != "context":
+            options = tuple(s for s in options if not s.exchanges)
         if found is None and self.axis.role == "context":
             return self._within_samples(node, options)
         if found is None:
@@ -262,16 +264,19 @@ class _AxisSearch:
             return name.partition("+")[0] not in self.samples[node] or cut >= rows
 
         found = tuple(s for s in options if whole_samples(s))
-        if node.target is aten.scaled_dot_product_attention.default:
+        if node.target in (aten.scaled_dot_product_attention.default, attention):
             return self._attention(node, found)
         if node in self.work and node.target in CONTRACTIONS:
             found = tuple(s for s in found if s.splits and self._sequence(node, s)) or found
         return found
 
     def _attention(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """The queries, or the heads, as the plan says; whole where neither the sequence nor the heads divide."""
-        wanted = {"all_gather": ("s",), "ulysses": ("g", "r")}[self.options.context]
-        found = tuple(s for s in options if s.splits and s.factor[0].rstrip("oi") in wanted)
+        """The queries, the heads, or queries and keys, as the plan says. Where no ring is possible (a mask of the
+        user's own), the queries; whole where neither the sequence nor the heads divide."""
+        splits = [(s.factor[0].rstrip("oi"), s) for s in options if s.splits]
+        found: tuple[Strategy, ...] = ()
+        for wanted in {"all_gather": [{"s"}], "ulysses": [{"g", "r"}], "ring": [{"s+t"}, {"s"}]}[self.options.context]:
+            found = found or tuple(s for name, s in splits if name in wanted)
         if not found and self.options.context == "ulysses":
             heads, size = shape(node)[-3] if len(shape(node)) > 2 else 1, self.axis.size
             raise CompileError(
@@ -280,7 +285,7 @@ class _AxisSearch:
                 where=facts(node).where,
                 fix='use context="all_gather"',
             )
-        return found or options
+        return found or tuple(s for s in options if not s.exchanges)
 
     def _sequence(self, node: fx.Node, strategy: Strategy) -> bool:
         """Whether a strategy leaves the weight as it is."""

@@ -105,14 +105,14 @@ def convolution(node: fx.Node) -> Factors:
 
 
 def attention(node: fx.Node) -> Factors:
-    """scaled_dot_product_attention: batch, heads and queries (causal ones are told which rows they are, see
-    InsertCommunication). Fewer key heads form groups."""
+    """scaled_dot_product_attention: batch, heads and (unless their number says what they see) queries. Fewer key heads
+    form groups."""
     q, k, v, *mask = tensor_inputs(node)
     qs, ks, vs = shape(q), shape(k), shape(v)
     out, rank = shape(node), len(qs)
     batch, sizes = named(out[: max(rank - 3, 0)], "b")
     sizes |= {"s": qs[-2], "t": ks[-2], "d": qs[-1], "e": vs[-1]}
-    whole = {"t", "d"}
+    whole = {"t", "d"} | ({"s"} if argument(node, "is_causal") else set())
     heads: Named = []
     if rank > 2:
         sizes |= {"g": ks[-3], "r": out[-3] // ks[-3]}
@@ -129,3 +129,22 @@ def attention(node: fx.Node) -> Factors:
     ins += [place(shape(m), heads, "s", "t") for m in mask]
     outs = (place(out, heads, "s", "e"),)
     return Factors(tuple(ins), outs, sizes, frozenset(whole), linear=((2,),))
+
+
+def masked_attention(node: fx.Node) -> Factors:
+    """quintnet.attention: batch, heads and queries, which are told their positions (see LowerAttention). Or queries and
+    keys at once, where these are as many: then the operator sends keys and values around itself."""
+    q, k, v = (shape(n) for n in tensor_inputs(node)[:3])
+    sizes = {"b": q[0], "g": k[1], "r": q[1] // k[1], "s": q[2], "t": k[2], "d": q[3], "e": v[3]}
+    heads = ("g", "r") if sizes["r"] > 1 else ("g",)
+    keys: Dims = (("b",), ("g",), ("t",))
+    # documents are those of the keys; queries pick theirs
+    ids: list[Dims] = [(("b",), ("t",)) for name in ("padding", "segments") if argument(node, name) is not None]
+    return Factors(
+        ((("b",), heads, ("s",), ("d",)), (*keys, ("d",)), (*keys, ("e",)), *ids),
+        ((("b",), heads, ("s",), ("e",)),),
+        sizes,
+        frozenset({"t", "d"}),
+        linear=((2,),),
+        joint=frozenset({("s", "t")} if q[2] == k[2] else ()),
+    )

@@ -26,7 +26,7 @@ def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[
     Raises:
         CompileError: QN203 if the experts do not divide.
     """
-    found = tuple(s for s in options if travels(s))
+    found = tuple(s for s in options if s.exchanges)
     if not found:
         raise CompileError(
             "QN203",
@@ -38,16 +38,12 @@ def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[
     return found
 
 
-def travels(strategy: Strategy) -> bool:
-    return "+" in strategy.label
-
-
 def hops(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:
     """The axes on which the rows of an ``expert_linear`` travel, and in how many ways the axes before each split the
     experts."""
     found, ways = [], 1
     for axis, strategy in zip(axes, chosen, strict=True):
-        if travels(strategy):
+        if strategy.exchanges:
             found.append((axis, ways))
         if splits_experts(strategy):
             ways *= axis.size

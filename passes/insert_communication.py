@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from ..attention_ops import attention
 from ..builder import GraphBuilder
 from ..comm_ops import (
     all_reduce_max,
@@ -23,7 +24,6 @@ from ..comm_ops import (
     route,
     route_plan,
     row_nll,
-    rows_of,
     share,
     unroute,
 )
@@ -32,7 +32,7 @@ from ..expert_ops import expert_linear
 from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
 from ..sharding import I, P, R, Shard, Sharding, conversion_path, local_shape, plain
 from .expert_axes import hops
-from .node_factors import argument
+from .lower_attention import LowerAttention
 from .rule_notation import Rule
 
 aten = torch.ops.aten
@@ -159,8 +159,8 @@ class _Lowering:
             padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
             names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
             new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
-        elif target is aten.scaled_dot_product_attention.default and (cuts := self._causal_cuts(node)):
-            new = self._causal_rows(node, args, kwargs, cuts)
+        elif target is attention:
+            new = LowerAttention(self.builder, self.axes, self.sharded.strategies[node])(node, list(given.values()))
         elif target is expert_linear:
             new = self._expert_linear(node, *args)
         elif target is row_nll:
@@ -221,25 +221,6 @@ class _Lowering:
     def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:
         wanted = values(like)[0].dtype
         return x if values(x)[0].dtype == wanted else self.builder.call(aten._to_copy.default, x, dtype=wanted)
-
-    def _causal_cuts(self, node: fx.Node) -> list[tuple[str, int, int]]:
-        """The axes that split the queries of causal attention: name, size, parts."""
-        dim = len(shape(node)) - 2
-        kinds = zip(self.axes, self.sharded.produced(node), strict=True)
-        cuts = [(axis.name, axis.size, k.parts) for axis, k in kinds if isinstance(k, Shard) and k.dim == dim]
-        return cuts if argument(node, "is_causal") else []
-
-    def _causal_rows(
-        self, node: fx.Node, args: list[Any], kwargs: dict[str, Any], cuts: list[tuple[str, int, int]]
-    ) -> fx.Node:
-        """Causal attention of some queries: each sees the keys up to its own global position."""
-        call, query, key = self.builder.call, args[0], args[1]
-        dim = len(shape(node)) - 2
-        rows = call(rows_of, query, dim, shape(node)[dim], *(list(column) for column in zip(*cuts, strict=True)))
-        keys = call(aten.arange.default, shape(key)[-2], dtype=torch.int64, device=values(node)[0].device)
-        mask = call(aten.ge.Tensor, self.builder.reshape(rows, [shape(query)[-2], 1]), keys)
-        options = {name: kwargs[name] for name in ("scale", "enable_gqa") if name in kwargs}
-        return call(node.target, *args[:3], mask, 0.0, False, **options)  # type: ignore[arg-type]
 
     def _dropout(self, node: fx.Node, x: fx.Node, p: float, op: int) -> fx.Node:
         """Its mask is a value of its own, so that the backward keeps that and not ``x``."""

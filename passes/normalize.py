@@ -13,6 +13,7 @@ from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..annotations import Leaf, shape, value
+from ..attention_ops import attention
 from ..builder import GraphBuilder
 from ..capture import LEAF, WHERE
 from ..comm_ops import dropout, row_nll
@@ -213,11 +214,12 @@ def _count(builder: GraphBuilder) -> int:
 
 
 def _attention(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """With dropout, attention is written out: its mask is over (query, key), which no fused kernel takes from us."""
+    """Without a mask of the user's own, quintnet.attention. With dropout, attention is written out: its mask is over
+    (query, key), which no fused kernel takes from us."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given = dict(zip(names, args, strict=False)) | kwargs
     if not given.get("dropout_p"):
-        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        return _plain_attention(builder, given) or builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
     call, query, key, val = builder.call, given["query"], given["key"], given["value"]
     if given.get("enable_gqa"):
         groups = shape(query)[-3] // shape(key)[-3]
@@ -238,6 +240,55 @@ def _attention(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
     weights = call(aten._softmax.default, scores, len(dims) - 1, False)
     weights = call(dropout, weights, given["dropout_p"], op=_count(builder))
     return call(aten.matmul.default, weights, val)
+
+
+def _plain_attention(builder: GraphBuilder, given: dict[str, Any]) -> fx.Node | None:
+    """Mask-free attention of [batch, heads, positions, features] in which nothing broadcasts; None for any other."""
+    names = ("query", "key", "value")
+    tensors = [given[name] for name in names]
+    q, k, v = map(shape, tensors)
+    if len(q) == len(k) == len(v) == 3:  # as one head of each
+        several = [builder.reshape(x, [shape(x)[0], 1, *shape(x)[1:]]) for x in tensors]
+        made = _plain_attention(builder, given | dict(zip(names, several, strict=True)))
+        return made and builder.reshape(made, [*q[:2], v[2]])
+    if given.get("attn_mask") is not None or len(q) != 4 or k[:3] != v[:3] or q[0] != k[0]:
+        return None
+    if q[1] != k[1] and not given.get("enable_gqa"):
+        return None
+    scale = given.get("scale")
+    scale = q[-1] ** -0.5 if scale is None else scale
+    return builder.call(attention, *tensors, scale=scale, causal=bool(given.get("is_causal")), window=0)
+
+
+def _masked_attention(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """A window as long as the sequence is none; documents that the model's constants say are one are none."""
+    given = dict(zip(("q", "k", "v", "padding", "segments"), args, strict=False)) | kwargs
+    if given.get("segments") is not None and _one_document(given["segments"]):
+        del given["segments"]
+    window = given["window"] if given["window"] < shape(given["q"])[2] else 0
+    tensors = [given.get(name) for name in ("q", "k", "v", "padding", "segments")]
+    return builder.call(attention, *tensors, scale=given["scale"], causal=given["causal"], window=window)
+
+
+def _one_document(segments: fx.Node) -> bool:
+    """Whether ids are equal in every row, for any batch: Hugging Face models derive them from positions, which they
+    make themselves where the user gives none."""
+    needed, todo = set[fx.Node](), [segments]
+    while todo:
+        node = todo.pop()
+        if node.op == "placeholder":
+            return False
+        if node not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    env: dict[fx.Node, Any] = {}
+    for node in segments.graph.nodes:
+        if node in needed:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            options = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
+            env[node] = node.target(*args, **options)
+    found: Tensor = env[segments]
+    return bool((found == found[:, :1]).all())
 
 
 def _random(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -455,4 +506,5 @@ REWRITES: dict[Any, Rewrite] = {
     aten.l1_loss.default: _distance,
     aten.kl_div.default: _divergence,
     aten.scaled_dot_product_attention.default: _attention,
+    attention: _masked_attention,
 }  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..annotations import is_float, tensor_inputs, value
+from ..attention_ops import attention
 from ..comm_ops import dropout, row_nll
 from ..expert_ops import expert_linear
 from . import contraction_rules as c
@@ -124,6 +125,7 @@ RULES = MappingProxyType(
             c.convolution,
         ),
         _each([aten.scaled_dot_product_attention.default], c.attention),
+        _each([attention], c.masked_attention),
         rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k"),
         rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k"),
         # views

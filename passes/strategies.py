@@ -1,7 +1,8 @@
 """Every legal way to run one operator on one axis.
 
-On an axis, an operator does exactly one of: split a factor; run replicated; pass a partial sum through (where it is
-linear). Axes nest: what an axis splits off a factor is gone for the next one.
+On an axis, an operator does exactly one of: split a factor (or several at once, if it exchanges what ranks lack); run
+replicated; pass a partial sum through (where it is linear). Axes nest: what an axis splits off a factor is gone for the
+next one.
 """
 
 from __future__ import annotations
@@ -105,9 +106,15 @@ def refine(factors: Factors, strategy: Strategy, ranks: int) -> Factors:
         return factors
     name, cut = strategy.factor
     first, *second = name.split("+")
+    once = [one for other in second if other in factors.whole for one in (first, other)]
     for other in second:  # of which an axis takes the outermost part
         factors = split_factor(factors, other, 1, ranks)
-    return split_factor(factors, first, cut, ranks)
+    factors = split_factor(factors, first, cut, ranks)
+    if not once:
+        return factors
+    done = frozenset(f"{one}i" for one in once)
+    left = frozenset(pair for pair in factors.joint if done.isdisjoint(pair))
+    return replace(factors, whole=factors.whole | done, joint=left)
 
 
 def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, dict[str, set[int]]]:
@@ -204,14 +211,12 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
                 ins.append(place(dims, name, cut) or term)
             options.append(made(f"split {name} {cut}", ins, outs))
     for first, second in sorted(factors.joint):
-        for cut in sorted({1, *cuts.get(first, ())}):
+        for cut in sorted({1, *(() if second in factors.whole else cuts.get(first, ()))}):
             if factors.sizes[first] % (cut * ranks) or factors.sizes[second] % ranks:
                 continue
-            both = [
-                [place(d, first, cut) or place(d, second, 1) for d in side]
-                for side in (factors.inputs, factors.outputs)
-            ]
-            options.append(made(f"split {first}+{second} {cut}", [t or R for t in both[0]], [t or P for t in both[1]]))
+            ins = [place(d, first, cut) or place(d, second, 1) or R for d in factors.inputs]
+            outs = [place(d, first, cut) or place(d, second, 1) or P for d in factors.outputs]
+            options.append(made(f"split {first}+{second} {cut}", ins, outs))
     for group in factors.linear:
         ins = [P if i in group else R for i in range(count_in)]
         options.append(made(f"linear {group}", ins, [P] * count_out))

@@ -8,12 +8,13 @@ from collections import defaultdict
 from torch import fx
 
 from ..annotations import facts, is_getitem, shape, tensor_inputs
+from ..attention_ops import attention
 from ..program import Axis, ShardedProgram
 from .choose_sharding import CONTRACTIONS, aten
 from .rule_notation import Factors
 from .strategies import RuleBook, refine
 
-_HEAVY = frozenset({*CONTRACTIONS, aten.scaled_dot_product_attention.default})
+_HEAVY = frozenset({*CONTRACTIONS, aten.scaled_dot_product_attention.default, attention})
 
 
 def unsplit(sharded: ShardedProgram, rules: RuleBook) -> tuple[str, ...]:

@@ -18,7 +18,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..annotations import facts, shape, value
 from ..builder import GraphBuilder
-from ..comm_ops import embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, route, unroute
+from ..comm_ops import (
+    embedding_rows,
+    embedding_rows_backward,
+    nll_terms,
+    nll_terms_backward,
+    ring_attention,
+    ring_attention_backward,
+    route,
+    unroute,
+)
 from ..errors import CompileError
 from ..expert_ops import expert_bias_grad, expert_linear, expert_weight_grad
 
@@ -66,6 +75,8 @@ class VectorJacobian:
             return self._expert_linear(args)
         if target in (route, unroute):
             return self._routed(target, args)
+        if target is ring_attention:
+            return self._ring_attention(args)
         tensors: list[fx.Node] = []
         fx.map_arg((tuple(args), kwargs), tensors.append)
         key = _key(target, args, kwargs, tensors, wanted)
@@ -188,6 +199,19 @@ class VectorJacobian:
             return [self.builder.call(back, tangents[0], *args[1:]), None]
 
         return [self.builder.call(target, *args)], pullback
+
+    def _ring_attention(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        q, axis, size, k, v, padding, segments, *options = args
+        made = self.builder.call(ring_attention, *args)
+        out, lse = (self.builder.getitem(made, i) for i in range(2))
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            saved = (q, k, v, out, lse, padding, segments)
+            found = self.builder.call(ring_attention_backward, tangents[0], axis, size, *saved, *options)
+            terms = [self.builder.getitem(found, i) if facts(x).needs_grad else None for i, x in enumerate((q, k, v))]
+            return [*terms, *(None for x in (padding, segments) if x is not None)]
+
+        return [out, lse], pullback
 
 
 def _key(

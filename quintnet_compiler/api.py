@@ -50,7 +50,7 @@ def compile(
         microbatches: into how many parts each step's batch is split in time.
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
-        context: ``"all_gather"`` or ``"ulysses"``: attention over sequences that cp splits, see :class:`Plan`.
+        context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
         experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
         recompute: ``"full"`` computes the inside of repeated blocks again in the backward instead of keeping it.
         seed: of dropout masks; equal seeds give equal masks on every mesh.

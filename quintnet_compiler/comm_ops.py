@@ -9,6 +9,7 @@ axes to groups. Here they only know shapes (for tracing); a transport gives them
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ _library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-c
 
 
 def define_operator(
-    schema: str, shape: Callable[..., Tensor], compute: Callable[..., Tensor] | None = None
+    schema: str, shape: Callable[..., Any], compute: Callable[..., Tensor] | None = None
 ) -> torch._ops.OpOverload:
     """An operator of this package. ``shape`` makes an empty result; ``compute``: the result, where no transport or
     rank is needed for it."""
@@ -28,6 +29,15 @@ def define_operator(
     torch.library.register_fake(f"quintnet::{name}", shape, lib=_library)
     if compute is not None:
         _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    overload: torch._ops.OpOverload = getattr(torch.ops.quintnet, name).default
+    return overload
+
+
+def define_composite(schema: str, function: Callable[..., Tensor]) -> torch._ops.OpOverload:
+    """An operator that is one node in a graph and ``function`` wherever it runs, gradients included."""
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    name = schema.partition("(")[0]
+    _library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
     overload: torch._ops.OpOverload = getattr(torch.ops.quintnet, name).default
     return overload
 
@@ -61,9 +71,7 @@ def _row_nll(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
 
 
 # the negative log-likelihood of each row's label, 0 for ``ignore``: cross entropy without a reduction
-_library.define("row_nll(Tensor logits, Tensor labels, int ignore) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("row_nll", _row_nll, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-row_nll: torch._ops.OpOverload = torch.ops.quintnet.row_nll.default
+row_nll = define_composite("row_nll(Tensor logits, Tensor labels, int ignore) -> Tensor", _row_nll)
 
 convert = define_operator("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)
 all_reduce = define_operator("all_reduce(Tensor x, str axis, int size) -> Tensor", _same)
@@ -139,9 +147,39 @@ microbatch = define_operator(
     lambda x, size, dim, parts: _resized(x, dim, over=size),
 )
 
-COMMUNICATION = frozenset(
-    {all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, route_plan, route, unroute}
+
+def _ring_shape(q: Tensor, axis: str, size: int, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    rows = q.shape[:3]
+    return q.new_empty([*rows, v.shape[3]]), q.new_empty(rows, dtype=widened(q.dtype))
+
+
+def _ring_gradients(
+    grad: Tensor, axis: str, size: int, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# attention of this rank's run of positions to all positions: keys and values (and what says which of them may be seen)
+# travel around ``axis``. Returns each query's log of its sum of exponentials too, for the backward. ``balance``: while
+# it runs, ranks hold a run from the beginning and one from the end, so that causality leaves all of them equal work.
+ring_attention = define_operator(
+    "ring_attention(Tensor q, str axis, int size, Tensor k, Tensor v, Tensor? padding, Tensor? segments, float scale, "
+    "bool causal, int window, bool balance) -> (Tensor, Tensor)",
+    _ring_shape,
 )
+ring_attention_backward = define_operator(
+    "ring_attention_backward(Tensor grad, str axis, int size, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? padding, Tensor? segments, float scale, bool causal, int window, bool balance) -> "
+    "(Tensor, Tensor, Tensor)",
+    _ring_gradients,
+)
+
+COMMUNICATION = frozenset(
+    {
+        all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, ring_attention, ring_attention_backward,
+        route_plan, route, unroute,
+    }
+)  # fmt: skip
 # depend on the rank's coordinate, move nothing
 LOCAL = frozenset(
     {

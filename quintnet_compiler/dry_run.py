@@ -101,9 +101,14 @@ class _Skeleton:
                 return tuple(self.shapes[n] for n in node.args[0])
             _, *rest = fx.map_arg(node.args, lambda n: self.shapes.get(n))
             made = getattr(comm, str(node.target))(*rest)
-            if node in self.shapes and tuple(made.shape) != tuple(self.shapes[node].shape):
-                raise RuntimeError(f"{node.name} gives {tuple(made.shape)}, and {self.shapes[node]} is expected")
+            for x, wanted in zip(_several(made), _several(self.shapes.get(node)), strict=False):
+                if tuple(x.shape) != tuple(wanted.shape) or x.dtype != wanted.dtype:
+                    raise RuntimeError(f"{node.name} gives {tuple(x.shape)} {x.dtype}, and {wanted} is expected")
         raise AssertionError("a generated function returns")
+
+
+def _several(made: Any) -> tuple[Any, ...]:
+    return made if isinstance(made, tuple) else () if made is None else (made,)
 
 
 def _matters(node: fx.Node) -> bool:

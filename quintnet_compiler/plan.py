@@ -40,7 +40,7 @@ class Plan(BaseModel):
     ``stages``: where each pipeline stage but the first begins: module paths or operator names.
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
     ``context``: how attention works on sequences that cp splits: every rank gathers all keys and values for its own
-    queries, or (``"ulysses"``) exchanges sequences for heads.
+    queries, or (``"ulysses"``) exchanges sequences for heads, or (``"ring"``) sends its keys and values around.
     ``experts``: the axes over which experts are spread, where it is not ``ep`` alone: ``("dp",)`` or ``("dp", "cp")``
     let data and context ranks hold different experts.
     ``recompute``: what the backward computes again: nothing, or (``"full"``) everything inside repeated blocks.
@@ -57,7 +57,7 @@ class Plan(BaseModel):
     sequence_parallel: bool = True
     parameters: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
     stages: tuple[Text, ...] = ()
-    context: Literal["all_gather", "ulysses"] = "all_gather"
+    context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
     experts: tuple[Literal["dp", "ep", "cp"], ...] = ()
     recompute: Literal["none", "full"] = "none"
     seed: int = Field(default=0, ge=0, lt=2**63)

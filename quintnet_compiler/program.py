@@ -93,6 +93,11 @@ class Strategy:
         _, name, cut = self.label.split()
         return name, int(cut)
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether the operator itself brings together what two factors that are split at once tear apart."""
+        return "+" in self.label
+
 
 @dataclass(frozen=True)
 class ShardedProgram:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from quintnet_compiler.attention_ops import attention
 from quintnet_compiler.comm_ops import row_nll
 from quintnet_compiler.expert_ops import expert_linear
 
@@ -246,6 +247,23 @@ def _attention() -> list[Sample]:
         call(sdpa, f(2, 4, 6, 4), f(1, 4, 4, 4), f(2, 4, 4, 4)),
         call(sdpa, f(2, 4, 6, 4), f(2, 1, 4, 4), f(2, 1, 4, 4)),
         call(sdpa, f(4, 6), f(6, 6), f(6, 4)),
+        *_masked_attention(),
+    ]
+
+
+def _masked_attention() -> list[Sample]:
+    q, few, k, v = f(2, 4, 6, 4), f(2, 2, 6, 4), f(2, 4, 12, 4), f(2, 4, 12, 2)
+    causal, whole = {"scale": 0.5, "causal": True}, {"scale": 0.5, "causal": False, "window": 0}
+    return [
+        call(attention, q, q, q, **causal, window=0),
+        call(attention, q, few, few, **causal, window=0),
+        call(attention, q, k, v, **whole),
+        call(attention, q, k, v, **causal, window=3),
+        call(attention, q, few, few, **causal, window=2),
+        call(attention, f(2, 4, 12, 4), k, f(2, 4, 12, 6), bools(2, 12), **whole),
+        call(attention, q, few, few, bools(2, 6), **causal, window=0),  # the first queries may see nothing
+        call(attention, q, few, few, None, ints(2, 2, 6), **causal, window=0),
+        call(attention, q, q, q, bools(2, 6), ints(3, 2, 6), **causal, window=4),
     ]
 
 

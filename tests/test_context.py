@@ -27,7 +27,7 @@ def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(\w+)\(", program.ranks[0].forward.code))
 
 
-@pytest.mark.parametrize("context", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("context", ["all_gather", "ulysses", "ring"])
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES, ids=str)
 @pytest.mark.parametrize("name", ["gpt", "encoder", "hf_llama_double", "hf_gpt2_double"])
 def test_context_parallelism_equals_the_module(name: str, mesh: quintnet.Mesh, microbatches: int, context: str) -> None:
@@ -79,7 +79,7 @@ def test_sliding_windows_and_dropout() -> None:
     def loss(out: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(out.flatten(0, 1), labels.flatten())
 
-    for context in ("all_gather", "ulysses"):
+    for context in ("all_gather", "ulysses", "ring"):
         program = quintnet.compile(
             Windowed().double(), quintnet.Mesh(cp=4), batch, loss_fn=loss, microbatches=2, context=context
         )

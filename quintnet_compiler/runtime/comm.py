@@ -14,6 +14,7 @@ from ..mesh import Mesh
 from ..noise import Key, keep_mask
 from ..sharding import Shard
 from .gradients import GradientStore
+from .ring import Ring, ring_backward, ring_forward
 from .routing import Router
 from .transport import Transport
 
@@ -41,6 +42,7 @@ class Comm:
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_product = gradients.accumulate_product
+        self.transport = transport
         self.mesh, self.coordinate = mesh, coordinate
         self.seed = self.step = self.microbatch = 0
 
@@ -122,6 +124,48 @@ class Comm:
         kinds = tuple(Shard(0, count) for count in parts)
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
         return layout.positions([whole], kinds, sizes, places)[0].to(x.device)
+
+    def ring_attention(
+        self,
+        q: Tensor,
+        axis: str,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        balance: bool,
+        at: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`.ring`."""
+        return ring_forward(self._ring(axis, scale, causal, window, balance, at), q, k, v, padding, segments)
+
+    def ring_attention_backward(
+        self,
+        grad: Tensor,
+        axis: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        balance: bool,
+        at: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v of ``ring_attention``."""
+        ring = self._ring(axis, scale, causal, window, balance, at)
+        return ring_backward(ring, grad, q, k, v, out, lse, padding, segments)
+
+    def _ring(self, axis: str, scale: float, causal: bool, window: int, balance: bool, at: int) -> Ring:
+        size, index = self.mesh[axis], self.coordinate[axis]
+        return Ring(self.transport, axis, size, index, at, scale, causal, window, balance)
 
     def keep_mask(
         self,

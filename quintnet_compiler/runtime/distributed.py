@@ -115,6 +115,29 @@ class DistributedTransport:
         dist.all_to_all_single(out, x.contiguous(), receives, sends, group=self.axis[axis][0])
         return out
 
+    def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
+        group, _, index = self.axis[axis]
+        if sources[index] == index:
+            return lambda: x
+        assert group is not None
+        ranks, sent = dist.get_process_group_ranks(group), x.contiguous()
+        got = torch.empty_like(sent)
+        moves = [
+            dist.P2POp(dist.isend, sent, ranks[sources.index(index)], group),
+            dist.P2POp(dist.irecv, got, ranks[sources[index]], group),
+        ]
+        works = dist.batch_isend_irecv(moves)
+
+        kept = [sent]  # alive until it is there
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            kept.clear()
+            return got
+
+        return wait
+
     # -- what the executor asks for
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

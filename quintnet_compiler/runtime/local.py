@@ -150,6 +150,8 @@ def _carry_out(meetings: list[Meeting], wanted: Sequence[int]) -> list[Any]:
             return [xs[index].clone() for index in wanted]
         runs = [torch.split(m.tensor, list(m.runs)) for m in meetings if m.runs is not None]
         return [torch.cat([run[index] for run in runs]) for index in wanted]
+    if kind == "permute":
+        return [xs[detail[index]].clone() for index in wanted]
     assert kind == "broadcast"
     return [xs[meetings[0].ranks.index(detail[0])].clone() for _ in wanted]
 
@@ -203,6 +205,10 @@ class LocalTransport:
     ) -> Tensor:
         runs = None if sends is None else tuple(sends)
         return self._meet("rows", x, self.peers[axis], self._site(at), runs=runs)
+
+    def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
+        got = self._meet("permute", x, self.peers[axis], self._site(at), *sources)
+        return lambda: got
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         x.copy_(self._meet("sum", x, ranks, label))

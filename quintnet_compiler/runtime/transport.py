@@ -34,6 +34,10 @@ class Transport(Protocol):
         as many as there are (for shapes alone)."""
         ...
 
+    def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
+        """Begin to replace ``x`` by that of another rank: the i-th of the axis gets what its ``sources[i]``-th has."""
+        ...
+
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         """Begin to add up ``x`` over ``ranks`` in place."""
         ...
