@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from .expert_ops import expert_linear
 
+from .huggingface_attention import attention_as_one_operator
+
 
 @contextlib.contextmanager
 def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
@@ -29,7 +31,8 @@ def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
     try:
         for config, name, _ in before:
             setattr(config, name, _CHOICES[name])
-        yield
+        with attention_as_one_operator() if configs else contextlib.nullcontext():
+            yield
     finally:
         for config, name, was in before:
             setattr(config, name, was)
