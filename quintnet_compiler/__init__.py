@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .api import compile
 from .compiled import CompiledProgram
-from .errors import CompileError, InputError, QuintNetError, RunError
+from .errors import CheckpointError, CompileError, InputError, QuintNetError, RunError
 from .initialize import Constant, Normal, Uniform
 from .mesh import Mesh
 from .passes.rule_notation import Rule, rule
@@ -15,6 +15,7 @@ from .verification import VerifyReport
 
 __all__ = [
     "CompileError",
+    "CheckpointError",
     "CompiledProgram",
     "Constant",
     "InputError",

@@ -18,9 +18,13 @@ from .dump import dump_program
 from .errors import CompileError, InputError
 from .initialize import Init, chosen, key_of
 from .mesh import Mesh
+from .meta_buffers import with_buffers
 from .passes.prove import prove
 from .passes.rule_notation import Rule
 from .plan import Plan
+from .pretrained import Allowed, load_weights
+from .pretrained import Subject as Pretrained
+from .pretrained_save import save_weights
 from .program import Captured, DistributedProgram, RankProgram
 from .runtime.backends import Backend, open_backend
 from .runtime.executor import Run
@@ -117,6 +121,49 @@ class CompiledProgram:
                 if spec.name in wanted:
                     key = key_of(seed, names.index(spec.name))
                     part.copy_(wanted[spec.name].draw(positions, spec.shape, key, spec.dtype))
+        backend.unset -= wanted.keys()
+
+    # -- Hugging Face folders
+
+    def load_pretrained(
+        self, folder: str | Path, *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        """Read the weights of a Hugging Face folder (safetensors), each rank its own parts of each tensor.
+
+        Names are those of the model, or what transformers converts to them (other prefixes, experts one by one).
+        Values are exact: a wider floating dtype than the stored one is fine, a narrower one is refused.
+
+        Args:
+            folder: has ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+            missing: globs of parameters that the files need not have (a new head); they keep their values.
+            unexpected: globs of stored tensors to leave out.
+
+        Raises:
+            CheckpointError: QN601 if files cannot be read (or would have to be unpickled), QN602 with every name,
+                shape and dtype that does not fit. No parameter was changed, on any rank.
+            RunError: QN403 if ranks see different files.
+        """
+        load_weights(self._pretrained(), Path(folder), Allowed(tuple(missing), tuple(unexpected)))
+
+    def save_pretrained(self, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write the folder from which ``transformers``' ``from_pretrained`` loads these very values: config.json and
+        safetensors (for a module that is not Hugging Face's: safetensors alone).
+
+        Every rank calls this; tensors come together one at a time and the first rank writes them. The folder appears
+        when it is complete.
+
+        Args:
+            folder: a new (or empty) folder.
+            max_file_bytes: further files are begun beyond this size.
+
+        Raises:
+            CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
+        """
+        save_weights(self._pretrained(), Path(folder), max_file_bytes)
+
+    def _pretrained(self) -> Pretrained:
+        program, aliases = self._leader().program, self._captured["train"].aliases
+        return Pretrained(self._task.model, program, self._state(), aliases)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters():
@@ -154,11 +201,12 @@ class CompiledProgram:
             A report; ``report.ok`` is whether all is equal. If not, ``report.culprit`` is the first wrong operator.
 
         Raises:
-            CompileError: QN102 if there is no batch yet.
+            CompileError: QN102 if there is no batch yet, QN604 if the module is on the meta device.
         """
         batch = self._batch if batch is None else plain_batch(batch)
         if batch is None:
             raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
+        self._refuse_meta()
         if float64:
             return self._in_float64(batch).verify(steps=steps, limit=limit)
         program = self._program("train", batch, batch_size_of(batch))
@@ -179,6 +227,15 @@ class CompiledProgram:
             CompileError: QN204 if no trained parameter has this name.
         """
         return prove(self._leader().program, name)
+
+    def _refuse_meta(self) -> None:
+        empty = next((name for name, x in self._task.model.named_parameters() if x.is_meta), None)
+        if empty is not None:
+            raise CompileError(
+                "QN604",
+                f"verify compares with the module itself, and its {empty} is on the meta device",
+                fix="verify a small model of the same kind, built on a real device",
+            )
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
         task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=self.plan)
@@ -244,7 +301,8 @@ class CompiledProgram:
 
     def _state(self) -> Backend:
         if self._backend is None:
-            leader, tensors = self._leader(), self._captured["train"].tensors
+            leader = self._leader()
+            tensors = with_buffers(self._task.model, self._captured["train"].tensors)
             plan = leader.plan.to_json()
             self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan)
         return self._backend

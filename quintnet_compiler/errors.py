@@ -28,6 +28,10 @@ SUMMARIES = MappingProxyType(
         "QN402": "a rank waits for something that never comes",
         "QN403": "ranks run different programs",
         "QN501": "a value is not finite",
+        "QN601": "the weights cannot be read",
+        "QN602": "the weights do not fit the model",
+        "QN603": "the weights cannot be written",
+        "QN604": "a tensor has no values yet",
         "QN701": "a name cannot be used safely",
     }
 )
@@ -78,3 +82,7 @@ class InputError(QuintNetError, ValueError):
 
 class RunError(QuintNetError, RuntimeError):
     """Something went wrong while ranks were running."""
+
+
+class CheckpointError(QuintNetError, ValueError):
+    """Weights on disk cannot be read or written, or are not this model's. No parameter was changed."""

@@ -19,7 +19,7 @@ from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .executor import Executor, Run
 from .finite import require_finite
 from .gradients import GradientStore, reduced_axes, shared_by
-from .handshake import agree
+from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
 from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
 from .watch import Watch
@@ -27,6 +27,8 @@ from .watch import Watch
 
 class Backend(Protocol):
     """Holds state and runs programs."""
+
+    unset: set[str]  # tensors (of all ranks) that nobody gave values yet: with any of them, nothing runs
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
@@ -39,8 +41,27 @@ class Backend(Protocol):
         """Scale all gradients to a global L2 norm of at most ``max_norm``; returns the norm before."""
         ...
 
-    def parts(self, program: DistributedProgram) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+    def parts(
+        self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
+    ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
         """Each parameter that this process holds a part of: the storage, and the global indices of each dim in it."""
+        ...
+
+    def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        """Each of these tensors in turn, whole on the first rank; None on the others, which must ask for as many."""
+        ...
+
+    def agree(self, claims: Mapping[str, str]) -> None:
+        """Raises: RunError QN403 on every rank if their claims differ."""
+        ...
+
+    def told(self, text: str) -> tuple[str, ...]:
+        """What every rank has to tell (the start of it, if it is long), in their order."""
+        ...
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes files."""
         ...
 
 
@@ -72,8 +93,11 @@ class LocalBackend:
     ) -> None:
         self.mesh = mesh
         self.devices = one_rank_mesh(device.type)
-        _refuse_meta(tensors)
-        self.tensors = {name: x.detach().to(device) for name, x in tensors.items()}
+        self.unset = {name for name, x in tensors.items() if x.is_meta}
+        self.tensors = {
+            name: torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
+            for name, x in tensors.items()
+        }
         self.parameters = {
             name: whole_parameter(self.tensors[name], self.devices, trainable=spec.trainable)
             for name, spec in program.state.items()
@@ -94,6 +118,7 @@ class LocalBackend:
                 "batch_is_local was given where all data ranks run in this process",
                 fix="pass the global batch",
             )
+        _refuse_unset(self.unset, program)
         world = LocalWorld(self.mesh, program.sites)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
@@ -110,10 +135,26 @@ class LocalBackend:
         _scale(gradients, max_norm, total)
         return total
 
-    def parts(self, program: DistributedProgram) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
-        for name in self.parameters:
-            spec = program.state[name]
-            yield spec, self.tensors[name], layout.positions(spec.shape, (), (), ())
+    def parts(
+        self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
+    ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        for spec in program.state.values():
+            if spec.kind in kinds:
+                yield spec, self.tensors[spec.name], layout.positions(spec.shape, (), (), ())
+
+    def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        for name in names:
+            yield name, self.tensors[name]
+
+    def agree(self, claims: Mapping[str, str]) -> None:
+        pass
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return (text,)
+
+    @property
+    def first(self) -> bool:
+        return True
 
     def _rank(  # type: ignore[no-untyped-def]
         self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], how: Run, watch: Watch | None
@@ -161,7 +202,7 @@ class ProcessBackend:
         self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str
     ) -> None:
         self.mesh, self.device = mesh, device
-        _refuse_meta(tensors)
+        self.unset = {name for name, x in tensors.items() if x.is_meta}
         rank = dist.get_rank()
         if dist.get_world_size() != mesh.size:
             raise RunError(
@@ -178,9 +219,7 @@ class ProcessBackend:
         self.ready: dict[int, _Ready] = {}
         mine = set(self._owned(program))
         self.state = {
-            name: part_of(tensors[name].detach(), spec.sharding, program.axes, self.place)
-            .to(device, copy=True)
-            .contiguous()
+            name: _kept(part_of(tensors[name].detach(), spec.sharding, program.axes, self.place), device)
             for name, spec in program.state.items()
             if name in mine or spec.kind != "parameter"
         }
@@ -199,6 +238,7 @@ class ProcessBackend:
                 yield name
 
     def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
+        _refuse_unset(self.unset, program)
         ready = self._ready(program, how.train)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
         # rows that are already this data rank's are not split again
@@ -232,12 +272,47 @@ class ProcessBackend:
         _scale(list(gradients.values()), max_norm, total)
         return total
 
-    def parts(self, program: DistributedProgram) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+    def parts(
+        self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
+    ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
         sizes = [axis.size for axis in program.axes]
         places = [self.place.get(axis.name, 0) for axis in program.axes]
-        for name in self.parameters:
-            spec = program.state[name]
-            yield spec, self.state[name], layout.positions(spec.shape, spec.sharding, sizes, places)
+        for spec in program.state.values():
+            if spec.kind in kinds and spec.name in self.state:
+                yield spec, self.state[spec.name], layout.positions(spec.shape, spec.sharding, sizes, places)
+
+    def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        for name in names:
+            yield name, self._whole(program, program.state[name])
+
+    def _whole(self, program: DistributedProgram, spec: StateSpec) -> Tensor | None:
+        """Joined by the ranks of the first stage that has it, then handed to rank 0."""
+        stage = program.schedule.placement[spec.stages[0]] if spec.kind == "parameter" else 0
+        sender = self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **({"pp": stage} if "pp" in self.place else {})})
+        whole: Tensor | None = None
+        if self.place.get("pp", 0) == stage:
+            part = sharded_dtensor(self.state[spec.name], spec, program, self.stage_mesh)
+            whole = part.full_tensor()  # on every rank of the stage, one tensor at a time
+        if sender == 0:
+            return whole if self.first else None
+        if self.transport.rank == sender:
+            assert whole is not None
+            dist.send(whole.contiguous(), 0)
+        if not self.first:
+            return None
+        found = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        dist.recv(found, sender)
+        return found
+
+    def agree(self, claims: Mapping[str, str]) -> None:
+        agree(claims, self.device)
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return tell(text, self.device)
+
+    @property
+    def first(self) -> bool:
+        return dist.get_rank() == 0
 
     def _counts(self, spec: StateSpec, program: DistributedProgram) -> bool:
         """Whether this rank speaks for its part: one of the ranks that hold the same, in the first stage with it."""
@@ -300,11 +375,19 @@ def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
     return [ranks for ranks in found if ranks]
 
 
-def _refuse_meta(tensors: Mapping[str, Tensor]) -> None:
-    for name, x in tensors.items():
-        if x.is_meta:
-            raise RunError(
-                "QN301",
-                f"{name} is on the meta device: it has no values to train",
-                fix="build the model on a real device, or call model.to_empty(device=...) and initialise it",
-            )
+def _kept(part: Tensor, device: torch.device) -> Tensor:
+    """A part in memory of its own; without values if the module has none."""
+    if part.is_meta:
+        return torch.empty(part.shape, dtype=part.dtype, device=device)
+    return part.to(device, copy=True).contiguous()
+
+
+def _refuse_unset(unset: set[str], program: DistributedProgram) -> None:
+    names = sorted(unset & program.state.keys())
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        raise RunError(
+            "QN604",
+            f"nobody gave (all of its) values to {', '.join(names[:8])}{more}",
+            fix="call program.load_pretrained(folder) or program.initialize({...})",
+        )
