@@ -5,6 +5,7 @@ from __future__ import annotations
 from .api import compile
 from .compiled import CompiledProgram
 from .errors import CheckpointError, CompileError, InputError, QuintNetError, RunError
+from .hf_plan import HuggingFacePlan, hf_plan
 from .initialize import Constant, Normal, Uniform
 from .mesh import Mesh
 from .passes.rule_notation import Rule, rule
@@ -18,6 +19,7 @@ __all__ = [
     "CheckpointError",
     "CompiledProgram",
     "Constant",
+    "HuggingFacePlan",
     "InputError",
     "Mesh",
     "Normal",
@@ -29,6 +31,7 @@ __all__ = [
     "Uniform",
     "VerifyReport",
     "compile",
+    "hf_plan",
     "launch",
     "rule",
 ]

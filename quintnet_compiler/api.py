@@ -12,6 +12,7 @@ from torch import nn
 from .capture import LossFn
 from .compiled import CompiledProgram, Task
 from .errors import CompileError
+from .hf_plan import hf_plan
 from .mesh import Mesh
 from .passes.rule_notation import Rule, table
 from .passes.sharding_rules import RULES
@@ -46,7 +47,8 @@ def compile(
             the global batch. Without it the model is captured at the first step.
         loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns a scalar loss, or an
             object or dict with ``loss``.
-        plan: a Plan, a dict, or the path of a plan file; None for the default rules.
+        plan: a Plan, a dict, or the path of a plan file; None for the default rules; ``"hf"`` for the plan that a
+            Hugging Face model comes with, see :func:`quintnet.hf_plan`.
         microbatches: into how many parts each step's batch is split in time.
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
@@ -75,7 +77,8 @@ def compile(
         "recompute": recompute,
         "seed": seed,
     }
-    chosen = read_plan(plan).changed(given)
+    own = hf_plan(model, mesh).plan if isinstance(plan, str) and plan == "hf" else plan
+    chosen = read_plan(own).changed(given)
     check_plan(chosen, mesh)
     check_world(mesh)
     book = {**RULES, **table(rules)}

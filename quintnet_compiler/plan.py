@@ -138,7 +138,7 @@ def read_plan(given: Any) -> Plan:
             if isinstance(error, CompileError):
                 raise
             raise _malformed(f"the dict: {error}") from None
-    if given in ("auto", "hf"):
+    if given == "auto":
         raise CompileError("QN207", f"plan={given!r} is not available yet", fix="pass plan=None for the default rules")
     if isinstance(given, (str, Path)):
         return Plan.from_json(_read(Path(given)))

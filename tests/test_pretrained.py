@@ -32,13 +32,13 @@ SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
     "use_cache": False,
 }
-GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "use_cache": False}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "use_cache": False}
 
 
 def _config(name: str) -> Any:
@@ -278,7 +278,7 @@ def _shape(folder: Path) -> None:
 
 def _names(folder: Path) -> None:
     tensors = _tensors(folder)
-    tensors["transformer.h.7.ln_1.weight"] = tensors.pop("transformer.h.1.ln_1.weight")
+    tensors["transformer.h.7.ln_1.weight"] = tensors.pop("transformer.h.0.ln_1.weight")
     tensors["a\nb\x1b[2J"] = torch.zeros(1)
     save_file(tensors, folder / "model.safetensors")
 
@@ -351,7 +351,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "names": (
         _names,
-        r"QN602.*h.1.ln_1.weight: missing.*a\\nb\\x1b\[2J in.*unexpected.*h.7.ln_1.weight in .*unexpected",
+        r"QN602.*h.0.ln_1.weight: missing.*a\\nb\\x1b\[2J in.*unexpected.*h.7.ln_1.weight in .*unexpected",
     ),
     "dtypes": (_dtype, r"QN602.*(?=.*ln_f.bias: torch.float32 in the model cannot hold torch.int32).*wpe.*float64"),
     "tied weights that differ": (_tie, r"QN602.*wte.weight: tied in the model, but"),
