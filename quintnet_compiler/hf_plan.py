@@ -78,7 +78,7 @@ class HuggingFacePlan:
     def __str__(self) -> str:
         width = max([len(e.parameter) for e in self.entries] + [0])
         lines = [f"{self.model}'s own plan on {self.mesh}"]
-        lines += [f"  {e.parameter:<{width}}  {e.kind:<6} x {e.count:<4} {e.style}" for e in self.entries]
+        lines += [f"  {e.parameter:<{width}}  {e.kind:<9} x {e.count:<4} {e.style}" for e in self.entries]
         lines += ["left to the compiler, for the model's plan says nothing of them:"] if self.open else []
         lines += [f"  {name}" for name in self.open]
         lines += ["rules that set nothing:"] if self.left_out else []
@@ -98,8 +98,8 @@ def hf_plan(model: nn.Module, mesh: Mesh) -> HuggingFacePlan:
             "QN207", f"{type(model).__name__} is not a Hugging Face model, and has no plan", fix="pass plan=None"
         )
     rules = {
-        "tp": dict(getattr(model, "_tp_plan", None) or {}),
         "ep": dict(getattr(model, "_ep_plan", None) or {}) if mesh["ep"] > 1 else {},
+        "tp": dict(getattr(model, "_tp_plan", None) or {}),
     }
     if not rules["tp"]:
         raise CompileError(
@@ -181,8 +181,11 @@ class _Reading:
                 )
                 continue
             found[axis] = "I" if not kind else f"S({kind[0]})" if kind[1] == 1 else f"S({kind[0]},{kind[1]})"
-            key = (rule, rules[rule], generic(name), found[axis])
+            key = (rule, rules[rule], generic(name), f"{axis} {found[axis]}")
             self.counts[key] = self.counts.get(key, 0) + 1
+            if axis == "ep":  # as in transformers: experts that are spread whole are not split as well
+                self.used |= {rule, *self.rules["tp"].keys() & self.rules["ep"].keys()}
+                break
         return found
 
     def _kind(self, rule: str, style: str, name: str, p: Tensor) -> tuple[int, int] | tuple[()] | None:

@@ -60,12 +60,18 @@ def test_a_models_own_plan_is_exact(kind: str, layers: int, axes: dict[str, int]
 def test_the_report_says_what_was_taken_over_and_what_was_not() -> None:
     found = quintnet.hf_plan(_model("Mixtral", 2, meta=True), Mesh(tp=2, dp=2))
     text = str(found)
-    assert "model.layers.*.mlp.experts.gate_up_proj  S(1,2) x 2    packed_colwise" in text
+    assert "model.layers.*.mlp.experts.gate_up_proj  tp S(1,2) x 2    packed_colwise" in text
     assert "model.norm.weight" in found.open and "model.layers.*.mlp.gate.weight" in found.open
     ((rule, reason),) = found.left_out
     assert rule == "model.layers.*.mlp.experts" and "derived" in reason and reason in text
     assert quintnet.Plan.from_json(found.plan.to_json()) == found.plan
     assert "the mesh has no tp" in str(quintnet.hf_plan(_model("Llama", meta=True), Mesh(dp=2)))
+
+
+def test_experts_are_spread_whole_over_ep() -> None:
+    plan = quintnet.hf_plan(_model("Mixtral", meta=True), Mesh(ep=2, tp=2)).plan
+    assert plan.parameters["model.layers.0.mlp.experts.down_proj"] == {"ep": "S(0)"}
+    assert plan.parameters["model.layers.0.self_attn.o_proj.weight"] == {"tp": "S(1)"}
 
 
 def test_stages_are_cut_where_transformers_cuts_them() -> None:
