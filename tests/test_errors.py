@@ -331,9 +331,10 @@ MESSAGES: dict[str, str] = {
         "  fix: use pp=14 or less"
     ),
     "no values": (
-        "QN301 the mesh does not fit the world\n"
-        "  norms.0.weight is on the meta device: it has no values to train\n"
-        "  fix: build the model on a real device, or call model.to_empty(device=...) and initialise it"
+        "QN604 a tensor has no values yet\n"
+        "  nobody gave (all of its) values to downs.0.bias, downs.0.weight, downs.1.bias, downs.1.weight, head.bias,"
+        " head.weight, norms.0.bias, norms.0.weight and 6 more\n"
+        "  fix: call program.load_pretrained(folder) or program.initialize({...})"
     ),
     "local rows of all ranks": (
         "QN102 the batch does not fit the program\n"
