@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from .expert_ops import expert_linear
-
 from .huggingface_attention import attention_as_one_operator
 
 
@@ -25,7 +24,7 @@ def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
     Each configuration gets its own choice back at the end.
     """
     configs = _configs(model)
-    before = [(config, name, getattr(config, name, None)) for config in configs for name in _CHOICES]
+    before = [(c, name, getattr(c, name)) for c in configs for name in _CHOICES if hasattr(c, name)]
     if configs:
         _register()
     try:
@@ -38,8 +37,9 @@ def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
             setattr(config, name, was)
 
 
-# attribute of a configuration -> the name under which a function of ours is registered
-_CHOICES: Mapping[str, str] = MappingProxyType({"_experts_implementation": "quintnet"})
+# Attributes of a configuration while it is captured: the name under which a function of ours is registered, and no
+# cache of keys, which is for generating.
+_CHOICES: Mapping[str, str | bool] = MappingProxyType({"_experts_implementation": "quintnet", "use_cache": False})
 
 
 def _register() -> None:

@@ -89,7 +89,7 @@ BATCHES: Mapping[str, Callable[[int], dict[str, Tensor]]] = {
 
 COMMON = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 32, "use_cache": False, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 GROUPED = {**COMMON, "num_key_value_heads": 2, "head_dim": 8}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -100,7 +100,7 @@ ZOO: Mapping[str, Entry] = {
         "GPT2LMHeadModel",
         {
             "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2,
+            "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
         },
     ),
     "GPT-NeoX": Entry("GPTNeoXForCausalLM", COMMON),
@@ -119,7 +119,7 @@ ZOO: Mapping[str, Entry] = {
         "T5ForConditionalGeneration",
         {
             "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-            "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
+            "dropout_rate": 0.0, "decoder_start_token_id": 0,
         },
         "seq2seq",
     ),
@@ -133,7 +133,7 @@ ZOO: Mapping[str, Entry] = {
         {
             "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
             "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 16,
-            "max_source_positions": 16, "max_target_positions": 32, "dropout": 0.0, "use_cache": False,
+            "max_source_positions": 16, "max_target_positions": 32, "dropout": 0.0,
             "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
             "suppress_tokens": None, "begin_suppress_tokens": None,
         },
@@ -189,12 +189,13 @@ SINGLE = (
     Layout({"tp": 2}),
     Layout({"cp": 2}),
     Layout({"cp": 2}, context="ulysses"),
+    Layout({"cp": 2}, context="ring"),
     Layout({"pp": 2}, 2),
 )
 COMPOSED = (
     Layout({"pp": 2, "dp": 2, "tp": 2}, 2),
     Layout({"pp": 2, "cp": 2, "tp": 2}, 2),
-    Layout({"dp": 2, "cp": 2, "tp": 2}),
+    Layout({"dp": 2, "cp": 2, "tp": 2}, context="ring"),
 )
 EXPERTS = (
     Layout({"ep": 2}),
