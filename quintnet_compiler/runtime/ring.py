@@ -53,6 +53,16 @@ class Ring:
                 if not block.hidden:
                     yield i, j, block
 
+    def steps(self, length: int) -> int:
+        """For how many steps any rank sees anything: all of them, but few where a window is short.
+
+        >>> Ring(None, "cp", 8, 0, 0, 1.0, True, 5, False).steps(4)
+        2
+        """
+        if not (self.window and self.causal):
+            return self.size
+        return min(self.size, 1 + (self.window + length - 2) // length)
+
     def parts(self, x: Tensor, dim: int = POSITIONS) -> list[Tensor]:
         """``x`` by runs."""
         return list(x.chunk(2, dim)) if self.balance else [x]
@@ -65,9 +75,11 @@ class Ring:
         sources = tuple(reversed(range(self.size)))
         return torch.cat([first, self.transport.permute(second, self.axis, sources, self.at)()], dim)
 
-    def passed(self, xs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to send ``xs`` to the next rank and to receive those of the previous one."""
-        sources = tuple((i - 1) % self.size for i in range(self.size))
+    def passed(self, xs: Sequence[Tensor], back: int = -1) -> Callable[[], list[Tensor]]:
+        """Begin to send ``xs`` to the next rank (or ``back`` by so many) and to receive as they come."""
+        if back % self.size == 0:
+            return lambda: list(xs)
+        sources = tuple((i + back) % self.size for i in range(self.size))
         waits = [self.transport.permute(x, self.axis, sources, self.at) for x in xs]
         return lambda: [wait() for wait in waits]
 
@@ -82,8 +94,9 @@ def ring_forward(
     travelling = [k, v, *ids.travelling]
     queries = ring.parts(q)
     found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
-    for step in range(ring.size):
-        coming = ring.passed(travelling) if step < ring.size - 1 else None
+    steps = ring.steps(length)
+    for step in range(steps):
+        coming = ring.passed(travelling) if step < steps - 1 else None
         keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
         for i, j, block in ring.blocks((ring.index - step) % ring.size, length):
             made = forward(block, queries[i], keys[j], values[j], ids.mask(i, j, travelling[2:]))
@@ -117,8 +130,9 @@ def ring_backward(
     for_queries = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
     gathered: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    for step in range(ring.size):
-        coming = ring.passed(travelling) if step < ring.size - 1 else None
+    steps = ring.steps(length)
+    for step in range(steps):
+        coming = ring.passed(travelling) if step < steps - 1 else None
         keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
         for_keys, for_values = (
             [torch.zeros(x.shape, dtype=wide, device=x.device) for x in xs] for xs in (keys, values)
@@ -131,7 +145,7 @@ def ring_backward(
                 into += term
         terms = [torch.cat(xs, POSITIONS) if len(xs) > 1 else xs[0] for xs in (for_keys, for_values)]
         gathered = terms if arriving is None else [a + b for a, b in zip(arriving(), terms, strict=True)]
-        arriving = ring.passed(gathered)
+        arriving = ring.passed(gathered) if step < steps - 1 else ring.passed(gathered, back=step)
         if coming is not None:
             travelling = coming()
     assert arriving is not None

@@ -1,0 +1,142 @@
+"""The ring: equal work for all ranks, memory that falls with their number, and no byte more than it must send."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintnet
+from quintnet_compiler.attention_ops import attention
+from quintnet_compiler.passes.sharding_rules import RULES
+from quintnet_compiler.runtime.attention_blocks import Block
+from quintnet_compiler.runtime.local import LocalTransport
+from quintnet_compiler.runtime.ring import Ring
+
+from .models import CASES, GPT, Encoder
+from .one_operator import call, check
+from .operator_samples import bools, f, ints
+
+torch.set_num_threads(1)
+
+
+def _cells(block: Block) -> int:
+    """How many scores of a block a kernel computes, in halves of a square."""
+    return {"all": 2, "diagonal": 1, "some": 2}[block.seen] * block.count**2
+
+
+def _work(ranks: int, length: int, balance: bool) -> list[list[int]]:
+    """By rank and step, the work of causal attention."""
+    rings: list[Any] = [Ring(None, "cp", ranks, i, 0, 1.0, True, 0, balance) for i in range(ranks)]  # type: ignore[arg-type]
+    return [
+        [sum(_cells(b) for _, _, b in r.blocks((r.index - step) % ranks, length)) for step in range(ranks)]
+        for r in rings
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_do_equal_work_at_every_step(ranks: int) -> None:
+    even = _work(ranks, 8, balance=True)
+    assert all(row == even[0] for row in even)
+    uneven = [sum(row) for row in _work(ranks, 8, balance=False)]
+    assert uneven[-1] == (2 * ranks - 1) * uneven[0]
+    assert sum(map(sum, even)) == sum(uneven)  # nothing is computed twice, or left out
+    slowest = sum(max(column) for column in zip(*_work(ranks, 8, balance=False), strict=True))
+    assert sum(even[0]) == slowest // 2 + 8 * 8 // 2  # who waits for the slowest takes almost twice as long
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        call(attention, f(1, 2, 16, 4), f(1, 1, 16, 4), f(1, 1, 16, 2), scale=0.5, causal=True, window=0),
+        call(attention, f(1, 2, 16, 4), f(1, 2, 16, 4), f(1, 2, 16, 4), scale=0.5, causal=True, window=3),
+        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), ints(2, 2, 16), scale=0.5, causal=True, window=0),
+        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), scale=0.5, causal=False, window=0),
+    ],
+    ids=["grouped", "window", "documents", "padding"],
+)
+@pytest.mark.parametrize("ranks", [(4,), (2, 2)], ids=str)
+def test_more_ranks_and_two_axes(sample: Any, ranks: tuple[int, ...]) -> None:
+    assert any("s+t" in name for name in check(sample, RULES, ranks, label="s+t"))
+
+
+def _bytes(values: Any) -> list[int]:
+    return [v.numel() * v.element_size() for v in values if isinstance(v, Tensor)]
+
+
+def _memory(program: quintnet.CompiledProgram) -> tuple[int, int]:
+    """Bytes of what the forward keeps for the backward, and of the largest value that either makes."""
+    stage = program.ranks[0].stages[0]
+    nodes = {n.name: n for piece in (stage.forward, stage.backward) for n in piece.module.graph.nodes}
+    kept = [nodes[name].meta.get("val") for name in stage.saved]
+    made = [n.meta.get("val") for n in nodes.values() if n.op != "placeholder"]
+    return sum(_bytes(kept)), max(_bytes(made))
+
+
+def test_memory_falls_with_the_number_of_ranks() -> None:
+    ids, labels = (torch.randint(0, 32, (2, 256)) for _ in range(2))
+    model = GPT(length=256).double()
+    whole = _memory(quintnet.compile(model, quintnet.Mesh(dp=1), (ids, labels)))
+    for ranks in (2, 4):
+        kept, largest = _memory(quintnet.compile(model, quintnet.Mesh(cp=ranks), (ids, labels), context="ring"))
+        assert kept * ranks <= whole[0] * 1.05
+        assert largest * ranks <= whole[1] * 1.05
+        gathered, _ = _memory(quintnet.compile(model, quintnet.Mesh(cp=ranks), (ids, labels)))
+        assert gathered > kept
+
+
+def _sent(monkeypatch: pytest.MonkeyPatch, program: quintnet.CompiledProgram, batch: Any) -> Counter[int]:
+    """Bytes that each rank sends around in a step."""
+    sent: Counter[int] = Counter()
+    permute = LocalTransport.permute
+
+    def counted(self: LocalTransport, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Any:
+        moves = sources[self.place[axis]] != self.place[axis]
+        sent[self.rank] += x.numel() * x.element_size() * moves
+        return permute(self, x, axis, sources, at)
+
+    monkeypatch.setattr(LocalTransport, "permute", counted)
+    program.step(batch)
+    return sent
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """Forward, keys and values go n - 1 steps; backward, they do so again, and their gradients go n. With balance,
+    half of q, k, v and the output change places, and half of each and of its gradient in the backward."""
+    batch = (torch.randn(4, 8, 32, dtype=torch.float64), torch.randint(0, 6, (4,)))
+    loss = CASES["encoder"].loss_fn
+    program = quintnet.compile(Encoder().double(), quintnet.Mesh(cp=ranks), batch, loss_fn=loss, context="ring")
+    one = 4 * 8 // ranks * 32 * 8  # bytes of a rank's q, k, v or output
+    assert set(_sent(monkeypatch, program, batch).values()) == {2 * (6 * ranks - 4) * one}  # two layers
+    monkeypatch.undo()
+    case = CASES["gpt"]
+    program = quintnet.compile(GPT().double(), quintnet.Mesh(cp=ranks), case.batch(4), context="ring")
+    swapped = 4 + 8
+    expected = 3 * (6 * ranks - 4 + swapped / 2) * one  # three layers
+    assert set(_sent(monkeypatch, program, case.batch(4)).values()) == {math.floor(expected)}
+
+
+def test_a_window_ends_the_journey() -> None:
+    ring = Ring(None, "cp", 8, 0, 0, 1.0, True, 0, False)  # type: ignore[arg-type]
+    for window in range(1, 40):
+        rings = [Ring(None, "cp", 8, i, 0, 1.0, True, window, False) for i in range(8)]  # type: ignore[arg-type]
+        seen = [any(True for r in rings for _ in r.blocks((r.index - step) % 8, 4)) for step in range(8)]
+        assert rings[0].steps(4) == sum(seen) and all(seen[: sum(seen)])
+    assert ring.steps(4) == 8
+
+
+def test_packed_documents_equal_separate_ones() -> None:
+    q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64) for _ in range(3))
+    segments = torch.tensor([[0] * 5 + [1] * 7])
+    for causal in (True, False):
+        found = attention(q, k, v, None, segments, scale=0.5, causal=causal, window=0)
+        parts = [
+            attention(q[:, :, cut], k[:, :, cut], v[:, :, cut], scale=0.5, causal=causal, window=0)
+            for cut in (slice(0, 5), slice(5, 12))
+        ]
+        torch.testing.assert_close(found, torch.cat(parts, 2), rtol=1e-12, atol=1e-12)
