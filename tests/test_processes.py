@@ -20,13 +20,12 @@ from .models import CASES, build, worst_error
 Outcome = tuple[float, float, float, dict[str, Tensor], dict[str, Tensor]]
 
 
-def _train(name: str, axes: dict[str, int], microbatches: int) -> Outcome:
+def _train(name: str, axes: dict[str, int], microbatches: int, context: str = "all_gather") -> Outcome:
     """Two optimizer steps with clipping, an evaluation, and a third step of another batch size."""
     torch.set_num_threads(1)
     case = CASES[name]
-    program = quintnet.compile(
-        build(name), quintnet.Mesh(**axes), case.batch(8), loss_fn=case.loss_fn, microbatches=microbatches
-    )
+    options = {"loss_fn": case.loss_fn, "microbatches": microbatches, "context": context}
+    program = quintnet.compile(build(name), quintnet.Mesh(**axes), case.batch(8), **options)  # type: ignore[arg-type]
     program.initialize({"*.bias": quintnet.Normal(0.1)})
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
     for _ in range(2):
@@ -59,13 +58,18 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "microbatches"),
-    [("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2), ("vit", {"tp": 2, "pp": 2}, 4), ("cnn", {"dp": 2}, 2)],
+    ("name", "axes", "microbatches", "context"),
+    [
+        ("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2, "all_gather"),
+        ("vit", {"tp": 2, "pp": 2}, 4, "all_gather"),
+        ("cnn", {"dp": 2}, 2, "all_gather"),
+        ("gpt", {"cp": 4}, 1, "ring"),
+    ],
 )
-def test_processes_equal_the_local_transport(name: str, axes: dict[str, int], microbatches: int) -> None:
-    expected = _train(name, axes, microbatches)
+def test_processes_equal_the_local_transport(name: str, axes: dict[str, int], microbatches: int, context: str) -> None:
+    expected = _train(name, axes, microbatches, context)
     count = quintnet.Mesh(**axes).size
-    found = quintnet.launch(_train, count, (name, axes, microbatches), timeout=240)
+    found = quintnet.launch(_train, count, (name, axes, microbatches, context), timeout=240)
     names = set()
     for loss, evaluated, norm, gradients, weights in found:
         assert [loss, evaluated, norm] == pytest.approx(expected[:3], rel=1e-12)
