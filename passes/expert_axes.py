@@ -20,6 +20,16 @@ def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(given for node in layers for given in tensor_inputs(node)[2:] if leaf(given) is not None)
 
 
+def check_experts(graph: fx.Graph, asked: Sequence[str]) -> None:
+    """Raises: CompileError QN204 if a plan spreads experts and the model has none."""
+    if asked and not expert_parameters(graph):
+        raise CompileError(
+            "QN204",
+            f"the plan spreads experts over {' and '.join(asked)}, and the model has no expert_linear",
+            fix="leave experts out, or shard parameters by name (see docs/sharding.md)",
+        )
+
+
 def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
     """The strategies in which each rank has rows of its own and experts of its own.
 

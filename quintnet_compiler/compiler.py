@@ -20,6 +20,7 @@ from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
 from .passes.cut_stages import CutStages, boundaries, parameter_stages
 from .passes.differentiate import Differentiate
+from .passes.expert_axes import check_experts
 from .passes.follow_stages import FollowStages
 from .passes.generate_ranks import GenerateRanks
 from .passes.insert_communication import InsertCommunication
@@ -129,6 +130,7 @@ def follow_program(
 
 def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
     program = runner(Normalize(request.batch_size, request.device), captured)
+    check_experts(program.graph, request.plan.experts)
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     axes = axes_of(request.mesh, microbatches)
     choose = ChooseSharding(

@@ -167,6 +167,11 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
         raise CompileError(
             "QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {', '.join(sorted(SCHEDULES))}"
         )
+    for name in plan.experts:
+        if mesh[name] == 1:
+            raise CompileError(
+                "QN201", f"the plan spreads experts over {name}, and {mesh} has no such axis", fix=f"give {name} a size"
+            )
     for pattern, kinds in plan.parameters.items():
         for axis, text in kinds.items():
             if axis not in AXES or axis == "pp":

@@ -48,6 +48,10 @@ def _batch(rows: int = 16) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, WIDTH, dtype=torch.float64), torch.randint(0, 8, (rows,))
 
 
+def _batch_of_sequences() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 12, WIDTH, dtype=torch.float64), torch.randint(0, 8, (8, 12))
+
+
 def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(\w+)\(", program.ranks[0].forward.code))
 
@@ -169,6 +173,14 @@ def test_experts_that_do_not_divide() -> None:
     assert error.value.code == "QN203"
 
 
+def test_axes_and_experts_that_are_not_there() -> None:
+    with pytest.raises(quintnet.CompileError, match="has no such axis"):
+        quintnet.compile(Mixture().double(), quintnet.Mesh(dp=2), _batch(), experts=["cp"])
+    with pytest.raises(quintnet.CompileError, match="the model has no expert_linear") as error:
+        quintnet.compile(Capacity().double(), quintnet.Mesh(dp=2), _batch_of_sequences(), experts=["dp"])
+    assert error.value.code == "QN204"
+
+
 class Capacity(nn.Module):
     """Experts of limited capacity with one-hot dispatch (Lepikhin et al. 2020), one group per sequence: what comes too
     late in a sequence is dropped."""
@@ -195,7 +207,7 @@ class Capacity(nn.Module):
 
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"tp": 4}], ids=str)
 def test_one_hot_dispatch_with_capacity_drops_what_the_reference_drops(axes: dict[str, int]) -> None:
-    batch = (torch.randn(8, 12, WIDTH, dtype=torch.float64), torch.randint(0, 8, (8, 12)))
+    batch = _batch_of_sequences()
     plan = {"parameters": {"up": {"ep": "S(0)"}}} if "ep" in axes else None
     program = quintnet.compile(Capacity().double(), quintnet.Mesh(**axes), batch, plan=plan)
     assert program.verify().ok
