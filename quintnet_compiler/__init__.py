@@ -5,6 +5,7 @@ from __future__ import annotations
 from .api import compile
 from .compiled import CompiledProgram
 from .errors import CheckpointError, CompileError, InputError, QuintNetError, RunError
+from .experts import expert_linear
 from .hf_plan import HuggingFacePlan, hf_plan
 from .initialize import Constant, Normal, Uniform
 from .mesh import Mesh
@@ -31,6 +32,7 @@ __all__ = [
     "Uniform",
     "VerifyReport",
     "compile",
+    "expert_linear",
     "hf_plan",
     "launch",
     "rule",

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.expert_ops import expert_linear
+from quintnet import expert_linear
 from quintnet_compiler.runtime.routing import Router
 
 from .zoo import ZOO, InDouble
@@ -38,8 +38,8 @@ class Mixture(nn.Module):
         x = torch.tanh(self.first(x))
         weights, chosen = torch.topk(torch.softmax(self.router(x) + self.skew, -1), 2)
         rows, ids = x.repeat_interleave(2, 0), chosen.flatten()
-        gate, up = expert_linear(rows, ids, self.up, self.up_bias, False).chunk(2, -1)
-        made = expert_linear(F.silu(gate) * up, ids, self.down, None, False)
+        gate, up = expert_linear(rows, ids, self.up, self.up_bias).chunk(2, -1)
+        made = expert_linear(F.silu(gate) * up, ids, self.down)
         x = x + (made.view(-1, 2, WIDTH) * weights.unsqueeze(-1)).sum(1)
         return F.cross_entropy(self.head(x), labels)
 
