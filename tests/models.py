@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quintnet import expert_linear
+
+WIDTH, EXPERTS = 16, 4  # of a mixture
+
 
 class MLP(nn.Module):
     """Residual MLP with a norm and a head."""
@@ -113,6 +117,28 @@ class CNN(nn.Module):
         return self.head(x.mean(dim=(2, 3)))
 
 
+class Mixture(nn.Module):
+    """Top-2 routing to stacked experts. ``skew`` sends most rows to the first expert, and none to the last."""
+
+    def __init__(self, skew: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.2)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH) * 0.2) if bias else None
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
+        self.register_buffer("skew", skew * torch.tensor([2.0, 1.0, 0.0, -2.0]))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        weights, chosen = torch.topk(torch.softmax(self.router(x) + self.skew, -1), 2)
+        rows, ids = x.repeat_interleave(2, 0), chosen.flatten()
+        gate, up = expert_linear(rows, ids, self.up, self.up_bias).chunk(2, -1)
+        made = expert_linear(F.silu(gate) * up, ids, self.down)
+        x = x + (made.view(-1, 2, WIDTH) * weights.unsqueeze(-1)).sum(1)
+        return F.cross_entropy(self.head(x), labels)
+
+
 def _tokens(rows: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab, (rows, length), generator=g)
@@ -189,6 +215,7 @@ CASES: dict[str, Case] = {
     "gpt": Case(GPT, lambda rows: _tokens(rows, 8, 32)),
     "vit": Case(ViT, _pair(_floats(1, 8, 8), _classes(10)), F.cross_entropy),
     "encoder": Case(Encoder, _pair(_floats(6, 32), _classes(6)), F.cross_entropy),
+    "mixture": Case(Mixture, _pair(_floats(WIDTH), _classes(8))),
     "cnn": Case(CNN, _pair(_floats(3, 8, 8), _classes(5)), F.cross_entropy),
     # transformers computes these losses, and Llama's norms, in float32 whatever the model's dtype ...
     # it casts its logits to float32, in which ranks that split the vocabulary add up differently

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from quintnet_compiler.annotations import facts, shape, value
-from quintnet_compiler.comm_ops import COMMUNICATION, SIZED, convert, share
+from quintnet_compiler.comm_ops import COMMUNICATION, SIZED, convert, route, route_plan, share, unroute
 from quintnet_compiler.dry_run import check_ranks
 from quintnet_compiler.passes.check_backward import check_backward
 from quintnet_compiler.passes.check_code import check_code
@@ -144,6 +144,8 @@ def typed(program: LocalProgram, dice: Dice) -> Iterator[Change]:
 def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     moves = [n for n in nodes if n.target in COMMUNICATION or n.target in SIZED]
+    rings, moves = [n for n in moves if _several(n)], [n for n in moves if not _several(n)]
+    plans = [n for n in moves if n.target is route_plan]
     axes = [a.name for a in program.local.staged.sharded.axes if a.role != "time"]
 
     def at(node: fx.Node) -> tuple[DifferentiatedProgram, fx.Node, dict[fx.Node, fx.Node]]:
@@ -158,7 +160,7 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
             mutant, here, _ = at(node)
             here.args = (here.args[0], next(a for a in axes if a != node.args[1]), *here.args[2:])
             yield Change("regroup a collective", node.name, mutant)
-        if len(node.args) > 3 and len(shape(node)) > 1:
+        if len(node.args) > 3 and isinstance(node.args[3], int) and len(shape(node)) > 1:
             mutant, here, _ = at(node)
             other = (int(node.args[3]) + 1) % len(shape(node))
             here.args = (*here.args[:3], other, *here.args[4:])
@@ -171,6 +173,23 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
             again.args = (here, *here.args[1:])
             mutant = replace(mutant, stage={**mutant.stage, again: mutant.stage.get(here, 0)})
             yield Change("duplicate a collective", node.name, _renamed(mutant, here, again))
+    for node in rings:
+        mutant, here, _ = at(node)
+        here.args = (*here.args[:-1], not here.args[-1])
+        yield Change("balance a ring on one side", node.name, mutant)
+        mutant, here, _ = at(node)
+        here.args = (here.args[0], here.args[1], here.args[2], here.args[4], here.args[3], *here.args[5:])
+        yield Change("swap keys and values", node.name, mutant)
+    for node in moves:
+        for plan in plans if node.target in (route, unroute) else []:
+            if plan is not node.args[3] and _early(plan, node):
+                mutant, here, new = at(node)
+                here.args = (*here.args[:3], new[plan])
+                yield Change("travel by another plan", node.name, mutant)
+        if node.target is route_plan:
+            mutant, here, _ = at(node)
+            here.args = (*here.args[:4], here.args[4] * 2)
+            yield Change("plan for other experts", node.name, mutant)
     same: dict[Any, list[fx.Node]] = {}
     for node in moves:
         same.setdefault((node.target, node.args[1:], _look(node.args[0]), program.stage.get(node)), []).append(node)
@@ -227,6 +246,10 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
         yield Change("a tied weight's gradient in another stage", name, replace(mutant, gradients=moved))
 
 
+def _several(node: fx.Node) -> bool:
+    return isinstance(facts(node).value, tuple)
+
+
 def _renamed(program: DifferentiatedProgram, old: fx.Node, new: Any) -> DifferentiatedProgram:
     """Tables that name ``old`` name ``new``."""
 
@@ -281,7 +304,7 @@ def _functions(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
             moves = [n for n in calls if not str(n.target).startswith("accumulate")]
             settled = [n for n in calls if str(n.target).startswith("accumulate")]
             for node in dice.sample(moves, min(4, len(moves))):
-                if value(node).shape == value(node.args[1]).shape:
+                if not _several(node) and value(node).shape == value(node.args[1]).shape:
                     yield _one_rank(program, stage, label, "drop a collective on one rank", node, _drop)
                     yield _one_rank(program, stage, label, "duplicate a collective on one rank", node, _again)
                 yield _one_rank(program, stage, label, "regroup a collective on one rank", node, _other_axis(program))

@@ -13,35 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet import expert_linear
 from quintnet_compiler.runtime.routing import Router
 
+from .models import EXPERTS, WIDTH, Mixture
 from .zoo import ZOO, InDouble
 
 torch.set_num_threads(1)
-WIDTH, EXPERTS = 16, 4
-
-
-class Mixture(nn.Module):
-    """Top-2 routing to stacked experts. ``skew`` sends most rows to the first expert, and none to the last."""
-
-    def __init__(self, skew: float = 0.0, bias: bool = True) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.2)
-        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH) * 0.2) if bias else None
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
-        self.register_buffer("skew", skew * torch.tensor([2.0, 1.0, 0.0, -2.0]))
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        weights, chosen = torch.topk(torch.softmax(self.router(x) + self.skew, -1), 2)
-        rows, ids = x.repeat_interleave(2, 0), chosen.flatten()
-        gate, up = expert_linear(rows, ids, self.up, self.up_bias).chunk(2, -1)
-        made = expert_linear(F.silu(gate) * up, ids, self.down)
-        x = x + (made.view(-1, 2, WIDTH) * weights.unsqueeze(-1)).sum(1)
-        return F.cross_entropy(self.head(x), labels)
 
 
 def _batch(rows: int = 16) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -38,10 +39,10 @@ class Victim:
     program: DistributedProgram
 
     @staticmethod
-    def of(name: str, mesh: Mesh, microbatches: int, recompute: str = "none") -> Victim:
+    def of(name: str, mesh: Mesh, microbatches: int, **decisions: Any) -> Victim:
         model, case = build(name), CASES[name]
         captured = capture(model, case.batch(8), case.loss_fn)
-        plan = Plan(microbatches=microbatches, recompute=recompute)  # type: ignore[arg-type]
+        plan = Plan(microbatches=microbatches, **decisions)
         compiled = compile_program(captured, Request(mesh, plan, 8, CPU, RULES), Runner())
         return Victim(name, mesh, microbatches, model, captured, compiled.program)
 
@@ -110,5 +111,7 @@ def test_mutations_are_noticed() -> None:
         Victim.of("vit", Mesh(pp=3, tp=2), 4, recompute="full"),
         Victim.of("mlp", Mesh(dp=2, tp=2), 1),
         Victim.of("cnn", Mesh(pp=4, dp=2), 4),
+        Victim.of("mixture", Mesh(dp=2, ep=2), 2),
+        Victim.of("gpt", Mesh(dp=2, cp=2), 1, context="ring"),
     ]
     _judge(victims, None, 200)
