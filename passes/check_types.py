@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
-from ..comm_ops import convert, microbatch, share
+from ..comm_ops import COMMUNICATION, convert, microbatch, share
 from ..errors import CompileError
 from ..expert_ops import expert_linear
 from ..program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
@@ -23,6 +23,7 @@ from .rule_notation import Factors
 from .strategies import RuleBook, leaf_strategies, refine, strategies
 
 Value = tuple[fx.Node, int]
+_MOVES = COMMUNICATION | {convert}
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ def check_types(local: LocalProgram, rules: RuleBook) -> None:
     for node in sharded.program.graph.nodes:
         if node.op == "output" or is_getitem(node):
             continue
-        _check_strategies(sharded, node, factors[node])
+        own = _check_strategies(sharded, node, factors[node])
         if node.op == "placeholder":
             _check_leaf(sharded, node)
         else:
-            _check_inputs(local, node)
+            _check_inputs(local, node, own)
     _check_outputs(local)
 
 
@@ -54,9 +55,10 @@ def _fail(what: str, node: fx.Node) -> CompileError:
     return CompileError("QN209", f"type check: {what}", where=facts(node).where, fix="report this, with the model")
 
 
-def _check_strategies(sharded: ShardedProgram, node: fx.Node, factors: Factors) -> None:
-    """Each axis' strategy is one of the rule's, given what the axes before it left."""
-    make = strategies if leaf(node) is None else leaf_strategies
+def _check_strategies(sharded: ShardedProgram, node: fx.Node, factors: Factors) -> frozenset[str]:
+    """Each axis' strategy is one of the rule's, given what the axes before it left. Returns the axes over which the
+    operator itself communicates."""
+    make, own = strategies if leaf(node) is None else leaf_strategies, set[str]()
     for axis, chosen in zip(sharded.axes, sharded.strategies[node], strict=True):
         cuts: dict[str, list[int]] = {}
         if chosen.splits:
@@ -67,7 +69,10 @@ def _check_strategies(sharded: ShardedProgram, node: fx.Node, factors: Factors) 
             raise _fail(f"no rule lets {node.name} run as {_signature(chosen)} over {axis.name}", node)
         if chosen.exchanges and axis.role == "time":
             raise _fail(f"{node.name} would communicate between microbatches", node)
+        if chosen.exchanges or factors.settled & cuts.keys():
+            own.add(axis.name)
         factors = refine(factors, chosen, axis.size)
+    return frozenset(own)
 
 
 def _same(a: Strategy, b: Strategy) -> bool:
@@ -90,10 +95,10 @@ def _check_leaf(sharded: ShardedProgram, node: fx.Node) -> None:
             raise _fail(f"the gradient of {found.name} would count once for each microbatch", node)
 
 
-def _check_inputs(local: LocalProgram, node: fx.Node) -> None:
+def _check_inputs(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> None:
     """What the local operator reads is, by the moves in between, what its strategies ask for."""
     sharded = local.staged.sharded
-    reads = _reads(local, node)
+    reads = _reads(local, node, own)
     if reads is None:
         return
     for position, given in enumerate(tensor_inputs(node)):
@@ -106,10 +111,11 @@ def _check_inputs(local: LocalProgram, node: fx.Node) -> None:
             raise _fail(f"{node.name} reads {given.name} as {found} where its strategies take {wanted}", node)
 
 
-def _reads(local: LocalProgram, node: fx.Node) -> tuple[fx.Node, ...] | None:
+def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.Node, ...] | None:
     """The local nodes that stand for the operator's inputs, in order; None where nothing of it is left.
 
-    Some operators become several: these together may read nothing else than what stands for the inputs.
+    Some operators become several: these together may read nothing else than what stands for the inputs, and
+    communicate over no other axes than ``own``.
     """
     made = [local.parts[node, i] for i in range(len(values(node))) if (node, i) in local.parts]
     if not made or node not in local.reads:
@@ -122,6 +128,8 @@ def _reads(local: LocalProgram, node: fx.Node) -> tuple[fx.Node, ...] | None:
         seen.add(here)
         if here.op == "placeholder":
             raise _fail(f"{node.name} reads {here.name}, which is none of its inputs", node)
+        if here.target in _MOVES and here.args[1] not in own:
+            raise _fail(f"{here.name} communicates over {here.args[1]} within {node.name}", node)
         if here.target is expert_linear:
             way = hops(local.staged.sharded.axes, local.staged.sharded.strategies[node])
             if why := wrong_way(made[0], reads, way, shape(tensor_inputs(node)[2])[0]):

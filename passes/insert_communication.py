@@ -47,19 +47,21 @@ class InsertCommunication:
     Ensures: every value has the local shape of its sharding; two conversions of one value to one sharding are one.
 
     A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
-    slices), else to the stage of the user.
+    slices), else to the stage of the user. ``balance``: see :class:`.lower_attention.LowerAttention`.
     """
 
     rules: dict[Any, Rule]
+    balance: bool = True
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
-        return _Lowering(staged, self.rules).run()
+        return _Lowering(staged, self.rules, self.balance).run()
 
 
 @dataclass
 class _Lowering:
     staged: StagedProgram
     rules: dict[Any, Rule]
+    balance: bool = True
     stage: dict[fx.Node, int] = field(default_factory=dict)
     sharding: dict[fx.Node, Sharding] = field(default_factory=dict)
     made: dict[tuple[fx.Node, int, Sharding, int | None], fx.Node] = field(default_factory=dict)
@@ -160,7 +162,8 @@ class _Lowering:
             names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
             new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
         elif target is attention:
-            new = LowerAttention(self.builder, self.axes, self.sharded.strategies[node])(node, list(given.values()))
+            lower = LowerAttention(self.builder, self.axes, self.sharded.strategies[node], self.balance)
+            new = lower(node, list(given.values()))
         elif target is expert_linear:
             new = self._expert_linear(node, *args)
         elif target is row_nll:

@@ -31,6 +31,7 @@ def compile(
     schedule: str | None = None,
     sequence_parallel: bool | None = None,
     context: str | None = None,
+    balance_context: bool | None = None,
     experts: Sequence[str] | None = None,
     recompute: str | None = None,
     seed: int | None = None,
@@ -53,6 +54,7 @@ def compile(
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
         context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
+        balance_context: whether a ring evens out the work of causal attention (it does by default).
         experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
         recompute: ``"full"`` computes the inside of repeated blocks again in the backward instead of keeping it.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
@@ -73,6 +75,7 @@ def compile(
         "schedule": schedule,
         "sequence_parallel": sequence_parallel,
         "context": context,
+        "balance_context": balance_context,
         "experts": None if experts is None else tuple(experts),
         "recompute": recompute,
         "seed": seed,

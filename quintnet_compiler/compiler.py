@@ -154,7 +154,7 @@ def _lower(
     *,
     training: bool,
 ) -> DistributedProgram:
-    local = runner(InsertCommunication(dict(request.rules)), staged)
+    local = runner(InsertCommunication(dict(request.rules), request.plan.balance_context), staged)
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
     local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)

@@ -41,6 +41,8 @@ class Plan(BaseModel):
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
     ``context``: how attention works on sequences that cp splits: every rank gathers all keys and values for its own
     queries, or (``"ulysses"``) exchanges sequences for heads, or (``"ring"``) sends its keys and values around.
+    ``balance_context``: whether ranks of a ring exchange halves of their sequences while causal attention runs, so that
+    each has as much to do as any other.
     ``experts``: the axes over which experts are spread, where it is not ``ep`` alone: ``("dp",)`` or ``("dp", "cp")``
     let data and context ranks hold different experts.
     ``recompute``: what the backward computes again: nothing, or (``"full"``) everything inside repeated blocks.
@@ -58,6 +60,7 @@ class Plan(BaseModel):
     parameters: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
     stages: tuple[Text, ...] = ()
     context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
+    balance_context: bool = True
     experts: tuple[Literal["dp", "ep", "cp"], ...] = ()
     recompute: Literal["none", "full"] = "none"
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -115,6 +115,12 @@ def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch,
     assert set(_sent(monkeypatch, program, batch).values()) == {2 * (6 * ranks - 4) * one}  # two layers
     monkeypatch.undo()
     case = CASES["gpt"]
+    program = quintnet.compile(
+        GPT().double(), quintnet.Mesh(cp=ranks), case.batch(4), context="ring", balance_context=False
+    )
+    assert set(_sent(monkeypatch, program, case.batch(4)).values()) == {3 * (6 * ranks - 4) * one}
+    assert program.verify().ok
+    monkeypatch.undo()
     program = quintnet.compile(GPT().double(), quintnet.Mesh(cp=ranks), case.batch(4), context="ring")
     swapped = 4 + 8
     expected = 3 * (6 * ranks - 4 + swapped / 2) * one  # three layers
