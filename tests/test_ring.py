@@ -13,7 +13,7 @@ from torch import Tensor
 import quintnet
 from quintnet_compiler.attention_ops import attention
 from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.runtime.attention_blocks import Block
+from quintnet_compiler.runtime.attention_blocks import Block, Mask, backward, forward
 from quintnet_compiler.runtime.local import LocalTransport
 from quintnet_compiler.runtime.ring import Ring
 
@@ -146,3 +146,23 @@ def test_packed_documents_equal_separate_ones() -> None:
             for cut in (slice(0, 5), slice(5, 12))
         ]
         torch.testing.assert_close(found, torch.cat(parts, 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="flash attention is of CUDA")
+@pytest.mark.parametrize("col", [0, 128], ids=["all", "diagonal"])
+@pytest.mark.parametrize("heads", [4, 2])
+def test_flash_kernels_give_the_blocks_terms(col: int, heads: int) -> None:
+    """In bfloat16 beside matrix products in float64, weighted by the log-sum-exp of more keys than the block has."""
+    dice = torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, 4, 128, 64), (2, heads, 128, 64), (2, heads, 128, 64), (2, 4, 128, 64)]
+    q, k, v, grad = (torch.randn(s, generator=dice, device="cuda", dtype=torch.bfloat16) for s in shapes)
+    block = Block(128, col, 128, 0.125, True, 0)
+    out, lse = forward(block, q, k, v, Mask())
+    q_, k_, v_, grad_ = (x.double() for x in (q, k, v, grad))
+    expected, expected_lse = forward(block, q_, k_, v_, Mask())
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
+    found = backward(block, grad, q, out.to(q.dtype), lse + 0.5, k, v, Mask())
+    wanted = backward(block, grad_, q_, expected, expected_lse + 0.5, k_, v_, Mask())
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=5e-2, atol=5e-2)
