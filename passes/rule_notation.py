@@ -30,8 +30,8 @@ class Factors:
     bias): they enter a partial sum as partial. ``contiguous``: factors that may be split only from the outside
     (a rank must hold a run of indices). ``settled``: sum factors over which the operator itself adds up (or takes the
     largest of) what ranks have, so that its outputs are whole. ``joint``: pairs that one axis may split at once,
-    because the operator brings together what belongs together; where the second is ``whole`` on its own, only once, and
-    from the outside.
+    because the operator brings together what belongs together; where the second is ``whole`` on its own, only once,
+    from the outside, and before anything else splits one of them.
     """
 
     inputs: tuple[Dims, ...]

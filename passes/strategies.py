@@ -95,6 +95,7 @@ def split_factor(factors: Factors, name: str, cut: int, ranks: int) -> Factors:
         joint=frozenset(
             pair
             for a, b in factors.joint
+            if b not in factors.whole or name not in (a, b)
             for pair in itertools.product(new if a == name else (a,), new if b == name else (b,))
         ),
     )
@@ -112,9 +113,7 @@ def refine(factors: Factors, strategy: Strategy, ranks: int) -> Factors:
     factors = split_factor(factors, first, cut, ranks)
     if not once:
         return factors
-    done = frozenset(f"{one}i" for one in once)
-    left = frozenset(pair for pair in factors.joint if done.isdisjoint(pair))
-    return replace(factors, whole=factors.whole | done, joint=left)
+    return replace(factors, whole=factors.whole | {f"{one}i" for one in once})
 
 
 def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, dict[str, set[int]]]:

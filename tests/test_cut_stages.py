@@ -107,7 +107,7 @@ def test_boundaries_by_module_path() -> None:
 @pytest.mark.parametrize(
     ("num_stages", "names", "message"),
     [
-        (1000, (), "1000 stages, and the model has 162 operators that use parameters"),
+        (1000, (), "1000 stages, and the model has 161 operators that use parameters"),
         (3, ("blocks.1",), "the plan names 1 boundaries for 3 stages"),
         (2, ("block.1",), "no operator or module is called 'block.1'"),
         (3, ("blocks.2", "blocks.1"), "the boundaries blocks.2, blocks.1 do not follow each other in the model"),

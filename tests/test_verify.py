@@ -139,7 +139,7 @@ def test_a_proof_follows_a_parameter_to_the_loss() -> None:
     program = quintnet.compile(build("gpt"), quintnet.Mesh(pp=2, dp=2, tp=2), case.batch(8), microbatches=2)
     text = program.prove("blocks.1.down.weight")
     assert "dp: R, mb: R, tp: S(1)" in text and "one all-reduce at the end of the step" in text
-    assert "reduce_scatter; its gradient: all_gather" in text and "nll_loss_forward" in text
+    assert "reduce_scatter; its gradient: all_gather" in text and "quintnet.row_nll" in text
     tied = program.prove("wte.weight")
     assert "stages 0, 1 use it" in tied and "the sum of 2 terms" in tied
     with pytest.raises(quintnet.CompileError, match=r"QN204.*\n.*\n.*did you mean blocks.0.up.weight"):
