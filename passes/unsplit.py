@@ -10,7 +10,7 @@ from torch import fx
 from ..annotations import facts, is_getitem, shape, tensor_inputs
 from ..attention_ops import attention
 from ..program import Axis, ShardedProgram
-from .choose_sharding import CONTRACTIONS, aten
+from .candidates import CONTRACTIONS, aten
 from .rule_notation import Factors
 from .strategies import RuleBook, refine
 

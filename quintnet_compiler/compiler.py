@@ -14,6 +14,7 @@ from .comm_ops import MICROBATCHES
 from .cost_models.roofline import Roofline
 from .dry_run import check_ranks
 from .mesh import Mesh
+from .passes.axis_view import Wishes
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
 from .passes.check_types import check_types
@@ -137,10 +138,12 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
         axes,
         RuleBook(request.rules, request.plan.unknown_ops),
         Roofline(),
-        fixed_types(request.plan, names, request.mesh),
-        request.plan.sequence_parallel,
-        request.plan.context,
-        request.plan.experts or ("ep",),
+        Wishes(
+            fixed_types(request.plan, names, request.mesh),
+            request.plan.sequence_parallel,
+            request.plan.context,
+            request.plan.experts or ("ep",),
+        ),
     )
     return runner(choose, program)
 

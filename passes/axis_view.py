@@ -1,0 +1,101 @@
+"""One axis as the search for its shardings sees it: the program, the plan, and what the earlier axes chose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..annotations import facts, leaf
+from ..cost import CostModel
+from ..errors import CompileError, Where
+from ..program import Axis, Program, Strategy
+from ..sharding import AxisType, Shard, Sharding
+from .rule_notation import Factors
+from .strategies import leaf_strategies, strategies
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value on its way into an operator: what a role needs to know to allow or price a conversion."""
+
+    source: fx.Node
+    user: fx.Node
+    position: int
+    grad: bool
+    additive: bool = False
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a plan asks of shardings.
+
+    ``fixed``: (leaf name, axis name) -> type. ``sequence_parallel``: whether values between tensor-parallel operators
+    may be split along the sequence; if not, they are whole (all-reduce instead of reduce-scatter and all-gather).
+    ``context``: what a context axis splits of attention: queries (``"all_gather"``), heads (``"ulysses"``), or queries
+    and keys (``"ring"``). ``experts``: the axes over which experts are spread.
+    """
+
+    fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+    sequence_parallel: bool = True
+    context: str = "all_gather"
+    experts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AxisView:
+    """``before``: the axes outside of ``axis``; ``chosen``: what each operator does on them; ``factors``: what is left
+    of each operator's factors for ``axis``."""
+
+    program: Program
+    axis: Axis
+    before: tuple[Axis, ...]
+    factors: Mapping[fx.Node, Factors]
+    chosen: Mapping[fx.Node, tuple[Strategy, ...]]
+    cost: CostModel
+    wishes: Wishes
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.before)
+
+    @property
+    def spreads_experts(self) -> bool:
+        return self.axis.name in self.wishes.experts
+
+    def legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
+        """Every strategy that ``node``'s rule allows, whatever the role of the axis."""
+        make = strategies if leaf(node) is None else leaf_strategies
+        return make(node, self.factors[node], cuts, self.axis.size)
+
+    def share(self, node: fx.Node) -> float:
+        """What fraction of a node's work is left after the earlier axes."""
+        return math.prod(
+            1 / ranks for strategy, ranks in zip(self.chosen[node], self.ranks, strict=True) if strategy.splits
+        )
+
+    def left(self, node: fx.Node, output: int) -> float:
+        """The fraction of a value that one rank holds under the earlier axes."""
+        before: Sharding = tuple(s.outputs[output] for s in self.chosen[node])
+        return math.prod(1 / ranks for kind, ranks in zip(before, self.ranks, strict=True) if isinstance(kind, Shard))
+
+
+def refusal(axis: Axis, edge: Edge) -> CompileError:
+    """Why nothing satisfies the plan: ``edge`` would need a conversion that must not be."""
+    where: Where = facts(edge.user if edge.user.op != "output" else edge.source).where
+    if axis.role == "time":
+        return CompileError(
+            "QN104",
+            f"{edge.user.target if edge.user.op != 'output' else 'the loss'} needs values of all "
+            f"{axis.size} microbatches at once (in-batch statistics, or a loss that couples samples)",
+            where=where,
+            fix="use microbatches=1",
+        )
+    return CompileError(
+        "QN205",
+        f"a parameter would have to be gathered over {axis.name} for {edge.user.target}",
+        where=where,
+        fix="let the plan leave this parameter open",
+    )
