@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 .PHONY: setup demo test test-all check
 
@@ -15,10 +16,10 @@ demo: setup
 	$(BIN)/python examples/train_vit.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-all: setup
-	$(BIN)/python -m pytest -m ""
+	$(PYTEST) -m ""
 
 check: setup
 	$(BIN)/ruff check

@@ -75,3 +75,21 @@ def test_flags_of_a_batch_are_part_of_the_program() -> None:
     program = quintnet.compile(Peculiar().double(), quintnet.Mesh(dp=2), _batch())
     with pytest.raises(quintnet.InputError, match="False where the first one had True"):
         program.step({**_batch(), "deep": False})
+
+
+class Summed(nn.Module):
+    """Two parameters that have one gradient: both are settled, and neither changes the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.first, self.second = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * (self.first + self.second)).square().mean()
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_parameters_that_share_a_gradient(axes: dict[str, int]) -> None:
+    program = quintnet.compile(Summed(), quintnet.Mesh(**axes), (torch.randn(8, 8),), microbatches=2)
+    assert program.verify().ok
