@@ -38,7 +38,7 @@ class AxisSearch:
             key = (same[node], view.chosen[node], node in self.candidates.split_in_time)
             self.key[node] = key
             self.first.setdefault(key, node)
-            self.count[key] += 1
+            self.count[key] += view.repeats.get(node, 1)
         self.options_of: dict[Hashable, tuple[Strategy, ...]] = {}
         self.choice: dict[Hashable, list[int]] = {}
         self.forbidden: dict[int, Edge] = {}
@@ -105,7 +105,7 @@ class AxisSearch:
             for position, given in enumerate(tensor_inputs(node)):
                 source, output = origin(given)
                 a, b = (self.key[source], output), (self.key[node], position)
-                found[a][b] += 1
+                found[a][b] += self.view.repeats.get(node, 1)
                 examples.setdefault((*a, *b), Edge(source, node, position, grads[position], position in additive))
         for (source_key, output), users in found.items():
             shared: dict[tuple[AxisType, AxisType], int] = {}

@@ -47,7 +47,7 @@ class Wishes:
 @dataclass(frozen=True)
 class AxisView:
     """``before``: the axes outside of ``axis``; ``chosen``: what each operator does on them; ``factors``: what is left
-    of each operator's factors for ``axis``."""
+    of each operator's factors for ``axis``. ``repeats``: how many operators one stands for."""
 
     program: Program
     axis: Axis
@@ -56,6 +56,7 @@ class AxisView:
     chosen: Mapping[fx.Node, tuple[Strategy, ...]]
     cost: CostModel
     wishes: Wishes
+    repeats: Mapping[fx.Node, int]
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ A plan is constraints: a fixed type for a leaf. There is no other mechanism.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -29,7 +29,8 @@ class ChooseSharding:
     After:  %linear: (S(1), S(0)) from %x: (S(0)...) and %w: (R, S(0))
     Ensures: each operator runs a strategy that its rule allows; roles are respected; leaves obey the plan.
 
-    ``axes``: outermost first. ``wishes``: what the plan asks.
+    ``axes``: outermost first. ``wishes``: what the plan asks. ``repeats``: how many operators one
+    stands for, see :class:`~quintnet_compiler.passes.fold_blocks.FoldBlocks`.
 
     Raises:
         CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
@@ -40,13 +41,14 @@ class ChooseSharding:
     rules: RuleBook
     cost: CostModel
     wishes: Wishes = Wishes()
+    repeats: Mapping[fx.Node, int] = field(default_factory=dict)
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
         same = same_in_every_block(program.graph)
         chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         for position, axis in enumerate(self.axes):
-            view = AxisView(program, axis, self.axes[:position], factors, chosen, self.cost, self.wishes)
+            view = AxisView(program, axis, self.axes[:position], factors, chosen, self.cost, self.wishes, self.repeats)
             for node, strategy in AxisSearch(view, same).solve().items():
                 chosen[node] += (strategy,)
                 factors[node] = refine(factors[node], strategy, axis.size)

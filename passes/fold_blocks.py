@@ -1,0 +1,126 @@
+"""Program -> Folded: of a run of repeated blocks, the first and one more that stands for all the others."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torch import fx
+
+from ..program import Program
+from .repeated_blocks import block_of, same_in_every_block
+
+
+@dataclass(frozen=True)
+class Folded:
+    """``program`` with few blocks; ``repeats[node]``: how many nodes of the whole program it stands for.
+
+    ``blocks``: for each block that is left, by prefix and number, the numbers of the blocks that it stands for.
+    """
+
+    program: Program
+    repeats: Mapping[fx.Node, int]
+    blocks: Mapping[tuple[str, str], tuple[str, ...]]
+
+
+Run = list[list[fx.Node]]  # the nodes of each of a run of equal units (blocks, or groups of alternating blocks)
+
+
+@dataclass(frozen=True)
+class FoldBlocks:
+    """Keep two of each run of blocks that are equal, operator by operator, and wired alike.
+
+    Before: embed, layers.0, layers.1, ..., layers.31, head
+    After:  embed, layers.0, layers.1 (31 times), head
+    Ensures: whatever is added up over nodes, weighted with ``repeats``, is what it was. Layouts that treat equal
+    blocks alike are layouts of the whole program.
+    """
+
+    def __call__(self, program: Program, /) -> Folded:
+        graph = program.graph
+        stands_for: dict[fx.Node, fx.Node] = {}
+        repeats: dict[fx.Node, int] = {}
+        for run in _runs(graph):
+            if len(run) > 2 and _alike(run):
+                for unit in run[2:]:
+                    stands_for.update(zip(unit, run[1], strict=True))
+                repeats.update(dict.fromkeys(run[1], len(run) - 1))
+        new = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            kept = stands_for.get(node)
+            copied[node] = new.node_copy(node, copied.__getitem__) if kept is None else copied[kept]
+        blocks: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+        for node in graph.nodes:
+            block = block_of(node) if node.op != "output" else None
+            kept = block_of(stands_for.get(node, node)) if block else None
+            if block and kept:
+                blocks[kept][block[1]] = None
+        return Folded(
+            replace(program, graph=new),
+            {copied[node]: repeats.get(node, 1) for node in graph.nodes if node not in stands_for},
+            {block: tuple(numbers) for block, numbers in blocks.items()},
+        )
+
+
+def _runs(graph: fx.Graph) -> list[Run]:
+    """Runs of equal units, each as many blocks long as alternate; blocks in the order of their first operators."""
+    keys = same_in_every_block(graph)
+    members: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
+    started: dict[tuple[str, str], int] = {}
+    for position, node in enumerate(graph.nodes):
+        block = block_of(node) if node.op != "output" else None
+        if block:
+            members[block].append(node)
+            if node.op == "call_function":
+                started.setdefault(block, position)
+    by_prefix: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for block in sorted(started, key=started.__getitem__):
+        by_prefix[block[0]].append(block)
+    found: list[Run] = []
+    for blocks in by_prefix.values():
+        labels = [tuple(keys[node] for node in members[block]) for block in blocks]
+        at = 0
+        while at < len(blocks):
+            period, times = _longest(labels, at)
+            units = [blocks[at + i * period : at + (i + 1) * period] for i in range(times)]
+            found.append([[node for block in unit for node in members[block]] for unit in units])
+            at += period * times
+    return found
+
+
+def _longest(labels: Sequence[Hashable], at: int) -> tuple[int, int]:
+    """The period and count of the repetition from ``at`` on that leaves the fewest units; (1, 1) if nothing repeats."""
+    best, saved = (1, 1), 0
+    for period in range(1, (len(labels) - at) // 3 + 1):
+        unit, times = labels[at : at + period], 1
+        while labels[at + times * period : at + (times + 1) * period] == unit:
+            times += 1
+        if (times - 2) * period > saved:
+            best, saved = (period, times), (times - 2) * period
+    return best
+
+
+def _alike(run: Run) -> bool:
+    """Whether every unit after the first reads the same of the one before it and of the rest of the graph, and nobody
+    else reads any but the last."""
+    place = {node: (index, position) for index, unit in enumerate(run) for position, node in enumerate(unit)}
+    last = len(run) - 1
+
+    def reads(index: int) -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for node in run[index]:
+            for source in node.all_input_nodes:
+                unit, position = place.get(source, (None, source))
+                found.append((None if unit is None else index - unit, position))
+        return found
+
+    wired = all(a == b for a, b in pairwise(reads(index) for index in range(1, len(run))))
+    return wired and all(
+        place.get(user, (last + 1,))[0] in (index, index + 1)
+        for index, unit in enumerate(run[:last])
+        for node in unit
+        for user in node.users
+    )
