@@ -98,8 +98,8 @@ class RooflineCosts:
         count = len(ranks)
         if name == "broadcast":
             return self.link_seconds + num_bytes / self.hardware.link_bytes_per_second
-        steps = 2 * (count - 1) if name == "all_reduce" else count - 1
-        return self.link_seconds + 1e-6 * steps + self.roofline.collective_seconds(name, num_bytes, count)
+        steps = math.ceil(math.log2(count))  # trees, for what is short
+        return self.link_seconds * max(1, steps) + self.roofline.collective_seconds(name, num_bytes, count)
 
     def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
         return self.link_seconds + num_bytes / self.hardware.link_bytes_per_second

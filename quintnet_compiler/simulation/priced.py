@@ -38,7 +38,7 @@ class Priced:
     """The :class:`.work.Durations` of a program, for the ranks at coordinate 0 of all axes but the pipeline's.
 
     Raises:
-        CompileError: QN301 if an operator or a collective has no price.
+        CompileError: QN210 if an operator or a collective has no price.
     """
 
     def __init__(self, program: DistributedProgram, costs: RankCosts) -> None:
@@ -107,7 +107,7 @@ class Priced:
             return NodeTime(node, 0.0, self.costs.group_seconds("all_to_all", moved * len(ranks), ranks), axis)
         kind = "all_reduce" if name == "all_reduce_max" else name
         if kind not in PLAIN:
-            raise CompileError("QN301", f"the collective {name} has no price")
+            raise CompileError("QN210", f"the collective {name} has no price")
         return NodeTime(node, 0.0, self.costs.group_seconds(kind, full, ranks), axis)
 
     def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:

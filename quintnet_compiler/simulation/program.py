@@ -24,7 +24,7 @@ def simulate_program(
         processes: whether each rank is a process of its own, with buffers for what it receives.
 
     Raises:
-        CompileError: QN201 for faults of ranks that are not there, QN301 if something has no price.
+        CompileError: QN201 for faults of ranks that are not there, QN210 if something has no price.
     """
     durations = Priced(program, costs)
     edges = [Edge(t.source, t.target, bool(t.backward)) for t in program.transfers]

@@ -50,8 +50,10 @@ def simulate(
     flow = Flow.of(tuple(edges), schedule.num_stages)
     lines = Engine(schedule, flow, rows.rows, durations).run()
     extra: list[list[Event]] = [[] for _ in lines]
-    free = _gradient_sums(setting, rows, lines, durations, extra)
-    end = _meetings(rows, durations, free, extra)
+    # where ranks share cores, all of them are at it
+    crowd = max(1.0, setting.mesh.size / durations.cores) if durations.cores else 1.0
+    free = _gradient_sums(setting, rows, lines, durations, crowd, extra)
+    end = _meetings(rows, durations, crowd, free, extra)
     found = [_row(setting, line, more, end) for line, more in zip(lines, extra, strict=True)]
     return Timeline(
         setting.title or repr(setting.mesh),
@@ -65,7 +67,7 @@ def simulate(
 
 
 def _gradient_sums(
-    setting: Setting, rows: Rows, lines: Sequence[Line], durations: Durations, extra: list[list[Event]]
+    setting: Setting, rows: Rows, lines: Sequence[Line], durations: Durations, crowd: float, extra: list[list[Event]]
 ) -> list[float]:
     """Add up gradients over ranks: each sum starts when all of its ranks have it, after the one before."""
     free = [line.free for line in lines]
@@ -80,7 +82,7 @@ def _gradient_sums(
                 group = [other for other in here if _together(setting.mesh, rows, lines, index, other, one.axes)]
                 slow = max(lines[other].row.links.get(axis, 1.0) for other in group for axis in one.axes)
                 start = max(asked[other] for other in group)
-                channel[index] = start + one.seconds * slow
+                channel[index] = start + one.seconds * slow * crowd
                 exposed = max(0.0, channel[index] - max(free[index], start, alone[index]))
                 free[index] = max(free[index], channel[index])
                 event = Event(start, channel[index], "sum", one.name, axis="+".join(one.axes), exposed=exposed)
@@ -101,7 +103,9 @@ def _together(mesh: Mesh, rows: Rows, lines: Sequence[Line], a: int, b: int, axe
     return all(one[name] == other[name] for name in one if name not in axes)
 
 
-def _meetings(rows: Rows, durations: Durations, free: Sequence[float], extra: list[list[Event]]) -> float:
+def _meetings(
+    rows: Rows, durations: Durations, crowd: float, free: Sequence[float], extra: list[list[Event]]
+) -> float:
     clock = list(free)
     for meeting in durations.meetings():
         groups: dict[int, list[int]] = defaultdict(list)
@@ -110,9 +114,10 @@ def _meetings(rows: Rows, durations: Durations, free: Sequence[float], extra: li
                 groups[0 if meeting.everyone else row.column].append(index)
         for members in groups.values():
             start = max(clock[index] for index in members)
+            seconds = meeting.seconds * crowd
             for index in members:
-                clock[index] = start + meeting.seconds
-                event = Event(start, clock[index], "meeting", meeting.name, axis=meeting.axis, exposed=meeting.seconds)
+                clock[index] = start + seconds
+                event = Event(start, clock[index], "meeting", meeting.name, axis=meeting.axis, exposed=seconds)
                 extra[index].append(event)
     return max(clock, default=0.0)
 
