@@ -11,6 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from .api import compile as compile_model
+from .calibrate import calibrate as measure_machine
+from .cost_models.calibrated import CalibratedCosts
+from .cost_models.calibration import Calibration
 from .errors import QuintNetError
 from .mesh import Mesh
 
@@ -53,6 +56,52 @@ def verify(
     report = program.verify(steps=steps, float64=float64, limit=limit)
     typer.echo(report.to_json() if json else str(report))
     raise typer.Exit(0 if report.ok else NOT_EQUAL)
+
+
+@app.command()
+def simulate(
+    target: Target,
+    mesh: MeshOption,
+    plan: Annotated[Path | None, typer.Option(help="a plan file; without it, the default rules")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="parts of the batch in time")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="of quintnet calibrate; without it, H100 GPUs")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page with a picture here")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto here")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+) -> None:
+    """A step of a compiled program, without any device: who does what when, who waits, and how much memory it takes.
+
+    Exit code: 0, 2 usage, 4 the model or the layout is not supported.
+
+    Example: quintnet simulate mymodel:build --mesh pp=4,tp=2 --microbatches 16 --html step.html
+    """
+    model, batch, loss_fn = load_target(target)
+    program = compile_model(model, parse_mesh(mesh), batch, loss_fn=loss_fn, plan=plan, microbatches=microbatches)
+    costs = CalibratedCosts(Calibration.load(calibration)) if calibration else None
+    report = program.simulate(costs)
+    if html:
+        html.write_text(report.html())
+    if trace:
+        trace.write_text(report.chrome_trace())
+    typer.echo(report.to_json() if json else str(report))
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path | None, typer.Option(help="write the calibration here")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(help="measure collectives over so many processes")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the calibration as JSON")] = False,
+) -> None:
+    """Measure how long operators and collectives take on this machine. Nothing else should run meanwhile.
+
+    Exit code: 0, 2 usage, 6 a process failed.
+
+    Example: quintnet calibrate --ranks 2 --ranks 4 --out machine.json
+    """
+    found = measure_machine(tuple(ranks or (2,)))
+    if out:
+        found.save(out)
+    typer.echo(found.model_dump_json(indent=1) if json else found.summary())
 
 
 def parse_mesh(text: str) -> Mesh:

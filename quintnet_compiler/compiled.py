@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from .capture import LossFn, batch_size_of, capture, plain_batch
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
+from .cost import RankCosts
+from .cost_models.hardware import H100, Hardware
+from .cost_models.rank_costs import RooflineCosts
 from .dump import dump_program
 from .errors import CompileError, InputError
 from .initialize import Init, chosen, key_of
@@ -29,6 +32,9 @@ from .program import Captured, DistributedProgram, RankProgram
 from .runtime.backends import Backend, open_backend
 from .runtime.executor import Run
 from .schedule import Schedule
+from .simulation.faults import Faults
+from .simulation.program import simulate_program
+from .simulation.timeline import Timeline
 from .verification import Subject, VerifyReport, model_inputs, verify_program
 
 
@@ -227,6 +233,27 @@ class CompiledProgram:
             CompileError: QN204 if no trained parameter has this name.
         """
         return prove(self._leader().program, name)
+
+    # -- prediction
+
+    def simulate(self, costs: RankCosts | Hardware | None = None, *, faults: Faults | None = None) -> Timeline:
+        """A step, without any device: when each rank does what, what it waits for, and what memory it needs.
+
+        Args:
+            costs: what operators and communication take: a hardware constant, or a calibration of this machine
+                (:mod:`quintnet_compiler.cost_models.calibration`); without it, H100 GPUs.
+            faults: ranks and links that are slower than others.
+
+        Returns:
+            A report; ``html()`` and ``svg()`` are pictures, ``chrome_trace()`` is for Perfetto.
+
+        Raises:
+            CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
+                QN210 if an operator has no price.
+        """
+        if costs is None or isinstance(costs, Hardware):
+            costs = RooflineCosts(costs or H100)
+        return simulate_program(self._leader().program, costs, faults)
 
     def _refuse_meta(self) -> None:
         empty = next((name for name, x in self._task.model.named_parameters() if x.is_meta), None)

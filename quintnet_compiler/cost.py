@@ -21,3 +21,35 @@ class CostModel(Protocol):
     def parameter_seconds(self, num_bytes: float) -> float:
         """Time that holding a parameter costs each step: the optimizer reads and writes its state."""
         ...
+
+
+class RankCosts(Protocol):
+    """Prices of what one rank runs, node by node: a simulation asks for them. All in seconds.
+
+    ``overlaps``: whether communication that is started early runs beside computing, or takes its time. ``cores``: how
+    many ranks compute at once where all share one machine; None if each has a device of its own.
+    """
+
+    overlaps: bool
+    cores: int | None
+
+    @property
+    def action_seconds(self) -> float:
+        """What each action of a schedule takes besides its nodes."""
+        ...
+
+    def node_seconds(self, node: fx.Node) -> float:
+        """One run of a node of a differentiated graph, which computes (forward or backward) on local shapes."""
+        ...
+
+    def accumulate_seconds(self, num_bytes: float) -> float:
+        """Adding a gradient of so many bytes to those of earlier microbatches."""
+        ...
+
+    def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        """A collective over these ranks; ``num_bytes`` is the size of the full (unsplit) tensor."""
+        ...
+
+    def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
+        """A tensor's way from one rank to another."""
+        ...

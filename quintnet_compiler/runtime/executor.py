@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import layout
-from ..program import DistributedProgram, RankProgram, StageProgram
+from ..program import DistributedProgram, RankProgram, Slice, StageProgram
 from ..schedule import Action, Op
+from ..schedule_sends import arrived_sends
 from ..sharding import P, Shard
 from .comm import Comm
 from .gradients import GradientStore
@@ -56,6 +57,10 @@ class Executor:
             | set(stage.saved)
             for stage in self.part.stages
         }
+        self.arrived = arrived_sends(program.schedule, part.coordinate.get("pp", 0))
+        # the last send of each stage's and microbatch's gradients: nobody needs them after it
+        sends = [action for action in part.actions if action.op is Op.SEND_BACKWARD]
+        self.last_sends = {(action.stage, action.microbatch): action for action in sends}
         self.handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -85,7 +90,7 @@ class Executor:
         self.cotangents: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
         self.arriving: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
         self.returning: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
-        self.sent: list[Wait] = []
+        self.sent: dict[Action, list[Wait]] = defaultdict(list)
         self.results: dict[int, list[Tensor]] = defaultdict(list)
         self.live: set[tuple[int, int]] = set()
         self.peak_live = 0
@@ -98,9 +103,8 @@ class Executor:
         for action in self.part.actions:
             if action.op is not Op.REDUCE:
                 self.handlers[action.op](action)
-        for wait in self.sent:
-            wait()
-        self.sent.clear()
+        for send in list(self.sent):
+            self._forget(send)
         if self.gradients is not None:
             self.gradients.settle()
         return [self._settled(position) for position in range(len(self.program.results))]
@@ -118,6 +122,10 @@ class Executor:
         for name, position in stage.results.items():
             if name in known:
                 self.results[position].append(known[name])
+
+    def _slice(self, stage: StageProgram, name: str, cut: Slice, microbatch: int) -> Tensor:
+        whole = self.whole[stage.index][cut.source]
+        return layout.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, microbatch)
 
     def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> tuple[Tensor, ...]:
         self.comm.microbatch = action.microbatch
@@ -137,11 +145,10 @@ class Executor:
         values = self.values[here]
         for name, wait in self.arriving.pop(here, ()):
             values[name] = wait()
-        whole = self.whole[stage.index]
+        for send in self.arrived.get(action, ()):
+            self._forget(send)
         for name, cut in stage.slices.items():
-            values[name] = layout.take(
-                whole[cut.source], cut.dim, cut.parts, self.program.schedule.num_microbatches, action.microbatch
-            )
+            values[name] = self._slice(stage, name, cut, action.microbatch)
         dynamic = [values[name] for name in stage.forward.dynamic]
         made = self._run(action, "forward", dynamic)
         values |= zip(stage.forward.outputs, made, strict=True)
@@ -160,6 +167,8 @@ class Executor:
         cotangents = self.cotangents[here]
         for name, wait in self.returning.pop(here, ()):
             cotangents[name] = wait()
+        for send in self.arrived.get(action, ()):
+            self._forget(send)
         values = self.values.pop(here)
         dynamic = [values[name] if name in values else cotangents.pop(name) for name in stage.backward.dynamic]
         values.clear()
@@ -167,6 +176,8 @@ class Executor:
         cotangents |= zip(stage.backward.outputs, made, strict=True)
         self.live.discard(here)
         self._hand_over(action, self.backward, cotangents, self.cotangents, back=True)
+        if here not in self.last_sends:
+            del self.cotangents[here]
 
     def _hand_over(
         self,
@@ -192,7 +203,12 @@ class Executor:
         values = self.values[action.stage, action.microbatch]
         for name in self.forward[action.stage, action.peer]:
             label = f"{name} of microbatch {action.microbatch}"
-            self.sent.append(self.transport.send(values[name], self._rank_of(action.peer), VALUES, label))
+            self.sent[action].append(self.transport.send(values[name], self._rank_of(action.peer), VALUES, label))
+
+    def _forget(self, send: Action) -> None:
+        """What was sent need not live any longer."""
+        for wait in self.sent.pop(send):
+            wait()
 
     def _receive_forward(self, action: Action) -> None:
         box = self.arriving[action.stage, action.microbatch]
@@ -202,7 +218,10 @@ class Executor:
         cotangents = self.cotangents[action.stage, action.microbatch]
         for name in self.backward[action.peer, action.stage]:
             label = f"{name} of microbatch {action.microbatch}"
-            self.sent.append(self.transport.send(cotangents[name], self._rank_of(action.peer), GRADIENTS, label))
+            sent = self.transport.send(cotangents[name], self._rank_of(action.peer), GRADIENTS, label)
+            self.sent[action].append(sent)
+        if self.last_sends[action.stage, action.microbatch] is action:
+            del self.cotangents[action.stage, action.microbatch]
 
     def _receive_backward(self, action: Action) -> None:
         box = self.returning[action.stage, action.microbatch]

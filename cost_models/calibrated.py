@@ -1,0 +1,173 @@
+"""Prices of a machine on which every kind of operator was measured (:mod:`..calibrate`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..annotations import is_getitem, num_bytes, shape, tensor_inputs, value, values
+from ..comm_ops import (
+    embedding_rows,
+    embedding_rows_backward,
+    nll_terms,
+    nll_terms_backward,
+    rows_of,
+    shard_pad,
+    shard_slice,
+    share,
+)
+from ..errors import CompileError
+from .calibration import Calibration, Point, interpolated, product_seconds
+from .rank_costs import attention_flops, is_attention, moved_bytes
+from .roofline import VIEWS, aten
+
+# Families of operators that take alike for each byte, by the one that is measured.
+_SIMPLE = [
+    aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar,
+    aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.rsqrt.default, aten.pow.Tensor_Scalar,
+    aten.where.self, aten.masked_fill.Scalar, aten._to_copy.default, aten.ones.default, aten.zeros.default,
+    aten.full.default, aten.arange.default, aten.cat.default, aten.slice_backward.default,
+    aten.select_backward.default, aten.ne.Scalar, aten.eq.Scalar, aten.ge.Scalar, aten.lt.Scalar,
+    aten.relu.default, aten.threshold_backward.default, aten.clone.default, aten.constant_pad_nd.default,
+    aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.bitwise_not.default,
+    aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.stack.default, aten.scalar_tensor.default,
+    aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.index_select.default,
+    aten.repeat_interleave.self_int, share, shard_pad, rows_of,
+]  # fmt: skip
+FAMILIES: Mapping[Any, str] = MappingProxyType(
+    {
+        **dict.fromkeys(_SIMPLE, "add"),
+        **dict.fromkeys([aten.sum.default, aten.sum.dim_IntList, aten.mean.dim, aten.mean.default], "sum"),
+        **dict.fromkeys([aten.amax.default, aten.max.default], "sum"),
+        **dict.fromkeys([aten.gelu.default, aten.silu.default], "gelu"),
+        **dict.fromkeys([aten.gelu_backward.default, aten.silu_backward.default], "gelu_backward"),
+        **dict.fromkeys([aten.tanh.default, aten.exp.default, aten.sigmoid.default, aten.log.default], "tanh"),
+        **dict.fromkeys([aten.cos.default, aten.sin.default, aten.erf.default], "tanh"),
+        **dict.fromkeys([aten.tanh_backward.default, aten.sigmoid_backward.default], "add"),
+        aten.native_layer_norm.default: "layer_norm",
+        aten.native_layer_norm_backward.default: "layer_norm_backward",
+        **dict.fromkeys([aten._log_softmax.default, aten._softmax.default], "softmax"),
+        **dict.fromkeys(
+            [aten._log_softmax_backward_data.default, aten._softmax_backward_data.default], "softmax_backward"
+        ),
+        nll_terms: "softmax",
+        nll_terms_backward: "softmax_backward",
+        **dict.fromkeys([aten.embedding.default, embedding_rows], "embedding"),
+        **dict.fromkeys([aten.embedding_dense_backward.default, embedding_rows_backward], "embedding_backward"),
+    }
+)
+PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.addmm.default, aten.matmul.default, aten.bmm.default})
+
+
+@dataclass(frozen=True)
+class CalibratedCosts:
+    """:class:`..cost.RankCosts` from measurements of this machine."""
+
+    calibration: Calibration
+    _memo: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.calibration.overlaps
+
+    @property
+    def cores(self) -> int | None:
+        return self.calibration.cores or None
+
+    @property
+    def action_seconds(self) -> float:
+        return self.calibration.action_seconds
+
+    def node_seconds(self, node: fx.Node) -> float:
+        if node.op != "call_function" or is_getitem(node):
+            return 0.0
+        if node.target in VIEWS or node.target is shard_slice:
+            return self.calibration.view_seconds + (self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0)
+        if node.target in PRODUCTS:
+            return self._product(node)
+        if is_attention(node):
+            name = "attention_backward" if "backward" in str(node.target) else "attention"
+            return self._curve(name, attention_flops(node))
+        family = FAMILIES.get(node.target)
+        if family is None:
+            raise CompileError(
+                "QN210",
+                f"{node.target} was not measured",
+                fix=f"add it to FAMILIES in cost_models/calibrated.py: one of {', '.join(self.calibration.operators)}",
+            )
+        return self._curve(family, self._moved(node, family))
+
+    def _moved(self, node: fx.Node, family: str) -> float:
+        if family == "embedding":  # the table is not read, but a few rows of it
+            return 2.0 * num_bytes(value(node))
+        if family == "embedding_backward":
+            return float(num_bytes(values(tensor_inputs(node)[0])[0]) + num_bytes(value(node)))
+        return float(moved_bytes(node))
+
+    def _product(self, node: fx.Node) -> float:
+        inputs = tensor_inputs(node)
+        count = 1
+        if node.target is aten.addmm.default:
+            inputs = inputs[1:]
+        left, right = shape(inputs[0]), shape(inputs[1])
+        if node.target is aten.linear.default:
+            m, k, n, order = math.prod(left[:-1]), left[-1], right[0], "nt"
+        else:
+            if len(right) > 2:
+                count = math.prod(shape(node)[:-2])
+                m, k, n = left[-2], left[-1], right[-1]
+            else:
+                m, k, n = math.prod(left[:-1]), left[-1], right[-1]
+            order = "tn" if _transposed(inputs[0]) else "nt" if _transposed(inputs[1]) else "nn"
+        return count * product_seconds(self.calibration.products, order, m, k, n)
+
+    def _curve(self, name: str, amount: float) -> float:
+        key = name, amount
+        if key not in self._memo:
+            self._memo[key] = interpolated(self.calibration.operators[name], amount)
+        return self._memo[key]
+
+    def accumulate_seconds(self, num_bytes: float) -> float:
+        return self._curve("add", 3 * num_bytes)
+
+    # -- between ranks
+
+    @cached_property
+    def _collectives(self) -> Mapping[tuple[str, int], tuple[Point, ...]]:
+        return {(one.name, one.ranks): one.points for one in self.calibration.collectives}
+
+    def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        """The part of a core's time, where ranks share cores: they all take part at once."""
+        name = "all_reduce" if name == "broadcast" else name
+        points = self._collectives.get((name, len(ranks)))
+        if points is None:
+            raise CompileError(
+                "QN210", f"{name} over {len(ranks)} ranks was not measured", fix="quintnet calibrate --ranks"
+            )
+        crowd = len(ranks) / self.cores if self.cores else 1.0
+        return interpolated(points, max(1.0, num_bytes)) / max(1.0, crowd)
+
+    def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
+        return interpolated(self._collectives["send", 2], max(1.0, num_bytes))
+
+
+def _transposed(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (aten.t.default, aten.transpose.int)
+
+
+def copies(node: fx.Node) -> bool:
+    """Whether a node that may be a view has to copy after all."""
+    if node.target is not aten.reshape.default:
+        return False
+    x = value(tensor_inputs(node)[0])
+    given = torch.empty_strided(x.shape, x.stride(), device="meta")
+    return given.reshape(value(node).shape).untyped_storage()._cdata != given.untyped_storage()._cdata
+
+

@@ -1,0 +1,229 @@
+"""Timelines as pictures: what a template needs, in pixels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+
+from .timeline import Event, RankTimeline, Timeline, duration, label, size
+
+WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
+TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18
+MOST_ROWS = 24  # of a picture: more are cut off, and counted
+LEGEND = {
+    "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "once": "once a step",
+    "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients", "meeting": "all stages, or all ranks",
+}  # fmt: skip
+_ORDER = {"tp": 0, "cp": 1, "ep": 2, "pp": 3, "dp": 4, "all": 9}  # of lanes
+IN_BOX = frozenset({"F", "B", "I", "W", "once"})
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    # everything is escaped: names come from the user's model
+    return Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, keep_trailing_newline=False)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Seconds to pixels."""
+
+    seconds: float
+    left: float = LEFT
+    width: float = WIDTH - LEFT - RIGHT
+
+    def x(self, seconds: float) -> float:
+        share = seconds / self.seconds if self.seconds else 0.0
+        return round(self.left + share * self.width, 2)
+
+    def ticks(self) -> list[dict[str, Any]]:
+        """Round numbers, at most ten."""
+        if not self.seconds:
+            return []
+        rough = self.seconds / 10
+        power = 10 ** math.floor(math.log10(rough))
+        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        count = int(self.seconds / step + 1e-9)
+        return [{"x": self.x(step * i), "text": duration(float(f"{step * i:.6g}"))} for i in range(count + 1)]
+
+
+@dataclass
+class _Layout:
+    """Rows from top to bottom."""
+
+    timeline: Timeline
+    scale: Scale
+    most: int
+    y: float = TOP
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, row: RankTimeline) -> None:
+        axes = sorted({event.axis for event in row.events if event.axis}, key=lambda axis: (_ORDER.get(axis, 5), axis))
+        drawn: dict[str, Any] = {
+            "y": self.y,
+            "name": f"rank {row.rank}" + (f"  ×{row.count}" if row.count > 1 else ""),
+            "place": " ".join(f"{axis}={index}" for axis, index in row.coordinate.items()),
+            "bubble": f"bubble {row.bubble:.1%}",
+            "boxes": [self._box(event) for event in row.events if event.kind in IN_BOX],
+            "lanes": [],
+        }
+        y = self.y + BOX + 4
+        for axis in axes:
+            events = [self._thin(event) for event in _merged(row.events, axis, self.scale)]
+            drawn["lanes"].append({"axis": axis, "y": y, "events": events})
+            y += THIN + 2
+        if row.memory:
+            drawn |= self._memory(row, y + 3)
+            y += CURVE + 6
+        self.rows.append(drawn)
+        self.y = max(y, self.y + 46) + GAP
+
+    def _box(self, event: Event) -> dict[str, Any]:
+        x, width = self.scale.x(event.start), self.scale.x(event.end) - self.scale.x(event.start)
+        text = str(event.microbatch) if event.microbatch >= 0 else ""
+        font = min(11.0, 1.55 * width / max(1, len(text)))
+        return {
+            "kind": event.kind,
+            "x": x,
+            "width": round(max(width, 0.4), 2),
+            "rx": 3 if width > 8 else 0,
+            "odd": bool(event.stage // self.places % 2),
+            "text": text if font >= 6.5 else "",
+            "size": round(font, 1),
+            "middle": round(x + width / 2, 2),
+            "hover": _hover(event),
+        }
+
+    @property
+    def places(self) -> int:
+        return max(1, len({row.coordinate.get("pp", 0) for row in self.timeline.rows}))
+
+    def _thin(self, event: Event) -> dict[str, Any]:
+        x, end = self.scale.x(event.start), self.scale.x(event.end)
+        return {
+            "kind": event.kind,
+            "x": x,
+            "width": round(max(end - x, 0.6), 2),
+            "rx": 2 if end - x > 5 else 0,
+            "hover": _hover(event),
+        }
+
+    def _memory(self, row: RankTimeline, y: float) -> dict[str, Any]:
+        """A staircase of what is held, with the peaks within actions on top."""
+        base = y + CURVE
+        points = [(self.scale.left, base)]
+        most = max(1, self.most)
+
+        def height(count: int) -> float:
+            return round(base - CURVE * count / most, 2)
+
+        before = 0
+        for held in row.memory:
+            x = self.scale.x(held.seconds)
+            points += [(x, height(before)), (x, height(held.held))]
+            before = held.held
+        end = self.scale.x(self.timeline.seconds)
+        points += [(end, height(before)), (end, base)]
+        peak = row.peak
+        x = self.scale.x(peak.seconds)
+        left_of = x > self.scale.left + self.scale.width - 90
+        return {
+            "memory_y": y + CURVE / 2 - 8,
+            "curve": "M" + "L".join(f"{a:.2f} {b:.2f}" for a, b in points) + "Z",
+            "peak_x": x,
+            "peak_y": height(max(held.peak for held in row.memory)),
+            "peak_text_x": x - 6 if left_of else x + 6,
+            "anchor": "end" if left_of else "start",
+            "peak": f"{size(peak.values)}",
+            "memory_hover": f"values: at most {size(row.peak_held)} kept, {size(peak.values)} during {peak.action}\n"
+            f"parameters {size(row.parameter_bytes)}, gradients {size(row.gradient_bytes)}",
+        }
+
+
+def _merged(events: tuple[Event, ...], axis: str, scale: Scale) -> list[Event]:
+    """Events of an axis; those that would be closer than a third of a pixel become one."""
+    found: list[Event] = []
+    near = scale.seconds / scale.width / 3
+    for event in events:
+        if event.axis != axis:
+            continue
+        if found and found[-1].kind == event.kind and event.start - found[-1].end < near and event.seconds < 3 * near:
+            last = found[-1]
+            many = last.name if last.name.endswith("...") else f"{last.name} ..."
+            found[-1] = Event(last.start, max(last.end, event.end), last.kind, many, -1, -1, axis)
+        else:
+            found.append(event)
+    return found
+
+
+def _hover(event: Event) -> str:
+    what = f"{event.kind} {event.name}" if event.axis else label(event)
+    stage = f", stage {event.stage}, microbatch {event.microbatch}" if event.microbatch >= 0 else ""
+    axis = f" over {event.axis}" if event.axis else ""
+    return f"{what}{axis}{stage}\n{duration(event.seconds)}, from {duration(event.start)} to {duration(event.end)}"
+
+
+def svg(timeline: Timeline, theme: str = "") -> str:
+    """The picture; ``theme="auto"`` follows the viewer's dark mode."""
+    shown = timeline.rows[:MOST_ROWS]
+    scale = Scale(timeline.seconds)
+    most = max((held.peak for row in shown for held in row.memory), default=0)
+    layout = _Layout(timeline, scale, most)
+    for row in shown:
+        layout.add(row)
+    kinds = {event.kind for row in shown for event in row.events}
+    legend, x = [], float(MARGIN)
+    for kind, text in LEGEND.items():
+        if kind in kinds:
+            legend.append({"kind": kind, "text": text, "x": round(x, 1)})
+            x += 34 + 6.1 * len(text)
+    rest = len(timeline.rows) - len(shown)
+    bottom = layout.y - GAP + 4
+    picture = _environment().get_template("timeline.svg.jinja")
+    return picture.render(
+        width=WIDTH, height=round(bottom + (34 if rest else 16)), margin=MARGIN, left=LEFT, span=scale.width,
+        title=timeline.title, subtitle=_subtitle(timeline), legend=legend, legend_y=64, ticks=scale.ticks(),
+        top=TOP, bottom=bottom, rows=layout.rows, box=BOX, thin=THIN, theme=theme,
+        hidden=f"and {rest} more ranks" if rest else "",
+    )  # fmt: skip
+
+
+def _subtitle(timeline: Timeline) -> str:
+    waits = [f"{axis} {seconds / timeline.seconds:.1%}" for axis, seconds in timeline.exposed.items() if timeline.seconds]
+    exposed = f", exposed communication {', '.join(waits)}" if waits else ""
+    many = "" if timeline.ranks == 1 else "s"
+    return (
+        f"{timeline.schedule}, {timeline.microbatches} microbatches, {timeline.ranks} rank{many}: "
+        f"a step of {duration(timeline.seconds)}, bubble {timeline.bubble:.1%}{exposed}"
+    )
+
+
+def figure(timeline: Timeline) -> str:
+    """For notebooks."""
+    return f'<div style="overflow-x:auto">{svg(timeline, "auto")}</div>'
+
+
+def page(timeline: Timeline) -> str:
+    """A page that needs nothing else."""
+    waits = sum(timeline.exposed.values())
+    cards = [
+        {"name": "a step", "value": duration(timeline.seconds)},
+        {"name": "bubble", "value": f"{timeline.bubble:.1%}"},
+        {"name": "exposed communication", "value": f"{waits / timeline.seconds:.1%}" if timeline.seconds else "0%"},
+        {"name": "peak memory of a rank", "value": size(timeline.peak.bytes)},
+        {"name": "ranks", "value": str(timeline.ranks)},
+    ]
+    table = []
+    for row in timeline.rows:
+        waited = ", ".join(f"{axis} {duration(seconds)}" for axis, seconds in row.exposed.items()) or "none"
+        peak = row.peak
+        cells = [row.name, duration(row.busy_seconds), f"{row.bubble:.1%}", waited, str(row.peak_live)]
+        table.append([*cells, size(row.peak_held), size(peak.bytes), peak.action])
+    found = _environment().get_template("timeline.html.jinja")
+    picture = Markup(svg(timeline, "auto"))  # the template of the picture has escaped it
+    return found.render(title=timeline.title, cards=cards, picture=picture, table=table, notes=timeline.notes)

@@ -1,0 +1,205 @@
+"""Which memory the results of a function take: found by running it once on fake tensors, which have no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .. import layout
+from ..annotations import facts, values
+from ..mesh import Mesh
+from ..program import DistributedProgram, Piece, RankProgram, StageProgram
+from ..runtime.comm import Comm
+from ..runtime.local import LocalTransport, LocalWorld
+
+# What these return is new, whatever it is; their values depend on data, or take long.
+OPAQUE = frozenset({"route_plan", "route", "unroute", "ring_attention", "ring_attention_backward", "keep_mask"})
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a value lies: in the memory of an argument (its position), or in the ``fresh``-th piece of new memory."""
+
+    argument: int
+    fresh: int
+    bytes: int
+    contiguous: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """Memory of one function: its outputs, and how much its own values take at most while it runs, beyond its
+    arguments. ``releases``: the same where arguments are free after their last use."""
+
+    outputs: tuple[Output, ...]
+    working: int
+    releases: int
+
+
+def storage(x: Tensor) -> int:
+    """What tells memory apart."""
+    return x.untyped_storage()._cdata
+
+
+class Footprints:
+    """The memory of every function of a program, and of the slices of microbatches.
+
+    The functions run once, in the order of the first microbatch, so that each sees its arguments as the ranks would.
+    """
+
+    def __init__(self, program: DistributedProgram) -> None:
+        self.program = program
+        self.calls: dict[tuple[int, str], Call] = {}
+        self.sliced: dict[tuple[int, str], Output] = {}
+        self.mode = program.source.local.mode
+        self.crossing: dict[str, Tensor] = {}
+        known: dict[int, dict[str, Tensor]] = {}
+        with torch.no_grad(), self.mode:
+            for stage in program.stages:
+                known[stage.index] = self._forward(stage)
+            for stage in reversed(program.stages):
+                if stage.gradients:
+                    self._run(stage, "backward", known.pop(stage.index))
+
+    def _forward(self, stage: StageProgram) -> dict[str, Tensor]:
+        known = {n.name: fake(values(n)[0]) for n in stage_inputs(stage)}
+        known |= self._run(stage, "once", known)
+        for name, cut in stage.slices.items():
+            whole = known[cut.source] if cut.source in known else fake(self._source(cut.source))
+            known[name] = layout.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
+            shared = storage(known[name]) == storage(whole)
+            self.sliced[stage.index, name] = _output(known[name], 0 if shared else -1, 0)
+        return known | self._run(stage, "forward", known)
+
+    def _source(self, name: str) -> Tensor:
+        return values(next(n for n in self.program.source.graph.nodes if n.name == name))[0]
+
+    def _run(self, stage: StageProgram, label: str, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        piece: Piece = getattr(stage, label)
+        names = [*piece.static, *piece.dynamic]
+        given = [known[name] if name in known else self._received(name) for name in names]
+        made, working, releases = interpret(piece.module, given, _comm(self.program, stage), len(piece.static))
+        places = {storage(x): index for index, x in reversed(list(enumerate(given)))}
+        fresh: dict[int, int] = {}
+        outputs = []
+        for name, x in zip(piece.outputs, made, strict=True):
+            where = storage(x)
+            argument = places.get(where, -1)
+            number = fresh.setdefault(where, len(fresh)) if argument < 0 else -1
+            outputs.append(_output(x, argument, number))
+            self.crossing[name] = x
+        self.calls[stage.index, label] = Call(tuple(outputs), working, releases)
+        return dict(zip(piece.outputs, made, strict=True))
+
+    def _received(self, name: str) -> Tensor:
+        """From another stage: as that one made it, in memory of its own."""
+        return fake(self.crossing.get(name, self._source(name)))
+
+
+def _output(x: Tensor, argument: int, fresh: int) -> Output:
+    return Output(argument, fresh, x.untyped_storage().nbytes(), x.is_contiguous())
+
+
+def fake(x: Tensor) -> Tensor:
+    """A tensor of the same shape and strides, in memory of its own."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def stage_inputs(stage: StageProgram) -> list[fx.Node]:
+    """The state and the whole-batch values that a stage's functions take."""
+    wanted = {*stage.state, *stage.inputs}
+    found: dict[str, fx.Node] = {}
+    for piece in (stage.once, stage.forward, stage.backward):
+        for node in piece.module.graph.nodes:
+            if node.op == "placeholder" and node.name in wanted:
+                found.setdefault(node.name, node)
+    return list(found.values())
+
+
+class _Quiet:
+    """Takes gradients, and keeps none."""
+
+    def accumulate(self, gradient: Tensor, value: str) -> None:
+        pass
+
+    def accumulate_product(self, left: Tensor, right: Tensor, value: str) -> None:
+        pass
+
+
+def _comm(program: DistributedProgram, stage: StageProgram) -> Comm:
+    """What the rank of a stage calls, where all other ranks do the same."""
+    mesh: Mesh = program.mesh
+    rank = mesh.rank({"pp": program.schedule.placement[stage.index]})
+    part: RankProgram = program.rank(rank)
+    world = LocalWorld(mesh, program.sites)
+    world.present = frozenset({rank})
+    comm = Comm(LocalTransport(world, rank), mesh, part.coordinate)
+    quiet = _Quiet()
+    comm.accumulate, comm.accumulate_product = quiet.accumulate, quiet.accumulate_product  # type: ignore[method-assign]
+    return comm
+
+
+def interpret(
+    module: fx.GraphModule, given: Sequence[Tensor], comm: Comm, static: int
+) -> tuple[tuple[Tensor, ...], int, int]:
+    """The outputs, and the two peaks of :class:`Call`. Values die at their last use, as in the generated code."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for source, node in last.items():
+        dies.setdefault(node, []).append(source)
+    env: dict[fx.Node, Any] = {}
+    arguments = iter([comm, *given])
+    uses: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    own = {storage(x) for x in given}
+    dynamic = {storage(x) for x in given[static:]} - {storage(x) for x in given[:static]}
+    fresh = released = working = releases = 0
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(arguments)
+        elif node.op == "output":
+            return tuple(env[n] for n in node.args[0]), working, releases
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = _evaluate(node, args, kwargs)
+        for x in _tensors(env[node]):
+            where = storage(x)
+            if not uses.get(where) and where not in own:
+                sizes[where] = x.untyped_storage().nbytes()
+                fresh += sizes[where]
+            uses[where] = uses.get(where, 0) + 1
+            if where in dynamic:
+                sizes[where] = x.untyped_storage().nbytes()
+        working, releases = max(working, fresh), max(releases, fresh - released)
+        for source in dies.get(node, ()):
+            for x in _tensors(env.pop(source)):
+                where = storage(x)
+                uses[where] -= 1
+                if not uses[where]:
+                    if where in dynamic:
+                        released += sizes[where]
+                    elif where not in own:
+                        fresh -= sizes[where]
+    raise AssertionError("a generated function returns")
+
+
+def _tensors(made: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+
+
+def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if node.op == "call_function":
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    if node.target in OPAQUE:
+        made = facts(node).value
+        return fake(made) if isinstance(made, Tensor) else tuple(fake(x) for x in made)
+    receiver, *rest = args
+    return getattr(receiver, str(node.target))(*rest, **kwargs)

@@ -1,0 +1,218 @@
+"""Durations of a compiled program: its ranks' own functions, priced node by node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from ..annotations import num_bytes, tensor_inputs, values
+from ..comm_ops import COMMUNICATION
+from ..cost import RankCosts
+from ..errors import CompileError
+from ..program import DistributedProgram, Piece, StageProgram
+from ..runtime.gradients import GradientStore, shared_by
+from ..runtime.local import LocalTransport, LocalWorld
+from ..schedule import RELEASES, Action, Op
+from .work import GradientSum, Meeting, Part, Work
+
+COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
+RINGS = frozenset({"ring_attention", "ring_attention_backward"})
+PLAIN = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+_ACCUMULATE = ("accumulate", "accumulate_product")
+
+
+@dataclass(frozen=True)
+class NodeTime:
+    """A node of a rank's function and its price: computing, then communication that computing waits for."""
+
+    node: fx.Node
+    compute: float
+    communication: float = 0.0
+    axis: str = ""
+
+
+class Priced:
+    """The :class:`.work.Durations` of a program, for the ranks at coordinate 0 of all axes but the pipeline's.
+
+    Raises:
+        CompileError: QN210 if an operator or a collective has no price.
+    """
+
+    def __init__(self, program: DistributedProgram, costs: RankCosts) -> None:
+        self.program, self.costs = program, costs
+        self.overlaps, self.cores = costs.overlaps, costs.cores
+        self.source = {node.name: node for node in program.source.graph.nodes}
+        self.ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]
+        self.stages = {stage.index: stage for stage in program.stages}
+        self._works: dict[tuple[int, Op], Work] = {}
+        self._sums: dict[int, tuple[GradientSum, ...]] = {}
+
+    # -- functions
+
+    def begin(self, place: int) -> Work:
+        stages = [stage for stage in self.program.stages if self.program.schedule.placement[stage.index] == place]
+        parts = [part for stage in stages for part in self.piece(stage, stage.once).parts]
+        return Work(tuple(parts))
+
+    def work(self, action: Action) -> Work:
+        key = action.stage, action.op
+        if key not in self._works:
+            stage = self.stages[action.stage]
+            piece = stage.forward if action.op is Op.FORWARD else stage.backward
+            found = self.piece(stage, piece)
+            self._works[key] = Work((Part(self.costs.action_seconds), *found.parts), found.hidden)
+        return self._works[key]
+
+    def piece(self, stage: StageProgram, piece: Piece) -> Work:
+        """One function: computing and what it waits for, in turn."""
+        parts: list[Part] = []
+        computing = 0.0
+        for time in self.nodes(stage, piece):
+            computing += time.compute
+            if time.axis:
+                parts += [Part(computing)] if computing else []
+                parts.append(Part(time.communication, time.axis, time.node.name))
+                computing = 0.0
+        return Work((*parts, Part(computing)) if computing or not parts else tuple(parts), ())
+
+    def nodes(self, stage: StageProgram, piece: Piece) -> list[NodeTime]:
+        """The price of each node of a function."""
+        found: list[NodeTime] = []
+        for node in piece.module.graph.nodes:
+            if node.op == "call_function":
+                found.append(NodeTime(node, self.costs.node_seconds(self.source[node.name])))
+            elif node.op == "call_method":
+                found.append(self._call(stage, node))
+        return found
+
+    def _call(self, stage: StageProgram, node: fx.Node) -> NodeTime:
+        name = str(node.target)
+        if name in _ACCUMULATE:
+            return NodeTime(node, self._accumulate(stage, node))
+        source = self.source[node.name]
+        if name not in COLLECTIVES:
+            return NodeTime(node, self.costs.node_seconds(source))
+        axis = str(node.args[2])
+        ranks = self.program.mesh.peers(self.ranks[0], [axis])
+        x = values(tensor_inputs(source)[0])[0]
+        if name in RINGS:
+            return self._ring(node, source, axis, ranks)
+        made = values(source)[0]
+        full = {"all_gather": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(name, num_bytes(x))
+        if name in ("route", "unroute", "route_plan"):
+            moved = num_bytes(x) if name != "route_plan" else 8 * len(ranks)
+            return NodeTime(node, 0.0, self.costs.group_seconds("all_to_all", moved * len(ranks), ranks), axis)
+        kind = "all_reduce" if name == "all_reduce_max" else name
+        if kind not in PLAIN:
+            raise CompileError("QN210", f"the collective {name} has no price")
+        return NodeTime(node, 0.0, self.costs.group_seconds(kind, full, ranks), axis)
+
+    def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
+        """Keys and values travel while the blocks before them are computed; gradients travel with them."""
+        computing = self.costs.node_seconds(source)
+        backward = str(node.target) == "ring_attention_backward"
+        moved = sum(num_bytes(values(x)[0]) for x in tensor_inputs(source)[1 + backward : 3 + backward])
+        hops = (len(ranks) - 1) * (2 if backward else 1)
+        travelling = hops * self.costs.send_seconds(moved, ranks[0], ranks[-1])
+        waited = max(0.0, travelling - computing) if self.overlaps else travelling
+        return NodeTime(node, computing, waited, axis)
+
+    def _accumulate(self, stage: StageProgram, node: fx.Node) -> float:
+        value = str(node.args[-1])
+        name = stage.gradients[value]
+        made = self.program.source.gradients[name, stage.index]
+        if node.target == "accumulate_product":
+            return self.costs.node_seconds(made)
+        return self.costs.accumulate_seconds(num_bytes(values(made)[0]))
+
+    # -- between ranks
+
+    def transfer(self, send: Action) -> float:
+        forward = send.op is Op.SEND_FORWARD
+        ends = (send.stage, send.peer) if forward else (send.peer, send.stage)
+        names = next((t.forward if forward else t.backward) for t in self.program.transfers
+                     if (t.source, t.target) == ends)  # fmt: skip
+        placement = self.program.schedule.placement
+        source, target = self.ranks[placement[send.stage]], self.ranks[placement[send.peer]]
+        return sum(self.costs.send_seconds(_bytes(self.program.values[name]), source, target) for name in names)
+
+    def sums(self, place: int) -> tuple[GradientSum, ...]:
+        if place not in self._sums:
+            self._sums[place] = tuple(self._gradient_sums(place))
+        return self._sums[place]
+
+    def _gradient_sums(self, place: int) -> list[GradientSum]:
+        if not any(stage.gradients for stage in self.program.stages):
+            return []
+        part = self.program.rank(self.ranks[place])
+        transport = LocalTransport(LocalWorld(self.program.mesh), part.rank)
+        store = GradientStore(self.program, part, transport, torch.device("meta"))
+        ready: dict[int, dict[int, float]] = {index: {} for index in range(len(store.buckets))}
+        numbers = {id(bucket): index for index, bucket in enumerate(store.buckets)}
+        for stage in part.stages:
+            left = 0.0
+            for time in reversed(self.nodes(stage, stage.backward)):
+                if str(time.node.target) in _ACCUMULATE:
+                    bucket = numbers[id(store.where[stage.gradients[str(time.node.args[-1])]])]
+                    ready[bucket].setdefault(stage.index, left)
+                left += time.compute + time.communication
+        found = []
+        for index, bucket in enumerate(store.buckets):
+            ranks = self.program.mesh.peers(part.rank, bucket.axes)
+            if len(ranks) > 1 and ready[index]:
+                seconds = self.costs.group_seconds("all_reduce", num_bytes(bucket.buffer), ranks)
+                found.append(GradientSum(bucket.label, bucket.axes, seconds, ready[index]))
+        last = self.program.schedule.actions[place]
+        order = {a.stage: i for i, a in enumerate(last) if a.op in RELEASES}
+        return sorted(found, key=lambda one: max((order.get(s, 0), -left) for s, left in one.ready.items()))
+
+    def meetings(self) -> tuple[Meeting, ...]:
+        return self._shared + self._results
+
+    @cached_property
+    def _shared(self) -> tuple[Meeting, ...]:
+        found = []
+        trained = {name for stage in self.program.stages for name in stage.gradients.values()}
+        for name, spec in sorted(self.program.state.items()):
+            ranks = shared_by(spec, self.program, self.ranks[0]) if name in trained else ()
+            if ranks:
+                places = tuple(self.program.mesh.coordinate(rank)["pp"] for rank in ranks)
+                made = next(n for (p, _), n in self.program.source.gradients.items() if p == name)
+                seconds = self.costs.group_seconds("all_reduce", num_bytes(values(made)[0]), ranks)
+                found.append(Meeting(f"gradient of {name} over its stages", places, seconds))
+        return tuple(found)
+
+    @cached_property
+    def _results(self) -> tuple[Meeting, ...]:
+        mesh = self.program.mesh
+        everyone = tuple(range(mesh.size))
+        found = []
+        for spec in self.program.results:
+            if spec.shape == ():
+                if mesh.size > 1:
+                    seconds = self.costs.group_seconds("all_reduce", 16, everyone)
+                    found.append(Meeting("the loss, over all ranks", (), seconds, "all", everyone=True))
+            elif mesh["pp"] > 1:
+                moved = _bytes((spec.shape, spec.dtype))
+                seconds = self.costs.group_seconds("broadcast", moved, tuple(self.ranks))
+                found.append(Meeting(spec.path, tuple(range(mesh["pp"])), seconds))
+        return tuple(found)
+
+    @cached_property
+    def lockstep(self) -> tuple[str, ...]:
+        """The axes along which ranks meet within the functions of every stage."""
+        found: list[set[str]] = []
+        for stage in self.program.stages:
+            calls = [n for piece in (stage.forward, stage.backward) for n in piece.module.graph.nodes
+                     if n.op == "call_method" and str(n.target) in COLLECTIVES]  # fmt: skip
+            found.append({str(node.args[2]) for node in calls})
+        return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
+
+
+def _bytes(what: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = what
+    return torch.Size(shape).numel() * dtype.itemsize
+

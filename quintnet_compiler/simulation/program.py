@@ -1,0 +1,55 @@
+"""Simulate a compiled program: its own schedule and functions, priced by a cost model, and its memory rehearsed."""
+
+from __future__ import annotations
+
+from ..cost import RankCosts
+from ..program import DistributedProgram
+from ..schedule import Edge
+from .faults import Faults
+from .priced import Priced
+from .rehearsal import rehearse
+from .run import Setting, simulate
+from .timeline import Timeline
+
+
+def simulate_program(
+    program: DistributedProgram, costs: RankCosts, faults: Faults | None = None, *, processes: bool = True
+) -> Timeline:
+    """A step of ``program``. One rank per pipeline place stands for all that do the same: by construction those run
+    the same functions (ranks of a stage share them), and only what is slow tells them apart.
+
+    Args:
+        costs: what nodes, collectives and transfers take.
+        faults: slow ranks and links.
+        processes: whether each rank is a process of its own, with buffers for what it receives.
+
+    Raises:
+        CompileError: QN201 for faults of ranks that are not there, QN210 if something has no price.
+    """
+    durations = Priced(program, costs)
+    edges = [Edge(t.source, t.target, bool(t.backward)) for t in program.transfers]
+    setting = Setting(
+        program.mesh,
+        durations.lockstep,
+        faults or Faults(),
+        repr(program.mesh),
+        rehearse(program, processes=processes),
+        _notes(program, durations),
+    )
+    return simulate(program.schedule, edges, durations, setting)
+
+
+def _notes(program: DistributedProgram, durations: Priced) -> tuple[str, ...]:
+    names = {
+        str(node.target)
+        for stage in program.stages
+        for piece in (stage.forward, stage.backward)
+        for node in piece.module.graph.nodes
+        if node.op == "call_method"
+    }
+    found = []
+    if "route" in names:
+        found.append("experts are taken to get equally many rows each")
+    if durations.cores is not None:
+        found.append(f"ranks share {durations.cores} cores of one machine")
+    return tuple(found)

@@ -1,0 +1,189 @@
+"""Memory of a step: the runtime's own executor takes every action, on values that are only sizes.
+
+So what is kept, and for how long, is decided by the very code that decides it when the program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..program import DistributedProgram, RankProgram, Slice, StageProgram
+from ..runtime.executor import Executor, Run
+from ..runtime.gradients import GradientStore
+from ..runtime.local import LocalTransport, LocalWorld
+from ..runtime.transport import Wait
+from ..schedule import Action
+from ..sharding import local_shape
+from .footprint import Footprints, Output
+from .run import Footprint
+
+META = torch.device("meta")
+
+
+class Ledger:
+    """Bytes of a rank's values that are alive."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.peak = 0
+
+
+class Memory:
+    """A piece of memory; a rank's ledger counts it while anything refers to it."""
+
+    __slots__ = ("bytes", "ledger")
+
+    def __init__(self, ledger: Ledger | None, size: int) -> None:
+        self.ledger, self.bytes = ledger, size
+        if ledger is not None:
+            ledger.bytes += size
+
+    def __del__(self) -> None:
+        if self.ledger is not None:
+            self.ledger.bytes -= self.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Stands for a tensor."""
+
+    memory: Memory
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    contiguous: bool = True
+
+    @property
+    def dense(self) -> int:
+        """Its size without gaps."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class RehearsedTransport(LocalTransport):
+    """Transfers of stand-ins: each side counts its own memory. ``processes``: what receives lies in a buffer that is
+    made when the receive is posted, and is as large as the value; else it is what was sent."""
+
+    def __init__(self, world: LocalWorld, rank: int, ledger: Ledger, *, processes: bool) -> None:
+        super().__init__(world, rank)
+        self.ledger, self.processes = ledger, processes
+
+    def send(self, x: Any, to: int, channel: int, label: str) -> Wait:
+        if self.processes and not x.contiguous:
+            x = Stand(Memory(self.ledger, x.dense), x.shape, x.dtype)
+        told: Any = Stand(Memory(None, x.memory.bytes), x.shape, x.dtype, x.contiguous)
+        super().send(told, to, channel, label)
+        return lambda: x  # type: ignore[no-any-return]
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
+        wait: Callable[[], Any] = super().receive(shape, dtype, source, channel, label)
+        if self.processes:
+            buffer = Stand(Memory(self.ledger, torch.Size(shape).numel() * dtype.itemsize), shape, dtype)
+            return lambda: (wait(), buffer)[1]  # type: ignore[return-value]
+
+        def arrive() -> Any:
+            told = wait()
+            return Stand(Memory(self.ledger, told.memory.bytes), shape, dtype, told.contiguous)
+
+        return arrive
+
+
+class Rehearsal(Executor):
+    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action."""
+
+    def __init__(
+        self,
+        program: DistributedProgram,
+        part: RankProgram,
+        transport: RehearsedTransport,
+        footprints: Footprints,
+        store: GradientStore | None,
+    ) -> None:
+        super().__init__(program, part, transport, META, store)
+        self.footprints, self.ledger = footprints, transport.ledger
+        self.points: dict[Action, tuple[int, int]] = {}
+        handlers = dict(self.handlers)
+        self.handlers = {op: self._noted(handler) for op, handler in handlers.items()}
+
+    def _noted(self, handler: Callable[[Action], None]) -> Callable[[Action], None]:
+        def handle(action: Action) -> None:
+            self.ledger.peak = self.ledger.bytes
+            handler(action)
+            self.points[action] = self.ledger.bytes, max(self.ledger.peak, self.ledger.bytes)
+
+        return handle
+
+    def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
+        found = self.footprints.calls[stage.index, label]
+        extra = found.releases if label == "backward" else found.working
+        self.ledger.peak = max(self.ledger.peak, self.ledger.bytes + extra)
+        _, *given = args
+        args.clear()
+        fresh: dict[int, Memory] = {}
+        piece = getattr(stage, label)
+        made = [self._stand(name, out, given, fresh) for name, out in zip(piece.outputs, found.outputs, strict=True)]
+        return tuple(made)  # type: ignore[arg-type]
+
+    def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Memory]) -> Stand:
+        if out.argument >= 0:
+            memory = given[out.argument].memory
+        else:
+            if out.fresh not in fresh:
+                fresh[out.fresh] = Memory(self.ledger, out.bytes)
+            memory = fresh[out.fresh]
+        shape, dtype = self.program.values.get(name, ((), torch.float32))
+        return Stand(memory, shape, dtype, out.contiguous)
+
+    def _slice(self, stage: StageProgram, name: str, cut: Slice, microbatch: int) -> Any:
+        out = self.footprints.sliced[stage.index, name]
+        whole: Any = self.whole[stage.index][cut.source]
+        memory = whole.memory if out.argument >= 0 else Memory(self.ledger, out.bytes)
+        return Stand(memory, contiguous=out.contiguous)
+
+    def _settled(self, position: int) -> Any:
+        return None
+
+
+def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Footprint, ...]:
+    """The memory of the rank at each pipeline place; ranks that differ only along other axes need the same.
+
+    ``processes``: each rank is a process of its own, with buffers for what it receives; else all are in one process.
+    """
+    footprints = Footprints(program)
+    train = any(stage.gradients for stage in program.stages)
+    world = LocalWorld(program.mesh, program.sites)
+    ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]
+    found: dict[int, Footprint] = {}
+
+    def work(transport: LocalTransport) -> None:
+        part = program.rank(transport.rank)
+        mine = RehearsedTransport(world, part.rank, Ledger(), processes=processes)
+        store = GradientStore(program, part, mine, META) if train else None
+        rehearsal = Rehearsal(program, part, mine, footprints, store)
+        known = Stand(Memory(None, 0))
+        state: Any = dict.fromkeys(program.state, known)
+        inputs: Any = [known] * len(program.inputs)
+        rehearsal.step(state, inputs, Run(train=train, check_finite=False))
+        held = rehearsal.points
+        before = (0, 0)
+        points = [before := held.get(action, (before[0], before[0])) for action in part.actions]
+        gradients = sum(bucket.buffer.nbytes for bucket in store.buckets) if store else 0
+        found[part.rank] = Footprint(_state_bytes(program, part), gradients, tuple(points), rehearsal.peak_live)
+
+    with torch.no_grad():
+        world.run(dict.fromkeys(ranks, work))
+    return tuple(found[rank] for rank in ranks)
+
+
+def _state_bytes(program: DistributedProgram, part: RankProgram) -> int:
+    """The rank's parts of parameters, buffers and constants that its stages use."""
+    mine = {stage.index for stage in part.stages}
+    sizes = [axis.size for axis in program.axes]
+    total = 0
+    for spec in program.state.values():
+        if mine & set(spec.stages):
+            total += torch.Size(local_shape(spec.shape, spec.sharding, sizes)).numel() * spec.dtype.itemsize
+    return total

@@ -1,0 +1,183 @@
+"""Simulate a schedule with given durations: events, then what joins all ranks at the end of a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..mesh import Mesh
+from ..schedule import Edge, Flow, Schedule
+from .engine import Engine, Line
+from .faults import Faults, Rows
+from .timeline import Event, Held, RankTimeline, Timeline
+from .work import Durations, GradientSum, Part, last_releases
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Memory of the rank at a pipeline place: ``points[i]`` after and during its i-th action (bytes), and what stays."""
+
+    parameters: int
+    gradients: int
+    points: tuple[tuple[int, int], ...]
+    peak_live: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Who runs a schedule, and what disturbs them. ``lockstep``: axes along which ranks meet within every function."""
+
+    mesh: Mesh
+    lockstep: tuple[str, ...] = ()
+    faults: Faults = field(default_factory=Faults)
+    title: str = ""
+    memory: tuple[Footprint, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def simulate(
+    schedule: Schedule, edges: Iterable[Edge], durations: Durations, setting: Setting | None = None
+) -> Timeline:
+    """When each rank does what. ``schedule`` is one that :func:`..schedule.with_transfers` made.
+
+    Raises:
+        ScheduleError: QN208 if some action can never start.
+        CompileError: QN201 for faults of ranks that are not there.
+    """
+    setting = Setting(Mesh(pp=schedule.num_ranks)) if setting is None else setting
+    rows = Rows.of(setting.mesh, setting.lockstep, setting.faults)
+    flow = Flow.of(tuple(edges), schedule.num_stages)
+    lines = Engine(schedule, flow, rows.rows, durations).run()
+    extra: list[list[Event]] = [[] for _ in lines]
+    # where ranks share cores, all of them are at it
+    crowd = max(1.0, setting.mesh.size / durations.cores) if durations.cores else 1.0
+    free = _gradient_sums(setting, rows, lines, durations, crowd, extra)
+    end = _meetings(rows, durations, crowd, free, extra)
+    found = [_row(setting, line, more, end) for line, more in zip(lines, extra, strict=True)]
+    return Timeline(
+        setting.title or repr(setting.mesh),
+        schedule.name,
+        schedule.num_microbatches,
+        setting.mesh.size,
+        end,
+        tuple(found),
+        setting.notes,
+    )
+
+
+def _gradient_sums(
+    setting: Setting, rows: Rows, lines: Sequence[Line], durations: Durations, crowd: float, extra: list[list[Event]]
+) -> list[float]:
+    """Add up gradients over ranks: each sum starts when all of its ranks have it, after the one before."""
+    free = [line.free for line in lines]
+    sums = {line.row.place: durations.sums(line.row.place) for line in lines}
+    alone = [line.free for line in lines]
+    for place, found in sums.items():
+        here = [index for index, line in enumerate(lines) if line.row.place == place]
+        channel = dict.fromkeys(here, 0.0)
+        for one in found:
+            asked = {index: max(channel[index], _ready(lines[index], one, durations.overlaps)) for index in here}
+            for index in here:
+                group = [other for other in here if _together(setting.mesh, rows, lines, index, other, one.axes)]
+                slow = max(lines[other].row.links.get(axis, 1.0) for other in group for axis in one.axes)
+                start = max(asked[other] for other in group)
+                channel[index] = start + one.seconds * slow * crowd
+                exposed = max(0.0, channel[index] - max(free[index], start, alone[index]))
+                free[index] = max(free[index], channel[index])
+                event = Event(start, channel[index], "sum", one.name, axis="+".join(one.axes), exposed=exposed)
+                extra[index].append(event)
+    return free
+
+
+def _ready(line: Line, one: GradientSum, overlaps: bool) -> float:
+    if not overlaps:
+        return line.free
+    last = last_releases(tuple(line.actions))
+    return max(line.after[last[stage]] - seconds * line.row.compute for stage, seconds in one.ready.items())
+
+
+def _together(mesh: Mesh, rows: Rows, lines: Sequence[Line], a: int, b: int, axes: Sequence[str]) -> bool:
+    """Whether the pipelines of two rows differ at most along ``axes``."""
+    one, other = (rows.columns[lines[index].row.column] for index in (a, b))
+    return all(one[name] == other[name] for name in one if name not in axes)
+
+
+def _meetings(
+    rows: Rows, durations: Durations, crowd: float, free: Sequence[float], extra: list[list[Event]]
+) -> float:
+    clock = list(free)
+    for meeting in durations.meetings():
+        groups: dict[int, list[int]] = defaultdict(list)
+        for index, row in enumerate(rows.rows):
+            if meeting.everyone or row.place in meeting.places:
+                groups[0 if meeting.everyone else row.column].append(index)
+        for members in groups.values():
+            start = max(clock[index] for index in members)
+            seconds = meeting.seconds * crowd
+            for index in members:
+                clock[index] = start + seconds
+                event = Event(start, clock[index], "meeting", meeting.name, axis=meeting.axis, exposed=seconds)
+                extra[index].append(event)
+    return max(clock, default=0.0)
+
+
+def _row(setting: Setting, line: Line, extra: Sequence[Event], end: float) -> RankTimeline:
+    events: list[Event] = []
+    exposed: dict[str, float] = defaultdict(float)
+    busy = 0.0
+    for span in line.spans:
+        busy += span.end - span.start
+        exposed["pp"] += span.waited
+        if span.action is None:
+            if span.end > span.start:
+                events.append(Event(span.start, span.end, "once"))
+        else:
+            here = span.action.stage, span.action.microbatch
+            events.append(Event(span.start, span.end, span.action.op.value, str(span.action), *here))
+        events += _collectives(span.start, span.action.stage if span.action else -1, span.work.parts)
+        hidden = span.work.hidden
+        events += [Event(span.start + h.offset, span.start + h.offset + h.seconds, "collective", h.name, axis=h.axis)
+                   for h in hidden]  # fmt: skip
+    events += [Event(f.start, f.end, "transfer", str(f.send), f.send.stage, f.send.microbatch, "pp")
+               for f in line.flights if f.end > f.start]  # fmt: skip
+    events += extra
+    for event in events:
+        if event.axis:
+            exposed[event.axis] += event.exposed
+    outside = sum(event.exposed for event in extra) + sum(span.waited for span in line.spans)
+    bubble = (end - busy - outside) / end if end else 0.0
+    row = RankTimeline(
+        line.row.rank,
+        setting.mesh.coordinate(line.row.rank),
+        line.row.count,
+        tuple(sorted(events, key=lambda event: (event.start, event.end))),
+        busy,
+        bubble,
+        {axis: seconds for axis, seconds in exposed.items() if seconds},
+    )
+    return _with_memory(row, line, setting.memory[line.row.place]) if setting.memory else row
+
+
+def _collectives(start: float, stage: int, parts: Iterable[Part]) -> list[Event]:
+    events: list[Event] = []
+    for part in parts:
+        if part.axis:
+            events.append(Event(start, start + part.seconds, "collective", part.name, stage, -1, part.axis, part.seconds))
+        start += part.seconds
+    return events
+
+
+def _with_memory(row: RankTimeline, line: Line, memory: Footprint) -> RankTimeline:
+    points = [
+        Held(seconds, str(action), held, peak)
+        for seconds, action, (held, peak) in zip(line.after, line.actions, memory.points, strict=True)
+    ]
+    return replace(
+        row,
+        peak_live=memory.peak_live,
+        parameter_bytes=memory.parameters,
+        gradient_bytes=memory.gradients,
+        memory=tuple(points),
+    )
+

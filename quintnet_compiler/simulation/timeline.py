@@ -1,0 +1,245 @@
+"""The result of a simulation: what every rank does when, what it waits for, and what it holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+
+from ..errors import CompileError
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that takes time on a rank, in seconds since the step began.
+
+    ``kind``: F, B, I, W (compute actions), ``once``, ``collective`` (of a function), ``transfer`` (what the rank
+    sends), ``sum`` (gradients over ranks) or ``meeting`` (all pipeline ranks). ``exposed``: the seconds of it in which
+    the rank did nothing else.
+    """
+
+    start: float
+    end: float
+    kind: str
+    name: str = ""
+    stage: int = -1
+    microbatch: int = -1
+    axis: str = ""
+    exposed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory of a rank after an action: ``held`` bytes of values that the runtime keeps (for the backward, to be
+    sent, as results); ``peak``: the most that existed at once while the action ran."""
+
+    seconds: float
+    action: str
+    held: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory that a rank needs: when, while doing what, and its parts in bytes."""
+
+    rank: int
+    seconds: float
+    action: str
+    bytes: int
+    parameters: int
+    gradients: int
+    values: int
+
+    def __str__(self) -> str:
+        parts = {"parameters": self.parameters, "gradients": self.gradients, "values": self.values}
+        what = ", ".join(f"{name} {size(count)}" for name, count in parts.items())
+        return f"{size(self.bytes)} on rank {self.rank} at {duration(self.seconds)}, during {self.action}: {what}"
+
+
+@dataclass(frozen=True)
+class RankTimeline:
+    """A rank, which stands for ``count`` ranks that do the very same. Byte counts stay the same all step."""
+
+    rank: int
+    coordinate: Mapping[str, int]
+    count: int
+    events: tuple[Event, ...]
+    busy_seconds: float
+    bubble: float
+    exposed: Mapping[str, float]
+    peak_live: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    memory: tuple[Held, ...] = ()
+
+    @property
+    def name(self) -> str:
+        place = " ".join(f"{axis}{index}" for axis, index in self.coordinate.items())
+        return f"rank {self.rank}" + (f" ({place})" if place else "") + (f" ×{self.count}" if self.count > 1 else "")
+
+    @property
+    def peak_held(self) -> int:
+        """The most bytes that the runtime keeps after any action."""
+        return max((point.held for point in self.memory), default=0)
+
+    @property
+    def peak(self) -> Peak:
+        most = max(self.memory, key=lambda point: point.peak, default=Held(0.0, "nothing", 0, 0))
+        fixed = self.parameter_bytes + self.gradient_bytes
+        parts = self.parameter_bytes, self.gradient_bytes, most.peak
+        return Peak(self.rank, most.seconds, most.action, fixed + most.peak, *parts)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step. ``rows``: the ranks that differ from each other; each says for how many it stands.
+
+    ``str()`` for people, ``to_json()`` for programs, ``chrome_trace()`` for Chrome's tracing page and Perfetto,
+    ``svg()`` and ``html()`` as pictures.
+    """
+
+    title: str
+    schedule: str
+    microbatches: int
+    ranks: int
+    seconds: float
+    rows: tuple[RankTimeline, ...]
+    notes: tuple[str, ...] = ()
+
+    def rank(self, rank: int) -> RankTimeline:
+        """The row of a simulated rank.
+
+        Raises:
+            CompileError: QN201 if this rank is stood for by another one.
+        """
+        for row in self.rows:
+            if row.rank == rank:
+                return row
+        shown = ", ".join(str(row.rank) for row in self.rows[:20])
+        raise CompileError("QN201", f"rank {rank} is like one of those shown", fix=f"ask for one of {shown}")
+
+    @property
+    def bubble(self) -> float:
+        """The share (0 to 1) of all ranks' time in which they neither compute nor wait for communication."""
+        return sum(row.bubble * row.count for row in self.rows) / sum(row.count for row in self.rows)
+
+    @property
+    def exposed(self) -> Mapping[str, float]:
+        """For each axis, the seconds in which a rank waits for its communication: the mean over ranks."""
+        total = sum(row.count for row in self.rows)
+        axes = dict.fromkeys(axis for row in self.rows for axis in row.exposed)
+        return {axis: sum(row.exposed.get(axis, 0.0) * row.count for row in self.rows) / total for axis in axes}
+
+    @property
+    def peak(self) -> Peak:
+        """The most memory that any rank needs."""
+        return max((row.peak for row in self.rows), key=lambda peak: peak.bytes)
+
+    def to_json(self) -> str:
+        rows = [{**asdict(row), "peak": asdict(row.peak)} for row in self.rows]
+        head = {"title": self.title, "schedule": self.schedule, "microbatches": self.microbatches, "ranks": self.ranks}
+        found = {"seconds": self.seconds, "bubble": self.bubble, "exposed": dict(self.exposed)}
+        return json.dumps({**head, **found, "peak": asdict(self.peak), "notes": self.notes, "rows": rows}, indent=1)
+
+    def __str__(self) -> str:
+        shown = " ".join(f"{axis} {seconds / self.seconds:.1%}," for axis, seconds in self.exposed.items() if seconds)
+        lines = [
+            f"{self.title}, {self.ranks} ranks, {self.schedule}, {self.microbatches} microbatches: "
+            f"a step of {duration(self.seconds)}",
+            f"bubble {self.bubble:.1%}; exposed communication: {shown.rstrip(',') or 'none'}",
+        ]
+        if any(row.memory for row in self.rows):
+            lines.append(f"peak memory {self.peak}")
+        names = [row.name for row in self.rows[:MOST_ROWS]]
+        width = max(map(len, names))
+        lines.append(f"  {'':<{width}}  {'busy':>9} {'bubble':>7} {'exposed':>9} {'live':>5} {'kept':>10} {'peak':>10}")
+        for name, row in zip(names, self.rows, strict=False):
+            exposed = duration(sum(row.exposed.values()))
+            lines.append(
+                f"  {name:<{width}}  {duration(row.busy_seconds):>9} {row.bubble:>7.1%} {exposed:>9} "
+                f"{row.peak_live:>5} {size(row.peak_held):>10} {size(row.peak.bytes):>10}"
+            )
+        if len(self.rows) > MOST_ROWS:
+            lines.append(f"  and {len(self.rows) - MOST_ROWS} more")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _repr_html_(self) -> str:
+        from .chart import figure
+
+        return figure(self)
+
+    def svg(self) -> str:
+        """A picture: a row per rank, its communication and its memory beneath."""
+        from .chart import svg
+
+        return svg(self)
+
+    def html(self) -> str:
+        """The picture as a page of its own, with the summary."""
+        from .chart import page
+
+        return page(self)
+
+    def chrome_trace(self) -> str:
+        """JSON for Perfetto or chrome://tracing: a process per rank, a thread each for computing and each axis."""
+        return json.dumps({"displayTimeUnit": "ms", "traceEvents": list(self._trace())})
+
+    def _trace(self) -> Iterator[dict[str, object]]:
+        for row in self.rows:
+            threads = ["compute", *dict.fromkeys(event.axis for event in row.events if event.axis)]
+            yield {"ph": "M", "name": "process_name", "pid": row.rank, "args": {"name": row.name}}
+            for number, name in enumerate(threads):
+                yield {"ph": "M", "name": "thread_name", "pid": row.rank, "tid": number, "args": {"name": name}}
+            for event in row.events:
+                yield {
+                    "ph": "X",
+                    "name": label(event),
+                    "cat": event.kind,
+                    "pid": row.rank,
+                    "tid": threads.index(event.axis) if event.axis else 0,
+                    "ts": event.start * 1e6,
+                    "dur": event.seconds * 1e6,
+                    "args": {"name": event.name, "stage": event.stage, "microbatch": event.microbatch},
+                }
+            for point in row.memory:
+                held = {"values": point.held}
+                yield {"ph": "C", "name": "memory", "pid": row.rank, "ts": point.seconds * 1e6, "args": held}
+
+
+MOST_ROWS = 32  # of a table
+
+
+def label(event: Event) -> str:
+    """``F3`` for a compute action, else the event's name."""
+    return f"{event.kind}{event.microbatch}" if event.microbatch >= 0 and not event.axis else event.name or event.kind
+
+
+def duration(seconds: float) -> str:
+    """For people.
+
+    >>> duration(0.00123), duration(12.0), duration(0)
+    ('1.23 ms', '12 s', '0 s')
+    """
+    if seconds == 0:
+        return "0 s"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= factor * 0.9995:
+            return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def size(count: float) -> str:
+    """For people.
+
+    >>> size(1536), size(12), size(0)
+    ('1.50 KiB', '12 B', '0 B')
+    """
+    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,160 @@
+"""Durations: what the event simulation asks of whoever prices a program, and prices that are simply given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ..schedule import RELEASES, Action, Op
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of seconds within an action: computing, or (with an ``axis``) a collective that computing waits for."""
+
+    seconds: float
+    axis: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """A collective that runs beside computing: ``offset`` seconds after its action starts."""
+
+    offset: float
+    seconds: float
+    axis: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one action does, in order."""
+
+    parts: tuple[Part, ...] = ()
+    hidden: tuple[Hidden, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    def scaled(self, compute: float, links: Mapping[str, float]) -> Work:
+        """With computing, and the collectives of each axis, so many times slower."""
+        if compute == 1.0 and not links:
+            return self
+        parts = tuple(replace(p, seconds=p.seconds * (links.get(p.axis, 1.0) if p.axis else compute)) for p in self.parts)
+        hidden = tuple(replace(h, seconds=h.seconds * links.get(h.axis, 1.0)) for h in self.hidden)
+        return Work(parts, hidden)
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """Gradients that ranks along ``axes`` add up while they compute.
+
+    ``ready``: for each stage that has a term, how many seconds before the end of its last backward that term exists.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    seconds: float
+    ready: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What ranks of several pipeline places do together at the end of the step, in order; the first waits for the last.
+
+    ``everyone``: all ranks of the mesh take part, not just those at ``places`` with the same other coordinates.
+    """
+
+    name: str
+    places: tuple[int, ...]
+    seconds: float
+    axis: str = "pp"
+    everyone: bool = False
+
+
+class Durations(Protocol):
+    """Prices of one pipeline (ranks that differ only along the pipeline), all in seconds."""
+
+    overlaps: bool  # whether gradient sums and transfers run beside computing, or take its time
+    cores: int | None  # how many ranks can compute at once where all of them share one machine
+
+    def begin(self, place: int) -> Work:
+        """What the rank at a pipeline place does before its first action."""
+        ...
+
+    def work(self, action: Action) -> Work:
+        """A compute action."""
+        ...
+
+    def transfer(self, send: Action) -> float:
+        """The time on the wire of what a send action sends."""
+        ...
+
+    def sums(self, place: int) -> tuple[GradientSum, ...]:
+        """The gradient sums of the rank at a pipeline place, in the order in which they start."""
+        ...
+
+    def meetings(self) -> tuple[Meeting, ...]:
+        """What happens after all actions, in order."""
+        ...
+
+
+Seconds = float | Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Durations that somebody knows: one number, or one per stage. ``links``: per (source, target) stage.
+
+    Unless it is given, each half of a split backward takes half of it. ``reduction``: the sum of a stage's gradients
+    over data ranks, which starts after the stage's last backward.
+    """
+
+    forward: Seconds = 1.0
+    backward: Seconds = 2.0
+    input: Seconds | None = None
+    weight: Seconds | None = None
+    transfer_seconds: float = 0.0
+    links: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    reduction: Seconds = 0.0
+    placement: tuple[int, ...] = ()
+    overlaps: bool = True
+    cores: int | None = None
+
+    def begin(self, place: int) -> Work:
+        return Work()
+
+    def work(self, action: Action) -> Work:
+        given: dict[Op, Seconds | None] = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.backward,
+            Op.BACKWARD_INPUT: self.input,
+            Op.BACKWARD_WEIGHT: self.weight,
+        }
+        seconds = given[action.op]
+        found = at(self.backward, action.stage) / 2 if seconds is None else at(seconds, action.stage)
+        return Work((Part(found),))
+
+    def transfer(self, send: Action) -> float:
+        return self.links.get((send.stage, send.peer), self.transfer_seconds)
+
+    def sums(self, place: int) -> tuple[GradientSum, ...]:
+        stages = [stage for stage, owner in enumerate(self.placement) if owner == place]
+        found = [(stage, at(self.reduction, stage)) for stage in reversed(stages)]
+        return tuple(GradientSum(f"stage {s}", ("dp",), seconds, {s: 0.0}) for s, seconds in found if seconds)
+
+    def meetings(self) -> tuple[Meeting, ...]:
+        return ()
+
+
+def at(seconds: Seconds, stage: int) -> float:
+    """The seconds of a stage."""
+    return seconds[stage] if isinstance(seconds, Mapping) else seconds
+
+
+def last_releases(row: tuple[Action, ...]) -> dict[int, int]:
+    """For each stage of a rank, the index of the action after which its gradients are complete."""
+    return {action.stage: index for index, action in enumerate(row) if action.op in RELEASES}
