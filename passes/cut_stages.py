@@ -8,7 +8,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, num_bytes, origin, tensor_inputs, values
@@ -16,8 +15,8 @@ from ..cost import CostModel
 from ..errors import CompileError
 from ..program import ShardedProgram, StagedProgram
 from ..sharding import Shard
+from .partition import Array, balanced_starts
 
-Array = NDArray[np.float64]
 MOST_PLACES = 400  # up to this many operators every cut is tried; beyond, the narrowest of each run of operators
 
 
@@ -45,7 +44,7 @@ class CutStages:
     boundaries: tuple[str, ...] = ()
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
-        order = _staged_operators(program)
+        order = staged_operators(program.program.graph)
         if self.num_stages > max(1, len(order)):
             raise CompileError(
                 "QN206",
@@ -82,16 +81,16 @@ def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
 def boundaries(staged: StagedProgram) -> tuple[str, ...]:
     """The operators at which the stages but the first begin: cutting there again gives the same stages."""
     first: dict[int, str] = {}
-    for node in _staged_operators(staged.sharded):
+    for node in staged_operators(staged.sharded.program.graph):
         first.setdefault(staged.stage[node], node.name)
     return tuple(first[stage] for stage in range(1, staged.num_stages))
 
 
-def _staged_operators(program: ShardedProgram) -> list[fx.Node]:
+def staged_operators(graph: fx.Graph) -> list[fx.Node]:
     """The operators that depend on a parameter, in order."""
     depends: set[fx.Node] = set()
     order = []
-    for node in program.program.graph.nodes:
+    for node in graph.nodes:
         found = leaf(node) if node.op == "placeholder" else None
         if found is not None and found.kind == "parameter":
             depends.add(node)
@@ -204,24 +203,6 @@ def _narrow_places(crossing: Array) -> list[int]:
 def _best_starts(loads: _Loads, num_stages: int) -> list[int]:
     """Where stages 1, 2, ... begin."""
     places = np.array(loads.places)
-    num_stages_possible = len(places) - 1
-    assert num_stages <= num_stages_possible
+    assert num_stages < len(places)
     seconds = np.stack([loads.from_start(start)[places] for start in places])
-    seconds[np.tril_indices(len(places))] = np.inf  # a stage has at least one operator
-    slowest, _ = _partition(seconds, num_stages, np.maximum)
-    fitting = np.where(seconds <= slowest * (1 + 1e-9), seconds**2, np.inf)
-    _, ends = _partition(fitting, num_stages, np.add)
-    return [int(places[end]) for end in ends[:-1]]
-
-
-def _partition(price: Array, num_stages: int, join: np.ufunc) -> tuple[float, list[int]]:
-    """The least ``join`` of the prices of ``num_stages`` consecutive intervals, and where the intervals end."""
-    best, choices = price[0], []
-    for _ in range(num_stages - 1):
-        joined = join(best[:, None], price)
-        choices.append(joined.argmin(axis=0))
-        best = joined.min(axis=0)
-    ends = [len(price) - 1]
-    for chosen in reversed(choices):
-        ends.insert(0, int(chosen[ends[0]]))
-    return float(best[-1]), ends
+    return [int(places[start]) for start in balanced_starts(seconds, num_stages)]

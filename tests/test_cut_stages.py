@@ -13,7 +13,7 @@ import quintnet
 from quintnet_compiler.capture import capture
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.passes.choose_sharding import ChooseSharding
-from quintnet_compiler.passes.cut_stages import CutStages, _Loads, _staged_operators, boundaries, parameter_stages
+from quintnet_compiler.passes.cut_stages import CutStages, _Loads, staged_operators, boundaries, parameter_stages
 from quintnet_compiler.passes.normalize import Normalize
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.passes.strategies import RuleBook
@@ -57,7 +57,7 @@ def test_cut_equals_brute_force(kind: str, num_stages: int) -> None:
     program = (
         _sharded(build("mlp"), case.batch(4), case.loss_fn) if kind == "mlp" else _sharded(Skips(), (torch.ones(4, 8),))
     )
-    order = _staged_operators(program)
+    order = staged_operators(program.program.graph)
     loads = _Loads(program, order, Roofline())
 
     def slowest(starts: tuple[int, ...]) -> float:

@@ -1,0 +1,1 @@
+"""The planner: layouts of a model on a cluster, ranked by what they cost."""

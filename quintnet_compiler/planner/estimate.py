@@ -1,0 +1,165 @@
+"""Time and memory of a layout, from its units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from ..cost import RankCosts
+from ..mesh import Mesh
+from ..passes.partition import balanced_starts
+from ..schedule import RELEASES, SCHEDULES, Action, Op, chain, simulate
+from .layouts import Layout
+from .units import Held, Unit
+
+# AdamW as torch keeps it: two moments of the parameter's dtype
+MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one rank of a stage, at the schedule's peak."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.saved + self.working
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout costs. ``seconds``: of a step, which is ``pipeline`` (``bubble`` of it idle on the fullest stage),
+    gradients that are summed after it (``gradients``) and the ``optimizer``. ``communication``: seconds on the fullest
+    stage that computing waits for, by axis. ``begins``: where stages but the first begin."""
+
+    layout: Layout
+    pipeline: float
+    bubble: float
+    gradients: float
+    optimizer: float
+    communication: Mapping[str, float]
+    memory: tuple[StageMemory, ...]
+    begins: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline + self.gradients + self.optimizer
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(stage.total for stage in self.memory)
+
+
+def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts) -> Estimate:
+    """Cut ``units`` into balanced stages, run the schedule, and add up."""
+    mesh = layout.mesh
+    starts = _starts(units, layout, costs, mesh)
+    stages = [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
+    sends = [_send(stage[0], costs, mesh) if index else 0.0 for index, stage in enumerate(stages)]
+    times = {
+        (stage, op): getattr(part, "forward" if op is Op.FORWARD else "backward")
+        for stage, part in enumerate(map(_Sum, stages))
+        for op in (Op.FORWARD, Op.BACKWARD)
+    }
+    for stage in range(1, layout.pp):  # a stage waits for what it receives; gradients go back the same way
+        times[stage, Op.FORWARD] += sends[stage]
+        times[stage, Op.BACKWARD] += sends[stage]
+    schedule = SCHEDULES[layout.schedule](layout.pp, layout.microbatches)
+    lines = simulate(schedule, chain(layout.pp), lambda action: times[action.stage, action.op])
+    length = max(line[-1].end for line in lines)
+    once = max(sum(unit.once for unit in stage) for stage in stages)
+    busiest = max(range(layout.pp), key=lambda stage: times[stage, Op.FORWARD] + times[stage, Op.BACKWARD])
+    busy = layout.microbatches * (times[busiest, Op.FORWARD] + times[busiest, Op.BACKWARD])
+    moved: Counter[str] = Counter()
+    for unit in stages[busiest]:
+        for axis, seconds in unit.communication.items():
+            moved[axis] += seconds * layout.microbatches  # type: ignore[assignment]
+    if layout.pp > 1:
+        moved["pp"] = 2 * sends[busiest] * layout.microbatches  # type: ignore[assignment]
+    held = [_held(stage, layout, everywhere=_ends(stages)) for stage in stages]
+    settle = max(_settle(found, costs, mesh) - _hidden(stage, costs) for found, stage in zip(held, stages, strict=True))
+    sizes = [sum(one.bytes for one in found.values()) for found in held]
+    memory = tuple(
+        StageMemory(
+            size, size, MOMENTS * size, _in_flight(schedule.actions[index]) * sum(unit.saved for unit in stage),
+            max(unit.working for unit in stage),
+        )
+        for index, (size, stage) in enumerate(zip(sizes, stages, strict=True))
+    )  # fmt: skip
+    return Estimate(
+        layout, length + once, length - busy, max(0.0, settle), costs.optimizer_seconds(max(sizes)),
+        dict(moved), memory, tuple(stage[0].begin for stage in stages[1:]),
+    )  # fmt: skip
+
+
+class _Sum:
+    """Seconds of a run of units."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.forward = sum(unit.forward for unit in units)
+        self.backward = sum(unit.backward for unit in units)
+
+
+def _send(unit: Unit, costs: RankCosts, mesh: Mesh) -> float:
+    return costs.send_seconds(unit.received, 0, mesh.rank({"pp": 1}))
+
+
+def _starts(units: Sequence[Unit], layout: Layout, costs: RankCosts, mesh: Mesh) -> list[int]:
+    if layout.pp == 1:
+        return []
+    work = np.concatenate([[0.0], np.cumsum([unit.forward + unit.backward for unit in units])])
+    sends = np.array([0.0, *(2 * _send(unit, costs, mesh) for unit in units[1:]), 0.0])
+    return balanced_starts(work[None, :] - work[:, None] + sends[:, None], layout.pp)
+
+
+def _ends(stages: Sequence[Sequence[Unit]]) -> dict[str, int]:
+    """In how many stages each tied parameter is."""
+    return Counter(name for stage in stages for name in {name for unit in stage for name in unit.tied})
+
+
+def _held(stage: Sequence[Unit], layout: Layout, everywhere: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], Held]:
+    """What a stage holds, by name (of tied parameters) and axes over which gradients are summed."""
+    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for unit in stage:
+        for held in unit.parameters:
+            found["", held.axes] += held.bytes
+    for name, held in {name: held for unit in stage for name, held in unit.tied.items()}.items():
+        axes = (*held.axes, "pp") if everywhere[name] > 1 else held.axes
+        found[name if "pp" in axes else "", axes] += held.bytes
+    return {key: Held(size, key[1]) for key, size in found.items()}
+
+
+def _settle(held: Mapping[tuple[str, tuple[str, ...]], Held], costs: RankCosts, mesh: Mesh) -> float:
+    """Sums of gradients: over the ranks of their axes, and for what is in two stages over those."""
+    total = 0.0
+    for one in held.values():
+        inside = mesh.peers(0, [axis for axis in one.axes if axis != "pp"])
+        if len(inside) > 1:
+            total += costs.group_seconds("all_reduce", one.bytes, inside)
+        if "pp" in one.axes:
+            total += costs.group_seconds("all_reduce", one.bytes, (0, mesh.rank({"pp": mesh["pp"] - 1})))
+    return total
+
+
+def _hidden(stage: Sequence[Unit], costs: RankCosts) -> float:
+    """Seconds of the last backward beside which gradients are summed, where a device does both at once."""
+    return sum(unit.backward for unit in stage) if costs.overlaps else 0.0
+
+
+def _in_flight(row: Sequence[Action]) -> int:
+    """How many microbatches' saved values a rank holds at most."""
+    now = most = 0
+    for action in row:
+        now += (action.op is Op.FORWARD) - (action.op in RELEASES)
+        most = max(most, now)
+    return most

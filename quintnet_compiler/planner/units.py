@@ -1,0 +1,130 @@
+"""What a layout makes of a model, in units that stay together on a pipeline stage: the folded program, compiled with
+a stage for each unit, and priced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import Size, fx
+
+from ..cost import RankCosts
+from ..passes.cut_stages import staged_operators
+from ..passes.fold_blocks import Folded
+from ..passes.repeated_blocks import block_of
+from ..program import DistributedProgram, StageProgram, StateSpec
+from ..schedule import Action, Op
+from ..sharding import R, local_shape
+from ..simulation.footprint import Footprints
+from ..simulation.priced import Priced
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of parameters on one rank, and the axes over which ranks add up their gradients."""
+
+    bytes: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A repeated block, or what lies before, between or after blocks: what one microbatch of it costs one rank.
+
+    ``begin``: where a stage that starts here begins, for a plan. ``once``: seconds before the first microbatch;
+    ``forward`` and ``backward``: seconds, with the communication inside; ``communication``: seconds of both by axis.
+    Bytes: ``saved`` by the forward for the backward, ``received`` of the unit before, ``working`` at most beside what
+    is kept. ``parameters``: of this unit alone, by the axes of their gradients; ``tied``: those that other units use
+    too, by name.
+    """
+
+    begin: str
+    once: float
+    forward: float
+    backward: float
+    communication: Mapping[str, float]
+    saved: int
+    received: int
+    working: int
+    parameters: tuple[Held, ...]
+    tied: Mapping[str, Held]
+
+
+def unit_boundaries(folded: Folded) -> tuple[str, ...]:
+    """The operators at which units of the folded program begin, but the first."""
+    return tuple(run[0].name for run in _runs(folded))[1:]
+
+
+def _runs(folded: Folded) -> list[list[fx.Node]]:
+    """Runs of operators of the same block (or of none), in order."""
+    return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=block_of)]
+
+
+def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> tuple[Unit, ...]:
+    """Price each stage of ``program`` (the folded one, cut at :func:`unit_boundaries`), and unfold.
+
+    Raises:
+        CompileError: QN210 if something has no price.
+    """
+    priced, memory = Priced(program, costs), Footprints(program)
+    firsts = [run[0] for run in _runs(folded)]
+    units = [_unit(node.name, stage, priced, memory) for node, stage in zip(firsts, program.stages, strict=True)]
+    found: list[Unit] = []
+    same = [folded.blocks[block] if (block := block_of(node)) else () for node in firsts]
+    for (times, _), group in groupby(range(len(units)), key=lambda i: (len(same[i]), i if len(same[i]) < 2 else 0)):
+        members = list(group)
+        found += [
+            replace(units[i], begin=f"{block_of(firsts[i])[0]}{same[i][turn]}") if times > 1 else units[i]
+            for turn in range(max(1, times))
+            for i in members
+        ]
+    return tuple(found)
+
+
+def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -> Unit:
+    program, at = priced.program, stage.index
+    works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD)}
+    moved: Counter[str] = Counter()
+    for work in works.values():
+        for part in work.parts:
+            moved[part.axis] += part.seconds if part.axis else 0.0  # type: ignore[assignment]
+    came = {name for t in program.transfers if t.target == at for name in t.forward}
+    shapes = program.values
+    size = {name: Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    specs = [program.state[name] for name in stage.state.values()]
+    mine = [spec for spec in specs if spec.kind == "parameter"]
+    alone: Counter[tuple[str, ...]] = Counter()
+    for spec in mine:
+        if len(spec.stages) == 1:
+            alone[_summed(spec, program)] += _bytes(spec, program)
+    return Unit(
+        begin,
+        sum(part.seconds for part in priced.piece(stage, stage.once).parts),
+        works[Op.FORWARD].seconds,
+        works[Op.BACKWARD].seconds,
+        {axis: seconds for axis, seconds in moved.items() if axis},
+        _saved(stage, memory) + sum(size[name] for name in came & set(stage.saved)),
+        sum(size[name] for name in came),
+        max(memory.calls[at, label].working for label in ("forward", "backward")),
+        tuple(Held(number, axes) for axes, number in sorted(alone.items())),
+        {spec.name: Held(_bytes(spec, program), _summed(spec, program)) for spec in mine if len(spec.stages) > 1},
+    )
+
+
+def _saved(stage: StageProgram, memory: Footprints) -> int:
+    """Bytes of the forward's own results that the backward reads, each piece of memory once."""
+    found = zip(stage.forward.outputs, memory.calls[stage.index, "forward"].outputs, strict=True)
+    pieces = {made.fresh: made.bytes for name, made in found if name in stage.saved and made.fresh >= 0}
+    return sum(pieces.values())
+
+
+def _summed(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:
+    kinds = zip(program.axes, spec.sharding, strict=True)
+    return tuple(axis.name for axis, kind in kinds if kind is R and axis.role != "time")
+
+
+def _bytes(spec: StateSpec, program: DistributedProgram) -> int:
+    ranks = tuple(axis.size for axis in program.axes)
+    return Size(local_shape(spec.shape, spec.sharding, ranks)).numel() * spec.dtype.itemsize
