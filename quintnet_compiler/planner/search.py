@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
-from ..cost import RankCosts
 from ..errors import CompileError
-from .estimate import Estimate, estimate
+from .estimate import Estimate
 from .layouts import Layout
-from .units import Unit
 
 Objective = Literal["time", "memory", "cost"]
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """A layout that cannot be used, or that cannot be better than those found, and why."""
+    """A layout that cannot be used, and why; with how many bytes it lacks, where that is the reason."""
 
     layout: Layout
     reason: str
+    lacks: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -35,32 +35,21 @@ class Found:
     complete: bool
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """What any layout costs at least. ``work``: seconds of the whole batch's forward and backward on one device, without
-    communication and at the best efficiency; ``parameters``: bytes of all parameters."""
-
-    work: float
-    parameters: int
+class Bounds(Protocol):
+    """What a layout costs at least: cheap to ask, and never more than what it costs."""
 
     def seconds(self, layout: Layout) -> float:
-        """No pipeline of p stages and m microbatches ends before ``work / (1 - (1 - 1/m)^p)``: stage s cannot begin
-        before the ones before it did one microbatch, and then has m of its own, however work is divided."""
-        each = self.work / (layout.dp * layout.ep * layout.cp * layout.tp)
-        return each / layout.microbatches / (1 - (1 - 1 / layout.microbatches) ** layout.pp)
+        """Of a step."""
+        ...
 
     def bytes(self, layout: Layout) -> float:
-        """Parameters, gradients and two moments, split as far as anything can be."""
-        ways = layout.tp * layout.pp * layout.ep
-        for axis in layout.experts:
-            ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
-        return 4 * self.parameters / ways
+        """On the fullest rank."""
+        ...
 
 
 def search(
     layouts: Iterable[Layout],
-    build: Callable[[Layout], Sequence[Unit]],
-    costs: RankCosts,
+    evaluate: Callable[[Layout], Estimate],
     bounds: Bounds,
     memory_bytes: float,
     *,
@@ -76,7 +65,13 @@ def search(
     for layout in layouts:
         least = bounds.bytes(layout)
         if least > memory_bytes:
-            rejected.append(Rejected(layout, f"state alone takes at least {_gib(least)} of {_gib(memory_bytes)}"))
+            rejected.append(
+                Rejected(
+                    layout,
+                    f"state alone takes at least {_gib(least)} of {_gib(memory_bytes)}",
+                    least - memory_bytes,
+                )
+            )
             continue
         order.append((least if objective == "memory" else bounds.seconds(layout), layout))
     order.sort()
@@ -88,12 +83,13 @@ def search(
         if time.monotonic() > deadline:
             return Found(tuple(ranked[:top_k]), tuple(rejected), len(order) - position, complete=False)
         try:
-            found = estimate(build(layout), layout, costs)
+            found = evaluate(layout)
         except CompileError as error:
             rejected.append(Rejected(layout, f"{error.code} {error.message}"))
             continue
         if found.memory_bytes > memory_bytes:
-            rejected.append(Rejected(layout, f"needs {_gib(found.memory_bytes)} of {_gib(memory_bytes)}"))
+            lacks = found.memory_bytes - memory_bytes
+            rejected.append(Rejected(layout, f"needs {_gib(found.memory_bytes)} of {_gib(memory_bytes)}", lacks))
             continue
         ranked.append(found)
         ranked.sort(key=lambda e: (value(e), e.seconds, e.layout))

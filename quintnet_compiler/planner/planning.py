@@ -1,0 +1,187 @@
+"""The planner as a whole: a model, a batch and a cluster in, ranked plans out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..annotations import leaf, num_bytes, values
+from ..attention_ops import attention
+from ..cost import CostModel, RankCosts
+from ..errors import CompileError
+from ..passes.expert_axes import expert_parameters
+from ..passes.fold_blocks import FoldBlocks, Folded
+from ..passes.normalize import Normalize
+from ..passes.rule_notation import Rule
+from ..plan import Plan
+from ..program import Captured
+from .bounds import UnsplitBounds
+from .build import Builder
+from .estimate import Estimate, estimate
+from .layouts import Layout, Limits, divisors, layouts
+from .report import PlanReport
+from .search import Found, Objective, search
+from .units import unit_boundaries
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the planner knows of a cluster: ``devices`` in all, ``node`` of them on fast links, bytes of memory of each
+    (of which ``usable`` is left by the context and the allocator), and what work costs there."""
+
+    name: str
+    devices: int
+    node: int
+    memory_bytes: float
+    costs: RankCosts
+    prices: CostModel
+    usable: float = 0.92
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A model, captured and folded, on a machine. ``pinned``: decisions that are not the planner's any more."""
+
+    folded: Folded
+    machine: Machine
+    pinned: Plan
+    rules: Mapping[Any, Rule]
+
+    @classmethod
+    def of(cls, captured: Captured, batch_size: int, machine: Machine, pinned: Plan, rules: Mapping[Any, Rule]) -> Planner:
+        """Fix the batch size and fold repeated blocks."""
+        program = Normalize(batch_size, torch.device("cpu"))(captured)
+        return cls(FoldBlocks()(program), machine, pinned, rules)
+
+    def limits(self) -> Limits:
+        """The space: what is pinned has one choice, the rest what divides."""
+        graph, devices = self.folded.program.graph, self.machine.devices
+        batch, pinned = self.folded.program.batch_size, self.pinned
+        given = pinned.model_fields_set
+        ways = {
+            "tp": divisors(min(self.machine.node, devices)),
+            "cp": self._context_ways(),
+            "ep": self._expert_ways(),
+            "pp": divisors(devices),
+            "dp": divisors(devices),
+        }
+        if pinned.mesh:
+            ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
+        count = sum(len(self.folded.blocks.get(block, ())) for block in self.folded.blocks) + 2
+        spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()
+        return Limits(
+            devices=devices,
+            batch=batch,
+            ways=ways,
+            contexts=(pinned.context,) if "context" in given else ("all_gather", "ulysses", "ring"),
+            experts=(pinned.experts,) if "experts" in given else ((), *spread),
+            schedules=(pinned.schedule,),
+            recompute=(pinned.recompute,) if "recompute" in given else ("none", "full"),
+            microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
+            units=max(count, len(unit_boundaries(self.folded)) + 1) if graph else 1,
+        )
+
+    def _context_ways(self) -> tuple[int, ...]:
+        """Sizes that divide every sequence that attends to itself."""
+        targets = (attention, aten.scaled_dot_product_attention.default)
+        lengths = [
+            values(node)[0].shape[-2] for node in self.folded.program.graph.nodes
+            if node.op == "call_function" and node.target in targets
+        ]  # fmt: skip
+        if not lengths:
+            return (1,)
+        most = min(self.machine.devices, max(1, min(lengths) // 1024))
+        return tuple(n for n in divisors(self.machine.devices) if n <= most and all(s % n == 0 for s in lengths))
+
+    def _expert_ways(self) -> tuple[int, ...]:
+        found = expert_parameters(self.folded.program.graph)
+        if not found:
+            return (1,)
+        counts = {values(node)[0].shape[0] for node in found}
+        return tuple(n for n in divisors(self.machine.devices) if all(count % n == 0 for count in counts))
+
+    def builder(self) -> Builder:
+        return Builder(self.folded, self.pinned, self.rules, self.machine.prices, self.machine.costs)
+
+    def search(
+        self, top_k: int, objective: Objective, seconds: float, progress: Callable[[int, int], None] | None = None
+    ) -> Found:
+        """The best layouts.
+
+        Raises:
+            CompileError: QN212 if none fits, with what would.
+        """
+        build = self.builder()
+        bounds = UnsplitBounds(build, self.parameter_bytes())
+        memory = self.machine.memory_bytes * self.machine.usable
+        deadline = time.monotonic() + seconds
+        return search(
+            layouts(self.limits()), lambda layout: estimate(build(layout), layout, self.machine.costs), bounds, memory,
+            top_k=top_k, objective=objective, deadline=deadline, progress=progress or (lambda done, total: None),
+        )  # fmt: skip
+
+    def parameter_bytes(self) -> int:
+        program, repeats = self.folded.program, self.folded.repeats
+        kinds = program.leaves.items()
+        return sum(num_bytes(values(n)[0]) * repeats.get(n, 1) for n, found in kinds if found.kind == "parameter")
+
+    def complete(self, found: Estimate) -> Plan:
+        """The document of an estimate: its layout, and where it cuts the model."""
+        return found.layout.decided(self.pinned).changed({"stages": found.begins})
+
+    def estimate(self, layout: Layout) -> Estimate:
+        return estimate(self.builder()(layout), layout, self.machine.costs)
+
+
+def plan_model(
+    planner: Planner, *, top_k: int, objective: Objective, seconds: float,
+    progress: Callable[[int, int], None] | None = None,
+) -> PlanReport:  # fmt: skip
+    """Search, and say what came of it.
+
+    Raises:
+        CompileError: QN212 if nothing fits, with the smallest change that makes it fit.
+    """
+    started = time.monotonic()
+    found = planner.search(top_k, objective, seconds, progress)
+    if not found.ranked:
+        raise _infeasible(planner, found, seconds)
+    plans = tuple(planner.complete(one) for one in found.ranked)
+    machine = planner.machine
+    return PlanReport(
+        machine.name, planner.folded.program.batch_size, machine.memory_bytes, found, plans, time.monotonic() - started
+    )
+
+
+def _infeasible(planner: Planner, found: Found, seconds: float) -> CompileError:
+    """Nothing fits: free what is pinned, one decision at a time, and then take more devices; the first change that
+    another search finds a plan for is the suggestion."""
+    closest = min(found.rejected, key=lambda one: one.lacks, default=None)
+    message = "no layout of this model fits this cluster"
+    if closest:
+        message += f": {closest.reason} ({closest.layout}), and {len(found.rejected) - 1} more"
+    for name, text in (
+        ("recompute", "let the planner recompute (leave `recompute` open)"),
+        ("microbatches", "use smaller microbatches (leave `microbatches` open)"),
+        ("mesh", "leave `mesh` open"),
+    ):
+        if name in planner.pinned.model_fields_set:
+            kept = planner.pinned.model_dump(include=planner.pinned.model_fields_set - {name})
+            freed = replace(planner, pinned=Plan.model_validate(kept))
+            if freed.search(1, "time", seconds).ranked:
+                return CompileError("QN212", message, fix=text)
+    devices = planner.machine.devices
+    for times in (2, 4, 8, 16, 32, 64):
+        larger = replace(planner, machine=replace(planner.machine, devices=devices * times))
+        better = larger.search(1, "time", seconds)
+        if better.ranked:
+            return CompileError(
+                "QN212", message, fix=f"use {devices * times} devices: {better.ranked[0].layout} fits"
+            )
+    return CompileError("QN212", message, fix="use devices with more memory, or a smaller model")

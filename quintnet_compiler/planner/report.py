@@ -1,0 +1,96 @@
+"""What the planner found, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from ..plan import Plan
+from .estimate import Estimate
+from .search import Found
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """Ranked layouts of a model on a cluster. ``best`` is a :class:`quintnet.Plan`; ``plans`` are all of them, best
+    first. ``str()`` for people, ``to_json()`` for programs."""
+
+    cluster: str
+    batch: int
+    memory_bytes: float
+    found: Found
+    plans: tuple[Plan, ...]
+    seconds: float
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    def to_json(self) -> str:
+        """Numbers in seconds and bytes."""
+        return json.dumps(
+            {
+                "cluster": self.cluster,
+                "batch": self.batch,
+                "memory_bytes": self.memory_bytes,
+                "plans": [
+                    {**_numbers(one), "plan": plan.model_dump(mode="json")}
+                    for one, plan in zip(self.found.ranked, self.plans, strict=True)
+                ],
+                "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
+                "not_looked_at": self.found.left,
+                "complete": self.found.complete,
+                "seconds": self.seconds,
+            },
+            indent=2,
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"]
+        header = ("step", "memory", "bubble", "exposed", "layout")
+        lines.append(f"{header[0]:>10} {header[1]:>10} {header[2]:>7} {header[3]:>8}  {header[4]}")
+        for one in self.found.ranked:
+            waited = sum(one.communication.values()) + one.gradients
+            lines.append(
+                f"{_seconds(one.seconds):>10} {one.memory_bytes / GIB:>6.1f} GiB {one.bubble / one.seconds:>7.1%} "
+                f"{waited / one.seconds:>8.1%}  {one.layout}"
+            )
+        reasons = Counter(_kind(one.reason) for one in self.found.rejected)
+        for reason, count in reasons.most_common():
+            example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
+            lines.append(f"rejected {count}: {example.reason} ({example.layout})")
+        if self.found.left:
+            why = "cost more, whatever they do inside" if self.found.complete else "were left when time ran out"
+            lines.append(f"{self.found.left} layouts {why}")
+        return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def _numbers(one: Estimate) -> dict[str, Any]:
+    return {
+        "layout": str(one.layout),
+        "step_seconds": one.seconds,
+        "pipeline_seconds": one.pipeline,
+        "bubble_seconds": one.bubble,
+        "gradient_seconds": one.gradients,
+        "optimizer_seconds": one.optimizer,
+        "communication_seconds": dict(one.communication),
+        "memory_bytes": one.memory_bytes,
+        "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in one.memory],
+    }
+
+
+def _kind(reason: str) -> str:
+    """Reasons that differ in numbers alone are one."""
+    return "".join(c for c in reason if not c.isdigit() and c != ".")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
