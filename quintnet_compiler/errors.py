@@ -22,6 +22,7 @@ SUMMARIES = MappingProxyType(
         "QN207": "the plan document is not valid",
         "QN208": "the schedule is not valid",
         "QN209": "a compiled program failed a check of the compiler",
+        "QN210": "the cost model has no price for this",
         "QN301": "the mesh does not fit the world",
         "QN302": "a launched process failed",
         "QN401": "ranks disagree about communication",
