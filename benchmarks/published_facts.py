@@ -28,10 +28,12 @@ class Facts:
     vocab: int | None = None
     assume_none: bool = False
     convention: str = ""
+    flash_lag: int = 0
+    fused: bool = True
 
 
 _MEGATRON_2021 = dict(overlap_dp=False, overlap_pp=False, gradient_dtype="fp16", convention="narayanan")
-_DEEPSPEED = dict(overlap_dp=False, overlap_pp=False, whole_sends=True, gradient_dtype="fp16")
+_DEEPSPEED = dict(overlap_dp=False, overlap_pp=False, gradient_dtype="fp16")
 
 FACTS: Mapping[str, Facts] = MappingProxyType(
     {
@@ -45,8 +47,10 @@ FACTS: Mapping[str, Facts] = MappingProxyType(
         "BLOOM": Facts("Jean Zay: 4 Omni-Path 100 Gb/s adapters per node (BigScience chronicles)", 400 * GIGABIT,
                        convention="narayanan", **_DEEPSPEED),  # type: ignore[arg-type]
         "JZV100": Facts("Jean Zay's V100 nodes: 4 GPUs, 4 Omni-Path 100 Gb/s", 400 * GIGABIT, **_DEEPSPEED),  # type: ignore[arg-type]
-        "LLMF": Facts("llm-foundry benchmarking README: A100 1600 Gb/s RoCE", 1600 * GIGABIT, 3200 * GIGABIT),
-        "FMS": Facts("IBM: 400 Gb/s per A100 node, 800 per H100 node", 400 * GIGABIT, 800 * GIGABIT),
+        "LLMF": Facts("llm-foundry benchmarking README: A100 1600 Gb/s RoCE", 1600 * GIGABIT, 3200 * GIGABIT,
+                      flash_lag=1, fused=False),  # attn_impl: triton
+        "FMS": Facts("IBM: 400 Gb/s per A100 node, 800 per H100 node", 400 * GIGABIT, 800 * GIGABIT,
+                    gradient_dtype="bf16", flash_lag=0),
         "DGXC": Facts("NVIDIA DGX Cloud recipes: NeMo, 400 Gb/s per GPU", assume_none=True),
         "MBR": Facts("Megatron-Bridge performance summary, 400 Gb/s per GPU"),
         "MLM": Facts("Megatron-LM golden values, one node"),

@@ -84,6 +84,8 @@ def decoder_of(row: Row) -> Decoder:
     hidden = _int(row, "hidden")
     heads = _int(row, "n_heads", hidden // 128)
     vocab = _int(row, "vocab", facts_of(row["id"]).vocab or (32000 if gated else None))
+    padded = 128 * _int(row, "tp", 1)  # Megatron's rule; multiples of 128 stay as they are
+    vocab = -(-vocab // padded) * padded
     old = row.get("flash_attention") in ("0", "") and row["id"].split("-")[0] in OLD_MEGATRON
     bare = not gated and not any(word in name for word in ("mpt", "nemotron"))
     return Decoder(
@@ -130,7 +132,7 @@ def layout_of(row: Row, model: Decoder) -> Layout:
         recompute=recompute, recompute_share=share, zero=zero, expert_tp=etp,  # type: ignore[arg-type]
         dtype=dtype, gradient_dtype=gradients,
         flash=row.get("flash_attention") == "1" or (row.get("flash_attention") == "" and prefix not in OLD_MEGATRON),
-        overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
+        flash_lag=facts.flash_lag, fused=facts.fused, overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
         overlap_tp=nemo and sequence == "1" and "no TP-comm overlap" not in notes and prefix not in ("MLM", "SKILL"),
         stage_ends="embedding/head count as pipeline layers" in notes, graphs="cuda_graph=" in notes,
     )  # fmt: skip

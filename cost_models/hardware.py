@@ -33,7 +33,7 @@ class Efficiency:
     link: float = 0.75
     network: float = 0.75
     low_precision: float = 0.75
-    host_seconds: float = 15e-6
+    host_seconds: float = 50e-6
     contention: float = 0.2
 
 
@@ -99,7 +99,7 @@ A100_80 = Hardware(
 )
 # NVIDIA H100 datasheet (SXM5): 989.4 TFLOP/s bf16, 1978.9 fp8, 494.7 tf32, 66.9 fp32; 3.35 TB/s HBM3; NVLink 900 GB/s
 # both ways; 132 SMs. DGX H100: one NDR 400 Gb/s adapter per GPU.
-_HOPPER = Efficiency(matmul=0.72, attention=0.5)
+_HOPPER = Efficiency(matmul=0.72, attention=0.5, host_seconds=20e-6)
 H100 = Hardware(
     "H100-SXM-80GB", _rates(66.9, 989.4, 1978.9, tf32=494.7), 80 * GIB, 3.35 * TB, 450 * GB, 50 * GB, 132,
     efficiency=_HOPPER,
@@ -112,7 +112,7 @@ H200 = Hardware(
 # NVIDIA HGX B200 / B300 and GB200 / GB300 NVL72 datasheets, per GPU: dense bf16 2.25 and 2.5 (2.45 is what NVIDIA's
 # own utilisation tables divide by) PFLOP/s, fp8 twice and fp4 four times that; 8 TB/s HBM3e; NVLink 1.8 TB/s both ways;
 # 148 SMs; 400 Gb/s per GPU (ConnectX-7), 800 with B300 (ConnectX-8).
-_BLACKWELL = Efficiency(matmul=0.70, attention=0.5)
+_BLACKWELL = Efficiency(matmul=0.70, attention=0.5, host_seconds=20e-6)
 B200 = Hardware(
     "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, efficiency=_BLACKWELL
 )

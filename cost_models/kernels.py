@@ -14,8 +14,14 @@ from typing import Literal
 from .hardware import Hardware
 
 # A tile's share of full speed, relative to the device's own: smaller tiles reuse less of what they load.
-TILES = ((1.0, 1, 1), (0.93, 2, 1), (0.65, 4, 2))
-START_DEPTH = 128  # multiply-adds along the summed dim that filling and draining a tile's pipeline costs
+TILES = ((1.0, 1, 1), (0.97, 2, 1), (0.97, 1, 2), (0.7, 4, 2))
+START_DEPTH = 256  # multiply-adds along the summed dim that filling and draining a tile's pipeline costs
+# 16-bit rows that do not begin at multiples of 16 bytes keep tensor cores from loading them (NVIDIA, "Matrix
+# Multiplication Background"): such products run on the ordinary units, at the 32-bit rate.
+ALIGNMENT = 8
+# Fused attention one generation behind the device: FlashAttention 1 and Triton against 2 on A100 and H100 (Dao 2023,
+# figures 4-7), 2 against 3 on H100 (Shah et al. 2024, figures 5-6): between 0.5 and 0.65.
+GENERATION = 0.57
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class Kernel:
     depth: int = 0
     batch: int = 1
     launches: int = 1
+    generations: int = 0  # how far fused attention is behind the device's best
 
 
 def matmul(
@@ -83,7 +90,9 @@ def _arithmetic(kernel: Kernel, device: Hardware, flops: float) -> float:
     if not flops:
         return 0.0
     share = device.efficiency
-    reached = share.attention if kernel.kind == "attention" else share.matmul
+    reached = share.attention * GENERATION**kernel.generations if kernel.kind == "attention" else share.matmul
+    if kernel.columns % ALIGNMENT or kernel.depth % ALIGNMENT:
+        return flops / (device.flops_per_second("fp32") * reached)
     if kernel.dtype in ("fp8", "fp4") and kernel.kind == "matmul":
         reached *= share.low_precision
     return flops / (device.flops_per_second(kernel.dtype) * reached)

@@ -100,8 +100,9 @@ def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
         flops = 4.0 * scores * width * (0.5 if model.causal else 1.0)
         moved = e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv)
         # Dao 2023 (FlashAttention-2): backward does 5 products for forward's 2
-        return (Kernel("core", "attention", flops, moved, s.dtype),), (
-            Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved, s.dtype, launches=3),
+        lag = layout.flash_lag
+        return (Kernel("core", "attention", flops, moved, s.dtype, generations=lag),), (
+            Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved, s.dtype, launches=3, generations=lag),
         )
     dropped = scores * (2 * e + 1) if model.dropout else 0.0
     forward = (
@@ -155,6 +156,13 @@ def _mlp(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
     return (*router, shuffle, *forward), (*backward, shuffle, *router_backward), (exchange, exchange, *gathers)
 
 
+def _copies(s: Shapes) -> Kernel:
+    """What eager code writes between kernels: biases, casts around norms, heads moved before and after the core."""
+    model, e = s.model, s.element
+    wide = 0 if model.experts else model.ffn / s.layout.tp
+    return memory("copies", 2 * e * s.tokens * (4 * model.heads * model.width / s.layout.tp + wide + 2 * model.hidden), 6)
+
+
 def layer(model: Decoder, layout: Layout) -> Work:
     """One layer of one microbatch on one rank."""
     s = Shapes(model, layout)
@@ -180,6 +188,8 @@ def layer(model: Decoder, layout: Layout) -> Work:
         again = forward
     elif layout.recompute == "selective":
         again = core
+    if not layout.fused:
+        forward, backward, again = (*forward, _copies(s)), (*backward, _copies(s)), again and (*again, _copies(s))
     ahead, back = _tensor_communication(s)
     return Work(
         forward, backward, again, (*ahead, *exchanges), (*back, *exchanges),
