@@ -52,11 +52,11 @@ def log_errors(runs: Sequence[Run], efficiency: Efficiency) -> np.ndarray:
 
 
 def weights(runs: Sequence[Run]) -> np.ndarray:
-    """Sources count alike in the root of their sizes, so that a large one does not speak for all."""
+    """Sources count alike, so that a large one does not speak for all."""
     size: Mapping[str, int] = defaultdict(int)
     for run in runs:
         size[run.id.partition("-")[0]] += 1  # type: ignore[index]
-    return np.array([size[run.id.partition("-")[0]] ** -0.35 for run in runs])
+    return np.array([size[run.id.partition("-")[0]] ** -0.5 for run in runs])
 
 
 def fit(runs: Sequence[Run], start: Efficiency) -> Efficiency:
@@ -80,11 +80,12 @@ def fit(runs: Sequence[Run], start: Efficiency) -> Efficiency:
 def report(runs: Sequence[Run], efficiency: Efficiency, held: Sequence[str]) -> None:
     errors: dict[str, list[float]] = defaultdict(list)
     for run, error in zip(runs, np.expm1(log_errors(runs, efficiency)), strict=True):
-        errors[f"{run.id.partition('-')[0]} {run.layout.dtype}"].append(float(error))
+        place = "held out" if run.id.startswith(tuple(held)) else "fitted"
+        errors[f"{run.id.partition('-')[0]:8s} {run.layout.dtype:5s} {place:8s}"].append(float(error))
     for name, found in errors.items():
         size = sorted(map(abs, found))
         print(
-            f"{name:16s} {'held out' if name.split()[0] in held else 'fitted':8s} n={len(found):3d} "
+            f"{name} n={len(found):3d} "
             f"bias {statistics.median(found):+.3f} mean {statistics.mean(size):.3f} median {statistics.median(size):.3f} "
             f"p90 {size[min(len(size) - 1, int(0.9 * len(size)))]:.3f} max {size[-1]:.3f}"
         )
@@ -96,9 +97,9 @@ def main() -> None:
     options.add_argument("--hold-out", default="", help="comma-separated sources that are not fitted")
     options.add_argument("--per-source", type=int, default=60, help="at most about so many rows of a source")
     given = options.parse_args()
-    held = [name for name in given.hold_out.split(",") if name]
+    held = [name for name in given.hold_out.split(",") if name] or ["-"]
     runs = runs_of(given.device, given.per_source)
-    used = [run for run in runs if run.id.partition("-")[0] not in held]
+    used = [run for run in runs if not run.id.startswith(tuple(held))]
     found = fit(used, HARDWARE[given.device].efficiency)
     print("cost", float((weights(used) * np.sqrt(1 + (log_errors(used, found) / 0.08) ** 2)).sum()))
     print(", ".join(f"{name}={value:.3g}" for name, value in asdict(found).items()))

@@ -24,7 +24,8 @@ class Efficiency:
     ``matmul``, ``attention``: share of peak arithmetic reached inside full tiles. ``memory``, ``link``, ``network``:
     share of the datasheet's bandwidth. ``low_precision``: share of the 8-bit and 4-bit peaks, relative to ``matmul``.
     ``host_seconds``: what an eager framework's host spends to launch one kernel. ``contention``: the share of hidden
-    communication that computation pays for, in multiprocessors and memory traffic that the transfer takes away.
+    communication that computation pays for, in multiprocessors and memory traffic that the transfer takes away, as if
+    it ran at the speed of the fast links: over slow ones it lasts longer and takes less.
     """
 
     matmul: float = 0.75
@@ -43,7 +44,7 @@ class Hardware:
 
     ``flops``: dense multiply-add throughput (2 per pair) per dtype, FLOP/s. ``multiprocessors`` and ``tile``: what
     large products are cut for. ``launch_seconds``: the shortest a kernel takes on the device. ``domain``: how many
-    devices share the fast links. ``network_*``: of one device's share of its node's adapters, unless a cluster says
+    devices share the fast links. ``attention_generation``: the newest FlashAttention made for the device. ``network_*``: of one device's share of its node's adapters, unless a cluster says
     otherwise.
     """
 
@@ -59,6 +60,7 @@ class Hardware:
     network_seconds: float = 2.8e-6  # InfiniBand under one leaf switch (same table)
     launch_seconds: float = 2.5e-6
     domain: int = 8
+    attention_generation: int = 2
     efficiency: Efficiency = Efficiency()
 
     def flops_per_second(self, dtype: str) -> float:
@@ -86,11 +88,13 @@ def _rates(fp32: float, bf16: float, fp8: float = 0.0, fp4: float = 0.0, tf32: f
 # NVIDIA V100 datasheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s HBM2, NVLink 300 GB/s both ways, 80 SMs.
 V100 = Hardware(
     "V100-SXM2-32GB", _rates(15.7, 125), 32 * GIB, 0.9 * TB, 150 * GB, 12.5 * GB, 80, (128, 128),
-    efficiency=Efficiency(matmul=0.70, attention=0.4),
+    attention_generation=1, efficiency=Efficiency(matmul=0.70, attention=0.4),
 )  # fmt: skip
 # NVIDIA A100 datasheet: 312 TFLOP/s bf16, 156 tf32, 19.5 fp32; 1555 GB/s (40 GB) and 2039 GB/s (80 GB); NVLink 600
 # GB/s both ways; 108 SMs. DGX A100: one HDR 200 Gb/s adapter per GPU.
-_A100 = Efficiency()
+_A100 = Efficiency(
+    matmul=0.77, attention=0.57, memory=0.67, link=0.70, network=0.72, host_seconds=56e-6, contention=0.65
+)
 A100_40 = Hardware(
     "A100-SXM-40GB", _rates(19.5, 312, tf32=156), 40 * GIB, 1.555 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100
 )
@@ -99,33 +103,38 @@ A100_80 = Hardware(
 )
 # NVIDIA H100 datasheet (SXM5): 989.4 TFLOP/s bf16, 1978.9 fp8, 494.7 tf32, 66.9 fp32; 3.35 TB/s HBM3; NVLink 900 GB/s
 # both ways; 132 SMs. DGX H100: one NDR 400 Gb/s adapter per GPU.
-_HOPPER = Efficiency(matmul=0.72, attention=0.5, host_seconds=20e-6)
+_HOPPER = Efficiency(
+    matmul=0.65, attention=0.34, memory=0.55, link=0.85, network=0.85, low_precision=0.95, host_seconds=50e-6,
+    contention=0.1,
+)
 H100 = Hardware(
     "H100-SXM-80GB", _rates(66.9, 989.4, 1978.9, tf32=494.7), 80 * GIB, 3.35 * TB, 450 * GB, 50 * GB, 132,
-    efficiency=_HOPPER,
+    attention_generation=3, efficiency=_HOPPER,
 )  # fmt: skip
 # NVIDIA H200 datasheet: the arithmetic of H100; 141 GB of HBM3e at 4.8 TB/s.
 H200 = Hardware(
     "H200-SXM-141GB", _rates(66.9, 989.4, 1978.9, tf32=494.7), 141e9, 4.8 * TB, 450 * GB, 50 * GB, 132,
-    efficiency=_HOPPER,
+    attention_generation=3, efficiency=_HOPPER,
 )  # fmt: skip
 # NVIDIA HGX B200 / B300 and GB200 / GB300 NVL72 datasheets, per GPU: dense bf16 2.25 and 2.5 (2.45 is what NVIDIA's
 # own utilisation tables divide by) PFLOP/s, fp8 twice and fp4 four times that; 8 TB/s HBM3e; NVLink 1.8 TB/s both ways;
 # 148 SMs; 400 Gb/s per GPU (ConnectX-7), 800 with B300 (ConnectX-8).
 _BLACKWELL = Efficiency(matmul=0.70, attention=0.5, host_seconds=20e-6)
 B200 = Hardware(
-    "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, efficiency=_BLACKWELL
-)
+    "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, attention_generation=3,
+    efficiency=_BLACKWELL,
+)  # fmt: skip
 B300 = Hardware(
-    "B300-SXM-288GB", _rates(80, 2250, 4500, 13500), 288e9, 8 * TB, 900 * GB, 100 * GB, 148, efficiency=_BLACKWELL
-)
+    "B300-SXM-288GB", _rates(80, 2250, 4500, 13500), 288e9, 8 * TB, 900 * GB, 100 * GB, 148, attention_generation=3,
+    efficiency=_BLACKWELL,
+)  # fmt: skip
 GB200 = Hardware(
     "GB200-NVL72", _rates(80, 2450, 4900, 9800), 186e9, 8 * TB, 900 * GB, 50 * GB, 152, domain=72,
-    efficiency=_BLACKWELL,
+    attention_generation=3, efficiency=_BLACKWELL,
 )  # fmt: skip
 GB300 = Hardware(
     "GB300-NVL72", _rates(80, 2450, 4900, 14700), 288e9, 8 * TB, 900 * GB, 100 * GB, 152, domain=72,
-    efficiency=_BLACKWELL,
+    attention_generation=3, efficiency=_BLACKWELL,
 )  # fmt: skip
 # AMD Instinct MI300X datasheet: 1307.4 TFLOP/s bf16, 2614.9 fp8, 163.4 fp32; 192 GB at 5.3 TB/s; Infinity Fabric 7
 # links of 64 GB/s one way; 304 compute units. 400 Gb/s per GPU is the usual build.

@@ -15,7 +15,7 @@ from .hardware import Hardware
 
 # A tile's share of full speed, relative to the device's own: smaller tiles reuse less of what they load.
 TILES = ((1.0, 1, 1), (0.97, 2, 1), (0.97, 1, 2), (0.7, 4, 2))
-START_DEPTH = 256  # multiply-adds along the summed dim that filling and draining a tile's pipeline costs
+START_DEPTH = 64  # multiply-adds along the summed dim that filling and draining a tile's pipeline costs
 # 16-bit rows that do not begin at multiples of 16 bytes keep tensor cores from loading them (NVIDIA, "Matrix
 # Multiplication Background"): such products run on the ordinary units, at the 32-bit rate.
 ALIGNMENT = 8
@@ -42,7 +42,7 @@ class Kernel:
     depth: int = 0
     batch: int = 1
     launches: int = 1
-    generations: int = 0  # how far fused attention is behind the device's best
+    generation: int = 0  # of fused attention; 0: the device's best
 
 
 def matmul(
@@ -71,7 +71,8 @@ def _quantised_flops(kernel: Kernel, device: Hardware) -> float:
         tiles = math.ceil(kernel.rows / across) * math.ceil(kernel.columns / along) * kernel.batch
         # Too few tiles for the device: the summed dim is split too, and the parts are added up.
         parts = max(1, min(device.multiprocessors // tiles, kernel.depth // 512))
-        waves = math.ceil(tiles * parts / device.multiprocessors)
+        waves = tiles * parts / device.multiprocessors
+        waves = max(1.0, 0.5 * (waves + math.ceil(waves)))  # libraries choose tiles, and balance the last wave, well
         depth = kernel.depth / parts + START_DEPTH * (2 if parts > 1 else 1)
         best = min(best, 2.0 * waves * device.multiprocessors * across * along * depth / speed)
     return best
@@ -90,7 +91,8 @@ def _arithmetic(kernel: Kernel, device: Hardware, flops: float) -> float:
     if not flops:
         return 0.0
     share = device.efficiency
-    reached = share.attention * GENERATION**kernel.generations if kernel.kind == "attention" else share.matmul
+    behind = max(0, device.attention_generation - kernel.generation) if kernel.generation else 0
+    reached = share.attention * GENERATION**behind if kernel.kind == "attention" else share.matmul
     if kernel.columns % ALIGNMENT or kernel.depth % ALIGNMENT:
         return flops / (device.flops_per_second("fp32") * reached)
     if kernel.dtype in ("fp8", "fp4") and kernel.kind == "matmul":

@@ -78,12 +78,12 @@ def _product(s: Shapes, name: str, rows: float, columns: float, depth: float, ex
     low = s.layout.dtype in ("fp8", "fp4")
     element = 1.0 if low else s.element
     dtype = s.layout.dtype
-    accumulate = 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype] * experts * columns * depth
+    accumulate = 0.0 if s.layout.fused_gradients else 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype] * columns * depth
     forward = [matmul(name, rows, columns, depth, batch=experts, dtype=dtype, element=element)]
     backward = [
         matmul(f"{name}.input", rows, depth, columns, batch=experts, dtype=dtype, element=element),
         matmul(f"{name}.weight", depth, columns, rows, batch=experts, dtype=dtype, element=element),
-        memory(f"{name}.accumulate", accumulate, 0),
+        memory(f"{name}.accumulate", experts * accumulate, 0),
     ]
     if low:
         forward.append(memory(f"{name}.cast", experts * rows * depth * (2 + 2), 1))  # r2, w1 and its transpose
@@ -100,14 +100,15 @@ def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
         flops = 4.0 * scores * width * (0.5 if model.causal else 1.0)
         moved = e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv)
         # Dao 2023 (FlashAttention-2): backward does 5 products for forward's 2
-        lag = layout.flash_lag
-        return (Kernel("core", "attention", flops, moved, s.dtype, generations=lag),), (
-            Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved, s.dtype, launches=3, generations=lag),
+        made = layout.flash_generation
+        return (Kernel("core", "attention", flops, moved, s.dtype, generation=made),), (
+            Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved, s.dtype, launches=3, generation=made),
         )
     dropped = scores * (2 * e + 1) if model.dropout else 0.0
+    # The causal softmax reads the lower half of the scores and writes all of them.
     forward = (
         matmul("scores", length, model.seq, width, batch=batch, dtype=s.dtype, element=e),
-        memory("softmax", 2 * e * scores),
+        memory("softmax", (1.5 if model.causal else 2) * e * scores),
         memory("attention.dropout", dropped, 1 if dropped else 0),
         matmul("mix", length, width, model.seq, batch=batch, dtype=s.dtype, element=e),
         memory("attention.transposes", 2 * e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv), 4),
@@ -116,7 +117,7 @@ def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
         matmul("mix.scores", length, model.seq, width, batch=batch, dtype=s.dtype, element=e),
         matmul("mix.value", model.seq, width, length, batch=batch, dtype=s.dtype, element=e),
         memory("attention.dropout", dropped, 1 if dropped else 0),
-        memory("softmax.backward", 3 * e * scores),
+        memory("softmax.backward", (2 if model.causal else 3) * e * scores),
         matmul("scores.query", length, width, model.seq, batch=batch, dtype=s.dtype, element=e),
         matmul("scores.key", model.seq, width, length, batch=batch, dtype=s.dtype, element=e),
         memory("attention.transposes", 2 * e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv), 4),
@@ -250,7 +251,7 @@ def head(model: Decoder, layout: Layout) -> Work:
     """Final norm, logits and cross entropy over a vocabulary split over tp (in fp32)."""
     s = Shapes(model, layout)
     e, rows, local = s.element, s.tokens, model.vocab / layout.tp
-    accumulate = 2 * BYTES_PER_ELEMENT[layout.gradient_dtype] * local * model.hidden
+    accumulate = 0.0 if layout.fused_gradients else 2 * BYTES_PER_ELEMENT[layout.gradient_dtype] * local * model.hidden
     forward = (
         memory("norm", 2 * e * s.rows * model.hidden),
         matmul("logits", rows, local, model.hidden, dtype=s.dtype, element=e),

@@ -10,8 +10,8 @@ from .transformer import Decoder, Layout, stage_layers
 
 # Measured by BigScience in the chronicles of BLOOM: CUDA's context and NCCL's buffers, as nvidia-smi shows them.
 CONTEXT_BYTES = 1.5e9
-# The share of the caching allocator's blocks that holds nothing.
-FRAGMENTATION = 0.05
+# The share of the caching allocator's blocks that holds nothing (an allowance: BLOOM's rows show 0.1 to 0.2).
+FRAGMENTATION = 0.15
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,16 @@ def stage_memory(model: Decoder, layout: Layout, stage: int) -> Memory:
     def both(since: int, each: float) -> float:
         return each * (split(dense, shards, since) + split(spread, expert_shards, since))
 
-    parameters, gradients = both(3, 2.0), both(2, element)
-    optimizer = both(1, 12.0)  # a 32-bit copy and Adam's two moments
+    # gradients that are not added up inside their products exist in 16 bits, too
+    parameters, gradients = both(3, 2.0), both(2, element if layout.fused_gradients or element == 2 else element + 2)
+    # a 32-bit copy, Adam's two moments, and 32-bit gradients where they are not 32-bit anyway
+    optimizer = both(1, 12.0 if element == 4 else 16.0)
     tokens = layout.microbatch * model.seq / layout.cp
     saved = counts[stage] * in_flight(layout, stage) * layer_activation_bytes(model, layout)
     if layout.recompute == "full":  # one layer is redone at a time
         bare = Layout(**{**vars(layout), "recompute": "none"})
         saved += layer_activation_bytes(model, bare)
-    buffers = 0.0
+    buffers = layout.bucket_bytes
     if stage == last:  # logits: 16-bit, 32-bit, and their gradient
         saved += tokens * model.vocab / layout.tp * (2 + 4 + 4)
     if layout.zero == 3 and shards > 1:

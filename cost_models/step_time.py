@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import closed_forms
-from .cluster import Cluster
+from .cluster import Cluster, Group
 from .collectives import collective_seconds
 from .hardware import BYTES_PER_ELEMENT
 from .kernels import kernel_seconds, phase_seconds
@@ -48,13 +48,20 @@ class StepModel:
 
     # -- parts of a stage
 
-    def _communication(self, given: Sequence[Communication], kernels: Kernels, contention: float) -> float:
+    def _paid(self, hidden: float, group: Group) -> float:
+        """What computation loses to ``hidden`` seconds of communication over ``group`` beside it."""
+        fast = self.cluster.levels[0].bytes_per_second
+        slowdown = min(1.0, min(hop.bytes_per_second for hop in group.hops) / fast) if group.hops else 0.0
+        return self.cluster.device.efficiency.contention * hidden * slowdown
+
+    def _communication(self, given: Sequence[Communication], kernels: Kernels) -> float:
         """What of ``given`` delays the rank: all of it, or what its neighbours in time do not cover."""
         exposed = 0.0
         windows: dict[tuple[str, ...], float] = {}
         for item in given:
-            seconds = collective_seconds(item.name, self.group(item.axis), item.num_bytes)
-            if not item.beside:
+            group = self.group(item.axis)
+            seconds = collective_seconds(item.name, group, item.num_bytes)
+            if not item.beside or self.layout.blocking:
                 exposed += seconds
                 continue
             left = windows.get(item.beside)
@@ -62,15 +69,16 @@ class StepModel:
                 left = sum(kernel_seconds(k, self.cluster.device) for k in kernels if k.name in item.beside)
             hidden = min(seconds, left)
             windows[item.beside] = left - hidden
-            exposed += seconds - hidden + contention * hidden
+            exposed += seconds - hidden + self._paid(hidden, group)
         return exposed
 
-    def group(self, axis: str):  # type: ignore[no-untyped-def]
+    def group(self, axis: str) -> Group:
+        """The ranks of ``axis``."""
         if axis == "ep":  # experts live on context and data ranks, and on tensor ranks that do not split an expert
             return self.cluster.group(self.layout.ep, self.layout.expert_tp)
         return self.cluster.axis(self.layout.mesh, axis)
 
-    def _seconds(self, work: Work, *, host: bool = True) -> tuple[float, float, float]:
+    def _seconds(self, work: Work) -> tuple[float, float, float]:
         """Forward, backward and redone seconds of one part, with the communication that is not hidden."""
         share = self.cluster.device.efficiency
         per_launch = 0.0 if self.layout.graphs else share.host_seconds
@@ -81,9 +89,10 @@ class StepModel:
             (work.again, work.again_communication),
         ):
             device = phase_seconds(kernels, self.cluster.device, 0.0)
-            device += self._communication(messages, kernels, share.contention)
+            device += self._communication(messages, kernels)
             launches = sum(k.launches for k in kernels) + len(messages)
-            found.append(max(device, launches * per_launch))
+            host = launches * per_launch
+            found.append(device + host if self.layout.blocking else max(device, host))
         return found[0], found[1], found[2]
 
     @cached_property
@@ -113,7 +122,7 @@ class StepModel:
 
     def _gathered(self, count: int, forward: float, backward: float) -> tuple[float, float]:
         """Layers whose parameters are gathered one ahead of computation; gradients are scattered behind it."""
-        layout, share = self.layout, self.cluster.device.efficiency
+        layout = self.layout
         size = closed_forms.layer_parameters(self.model) / layout.tp
         group = self.cluster.group(layout.shards, layout.tp)
         gather = collective_seconds("all_gather", group, 2 * size)
@@ -125,7 +134,7 @@ class StepModel:
             )
 
         def beside(work: float, moved: float) -> float:
-            return max(work + share.contention * min(work, moved), moved)
+            return max(work + self._paid(min(work, moved), group), moved)
 
         return (
             gather + count * beside(forward, gather),
@@ -168,7 +177,7 @@ class StepModel:
 
     def _settle(self) -> float:
         """Reduction of gradients (and gathering of parameters) over data ranks that is not hidden."""
-        layout, share = self.layout, self.cluster.device.efficiency
+        layout = self.layout
         ranks = layout.dp * layout.cp
         if ranks == 1 or layout.zero == 3:
             return 0.0
@@ -189,7 +198,7 @@ class StepModel:
             return reduce + gather
         behind = self.stages[0]
         return sum(
-            max(0.0, moved - window) + share.contention * min(moved, window)
+            max(0.0, moved - window) + self._paid(min(moved, window), group)
             for moved, window in ((reduce, behind.backward), (gather, behind.forward))
         )
 

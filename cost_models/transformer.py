@@ -56,11 +56,12 @@ class Layout:
     ``recompute_share`` of the layers. ``zero``: 1 shards the optimizer's state over dp, 2 also gradients, 3 also
     parameters. ``shard``: over how many of the dp ranks (0: all; the rest replicate). ``expert_tp``: over how many
     ranks one expert's products are split. ``gradient_dtype``: of gradients' accumulation and reduction.
-    ``flash_lag``: how many generations fused attention is behind the device's best. ``fused``: whether elementwise
-    neighbours are one kernel. ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
+    ``flash_generation``: of fused attention, 0 for the device's newest. ``fused``: whether elementwise
+    neighbours are one kernel. ``fused_gradients``: whether products of weights' gradients add to the accumulator. ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
     ``whole_sends``: every tensor rank sends the whole activation to the next stage (DeepSpeed), instead of its part.
     ``stage_ends``: embedding and head count as a layer each where layers are divided over stages.
-    ``graphs``: kernels are replayed as CUDA graphs, so the host costs nothing.
+    ``graphs``: kernels are replayed as CUDA graphs, so the host costs nothing. ``blocking``: the host waits for every
+    kernel (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps. ``bucket_bytes``: flat buffers beside the gradients, for their communication.
     """
 
     dp: int = 1
@@ -80,8 +81,9 @@ class Layout:
     dtype: str = "bf16"
     gradient_dtype: str = "fp32"
     flash: bool = True
-    flash_lag: int = 0
+    flash_generation: int = 0
     fused: bool = True
+    fused_gradients: bool = True
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     overlap_dp: bool = True
     overlap_tp: bool = False
@@ -89,6 +91,8 @@ class Layout:
     whole_sends: bool = False
     stage_ends: bool = False
     graphs: bool = False
+    blocking: bool = False
+    bucket_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "cp", "ep", "pp", "vpp", "microbatch", "global_batch", "expert_tp"):
