@@ -16,7 +16,7 @@ from quintnet_compiler.errors import CompileError
 
 Row = Mapping[str, str]
 GPU_NAMES = {
-    "A100-40": "a100-40", "A100": "a100-80", "A800": "a100-80", "H100": "h100", "H200": "h200", "V100": "v100",
+    "A100-40": "a100-40", "A100": "a100-80", "A800": "a800", "H100": "h100", "H800": "h800", "H200": "h200", "V100": "v100",
     "GB200": "gb200", "GB300": "gb300", "B200": "b200", "B300": "b300", "MI300X": "mi300x",
 }  # fmt: skip
 # Heads wider than hidden / heads (Qwen3 and GPT-OSS model cards).

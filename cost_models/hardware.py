@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ..errors import CompileError
@@ -88,7 +88,7 @@ def _rates(fp32: float, bf16: float, fp8: float = 0.0, fp4: float = 0.0, tf32: f
 # NVIDIA V100 datasheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s HBM2, NVLink 300 GB/s both ways, 80 SMs.
 V100 = Hardware(
     "V100-SXM2-32GB", _rates(15.7, 125), 32 * GIB, 0.9 * TB, 150 * GB, 12.5 * GB, 80, (128, 128),
-    attention_generation=1, efficiency=Efficiency(matmul=0.70, attention=0.4),
+    attention_generation=1, efficiency=Efficiency(matmul=0.58, attention=0.3, memory=0.8, link=0.75, network=0.5, host_seconds=30e-6),
 )  # fmt: skip
 # NVIDIA A100 datasheet: 312 TFLOP/s bf16, 156 tf32, 19.5 fp32; 1555 GB/s (40 GB) and 2039 GB/s (80 GB); NVLink 600
 # GB/s both ways; 108 SMs. DGX A100: one HDR 200 Gb/s adapter per GPU.
@@ -104,8 +104,8 @@ A100_80 = Hardware(
 # NVIDIA H100 datasheet (SXM5): 989.4 TFLOP/s bf16, 1978.9 fp8, 494.7 tf32, 66.9 fp32; 3.35 TB/s HBM3; NVLink 900 GB/s
 # both ways; 132 SMs. DGX H100: one NDR 400 Gb/s adapter per GPU.
 _HOPPER = Efficiency(
-    matmul=0.65, attention=0.34, memory=0.55, link=0.85, network=0.85, low_precision=0.95, host_seconds=50e-6,
-    contention=0.1,
+    matmul=0.69, attention=0.56, memory=0.47, link=0.50, network=0.95, low_precision=1.0, host_seconds=32e-6,
+    contention=0.2,
 )
 H100 = Hardware(
     "H100-SXM-80GB", _rates(66.9, 989.4, 1978.9, tf32=494.7), 80 * GIB, 3.35 * TB, 450 * GB, 50 * GB, 132,
@@ -119,7 +119,10 @@ H200 = Hardware(
 # NVIDIA HGX B200 / B300 and GB200 / GB300 NVL72 datasheets, per GPU: dense bf16 2.25 and 2.5 (2.45 is what NVIDIA's
 # own utilisation tables divide by) PFLOP/s, fp8 twice and fp4 four times that; 8 TB/s HBM3e; NVLink 1.8 TB/s both ways;
 # 148 SMs; 400 Gb/s per GPU (ConnectX-7), 800 with B300 (ConnectX-8).
-_BLACKWELL = Efficiency(matmul=0.70, attention=0.5, host_seconds=20e-6)
+_BLACKWELL = Efficiency(
+    matmul=0.64, attention=0.26, memory=0.84, link=0.57, network=0.38, low_precision=1.0, host_seconds=61e-6,
+    contention=0.27,
+)
 B200 = Hardware(
     "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, attention_generation=3,
     efficiency=_BLACKWELL,
@@ -136,6 +139,10 @@ GB300 = Hardware(
     "GB300-NVL72", _rates(80, 2450, 4900, 14700), 288e9, 8 * TB, 900 * GB, 100 * GB, 152, domain=72,
     attention_generation=3, efficiency=_BLACKWELL,
 )  # fmt: skip
+# The export parts: A800 is A100 with NVLink at 400 GB/s both ways, H800 is H100 with the same (datasheets; H100's
+# 64-bit rate is not used here).
+A800 = replace(A100_80, name="A800-SXM-80GB", link_bytes_per_second=200 * GB)
+H800 = replace(H100, name="H800-SXM-80GB", link_bytes_per_second=200 * GB)
 # AMD Instinct MI300X datasheet: 1307.4 TFLOP/s bf16, 2614.9 fp8, 163.4 fp32; 192 GB at 5.3 TB/s; Infinity Fabric 7
 # links of 64 GB/s one way; 304 compute units. 400 Gb/s per GPU is the usual build.
 MI300X = Hardware(
@@ -151,7 +158,8 @@ CPU = Hardware(
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
-        "v100": V100, "a100-40": A100_40, "a100": A100_80, "a100-80": A100_80, "h100": H100, "h200": H200,
+        "v100": V100, "a100-40": A100_40, "a100": A100_80, "a100-80": A100_80, "a800": A800, "h100": H100,
+        "h800": H800, "h200": H200,
         "b200": B200, "b300": B300, "gb200": GB200, "gb300": GB300, "mi300x": MI300X, "cpu": CPU,
     }
 )  # fmt: skip
