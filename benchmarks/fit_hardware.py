@@ -1,6 +1,6 @@
 """Fit the few efficiencies of one kind of GPU on some published sources; report the held-out ones beside them.
 
-    python benchmarks/fit_hardware.py a100-80 --hold-out BLOOM,FMS
+python benchmarks/fit_hardware.py a100-80 --hold-out BLOOM,FMS
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ from quintnet_compiler.cost_models.step_time import StepModel
 
 DATA = Path(__file__).parent / "data"
 # Kinds that are one design with another memory share a calibration.
-FAMILY = {"a100": "a100-80", "a100-40": "a100-80", "a800": "a100-80", "h800": "h100", "h200": "h100", "gb200": "b200", "gb300": "b200", "b300": "b200"}
+FAMILY = {
+    "a100": "a100-80",
+    "a100-40": "a100-80",
+    "a800": "a100-80",
+    "h800": "h100",
+    "h200": "h100",
+    "gb200": "b200",
+    "gb300": "b200",
+    "b300": "b200",
+}
 BOUNDS = {
     "matmul": (0.4, 0.95), "attention": (0.15, 0.9), "memory": (0.4, 0.95), "link": (0.3, 0.95),
     "network": (0.2, 0.95), "low_precision": (0.4, 1.0), "host_seconds": (2e-6, 8e-5), "contention": (0.0, 0.8),

@@ -36,8 +36,9 @@ class Facts:
 
 
 _MEGATRON_2021 = dict(overlap_dp=False, overlap_pp=False, gradient_dtype="fp16", convention="narayanan")
-_DEEPSPEED = dict(overlap_dp=False, overlap_pp=False, gradient_dtype="fp16", fused_gradients=False,
-                  bucket_bytes=2 * 5e8 * 2)  # DeepSpeed's default buckets: two of 5e8 16-bit elements
+_DEEPSPEED = dict(
+    overlap_dp=False, overlap_pp=False, gradient_dtype="fp16", fused_gradients=False, bucket_bytes=2 * 5e8 * 2
+)  # DeepSpeed's default buckets: two of 5e8 16-bit elements
 
 FACTS: Mapping[str, Facts] = MappingProxyType(
     {

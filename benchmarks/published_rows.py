@@ -107,7 +107,7 @@ def layout_of(row: Row, model: Decoder) -> Layout:
     degrees = {name: _int(row, name, 1 if name in ("cp", "ep") else None) for name in ("dp", "tp", "cp", "pp", "ep")}
     recompute, share = row.get("recompute", ""), 1.0
     if recompute == "":
-        if not (facts.assume_none and not any(word in row["model"] for word in ("MaxText", "Paxml"))
+        if not ((facts.assume_none and not any(word in row["model"] for word in ("MaxText", "Paxml")))
                 or "sets no recompute override" in notes):  # fmt: skip
             raise Unmodelled("recompute not stated")
         recompute = "none"

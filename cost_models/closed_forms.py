@@ -61,7 +61,9 @@ def layer_forward_flops(m: Number) -> Number:
 
     Narayanan et al. 2021, appendix: 24 s h^2 + 4 s^2 h for a plain layer.
     """
-    mlp = m.top_k * (2 + m.gated) * m.moe_ffn * m.hidden + m.hidden * m.experts if m.experts else dense_mlp_parameters(m)
+    mlp = (
+        m.top_k * (2 + m.gated) * m.moe_ffn * m.hidden + m.hidden * m.experts if m.experts else dense_mlp_parameters(m)
+    )
     return 2 * m.seq * (attention_parameters(m) + mlp) + 4 * m.seq**2 * m.heads * m.width
 
 
@@ -82,7 +84,9 @@ def narayanan_flops(m: Number, batch: Number) -> Number:
     )  # fmt: skip
 
 
-def korthikanti_activations(m: Number, microbatch: Number, tp: Number, sequence_parallel: bool, recompute: str) -> Number:
+def korthikanti_activations(
+    m: Number, microbatch: Number, tp: Number, sequence_parallel: bool, recompute: str
+) -> Number:
     """Bytes of activations of one layer, 16 bit with dropout (Korthikanti et al. 2022, table 2 and equations 1-6)."""
     sbh = m.seq * microbatch * m.hidden
     if recompute == "full":
@@ -139,7 +143,8 @@ class ClosedForm:
 
     @property
     def value(self) -> float:
-        return float(self.expression.subs(dict(self.numbers)))
+        numbers = dict(self.numbers)
+        return float(self.expression.subs({symbol: numbers[str(symbol)] for symbol in self.expression.free_symbols}))
 
     def __str__(self) -> str:
         used = {str(symbol) for symbol in self.expression.free_symbols}
@@ -154,7 +159,7 @@ def explain(model: Decoder, layout: Layout) -> tuple[ClosedForm, ...]:
     >>> print(explain(gpt, Layout(pp=2, global_batch=4))[-1])
     bubble = (p - 1)/(m*v) = 0.25 of the busy time  (p=2, m=4, v=1)
     """
-    m, b, t, p, v, n, B, D = _Symbols(model), *sympy.symbols("b t p v m B D", positive=True)  # noqa: N806
+    m, b, t, p, v, n, B, D = _Symbols(model), *sympy.symbols("b t p v m B D", positive=True)
     numbers = {
         **{SHORT[f.name]: getattr(model, f.name) for f in fields(model) if f.name in SHORT},
         "k": model.kv, "d": model.width, "b": layout.microbatch, "t": layout.tp, "p": layout.pp, "v": layout.vpp,
@@ -169,6 +174,4 @@ def explain(model: Decoder, layout: Layout) -> tuple[ClosedForm, ...]:
         ("data-parallel traffic of a step", "bytes", lambda: data_parallel_bytes(parameters(m) / (t * p), D, 4)),
         ("bubble", "of the busy time", lambda: bubble_share(p, n, v)),
     )  # fmt: skip
-    return tuple(
-        ClosedForm(name, unit, sympy.sympify(make()), tuple(numbers.items())) for name, unit, make in forms
-    )
+    return tuple(ClosedForm(name, unit, sympy.sympify(make()), tuple(numbers.items())) for name, unit, make in forms)

@@ -80,7 +80,9 @@ class Hardware:
         )
 
 
-def _rates(fp32: float, bf16: float, fp8: float = 0.0, fp4: float = 0.0, tf32: float = 0.0) -> tuple[tuple[str, float], ...]:
+def _rates(
+    fp32: float, bf16: float, fp8: float = 0.0, fp4: float = 0.0, tf32: float = 0.0
+) -> tuple[tuple[str, float], ...]:
     given = {"fp32": fp32, "tf32": tf32, "fp16": bf16, "bf16": bf16, "fp8": fp8, "fp4": fp4}
     return tuple((dtype, rate * TFLOPS) for dtype, rate in given.items() if rate)
 
@@ -104,7 +106,13 @@ A100_80 = Hardware(
 # NVIDIA H100 datasheet (SXM5): 989.4 TFLOP/s bf16, 1978.9 fp8, 494.7 tf32, 66.9 fp32; 3.35 TB/s HBM3; NVLink 900 GB/s
 # both ways; 132 SMs. DGX H100: one NDR 400 Gb/s adapter per GPU.
 _HOPPER = Efficiency(
-    matmul=0.69, attention=0.56, memory=0.47, link=0.50, network=0.95, low_precision=1.0, host_seconds=32e-6,
+    matmul=0.69,
+    attention=0.56,
+    memory=0.47,
+    link=0.50,
+    network=0.95,
+    low_precision=1.0,
+    host_seconds=32e-6,
     contention=0.2,
 )
 H100 = Hardware(
@@ -120,7 +128,13 @@ H200 = Hardware(
 # own utilisation tables divide by) PFLOP/s, fp8 twice and fp4 four times that; 8 TB/s HBM3e; NVLink 1.8 TB/s both ways;
 # 148 SMs; 400 Gb/s per GPU (ConnectX-7), 800 with B300 (ConnectX-8).
 _BLACKWELL = Efficiency(
-    matmul=0.64, attention=0.26, memory=0.84, link=0.57, network=0.38, low_precision=1.0, host_seconds=61e-6,
+    matmul=0.64,
+    attention=0.26,
+    memory=0.84,
+    link=0.57,
+    network=0.38,
+    low_precision=1.0,
+    host_seconds=61e-6,
     contention=0.27,
 )
 B200 = Hardware(

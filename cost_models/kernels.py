@@ -94,7 +94,7 @@ def _arithmetic(kernel: Kernel, device: Hardware, flops: float) -> float:
     behind = max(0, device.attention_generation - kernel.generation) if kernel.generation else 0
     reached = share.attention * GENERATION**behind if kernel.kind == "attention" else share.matmul
     if kernel.columns % ALIGNMENT or kernel.depth % ALIGNMENT:
-        return flops / (device.flops_per_second("fp32") * reached)
+        return flops / (min(device.flops_per_second("fp32"), device.flops_per_second(kernel.dtype)) * reached)
     if kernel.dtype in ("fp8", "fp4") and kernel.kind == "matmul":
         reached *= share.low_precision
     return flops / (device.flops_per_second(kernel.dtype) * reached)

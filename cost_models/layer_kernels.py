@@ -73,7 +73,9 @@ class Shapes:
         return BYTES_PER_ELEMENT[self.dtype]
 
 
-def _product(s: Shapes, name: str, rows: float, columns: float, depth: float, experts: float = 1) -> tuple[Kernels, Kernels]:
+def _product(
+    s: Shapes, name: str, rows: float, columns: float, depth: float, experts: float = 1
+) -> tuple[Kernels, Kernels]:
     """A layer's product, forward and backward; 8-bit ones are scaled and cast (and transposed) first."""
     low = s.layout.dtype in ("fp8", "fp4")
     element = 1.0 if low else s.element
@@ -147,9 +149,7 @@ def _mlp(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
     router, router_backward = _product(s, "router", s.rows, model.experts, model.hidden)
     moved = 4 * e * experts * rows * model.hidden  # rows are permuted before the exchange and back after it
     shuffle = memory("permute", 2 * moved, 8)
-    exchange = Communication(
-        "all_to_all", "ep", e * layout.ep * s.tokens / layout.tp * model.top_k * model.hidden
-    )
+    exchange = Communication("all_to_all", "ep", e * layout.ep * s.tokens / layout.tp * model.top_k * model.hidden)
     gathers = ()
     if layout.expert_tp > 1:
         size = e * experts * rows * model.hidden
@@ -161,7 +161,9 @@ def _copies(s: Shapes) -> Kernel:
     """What eager code writes between kernels: biases, casts around norms, heads moved before and after the core."""
     model, e = s.model, s.element
     wide = 0 if model.experts else model.ffn / s.layout.tp
-    return memory("copies", 2 * e * s.tokens * (4 * model.heads * model.width / s.layout.tp + wide + 2 * model.hidden), 6)
+    return memory(
+        "copies", 2 * e * s.tokens * (4 * model.heads * model.width / s.layout.tp + wide + 2 * model.hidden), 6
+    )
 
 
 def layer(model: Decoder, layout: Layout) -> Work:

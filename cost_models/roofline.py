@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..annotations import is_getitem, needs_grad
-from .cluster import Group, Hop, Level
-from .collectives import ALGORITHMS, collective_seconds
 from .hardware import H100, Hardware
 from .kernels import work_seconds
 from .operators import kernel_of

@@ -105,7 +105,9 @@ class Layout:
                 fix=f"use a multiple of {self.dp * self.microbatch}",
             )
         if self.dtype not in BYTES_PER_ELEMENT:
-            raise CompileError("QN210", f"unknown dtype {self.dtype!r}", fix=f"use one of {', '.join(BYTES_PER_ELEMENT)}")
+            raise CompileError(
+                "QN210", f"unknown dtype {self.dtype!r}", fix=f"use one of {', '.join(BYTES_PER_ELEMENT)}"
+            )
 
     @property
     def ranks(self) -> int:
