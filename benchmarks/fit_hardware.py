@@ -95,7 +95,8 @@ def report(runs: Sequence[Run], efficiency: Efficiency, held: Sequence[str]) -> 
         size = sorted(map(abs, found))
         print(
             f"{name} n={len(found):3d} "
-            f"bias {statistics.median(found):+.3f} mean {statistics.mean(size):.3f} median {statistics.median(size):.3f} "
+            f"bias {statistics.median(found):+.3f} mean {statistics.mean(size):.3f} "
+            f"median {statistics.median(size):.3f} "
             f"p90 {size[min(len(size) - 1, int(0.9 * len(size)))]:.3f} max {size[-1]:.3f}"
         )
 

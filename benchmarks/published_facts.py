@@ -35,26 +35,28 @@ class Facts:
     bucket_bytes: float = 0.0
 
 
-_MEGATRON_2021 = dict(overlap_dp=False, overlap_pp=False, gradient_dtype="fp16", convention="narayanan")
-_DEEPSPEED = dict(
-    overlap_dp=False, overlap_pp=False, gradient_dtype="fp16", fused_gradients=False, bucket_bytes=2 * 5e8 * 2
-)  # DeepSpeed's default buckets: two of 5e8 16-bit elements
+_MEGATRON_2021 = {"overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "convention": "narayanan"}
+_DEEPSPEED = {
+    "overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "fused_gradients": False,
+    "bucket_bytes": 2 * 5e8 * 2,  # DeepSpeed's default buckets: two of 5e8 16-bit elements
+}  # fmt: skip
 
 FACTS: Mapping[str, Facts] = MappingProxyType(
     {
         "KORTH": Facts("Selene: 8 HDR adapters per node (Narayanan et al. 2021, section 5)", **_MEGATRON_2021),  # type: ignore[arg-type]
         "NARA": Facts("Selene: 8 HDR adapters per node (section 5)", fused_gradients=False, **_MEGATRON_2021),  # type: ignore[arg-type]
-        "MLM2020": Facts("Selene, and DGX-2 (Megatron-LM README of 2020)", fused_gradients=False, **_MEGATRON_2021),  # type: ignore[arg-type]
+        "MLM2020": Facts("Selene, and DGX-2 (Megatron-LM README of 2020)", fused_gradients=False,
+                         **_MEGATRON_2021),  # type: ignore[arg-type]
         "VTM": Facts("vTrain config: 800 Gb/s per node; simulator's default vocabulary", 800 * GIGABIT, vocab=50257,
                      **_DEEPSPEED),  # type: ignore[arg-type]
         "VTS": Facts("vTrain config: one node; simulator's default vocabulary", 800 * GIGABIT, vocab=50257,
                      **_DEEPSPEED),  # type: ignore[arg-type]
-        "BLOOM": Facts("Jean Zay: 4 Omni-Path 100 Gb/s adapters per node; CUDA_LAUNCH_BLOCKING=1 to keep it from hanging, "
+        "BLOOM": Facts("Jean Zay: 4 Omni-Path 100 Gb/s adapters per node; CUDA_LAUNCH_BLOCKING=1 against hangs, "
                        "no --partition-activations (BigScience chronicles and tr11-176B-ml.slurm)", 400 * GIGABIT,
                        convention="narayanan", blocking=True, whole_sends=True, **_DEEPSPEED),  # type: ignore[arg-type]
         "JZV100": Facts("Jean Zay's V100 nodes: 4 GPUs, 4 Omni-Path 100 Gb/s", 400 * GIGABIT, **_DEEPSPEED),  # type: ignore[arg-type]
         "LLMF": Facts("llm-foundry benchmarking README: A100 1600 Gb/s RoCE", 1600 * GIGABIT, 3200 * GIGABIT,
-                      flash_generation=1, fused=False, fused_gradients=False),  # attn_impl: triton
+                      flash_generation=1, fused=False, fused_gradients=False),  # RECALLED: the MPT recipes of then set attn_impl: triton
         "FMS": Facts("IBM: 400 Gb/s per A100 node, 800 per H100 node", 400 * GIGABIT, 800 * GIGABIT,
                     gradient_dtype="bf16", flash_generation=2),
         "DGXC": Facts("NVIDIA DGX Cloud recipes: NeMo, 400 Gb/s per GPU", assume_none=True),

@@ -16,7 +16,8 @@ from quintnet_compiler.errors import CompileError
 
 Row = Mapping[str, str]
 GPU_NAMES = {
-    "A100-40": "a100-40", "A100": "a100-80", "A800": "a800", "H100": "h100", "H800": "h800", "H200": "h200", "V100": "v100",
+    "A100-40": "a100-40", "A100": "a100-80", "A800": "a800", "H100": "h100", "H800": "h800", "H200": "h200",
+    "V100": "v100",
     "GB200": "gb200", "GB300": "gb300", "B200": "b200", "B300": "b300", "MI300X": "mi300x",
 }  # fmt: skip
 # Heads wider than hidden / heads (Qwen3 and GPT-OSS model cards).
@@ -127,12 +128,14 @@ def layout_of(row: Row, model: Decoder) -> Layout:
         gradients = "bf16" if "MP=PURE" in notes else "fp32"
     etp = degrees["tp"] if model.experts and model.experts <= 8 and "ETP=1" not in notes else 1
     return Layout(
-        **degrees, vpp=_int(row, "vpp", 12 if "(12 in 25.05)" in notes else 1), microbatch=_int(row, "micro_batch_seqs"),
+        **degrees, vpp=_int(row, "vpp", 12 if "(12 in 25.05)" in notes else 1),
+        microbatch=_int(row, "micro_batch_seqs"),
         global_batch=_int(row, "global_batch_seqs"), sequence_parallel=sequence == "1",
         recompute=recompute, recompute_share=share, zero=zero, expert_tp=etp,  # type: ignore[arg-type]
         dtype=dtype, gradient_dtype=gradients,
         flash=row.get("flash_attention") == "1" or (row.get("flash_attention") == "" and prefix not in OLD_MEGATRON),
-        flash_generation=facts.flash_generation, fused=facts.fused, overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
+        flash_generation=facts.flash_generation, fused=facts.fused,
+        overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
         overlap_tp=nemo and sequence == "1" and "no TP-comm overlap" not in notes and prefix not in ("MLM", "SKILL"),
         stage_ends="embedding/head count as pipeline layers" in notes, graphs="cuda_graph=" in notes,
         blocking=facts.blocking, bucket_bytes=facts.bucket_bytes, fused_gradients=facts.fused_gradients,

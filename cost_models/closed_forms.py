@@ -159,7 +159,8 @@ def explain(model: Decoder, layout: Layout) -> tuple[ClosedForm, ...]:
     >>> print(explain(gpt, Layout(pp=2, global_batch=4))[-1])
     bubble = (p - 1)/(m*v) = 0.25 of the busy time  (p=2, m=4, v=1)
     """
-    m, b, t, p, v, n, B, D = _Symbols(model), *sympy.symbols("b t p v m B D", positive=True)
+    m: Number = _Symbols(model)
+    b, t, p, v, n, batch, dp = sympy.symbols("b t p v m B D", positive=True)
     numbers = {
         **{SHORT[f.name]: getattr(model, f.name) for f in fields(model) if f.name in SHORT},
         "k": model.kv, "d": model.width, "b": layout.microbatch, "t": layout.tp, "p": layout.pp, "v": layout.vpp,
@@ -167,11 +168,11 @@ def explain(model: Decoder, layout: Layout) -> tuple[ClosedForm, ...]:
     }  # fmt: skip
     forms: tuple[tuple[str, str, Callable[[], Number]], ...] = (
         ("parameters", "parameters", lambda: parameters(m)),
-        ("model FLOPs of a step", "FLOP", lambda: step_flops(m, B)),
+        ("model FLOPs of a step", "FLOP", lambda: step_flops(m, batch)),
         ("activations of a layer", "bytes", lambda: korthikanti_activations(
             m, b, t, layout.sequence_parallel, layout.recompute)),
         ("tensor-parallel traffic of a layer", "bytes", lambda: tensor_parallel_bytes(m, b, t)),
-        ("data-parallel traffic of a step", "bytes", lambda: data_parallel_bytes(parameters(m) / (t * p), D, 4)),
+        ("data-parallel traffic of a step", "bytes", lambda: data_parallel_bytes(parameters(m) / (t * p), dp, 4)),
         ("bubble", "of the busy time", lambda: bubble_share(p, n, v)),
     )  # fmt: skip
     return tuple(ClosedForm(name, unit, sympy.sympify(make()), tuple(numbers.items())) for name, unit, make in forms)

@@ -113,7 +113,7 @@ class Cluster:
         if ranks * stride > self.size:
             raise CompileError(
                 "QN301",
-                f"a group of {ranks} ranks, {stride} apart, needs {ranks * stride} devices; the cluster has {self.size}",
+                f"a group of {ranks} ranks, {stride} apart, needs {ranks * stride} devices, not {self.size}",
                 fix=f"use a cluster of {-(-ranks * stride // self.gpus_per_node)} nodes or a smaller mesh",
             )
         hops: list[Hop] = []

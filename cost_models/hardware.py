@@ -44,8 +44,8 @@ class Hardware:
 
     ``flops``: dense multiply-add throughput (2 per pair) per dtype, FLOP/s. ``multiprocessors`` and ``tile``: what
     large products are cut for. ``launch_seconds``: the shortest a kernel takes on the device. ``domain``: how many
-    devices share the fast links. ``attention_generation``: the newest FlashAttention made for the device. ``network_*``: of one device's share of its node's adapters, unless a cluster says
-    otherwise.
+    devices share the fast links. ``attention_generation``: the newest FlashAttention made for the device.
+    ``network_*``: of one device's share of its node's adapters, unless a cluster says otherwise.
     """
 
     name: str
@@ -90,7 +90,8 @@ def _rates(
 # NVIDIA V100 datasheet: 125 TFLOP/s fp16, 15.7 fp32, 900 GB/s HBM2, NVLink 300 GB/s both ways, 80 SMs.
 V100 = Hardware(
     "V100-SXM2-32GB", _rates(15.7, 125), 32 * GIB, 0.9 * TB, 150 * GB, 12.5 * GB, 80, (128, 128),
-    attention_generation=1, efficiency=Efficiency(matmul=0.58, attention=0.3, memory=0.8, link=0.75, network=0.5, host_seconds=30e-6),
+    attention_generation=1,
+    efficiency=Efficiency(matmul=0.58, attention=0.3, memory=0.8, link=0.75, network=0.5, host_seconds=30e-6),
 )  # fmt: skip
 # NVIDIA A100 datasheet: 312 TFLOP/s bf16, 156 tf32, 19.5 fp32; 1555 GB/s (40 GB) and 2039 GB/s (80 GB); NVLink 600
 # GB/s both ways; 108 SMs. DGX A100: one HDR 200 Gb/s adapter per GPU.

@@ -46,8 +46,8 @@ class Kernel:
 
 
 def matmul(
-    name: str, rows: float, columns: float, depth: float, *, batch: float = 1, dtype: str = "bf16", element: float = 2.0,
-    launches: int = 1,
+    name: str, rows: float, columns: float, depth: float, *, batch: float = 1, dtype: str = "bf16",
+    element: float = 2.0, launches: int = 1,
 ) -> Kernel:  # fmt: skip
     """A product; ``element``: bytes per element of what is read and written."""
     moved = element * batch * (rows * depth + depth * columns + rows * columns)

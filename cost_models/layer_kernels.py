@@ -150,7 +150,7 @@ def _mlp(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
     moved = 4 * e * experts * rows * model.hidden  # rows are permuted before the exchange and back after it
     shuffle = memory("permute", 2 * moved, 8)
     exchange = Communication("all_to_all", "ep", e * layout.ep * s.tokens / layout.tp * model.top_k * model.hidden)
-    gathers = ()
+    gathers: tuple[Communication, ...] = ()
     if layout.expert_tp > 1:
         size = e * experts * rows * model.hidden
         gathers = (Communication("all_gather", "tp", size), Communication("reduce_scatter", "tp", size))
@@ -210,22 +210,21 @@ def _tensor_communication(s: Shapes) -> tuple[tuple[Communication, ...], tuple[C
     if layout.tp == 1:
         ring = _ring(s)
         return ring, ring + ring
-    beside = lambda *names: names if layout.overlap_tp else ()  # noqa: E731
     columns = ("qkv",) if s.model.experts else ("qkv", "up")
     rows = ("out",) if s.model.experts else ("out", "down")
     ahead: list[Communication] = []
     back: list[Communication] = []
     if layout.sequence_parallel:
         for name in columns:
-            ahead.append(Communication("all_gather", "tp", size, beside(name)))
+            ahead.append(Communication("all_gather", "tp", size, (name,) if layout.overlap_tp else ()))
             # the input is gathered once more, behind the product of its gradient; then its gradient is scattered
             back.append(Communication("all_gather", "tp", size, (f"{name}.input",)))
             back.append(Communication("reduce_scatter", "tp", size, (f"{name}.weight",)))
         for name in rows:
-            ahead.append(Communication("reduce_scatter", "tp", size, beside(name)))
-            back.append(Communication("all_gather", "tp", size, beside(f"{name}.input")))
+            ahead.append(Communication("reduce_scatter", "tp", size, (name,) if layout.overlap_tp else ()))
+            back.append(Communication("all_gather", "tp", size, (f"{name}.input",) if layout.overlap_tp else ()))
     else:
-        ahead += [Communication("all_reduce", "tp", size, beside(name)) for name in rows]
+        ahead += [Communication("all_reduce", "tp", size, (name,) if layout.overlap_tp else ()) for name in rows]
         back += [Communication("all_reduce", "tp", size, (f"{name}.weight",)) for name in columns]
     ring = _ring(s)
     return (*ahead, *ring), (*back, *ring, *ring)

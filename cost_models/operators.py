@@ -88,7 +88,23 @@ VIEWS = frozenset(
 )  # fmt: skip
 # Bound by memory, beside what torch itself tags as elementwise or as a reduction: by the name of the overload packet.
 MEMORY = frozenset(
-    ["log_sigmoid", "fill", "zeros_like", "ones_like", "full_like", "empty_like", "floor_divide", "where", "_prelu_kernel", "prelu", "masked_fill", "_to_copy", "dropout", "outer", "diff", "flip", "roll", "cat", "stack", "repeat", "repeat_interleave", "constant_pad_nd", "pad", "select_scatter", "slice_scatter", "triu", "tril", "col2im", "im2col", "pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "sum", "mean", "count_nonzero", "amax", "amin", "aminmax", "max", "min", "argmax", "argmin", "any", "all", "prod", "nansum", "logsumexp", "var", "std", "var_mean", "std_mean", "median", "mode", "kthvalue", "linalg_vector_norm", "norm", "cumsum", "softmax", "log_softmax", "_softmax", "_log_softmax", "cumprod", "cummax", "cummin", "logcumsumexp", "topk", "sort", "argsort", "glu", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "instance_norm", "_weight_norm", "_weight_norm_interface", "_native_batch_norm_legit_no_training", "_native_batch_norm_legit", "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d", "upsample_nearest1d", "upsample_linear1d", "max_pool2d", "max_pool2d_with_indices", "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "upsample_nearest3d", "upsample_trilinear3d", "embedding", "row_nll", "nll_loss_forward", "nll_loss2d_forward", "index", "_unsafe_index", "index_select", "index_add", "index_copy", "index_fill", "gather", "scatter", "scatter_add", "take", "index_put", "masked_scatter", "isin", "one_hot", "bucketize", "grid_sampler", "grid_sampler_2d", "new_ones", "new_zeros", "new_full", "new_empty", "ones", "zeros", "full", "empty", "arange", "linspace", "eye", "triu_indices", "tril_indices", "scalar_tensor", "rand", "randn", "bernoulli", "native_dropout", "clone", "contiguous", "copy", "cross_entropy_loss", "addcmul", "addcdiv", "route_plan", "rows_of", "own_experts", "keep_mask", "nll_terms", "embedding_rows"]
+    """
+    log_sigmoid fill zeros_like ones_like full_like empty_like floor_divide where _prelu_kernel prelu masked_fill
+    _to_copy dropout outer diff flip roll cat stack repeat repeat_interleave constant_pad_nd pad select_scatter
+    slice_scatter triu tril col2im im2col pixel_shuffle pixel_unshuffle channel_shuffle sum mean count_nonzero amax
+    amin aminmax max min argmax argmin any all prod nansum logsumexp var std var_mean std_mean median mode kthvalue
+    linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax cumprod cummax cummin logcumsumexp topk
+    sort argsort glu layer_norm native_layer_norm rms_norm group_norm instance_norm _weight_norm
+    _weight_norm_interface _native_batch_norm_legit_no_training _native_batch_norm_legit max_pool1d avg_pool1d
+    adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d max_pool2d max_pool2d_with_indices
+    avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
+    max_pool3d avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d embedding row_nll
+    nll_loss_forward nll_loss2d_forward index _unsafe_index index_select index_add index_copy index_fill gather
+    scatter scatter_add take index_put masked_scatter isin one_hot bucketize grid_sampler grid_sampler_2d new_ones
+    new_zeros new_full new_empty ones zeros full empty arange linspace eye triu_indices tril_indices scalar_tensor
+    rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv route_plan rows_of
+    own_experts keep_mask nll_terms embedding_rows
+    """.split()  # noqa: SIM905 (a hundred quoted names are harder to read)
 )
 TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..annotations import is_getitem, needs_grad
+from ..errors import CompileError
 from .hardware import H100, Hardware
 from .kernels import work_seconds
 from .operators import kernel_of
@@ -39,8 +40,10 @@ class Roofline:
             "reduce_scatter": share,
             "all_to_all": share / ranks,
             "send": num_bytes,
-        }[name]
-        return volume / hw.link_bytes_per_second
+        }
+        if name not in volume:
+            raise CompileError("QN210", f"no price for the collective {name!r}", fix=f"use one of {', '.join(volume)}")
+        return volume[name] / hw.link_bytes_per_second
 
     def parameter_seconds(self, num_bytes: float) -> float:
         # AdamW reads gradient, parameter and two moments and writes three of them

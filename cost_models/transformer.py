@@ -57,11 +57,13 @@ class Layout:
     parameters. ``shard``: over how many of the dp ranks (0: all; the rest replicate). ``expert_tp``: over how many
     ranks one expert's products are split. ``gradient_dtype``: of gradients' accumulation and reduction.
     ``flash_generation``: of fused attention, 0 for the device's newest. ``fused``: whether elementwise
-    neighbours are one kernel. ``fused_gradients``: whether products of weights' gradients add to the accumulator. ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
+    neighbours are one kernel. ``fused_gradients``: whether products of weights' gradients add to the accumulator.
+    ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
     ``whole_sends``: every tensor rank sends the whole activation to the next stage (DeepSpeed), instead of its part.
     ``stage_ends``: embedding and head count as a layer each where layers are divided over stages.
     ``graphs``: kernels are replayed as CUDA graphs, so the host costs nothing. ``blocking``: the host waits for every
-    kernel (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps. ``bucket_bytes``: flat buffers beside the gradients, for their communication.
+    kernel (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps. ``bucket_bytes``: flat
+    buffers beside the gradients, for their communication.
     """
 
     dp: int = 1
@@ -101,7 +103,7 @@ class Layout:
         if self.global_batch % (self.dp * self.microbatch):
             raise CompileError(
                 "QN106",
-                f"a batch of {self.global_batch} does not divide over dp={self.dp} and microbatches of {self.microbatch}",
+                f"a batch of {self.global_batch} does not divide over dp={self.dp} x microbatches of {self.microbatch}",
                 fix=f"use a multiple of {self.dp * self.microbatch}",
             )
         if self.dtype not in BYTES_PER_ELEMENT:
