@@ -55,8 +55,9 @@ FACTS: Mapping[str, Facts] = MappingProxyType(
                        "no --partition-activations (BigScience chronicles and tr11-176B-ml.slurm)", 400 * GIGABIT,
                        convention="narayanan", blocking=True, whole_sends=True, **_DEEPSPEED),  # type: ignore[arg-type]
         "JZV100": Facts("Jean Zay's V100 nodes: 4 GPUs, 4 Omni-Path 100 Gb/s", 400 * GIGABIT, **_DEEPSPEED),  # type: ignore[arg-type]
+        # RECALLED: the MPT recipes of then set attn_impl: triton, a FlashAttention 1
         "LLMF": Facts("llm-foundry benchmarking README: A100 1600 Gb/s RoCE", 1600 * GIGABIT, 3200 * GIGABIT,
-                      flash_generation=1, fused=False, fused_gradients=False),  # RECALLED: the MPT recipes of then set attn_impl: triton
+                      flash_generation=1, fused=False, fused_gradients=False),
         "FMS": Facts("IBM: 400 Gb/s per A100 node, 800 per H100 node", 400 * GIGABIT, 800 * GIGABIT,
                     gradient_dtype="bf16", flash_generation=2),
         "DGXC": Facts("NVIDIA DGX Cloud recipes: NeMo, 400 Gb/s per GPU", assume_none=True),
