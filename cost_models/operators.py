@@ -132,8 +132,10 @@ def _flag(node: fx.Node) -> bool:
     return len(node.args) > 5 and bool(node.args[5])
 
 
-def kernel_of(node: fx.Node) -> Kernel:
+def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     """The kernel of a call_function node, forward, unsplit.
+
+    ``unknown="memory"``: an operator without an entry costs at least what it reads and writes.
 
     Raises:
         CompileError: QN210 for an operator that has no entry here: it never costs 0 by default.
@@ -149,7 +151,7 @@ def kernel_of(node: fx.Node) -> Kernel:
     if target in ATTENTION:
         return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
     name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
-    if name in MEMORY or (name and TAGS.intersection(target.tags)):  # type: ignore[union-attr]
+    if unknown == "memory" or name in MEMORY or (name and TAGS.intersection(target.tags)):  # type: ignore[union-attr]
         return Kernel(node.name, "memory", bytes=moved)
     raise CompileError(
         "QN210",

@@ -19,14 +19,16 @@ class Roofline:
 
     These compare ways to split the same work, so kernels' floors and the rounding to tiles are left out: every rank
     pays the floor however an operator is split, and a price must halve when its work does.
+    ``unknown="memory"``: operators without a price, which a plan may allow, cost what they read and write.
     """
 
     hardware: Hardware = H100
+    unknown: str = "error"
 
     def operator_seconds(self, node: fx.Node) -> float:
         if node.op != "call_function" or is_getitem(node):
             return 0.0
-        forward = work_seconds(kernel_of(node), self.hardware)
+        forward = work_seconds(kernel_of(node, self.unknown), self.hardware)
         return forward * (3.0 if needs_grad(node) else 1.0)  # the backward pass of a matmul is two matmuls
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:

@@ -109,7 +109,7 @@ def compile_program(captured: Captured, request: Request, runner: Runner) -> Com
     """
     mesh, plan = request.mesh, request.plan
     sharded = _shard(captured, request, runner, plan.microbatches)
-    staged = runner(CutStages(mesh["pp"], Roofline(), plan.stages), sharded)
+    staged = runner(CutStages(mesh["pp"], _prices(request), plan.stages), sharded)
     program = _lower(staged, request, runner, SCHEDULES[plan.schedule], plan.microbatches, training=True)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
     return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
@@ -128,6 +128,11 @@ def follow_program(
     return _lower(staged, request, runner, schedule, microbatches, training=training)
 
 
+def _prices(request: Request) -> Roofline:
+    """Operators that a plan lets run without a rule have no price either."""
+    return Roofline(unknown="memory" if request.plan.unknown_ops == "replicate" else "error")
+
+
 def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
     program = runner(Normalize(request.batch_size, request.device), captured)
     check_experts(program.graph, request.plan.experts)
@@ -136,7 +141,7 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
     choose = ChooseSharding(
         axes,
         RuleBook(request.rules, request.plan.unknown_ops),
-        Roofline(),
+        _prices(request),
         fixed_types(request.plan, names, request.mesh),
         request.plan.sequence_parallel,
         request.plan.context,
