@@ -129,8 +129,9 @@ def follow_program(
 
 
 def _prices(request: Request) -> Roofline:
-    """Operators that a plan lets run without a rule have no price either."""
-    return Roofline(unknown="memory" if request.plan.unknown_ops == "replicate" else "error")
+    """Operators with a rule of the user's own, or that a plan lets run without any, have no price either."""
+    own = request.plan.unknown_ops == "replicate" or not request.rules.keys() <= RULES.keys()
+    return Roofline(unknown="memory" if own else "error")
 
 
 def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
