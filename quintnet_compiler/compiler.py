@@ -110,7 +110,7 @@ def compile_program(captured: Captured, request: Request, runner: Runner) -> Com
     """
     mesh, plan = request.mesh, request.plan
     sharded = _shard(captured, request, runner, plan.microbatches)
-    staged = runner(CutStages(mesh["pp"], Roofline(), plan.stages), sharded)
+    staged = runner(CutStages(mesh["pp"], _prices(request), plan.stages), sharded)
     program = _lower(staged, request, runner, SCHEDULES[plan.schedule], plan.microbatches, training=True)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
     return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
@@ -129,6 +129,12 @@ def follow_program(
     return _lower(staged, request, runner, schedule, microbatches, training=training)
 
 
+def _prices(request: Request) -> Roofline:
+    """Operators with a rule of the user's own, or that a plan lets run without any, have no price either."""
+    own = request.plan.unknown_ops == "replicate" or not request.rules.keys() <= RULES.keys()
+    return Roofline(unknown="memory" if own else "error")
+
+
 def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
     program = runner(Normalize(request.batch_size, request.device), captured)
     check_experts(program.graph, request.plan.experts)
@@ -137,7 +143,7 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
     choose = ChooseSharding(
         axes,
         RuleBook(request.rules, request.plan.unknown_ops),
-        Roofline(),
+        _prices(request),
         Wishes(
             fixed_types(request.plan, names, request.mesh),
             request.plan.sequence_parallel,

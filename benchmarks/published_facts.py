@@ -1,0 +1,81 @@
+"""What published runs' sources say about their clusters and software. Facts, not calibration: none is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+GIGABIT = 1e9 / 8
+
+
+@dataclass(frozen=True)
+class Facts:
+    """About all rows of one source.
+
+    ``network``: bytes per second of one node's adapters, one way (None: the device's usual build). ``overlap_dp``,
+    ``overlap_pp``, ``whole_sends``, ``gradient_dtype``: of the training software (see ``Layout``).
+    ``vocab``: where a source's rows leave it open. ``assume_none``: a recompute column left blank means none.
+    """
+
+    about: str
+    network: float | None = None
+    network_h100: float | None = None
+    overlap_dp: bool = True
+    overlap_pp: bool = True
+    whole_sends: bool = False
+    gradient_dtype: str = "fp32"
+    vocab: int | None = None
+    assume_none: bool = False
+    convention: str = ""
+    flash_generation: int = 0
+    fused: bool = True
+    blocking: bool = False
+    fused_gradients: bool = True
+    bucket_bytes: float = 0.0
+
+
+_MEGATRON_2021 = {"overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "convention": "narayanan"}
+_DEEPSPEED = {
+    "overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "fused_gradients": False,
+    "bucket_bytes": 2 * 5e8 * 2,  # DeepSpeed's default buckets: two of 5e8 16-bit elements
+}  # fmt: skip
+
+FACTS: Mapping[str, Facts] = MappingProxyType(
+    {
+        "KORTH": Facts("Selene: 8 HDR adapters per node (Narayanan et al. 2021, section 5)", **_MEGATRON_2021),  # type: ignore[arg-type]
+        "NARA": Facts("Selene: 8 HDR adapters per node (section 5)", fused_gradients=False, **_MEGATRON_2021),  # type: ignore[arg-type]
+        "MLM2020": Facts("Selene, and DGX-2 (Megatron-LM README of 2020)", fused_gradients=False,
+                         **_MEGATRON_2021),  # type: ignore[arg-type]
+        "VTM": Facts("vTrain config: 800 Gb/s per node; simulator's default vocabulary", 800 * GIGABIT, vocab=50257,
+                     **_DEEPSPEED),  # type: ignore[arg-type]
+        "VTS": Facts("vTrain config: one node; simulator's default vocabulary", 800 * GIGABIT, vocab=50257,
+                     **_DEEPSPEED),  # type: ignore[arg-type]
+        "BLOOM": Facts("Jean Zay: 4 Omni-Path 100 Gb/s adapters per node; CUDA_LAUNCH_BLOCKING=1 against hangs, "
+                       "no --partition-activations (BigScience chronicles and tr11-176B-ml.slurm)", 400 * GIGABIT,
+                       convention="narayanan", blocking=True, whole_sends=True, **_DEEPSPEED),  # type: ignore[arg-type]
+        "JZV100": Facts("Jean Zay's V100 nodes: 4 GPUs, 4 Omni-Path 100 Gb/s", 400 * GIGABIT, **_DEEPSPEED),  # type: ignore[arg-type]
+        # RECALLED: the MPT recipes of then set attn_impl: triton, a FlashAttention 1
+        "LLMF": Facts("llm-foundry benchmarking README: A100 1600 Gb/s RoCE", 1600 * GIGABIT, 3200 * GIGABIT,
+                      flash_generation=1, fused=False, fused_gradients=False),
+        "FMS": Facts("IBM: 400 Gb/s per A100 node, 800 per H100 node", 400 * GIGABIT, 800 * GIGABIT,
+                    gradient_dtype="bf16", flash_generation=2),
+        "DGXC": Facts("NVIDIA DGX Cloud recipes: NeMo, 400 Gb/s per GPU", assume_none=True),
+        "MBR": Facts("Megatron-Bridge performance summary, 400 Gb/s per GPU"),
+        "MLM": Facts("Megatron-LM golden values, one node"),
+        "SKILL": Facts("Megatron-Bridge skills documents"),
+        "ZOO": Facts("Megatron MoE model zoo: IB 8 x 50 GB/s"),
+        "CARD": Facts("Megatron-Bridge verification cards"),
+        "IEVO": Facts("InternEvo: 4 x 100 Gb/s RoCE per node", 400 * GIGABIT, overlap_dp=True),
+        "TITAN": Facts("torchtitan: 400 Gb/s per GPU"),
+        "MSCALE": Facts("MegaScale: 8 x 200 Gb/s per node", 1600 * GIGABIT, overlap_dp=False, overlap_pp=False),
+        "LLAMA3": Facts("Llama 3: 400 Gb/s RoCE per GPU"),
+        "MTNLG": Facts("Selene: 8 HDR adapters per node", **_DEEPSPEED),  # type: ignore[arg-type]
+    }
+)  # fmt: skip
+UNKNOWN = Facts("unknown source: the device's usual build")
+
+
+def facts_of(row_id: str) -> Facts:
+    """The facts of the source that a row's id begins with."""
+    return FACTS.get(row_id.partition("-")[0], UNKNOWN)

@@ -1,0 +1,187 @@
+"""A published row -> decoder, layout, cluster and what was measured; or the reason why it cannot be modelled."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.published_facts import facts_of
+from quintnet_compiler.cost_models import closed_forms
+from quintnet_compiler.cost_models.cluster import Cluster
+from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
+from quintnet_compiler.cost_models.transformer import Decoder, Layout
+from quintnet_compiler.errors import CompileError
+
+Row = Mapping[str, str]
+GPU_NAMES = {
+    "A100-40": "a100-40", "A100": "a100-80", "A800": "a800", "H100": "h100", "H800": "h800", "H200": "h200",
+    "V100": "v100",
+    "GB200": "gb200", "GB300": "gb300", "B200": "b200", "B300": "b300", "MI300X": "mi300x",
+}  # fmt: skip
+# Heads wider than hidden / heads (Qwen3 and GPT-OSS model cards).
+HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "gpt oss": 64}
+
+
+class Unmodelled(Exception):
+    """Why a row cannot be modelled."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One published run; seconds and GiB are None where the row does not state them."""
+
+    id: str
+    device: str
+    model: Decoder
+    layout: Layout
+    gpus: int
+    gpus_per_node: int
+    seconds: float | None
+    gib: float | None
+    last_stage: bool  # memory is of the last rank
+    device_tool: bool  # memory as nvidia-smi shows it
+
+    def cluster(self, hardware: Mapping[str, Hardware] = HARDWARE) -> Cluster:
+        facts = facts_of(self.id)
+        network = facts.network_h100 if facts.network_h100 and self.device == "h100" else facts.network
+        return Cluster(
+            hardware[self.device], -(-self.gpus // self.gpus_per_node), min(self.gpus, self.gpus_per_node),
+            network_bytes_per_second=network,
+        )  # fmt: skip
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _int(row: Row, name: str, default: int | None = None) -> int:
+    text = row.get(name, "")
+    if text == "" or text is None:
+        if default is None:
+            raise Unmodelled(f"{name} not stated")
+        return default
+    return int(float(text))
+
+
+def device_of(row: Row) -> str:
+    name = row["gpu_type"].upper()
+    for start, found in sorted(GPU_NAMES.items(), key=lambda item: -len(item[0])):
+        if name.startswith(start):
+            return found
+    raise Unmodelled(f"unknown GPU type {row['gpu_type']}")
+
+
+def decoder_of(row: Row) -> Decoder:
+    name = row["model"].lower()
+    experts = _int(row, "n_experts", 0)
+    if "deepseek" in name or "kimi" in name or "moonlight" in name:
+        raise Unmodelled("latent attention is not described by the row's numbers")
+    if "gpt-oss" in name or "gpt oss" in name:
+        raise Unmodelled("sliding-window attention is not described by the row's numbers")
+    gated = _int(row, "gated_mlp", 1 if "llama" in name or "mixtral" in name or "qwen" in name else 0) == 1
+    hidden = _int(row, "hidden")
+    heads = _int(row, "n_heads", hidden // 128)
+    vocab = _int(row, "vocab", facts_of(row["id"]).vocab or (32000 if gated else None))
+    padded = 128 * _int(row, "tp", 1)  # Megatron's rule; multiples of 128 stay as they are
+    vocab = -(-vocab // padded) * padded
+    old = row.get("flash_attention") in ("0", "") and row["id"].split("-")[0] in OLD_MEGATRON
+    bare = not gated and not any(word in name for word in ("mpt", "nemotron"))
+    return Decoder(
+        layers=_int(row, "n_layers"), hidden=hidden, ffn=_int(row, "ffn_hidden", 4 * hidden), heads=heads,
+        kv_heads=_int(row, "n_kv_heads", heads), vocab=vocab, seq=_int(row, "seq_len"), gated=gated,
+        head_dim=next((width for word, width in HEAD_DIM.items() if word in name), 0),
+        experts=experts, top_k=_int(row, "top_k", 2) if experts else 0,
+        moe_ffn=_int(row, "moe_ffn_hidden", _int(row, "ffn_hidden", 4 * hidden)) if experts else 0,
+        tied=not gated and "nemotron" not in name, biases=bare, dropout=old, rotary=not old and "mpt" not in name,
+        learned_positions=_int(row, "seq_len") if bare and "bloom" not in name else 0,
+    )  # fmt: skip
+
+
+OLD_MEGATRON = ("KORTH", "NARA", "VTM", "VTS", "BLOOM", "JZV100", "MLM2020", "MTNLG")
+
+
+def layout_of(row: Row, model: Decoder) -> Layout:
+    facts, prefix, notes = facts_of(row["id"]), row["id"].split("-")[0], row.get("notes", "")
+    degrees = {name: _int(row, name, 1 if name in ("cp", "ep") else None) for name in ("dp", "tp", "cp", "pp", "ep")}
+    recompute, share = row.get("recompute", ""), 1.0
+    if recompute == "":
+        if not ((facts.assume_none and not any(word in row["model"] for word in ("MaxText", "Paxml")))
+                or "sets no recompute override" in notes):  # fmt: skip
+            raise Unmodelled("recompute not stated")
+        recompute = "none"
+    if prefix == "FMS":  # some layers are recomputed whole: as many as the stated HFU and MFU say
+        share = min(1.0, 3 * (float(notes.split("HFU=")[1].split(";")[0]) / float(row["mfu_or_hfu"]) - 1))
+        recompute = "full"
+    if recompute == "selective" and "recompute_modules=" in notes and "core_attn" not in notes:
+        recompute = "none"  # modules of little arithmetic
+    if recompute not in ("none", "selective", "full"):
+        raise Unmodelled(f"unknown recompute {recompute!r}")
+    dtype = row.get("dtype", "") or ("fp16" if prefix in OLD_MEGATRON else "bf16")
+    nemo = prefix in ("DGXC", "MBR", "CARD", "ZOO", "SKILL", "MLM", "MCORE", "NEMO")
+    sequence = row.get("sequence_parallel", "") or ("1" if nemo and degrees["tp"] > 1 else "0")
+    zero = _int(row, "zero_stage", 1 if nemo else 0)
+    gradients = facts.gradient_dtype
+    if "MP=PURE" in notes or (dtype == "bf16" and gradients == "fp16"):
+        gradients = "bf16" if "MP=PURE" in notes else "fp32"
+    etp = degrees["tp"] if model.experts and model.experts <= 8 and "ETP=1" not in notes else 1
+    return Layout(
+        **degrees, vpp=_int(row, "vpp", 12 if "(12 in 25.05)" in notes else 1),
+        microbatch=_int(row, "micro_batch_seqs"),
+        global_batch=_int(row, "global_batch_seqs"), sequence_parallel=sequence == "1",
+        recompute=recompute, recompute_share=share, zero=zero, expert_tp=etp,  # type: ignore[arg-type]
+        dtype=dtype, gradient_dtype=gradients,
+        flash=row.get("flash_attention") == "1" or (row.get("flash_attention") == "" and prefix not in OLD_MEGATRON),
+        flash_generation=facts.flash_generation, fused=facts.fused,
+        overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
+        overlap_tp=nemo and sequence == "1" and "no TP-comm overlap" not in notes and prefix not in ("MLM", "SKILL"),
+        stage_ends="embedding/head count as pipeline layers" in notes, graphs="cuda_graph=" in notes,
+        blocking=facts.blocking, bucket_bytes=facts.bucket_bytes, fused_gradients=facts.fused_gradients,
+    )  # fmt: skip
+
+
+def measured_seconds(row: Row, model: Decoder) -> float | None:
+    """The step's time as stated, else from tokens/s, else from FLOP/s where the convention is certain."""
+    if row.get("step_time_s"):
+        return float(row["step_time_s"])
+    batch, gpus = _int(row, "global_batch_seqs", 0), _int(row, "gpus", 0)
+    if batch and gpus and row.get("tokens_per_s_per_gpu"):
+        return batch * model.seq / (gpus * float(row["tokens_per_s_per_gpu"]))
+    if not (batch and gpus):
+        return None
+    if facts_of(row["id"]).convention == "narayanan" and row.get("tflops_per_gpu"):
+        return float(closed_forms.narayanan_flops(model, batch)) / (gpus * float(row["tflops_per_gpu"]) * 1e12)
+    if row["id"].startswith("KORTH") and row.get("mfu_or_hfu"):
+        flops = 72 * batch * model.seq * model.layers * model.hidden**2 * (
+            1 + model.seq / (6 * model.hidden) + model.vocab / (12 * model.hidden * model.layers)
+        )  # fmt: skip
+        return flops / (gpus * float(row["mfu_or_hfu"]) * 312e12)
+    return None
+
+
+def run_of(row: Row) -> Run:
+    """The run that a row describes.
+
+    Raises:
+        Unmodelled: with the reason.
+    """
+    model = decoder_of(row)
+    try:
+        layout = layout_of(row, model)
+    except CompileError as error:
+        raise Unmodelled(error.message) from error
+    gpus, seconds = _int(row, "gpus"), measured_seconds(row, model)
+    if layout.ranks != gpus:
+        raise Unmodelled(f"the layout has {layout.ranks} ranks, the run {gpus} GPUs")
+    gib = float(row["memory_gib_per_gpu"]) if row.get("memory_gib_per_gpu") else None
+    if seconds is None and gib is None:
+        raise Unmodelled("no step time, and none follows from what is stated")
+    tool = row["id"].startswith(("BLOOM", "JZV100"))
+    if gib is not None and tool:
+        gib *= 1e9 / 2**30 if row["id"].startswith("JZV100") else 1.0
+    return Run(
+        row["id"], device_of(row), model, layout, gpus, _int(row, "gpus_per_node", 8), seconds, gib,
+        "LAST rank" in row.get("notes", ""), tool,
+    )  # fmt: skip

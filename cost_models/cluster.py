@@ -1,0 +1,140 @@
+"""A cluster: devices in levels of ever slower links, and the links that a group of ranks crosses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import CompileError
+from .hardware import Hardware, hardware
+
+# From the innermost axis, whose neighbours are closest, to the outermost: Megatron's order.
+MESH_ORDER = ("tp", "cp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True)
+class Level:
+    """All devices within ``span`` neighbours reach each other at ``bytes_per_second`` each, one way."""
+
+    name: str
+    span: float
+    bytes_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One level of a group: ``members`` sub-groups meet here, over ``lanes`` devices' adapters side by side."""
+
+    level: Level
+    members: int
+    lanes: int
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.level.bytes_per_second * self.lanes
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that take part in a collective, as hops from the innermost level outwards."""
+
+    hops: tuple[Hop, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(hop.members for hop in self.hops)
+
+
+@dataclass(frozen=True, init=False)
+class Cluster:
+    """``nodes`` nodes of one kind of device.
+
+    ``network_bytes_per_second``: of one node's adapters together, one way. ``rail``: how many nodes share the leaf
+    switches; ``oversubscription``: how much slower each level above them is.
+
+    Raises:
+        CompileError: QN210 for unknown hardware or a count below 1.
+
+    >>> [level.name for level in Cluster("h100", nodes=8).levels]
+    ['NVLink', 'leaf']
+    """
+
+    device: Hardware
+    nodes: int
+    gpus_per_node: int
+    levels: tuple[Level, ...]
+
+    def __init__(
+        self,
+        name: str | Hardware,
+        nodes: int = 1,
+        gpus_per_node: int | None = None,
+        *,
+        network_bytes_per_second: float | None = None,
+        network_seconds: float | None = None,
+        rail: int = 32,
+        oversubscription: float = 1.0,
+    ) -> None:
+        device = hardware(name) if isinstance(name, str) else name
+        per_node = gpus_per_node or (4 if device.domain > 8 else device.domain)
+        if nodes < 1 or per_node < 1:
+            raise CompileError("QN210", f"{nodes} nodes of {per_node}", fix="give whole numbers, 1 or more")
+        if network_bytes_per_second is not None:
+            device = replace(device, network_bytes_per_second=network_bytes_per_second / per_node)
+        if network_seconds is not None:
+            device = replace(device, network_seconds=network_seconds)
+        share, gpus = device.efficiency, nodes * per_node
+        network = device.network_bytes_per_second * share.network
+        fast = device.domain if device.domain > 8 else per_node
+        levels = [Level("NVLink", fast, device.link_bytes_per_second * share.link, device.link_seconds)]
+        if gpus > fast:
+            leaf = rail * per_node if gpus > rail * per_node else math.inf
+            levels.append(Level("leaf", leaf, network, device.network_seconds))
+            if leaf < gpus:
+                levels.append(Level("spine", math.inf, network / oversubscription, 1.3 * device.network_seconds))
+        object.__setattr__(self, "device", device)
+        object.__setattr__(self, "nodes", nodes)
+        object.__setattr__(self, "gpus_per_node", per_node)
+        object.__setattr__(self, "levels", tuple(levels))
+
+    @property
+    def size(self) -> int:
+        """How many devices there are."""
+        return self.nodes * self.gpus_per_node
+
+    def group(self, ranks: int, stride: int = 1) -> Group:
+        """The levels that ``ranks`` ranks cross whose neighbours are ``stride`` devices apart.
+
+        Raises:
+            CompileError: QN301 if the group does not fit the cluster.
+        """
+        if ranks * stride > self.size:
+            raise CompileError(
+                "QN301",
+                f"a group of {ranks} ranks, {stride} apart, needs {ranks * stride} devices, not {self.size}",
+                fix=f"use a cluster of {-(-ranks * stride // self.gpus_per_node)} nodes or a smaller mesh",
+            )
+        hops: list[Hop] = []
+        inside = 1  # how many of the group's members are within the levels so far
+        for level in self.levels:
+            reach = ranks if math.isinf(level.span) else min(ranks, max(1, int(level.span) // stride))
+            if reach > inside:
+                # A member at this level is all of the group's ranks in one node, each with its own adapter.
+                hops.append(Hop(level, -(-reach // inside), hops[0].members if hops and level.name != "NVLink" else 1))
+                inside = reach
+        return Group(tuple(hops))
+
+    def axis(self, sizes: Sequence[tuple[str, int]], name: str) -> Group:
+        """The group of one axis of a mesh whose axes are given innermost first.
+
+        Raises:
+            CompileError: QN201 for an axis that the mesh does not have.
+        """
+        stride = 1
+        for axis, size in sizes:
+            if axis == name:
+                return self.group(size, stride)
+            stride *= size
+        raise CompileError("QN201", f"no axis {name!r}", fix=f"use one of {', '.join(a for a, _ in sizes)}")

@@ -1,0 +1,92 @@
+"""Time of a collective over a group: alpha-beta per algorithm, over the levels that the group crosses.
+
+Ring and tree after Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005); the hierarchy as in NCCL: a ring enters each node over as many adapters as it has ranks there. ``num_bytes``
+is always the size of the full, unsplit value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from ..errors import CompileError
+from .cluster import Group
+
+# What starting any collective costs (kernel launch, rendezvous of channels), and how many bytes a channel needs in
+# flight before it runs at full speed: NCCL's own tuning tables (src/graph/tuning.cc) have 6-14 microseconds of base
+# latency per algorithm, and chunks of 0.5 MiB on each of a few channels.
+START_SECONDS = 8e-6
+RAMP_BYTES = 1 << 20
+
+
+def _slowest(group: Group) -> float:
+    return min(hop.bytes_per_second for hop in group.hops)
+
+
+def _steps(group: Group, tree: bool) -> float:
+    """Latency of one pass over the group, in seconds."""
+    return sum((math.log2(hop.members) if tree else hop.members - 1) * hop.level.seconds for hop in group.hops)
+
+
+def _ring(group: Group, num_bytes: float, passes: int) -> float:
+    share = num_bytes * (group.size - 1) / group.size
+    return passes * (_steps(group, tree=False) + (share + RAMP_BYTES) / _slowest(group))
+
+
+def _tree(group: Group, num_bytes: float) -> float:
+    return 2 * (_steps(group, tree=True) + (num_bytes + RAMP_BYTES) / _slowest(group))
+
+
+def all_reduce(group: Group, num_bytes: float) -> float:
+    """The faster of a ring (2 (n-1)/n of the bytes) and a tree (logarithmic latency)."""
+    return min(_ring(group, num_bytes, 2), _tree(group, num_bytes))
+
+
+def gather(group: Group, num_bytes: float) -> float:
+    """All-gather, or reduce-scatter: one pass of a ring."""
+    return _ring(group, num_bytes, 1)
+
+
+def all_to_all(group: Group, num_bytes: float) -> float:
+    """Each rank sends 1/n of its part to every other; the levels run side by side, so the slowest one counts."""
+    part, worst, inside = num_bytes / group.size, 0.0, 1
+    for hop in group.hops:
+        beyond = inside * hop.members
+        leaving = part * (beyond - inside) / group.size
+        worst = max(worst, (leaving + RAMP_BYTES) / hop.level.bytes_per_second)
+        inside = beyond
+    return _steps(group, tree=True) + worst
+
+
+def send(group: Group, num_bytes: float) -> float:
+    """From one rank to its neighbour, over the outermost level that the group crosses."""
+    level = group.hops[-1].level
+    return level.seconds + (num_bytes + RAMP_BYTES / 4) / level.bytes_per_second
+
+
+ALGORITHMS: Mapping[str, Callable[[Group, float], float]] = MappingProxyType(
+    {
+        "all_reduce": all_reduce,
+        "all_reduce_max": all_reduce,
+        "all_gather": gather,
+        "reduce_scatter": gather,
+        "broadcast": gather,
+        "all_to_all": all_to_all,
+        "send": send,
+    }
+)
+
+
+def collective_seconds(name: str, group: Group, num_bytes: float) -> float:
+    """Time of the collective ``name`` of ``num_bytes`` in all over ``group``, in seconds.
+
+    Raises:
+        CompileError: QN210 for a collective that has no price.
+    """
+    if name not in ALGORITHMS:
+        raise CompileError("QN210", f"no price for the collective {name!r}", fix=f"use one of {', '.join(ALGORITHMS)}")
+    if group.size == 1 or num_bytes == 0:
+        return 0.0
+    return START_SECONDS + ALGORITHMS[name](group, num_bytes)

@@ -1,0 +1,124 @@
+"""Memory of the fullest rank: parameters, gradients, optimizer state, activations at the schedule's peak, the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import closed_forms
+from .hardware import BYTES_PER_ELEMENT
+from .transformer import Decoder, Layout, stage_layers
+
+# Measured by BigScience in the chronicles of BLOOM: CUDA's context and NCCL's buffers, as nvidia-smi shows them.
+CONTEXT_BYTES = 1.5e9
+# The share of the caching allocator's blocks that holds nothing (an allowance: BLOOM's rows show 0.1 to 0.2).
+FRAGMENTATION = 0.15
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+
+    @property
+    def allocated(self) -> float:
+        """What the framework's allocator holds at the peak."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+    @property
+    def used(self) -> float:
+        """What the device's own tools show: with fragmentation and the context."""
+        return self.allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
+
+
+def layer_activation_bytes(model: Decoder, layout: Layout) -> float:
+    """Saved by one layer of one microbatch on one rank (Korthikanti et al. 2022, section 4, for any decoder).
+
+    Per token and 16-bit element: norms' inputs, inputs of products, what the activation and the attention need.
+    """
+    e = 2.0
+    tokens = layout.microbatch * model.seq / layout.cp
+    rows = tokens / (layout.tp if layout.sequence_parallel else 1)
+    if layout.recompute == "full" and layout.recompute_share == 1.0:
+        return e * rows * model.hidden
+    own, keys = model.heads * model.width / layout.tp, max(1.0, model.kv / layout.tp) * model.width
+    mask = 1 if model.dropout else 0
+    # two norms' inputs, two products' inputs (whole, gathered again in backward under sequence parallelism)
+    found = rows * model.hidden * (4 * e + 2 * mask)
+    found += tokens * (own + 2 * keys + own) * e  # query, keys, values; the mix
+    if not layout.flash and layout.recompute != "selective":
+        scores = layout.microbatch * model.heads / layout.tp * (model.seq / layout.cp) * model.seq
+        found += scores * (e + ((e + 1) if model.dropout else 0))
+    ways = 2 if model.gated else 1
+    if model.experts:
+        arriving = tokens * model.top_k * layout.expert_tp / layout.tp
+        found += e * arriving * (2 * model.hidden + (ways + 1) * model.moe_ffn / layout.expert_tp)
+    else:
+        found += e * tokens * (ways + 1) * model.ffn / layout.tp
+    if layout.recompute == "full":
+        return layout.recompute_share * e * rows * model.hidden + (1 - layout.recompute_share) * found
+    return found
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Microbatches whose activations a stage holds at once, in units of all its layers.
+
+    1F1B: p - stage; interleaved: 1 + (p - 1) / (p v) of that more (Korthikanti et al. 2022, section 4.2.3).
+    """
+    depth, count = layout.pp, layout.microbatches
+    if layout.schedule == "gpipe":
+        return float(count)
+    if layout.vpp > 1:
+        warm = (depth - stage - 1) * 2 + (layout.vpp - 1) * depth + 1
+        return min(warm / layout.vpp, float(count))
+    return float(min(depth - stage, count))
+
+
+def stage_memory(model: Decoder, layout: Layout, stage: int) -> Memory:
+    """Memory of a rank of ``stage``."""
+    counts = stage_layers(model, layout)
+    experts = closed_forms.expert_parameters(model) if model.experts else 0.0
+    each = (closed_forms.layer_parameters(model) - experts) / layout.tp
+    dense = counts[stage] * each
+    spread = counts[stage] * experts / (layout.ep * layout.expert_tp)
+    table = model.vocab * model.hidden / layout.tp
+    last = layout.pp - 1
+    if stage == 0:
+        dense += closed_forms.embedding_parameters(model) / layout.tp
+    if stage == last and (layout.pp > 1 or not model.tied):
+        dense += table
+    element = BYTES_PER_ELEMENT[layout.gradient_dtype]
+    shards, expert_shards = layout.shards, max(1, layout.shards * layout.tp // (layout.ep * layout.expert_tp))
+
+    def split(number: float, over: int, since: int) -> float:
+        return number / over if layout.zero >= since else number
+
+    def both(since: int, each: float) -> float:
+        return each * (split(dense, shards, since) + split(spread, expert_shards, since))
+
+    # gradients that are not added up inside their products exist in 16 bits, too
+    parameters, gradients = both(3, 2.0), both(2, element if layout.fused_gradients or element == 2 else element + 2)
+    # a 32-bit copy, Adam's two moments, and 32-bit gradients where they are not 32-bit anyway
+    optimizer = both(1, 12.0 if element == 4 else 16.0)
+    tokens = layout.microbatch * model.seq / layout.cp
+    saved = counts[stage] * in_flight(layout, stage) * layer_activation_bytes(model, layout)
+    if layout.recompute == "full":  # one layer is redone at a time
+        bare = Layout(**{**vars(layout), "recompute": "none"})
+        saved += layer_activation_bytes(model, bare)
+    buffers = layout.bucket_bytes
+    if stage == last:  # logits: 16-bit, 32-bit, and their gradient
+        saved += tokens * model.vocab / layout.tp * (2 + 4 + 4)
+    if layout.zero == 3 and shards > 1:
+        buffers += 2 * 2.0 * (each + experts / (layout.ep * layout.expert_tp))  # this layer's and the next one's
+    return Memory(parameters, gradients, optimizer, saved, buffers)
+
+
+def peak_memory(model: Decoder, layout: Layout) -> Memory:
+    """Of the fullest stage."""
+    return max(
+        (stage_memory(model, layout, stage) for stage in {0, layout.pp // 2, layout.pp - 1}), key=lambda m: m.allocated
+    )

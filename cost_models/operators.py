@@ -1,0 +1,161 @@
+"""A node of an fx graph -> the :class:`Kernel` that it launches. An operator that nobody described raises."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..annotations import facts, num_bytes, shape, tensor_inputs, values
+from ..attention_ops import attention
+from ..errors import CompileError
+from ..expert_ops import expert_linear
+from .kernels import Kernel
+
+aten = torch.ops.aten
+
+DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
+    {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp32"}
+)
+
+
+def _product(node: fx.Node, depth: int) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, depth) of a product whose result is the node's value."""
+    out = shape(node)
+    columns = out[-1] if out else 1
+    return 1, max(1, math.prod(out) // max(1, columns)), max(1, columns), depth
+
+
+def _linear(node: fx.Node) -> tuple[int, int, int, int]:
+    return _product(node, shape(tensor_inputs(node)[0])[-1])
+
+
+def _matmul(node: fx.Node) -> tuple[int, int, int, int]:
+    left, right = (shape(source) for source in tensor_inputs(node)[-2:])
+    if len(left) < 2 or len(right) < 2:
+        return _product(node, left[-1])
+    batch = math.prod(shape(node)[:-2])
+    return batch, left[-2], right[-1], left[-1]
+
+
+def _added(node: fx.Node) -> tuple[int, int, int, int]:
+    return _product(node, shape(tensor_inputs(node)[1])[-1])
+
+
+def _summed(node: fx.Node) -> tuple[int, int, int, int]:
+    """Everything that is in the operands and not in the result is summed (einsum, bilinear, distances)."""
+    everything = math.prod(shape(source)[-1] for source in tensor_inputs(node)[:1])
+    return _product(node, everything)
+
+
+def _convolution(node: fx.Node) -> tuple[int, int, int, int]:
+    out, weight = shape(node), shape(tensor_inputs(node)[1])
+    return 1, math.prod(out) // weight[0] if weight[0] else 1, weight[0], math.prod(weight[1:])
+
+
+# Multiply-adds count 2. Each entry says (batch, rows, columns, depth).
+PRODUCTS: Mapping[Any, Callable[[fx.Node], tuple[int, int, int, int]]] = MappingProxyType(
+    {
+        aten.linear.default: _linear,
+        expert_linear: _linear,
+        **dict.fromkeys([aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default], _matmul),
+        **dict.fromkeys([aten.addmm.default, aten.addmv.default], _added),
+        **dict.fromkeys([aten.baddbmm.default, aten.addbmm.default], _matmul),
+        **dict.fromkeys(
+            [aten.einsum.default, aten.bilinear.default, aten.dot.default, aten.cdist.default,
+             aten._cdist_forward.default], _summed,
+        ),
+        **dict.fromkeys(
+            [aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+             aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default,
+             aten.conv_transpose2d.input, aten.conv_transpose3d.input], _convolution,
+        ),
+    }
+)  # fmt: skip
+ATTENTION = frozenset({aten.scaled_dot_product_attention.default, attention})
+# Views move nothing.
+VIEWS = frozenset(
+    {
+        aten.reshape.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
+        aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, aten.detach.default, aten.view.default,
+        aten.unsqueeze.default, aten.squeeze.dim, aten.unbind.int, aten.diagonal.default, aten.unfold.default,
+        aten._unsafe_view.default, aten.alias.default,
+    }
+)  # fmt: skip
+# Bound by memory, beside what torch itself tags as elementwise or as a reduction: by the name of the overload packet.
+MEMORY = frozenset(
+    """
+    log_sigmoid fill zeros_like ones_like full_like empty_like floor_divide where _prelu_kernel prelu masked_fill
+    _to_copy dropout outer diff flip roll cat stack repeat repeat_interleave constant_pad_nd pad select_scatter
+    slice_scatter triu tril col2im im2col pixel_shuffle pixel_unshuffle channel_shuffle sum mean count_nonzero amax
+    amin aminmax max min argmax argmin any all prod nansum logsumexp var std var_mean std_mean median mode kthvalue
+    linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax cumprod cummax cummin logcumsumexp topk
+    sort argsort glu layer_norm native_layer_norm rms_norm group_norm instance_norm _weight_norm
+    _weight_norm_interface _native_batch_norm_legit_no_training _native_batch_norm_legit max_pool1d avg_pool1d
+    adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d max_pool2d max_pool2d_with_indices
+    avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
+    max_pool3d avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d embedding row_nll
+    nll_loss_forward nll_loss2d_forward index _unsafe_index index_select index_add index_copy index_fill gather
+    scatter scatter_add take index_put masked_scatter isin one_hot bucketize grid_sampler grid_sampler_2d new_ones
+    new_zeros new_full new_empty ones zeros full empty arange linspace eye triu_indices tril_indices scalar_tensor
+    rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv route_plan rows_of
+    own_experts keep_mask nll_terms embedding_rows
+    """.split()  # noqa: SIM905 (a hundred quoted names are harder to read)
+)
+TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
+
+
+def _traffic(node: fx.Node) -> float:
+    moved = float(sum(num_bytes(v) for v in values(node)))
+    for source in tensor_inputs(node):
+        found = facts(source).value
+        moved += num_bytes(found) if isinstance(found, torch.Tensor) else 0
+    return moved
+
+
+def _dtype(node: fx.Node) -> str:
+    return DTYPES.get(values(node)[0].dtype, "fp32")
+
+
+def attention_flops(node: fx.Node) -> float:
+    """Scores and their use; fused kernels skip the half that a causal mask hides."""
+    query, key, value = tensor_inputs(node)[:3]
+    causal = 0.5 if node.kwargs.get("causal") or node.kwargs.get("is_causal") or _flag(node) else 1.0
+    return causal * 2.0 * math.prod(shape(query)[:-1]) * shape(key)[-2] * (shape(query)[-1] + shape(value)[-1])
+
+
+def _flag(node: fx.Node) -> bool:
+    return len(node.args) > 5 and bool(node.args[5])
+
+
+def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
+    """The kernel of a call_function node, forward, unsplit.
+
+    ``unknown="memory"``: an operator without an entry costs at least what it reads and writes.
+
+    Raises:
+        CompileError: QN210 for an operator that has no entry here: it never costs 0 by default.
+    """
+    target = node.target
+    if target in VIEWS:
+        return Kernel(node.name, "view", launches=0)
+    moved = _traffic(node)
+    if target in PRODUCTS:
+        batch, rows, columns, depth = PRODUCTS[target](node)
+        flops = 2.0 * batch * rows * columns * depth
+        return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch)
+    if target in ATTENTION:
+        return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
+    name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+    if unknown == "memory" or name in MEMORY or (name and TAGS.intersection(target.tags)):  # type: ignore[union-attr]
+        return Kernel(node.name, "memory", bytes=moved)
+    raise CompileError(
+        "QN210",
+        f"the operator {target} has no price",
+        where=facts(node).where,
+        fix="describe it in cost_models/operators.py: one word in MEMORY, or its product in PRODUCTS",
+    )

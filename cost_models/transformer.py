@@ -1,0 +1,149 @@
+"""A decoder described by numbers, and how it is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import CompileError
+from .hardware import BYTES_PER_ELEMENT
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer. ``kv_heads`` and ``head_dim``: 0 for as many heads, and hidden / heads.
+
+    ``gated``: three MLP products instead of two (SwiGLU) and RMSNorm; ``experts`` replace the MLP of every layer,
+    ``top_k`` of them per token, each ``moe_ffn`` wide. ``dropout``: whether attention probabilities and residual
+    branches are dropped out. ``causal``: half of the scores are never computed by fused attention.
+    ``learned_positions``: rows of a learned table, 0 for none (rotary positions, ALiBi).
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocab: int
+    seq: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = False
+    experts: int = 0
+    top_k: int = 0
+    moe_ffn: int = 0
+    tied: bool = True
+    biases: bool = True
+    learned_positions: int = 0
+    dropout: bool = False
+    causal: bool = True
+    rotary: bool = False
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def width(self) -> int:
+        """Elements of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread: mesh, microbatches, and what software does about memory and communication.
+
+    ``recompute``: ``"selective"`` redoes the attention core in backward, ``"full"`` the whole layer, of a share
+    ``recompute_share`` of the layers. ``zero``: 1 shards the optimizer's state over dp, 2 also gradients, 3 also
+    parameters. ``shard``: over how many of the dp ranks (0: all; the rest replicate). ``expert_tp``: over how many
+    ranks one expert's products are split. ``gradient_dtype``: of gradients' accumulation and reduction.
+    ``flash_generation``: of fused attention, 0 for the device's newest. ``fused``: whether elementwise
+    neighbours are one kernel. ``fused_gradients``: whether products of weights' gradients add to the accumulator.
+    ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
+    ``whole_sends``: every tensor rank sends the whole activation to the next stage (DeepSpeed), instead of its part.
+    ``stage_ends``: embedding and head count as a layer each where layers are divided over stages.
+    ``graphs``: kernels are replayed as CUDA graphs, so the host costs nothing. ``blocking``: the host waits for every
+    kernel (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps. ``bucket_bytes``: flat
+    buffers beside the gradients, for their communication.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    pp: int = 1
+    vpp: int = 1
+    microbatch: int = 1
+    global_batch: int = 1
+    sequence_parallel: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_share: float = 1.0
+    zero: int = 0
+    shard: int = 0
+    expert_tp: int = 1
+    dtype: str = "bf16"
+    gradient_dtype: str = "fp32"
+    flash: bool = True
+    flash_generation: int = 0
+    fused: bool = True
+    fused_gradients: bool = True
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    overlap_dp: bool = True
+    overlap_tp: bool = False
+    overlap_pp: bool = True
+    whole_sends: bool = False
+    stage_ends: bool = False
+    graphs: bool = False
+    blocking: bool = False
+    bucket_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "cp", "ep", "pp", "vpp", "microbatch", "global_batch", "expert_tp"):
+            if getattr(self, name) < 1:
+                raise CompileError("QN201", f"{name} is {getattr(self, name)}", fix="give a whole number, 1 or more")
+        if self.global_batch % (self.dp * self.microbatch):
+            raise CompileError(
+                "QN106",
+                f"a batch of {self.global_batch} does not divide over dp={self.dp} x microbatches of {self.microbatch}",
+                fix=f"use a multiple of {self.dp * self.microbatch}",
+            )
+        if self.dtype not in BYTES_PER_ELEMENT:
+            raise CompileError(
+                "QN210", f"unknown dtype {self.dtype!r}", fix=f"use one of {', '.join(BYTES_PER_ELEMENT)}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def microbatches(self) -> int:
+        """Per data rank and step."""
+        return self.global_batch // (self.dp * self.microbatch)
+
+    @property
+    def mesh(self) -> tuple[tuple[str, int], ...]:
+        """Axes innermost first; experts live within data (and context) ranks."""
+        return (("tp", self.tp), ("cp", self.cp), ("dp", self.dp), ("pp", self.pp))
+
+    @property
+    def shards(self) -> int:
+        """Over how many ranks optimizer state (and more, by ``zero``) is split."""
+        return self.shard or self.dp * self.cp
+
+
+def stage_layers(model: Decoder, layout: Layout) -> tuple[int, ...]:
+    """How many layers each pipeline stage holds; the fullest first where they do not divide."""
+    slots = layout.pp * layout.vpp
+    left = model.layers % slots
+    if layout.pp > 1 and left and (layout.stage_ends or (model.layers + 2) % slots == 0):
+        counts = list(stage_layers_even(model.layers + 2, layout))
+        counts[0] -= 1
+        counts[-1] -= 1
+        return tuple(counts)
+    return stage_layers_even(model.layers, layout)
+
+
+def stage_layers_even(layers: int, layout: Layout) -> tuple[int, ...]:
+    """As equal as can be, in whole layers."""
+    base, more = divmod(layers, layout.pp)
+    return tuple(base + (stage < more) for stage in range(layout.pp))
