@@ -25,8 +25,7 @@ from ..comm_ops import (
 )
 from ..errors import CompileError
 from .calibration import Calibration, Point, interpolated, product_seconds
-from .rank_costs import attention_flops, is_attention, moved_bytes
-from .roofline import VIEWS, aten
+from .operators import ATTENTION, VIEWS, aten, attention_flops, traffic
 
 # Families of operators that take alike for each byte, by the one that is measured.
 _SIMPLE = [
@@ -92,7 +91,7 @@ class CalibratedCosts:
             return self.calibration.view_seconds + (self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0)
         if node.target in PRODUCTS:
             return self._product(node)
-        if is_attention(node):
+        if node.target in ATTENTION:
             name = "attention_backward" if "backward" in str(node.target) else "attention"
             return self._curve(name, attention_flops(node))
         family = FAMILIES.get(node.target)
@@ -109,7 +108,7 @@ class CalibratedCosts:
             return 2.0 * num_bytes(value(node))
         if family == "embedding_backward":
             return float(num_bytes(values(tensor_inputs(node)[0])[0]) + num_bytes(value(node)))
-        return float(moved_bytes(node))
+        return float(traffic(node))
 
     def _product(self, node: fx.Node) -> float:
         inputs = tensor_inputs(node)
@@ -142,6 +141,9 @@ class CalibratedCosts:
     @cached_property
     def _collectives(self) -> Mapping[tuple[str, int], tuple[Point, ...]]:
         return {(one.name, one.ranks): one.points for one in self.calibration.collectives}
+
+    def optimizer_seconds(self, num_bytes: float) -> float:
+        return 2 * self.accumulate_seconds(num_bytes)  # it reads and writes about twice as much
 
     def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
         """The part of a core's time, where ranks share cores: they all take part at once."""

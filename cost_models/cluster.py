@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -122,6 +123,22 @@ class Cluster:
             reach = ranks if math.isinf(level.span) else min(ranks, max(1, int(level.span) // stride))
             if reach > inside:
                 # A member at this level is all of the group's ranks in one node, each with its own adapter.
+                hops.append(Hop(level, -(-reach // inside), hops[0].members if hops and level.name != "NVLink" else 1))
+                inside = reach
+        return Group(tuple(hops))
+
+    def group_of(self, ranks: Sequence[int]) -> Group:
+        """The levels that these ranks cross, where devices are numbered node by node.
+
+        >>> [hop.members for hop in Cluster("h100", nodes=4).group_of(range(0, 32, 4)).hops]
+        [2, 4]
+        """
+        hops: list[Hop] = []
+        inside = 1
+        for level in self.levels:
+            near = Counter(0 if math.isinf(level.span) else rank // int(level.span) for rank in ranks)
+            reach = max(near.values())
+            if reach > inside:
                 hops.append(Hop(level, -(-reach // inside), hops[0].members if hops and level.name != "NVLink" else 1))
                 inside = reach
         return Group(tuple(hops))

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..attention_ops import attention
+from ..comm_ops import ring_attention, ring_attention_backward
 from ..errors import CompileError
 from ..expert_ops import expert_linear
 from .kernels import Kernel
@@ -76,7 +77,22 @@ PRODUCTS: Mapping[Any, Callable[[fx.Node], tuple[int, int, int, int]]] = Mapping
         ),
     }
 )  # fmt: skip
-ATTENTION = frozenset({aten.scaled_dot_product_attention.default, attention})
+FLASH_BACKWARD = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+    }
+)
+ATTENTION = frozenset(
+    {
+        aten.scaled_dot_product_attention.default, attention, ring_attention, ring_attention_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+        *FLASH_BACKWARD,
+    }
+)  # fmt: skip
 # Views move nothing.
 VIEWS = frozenset(
     {
@@ -104,12 +120,18 @@ MEMORY = frozenset(
     new_zeros new_full new_empty ones zeros full empty arange linspace eye triu_indices tril_indices scalar_tensor
     rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv route_plan rows_of
     own_experts keep_mask nll_terms embedding_rows
+    native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm_backward _fused_rms_norm
+    _softmax_backward_data _log_softmax_backward_data nll_loss_backward nll_loss2d_backward embedding_dense_backward
+    gelu_backward silu_backward threshold_backward tanh_backward sigmoid_backward select_backward slice_backward
+    nll_terms_backward embedding_rows_backward share shard_slice shard_pad microbatch native_dropout_backward
+    index_put_ unroute route convolution_backward max_pool2d_with_indices_backward avg_pool2d_backward
     """.split()  # noqa: SIM905 (a hundred quoted names are harder to read)
 )
 TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 
-def _traffic(node: fx.Node) -> float:
+def traffic(node: fx.Node) -> float:
+    """Bytes that a node reads and writes."""
     moved = float(sum(num_bytes(v) for v in values(node)))
     for source in tensor_inputs(node):
         found = facts(source).value
@@ -122,14 +144,21 @@ def _dtype(node: fx.Node) -> str:
 
 
 def attention_flops(node: fx.Node) -> float:
-    """Scores and their use; fused kernels skip the half that a causal mask hides."""
-    query, key, value = tensor_inputs(node)[:3]
-    causal = 0.5 if node.kwargs.get("causal") or node.kwargs.get("is_causal") or _flag(node) else 1.0
-    return causal * 2.0 * math.prod(shape(query)[:-1]) * shape(key)[-2] * (shape(query)[-1] + shape(value)[-1])
+    """Scores and their use, forward or backward; fused kernels skip the half that a causal mask hides.
 
-
-def _flag(node: fx.Node) -> bool:
-    return len(node.args) > 5 and bool(node.args[5])
+    The backward has five products where the forward has two (Dao et al. 2022).
+    """
+    backward = node.target in FLASH_BACKWARD or node.target is ring_attention_backward
+    query, key, value = tensor_inputs(node)[backward : backward + 3]
+    keys = shape(key)[-2]
+    if node.target in (ring_attention, ring_attention_backward):
+        # (q, axis, size, k, v, ...) and (grad, axis, size, q, k, v, ...)
+        keys *= int(node.args[2])  # type: ignore[call-overload]
+        causal = bool(node.args[-3])
+    else:
+        causal = any(arg is True for arg in (*node.args, *node.kwargs.values()))
+    count = 2.0 * math.prod(shape(query)[:-1]) * keys * (shape(query)[-1] + shape(value)[-1])
+    return count * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
 
 
 def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
@@ -143,7 +172,7 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     target = node.target
     if target in VIEWS:
         return Kernel(node.name, "view", launches=0)
-    moved = _traffic(node)
+    moved = traffic(node)
     if target in PRODUCTS:
         batch, rows, columns, depth = PRODUCTS[target](node)
         flops = 2.0 * batch * rows * columns * depth

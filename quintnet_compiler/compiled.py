@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from .capture import LossFn, batch_size_of, capture, plain_batch
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .cost import RankCosts
-from .cost_models.hardware import H100, Hardware
-from .cost_models.rank_costs import RooflineCosts
+from .cost_models.cluster import Cluster
+from .cost_models.cluster_costs import ClusterCosts
 from .dump import dump_program
 from .errors import CompileError, InputError
 from .initialize import Init, chosen, key_of
@@ -236,12 +236,12 @@ class CompiledProgram:
 
     # -- prediction
 
-    def simulate(self, costs: RankCosts | Hardware | None = None, *, faults: Faults | None = None) -> Timeline:
+    def simulate(self, costs: RankCosts | Cluster | None = None, *, faults: Faults | None = None) -> Timeline:
         """A step, without any device: when each rank does what, what it waits for, and what memory it needs.
 
         Args:
-            costs: what operators and communication take: a hardware constant, or a calibration of this machine
-                (:mod:`quintnet_compiler.cost_models.calibration`); without it, H100 GPUs.
+            costs: what operators and communication take: a cluster, or a calibration of this machine
+                (:mod:`quintnet_compiler.cost_models.calibration`); without it, nodes of 8 H100.
             faults: ranks and links that are slower than others.
 
         Returns:
@@ -251,8 +251,10 @@ class CompiledProgram:
             CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
                 QN210 if an operator has no price.
         """
-        if costs is None or isinstance(costs, Hardware):
-            costs = RooflineCosts(costs or H100)
+        if costs is None:
+            costs = Cluster("h100", nodes=-(-self.mesh.size // 8))
+        if isinstance(costs, Cluster):
+            costs = ClusterCosts(costs, unknown="memory")
         return simulate_program(self._leader().program, costs, faults)
 
     def _refuse_meta(self) -> None:

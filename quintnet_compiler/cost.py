@@ -46,6 +46,10 @@ class RankCosts(Protocol):
         """Adding a gradient of so many bytes to those of earlier microbatches."""
         ...
 
+    def optimizer_seconds(self, num_bytes: float) -> float:
+        """The optimizer's pass over parameters of so many bytes."""
+        ...
+
     def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
         """A collective over these ranks; ``num_bytes`` is the size of the full (unsplit) tensor."""
         ...

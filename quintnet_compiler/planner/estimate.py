@@ -97,7 +97,7 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts) -> Estimat
         for index, (size, stage) in enumerate(zip(sizes, stages, strict=True))
     )  # fmt: skip
     return Estimate(
-        layout, length + once, length - busy, max(0.0, settle), costs.optimizer_seconds(max(sizes)),
+        layout, length + once, max(0.0, length - busy), max(0.0, settle), costs.optimizer_seconds(max(sizes)),
         dict(moved), memory, tuple(stage[0].begin for stage in stages[1:]),
     )  # fmt: skip
 

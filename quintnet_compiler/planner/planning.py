@@ -24,10 +24,11 @@ from .build import Builder
 from .estimate import Estimate, estimate
 from .layouts import Layout, Limits, divisors, layouts
 from .report import PlanReport
-from .search import Found, Objective, search
+from .search import Found, Objective, Wanted, search
 from .units import unit_boundaries
 
 aten = torch.ops.aten
+SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Planner:
         ]  # fmt: skip
         if not lengths:
             return (1,)
-        most = min(self.machine.devices, max(1, min(lengths) // 1024))
+        most = min(self.machine.devices, max(1, min(lengths) // SHORTEST))
         return tuple(n for n in divisors(self.machine.devices) if n <= most and all(s % n == 0 for s in lengths))
 
     def _expert_ways(self) -> tuple[int, ...]:
@@ -117,14 +118,15 @@ class Planner:
         Raises:
             CompileError: QN212 if none fits, with what would.
         """
-        build = self.builder()
-        bounds = UnsplitBounds(build, self.parameter_bytes())
+        build, costs = self.builder(), self.machine.costs
         memory = self.machine.memory_bytes * self.machine.usable
-        deadline = time.monotonic() + seconds
         return search(
-            layouts(self.limits()), lambda layout: estimate(build(layout), layout, self.machine.costs), bounds, memory,
-            top_k=top_k, objective=objective, deadline=deadline, progress=progress or (lambda done, total: None),
-        )  # fmt: skip
+            layouts(self.limits()),
+            lambda layout: estimate(build(layout), layout, costs),
+            UnsplitBounds(build, self.parameter_bytes()),
+            Wanted(top_k, objective, memory, time.monotonic() + seconds),
+            progress or (lambda done, total: None),
+        )
 
     def parameter_bytes(self) -> int:
         program, repeats = self.folded.program, self.folded.repeats

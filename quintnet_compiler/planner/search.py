@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -36,10 +37,14 @@ class Found:
 
 
 class Bounds(Protocol):
-    """What a layout costs at least: cheap to ask, and never more than what it costs."""
+    """What a layout costs at least: never more than what it costs."""
 
     def seconds(self, layout: Layout) -> float:
-        """Of a step."""
+        """Of a step; cheap to ask."""
+        ...
+
+    def closer(self, layout: Layout) -> float:
+        """The same, nearer to the truth, and dearer to ask; 0 where nothing more is known."""
         ...
 
     def bytes(self, layout: Layout) -> float:
@@ -47,54 +52,64 @@ class Bounds(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """How many plans, by what, from how much memory, until when (of time.monotonic)."""
+
+    top_k: int
+    objective: Objective
+    memory_bytes: float
+    deadline: float
+
+    def value(self, found: Estimate) -> float:
+        return float(found.memory_bytes) if self.objective == "memory" else found.seconds
+
+
 def search(
     layouts: Iterable[Layout],
     evaluate: Callable[[Layout], Estimate],
     bounds: Bounds,
-    memory_bytes: float,
-    *,
-    top_k: int,
-    objective: Objective,
-    deadline: float,
+    wanted: Wanted,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found:
-    """Evaluate layouts until the best ``top_k`` are known, or ``deadline`` (of time.monotonic) has come."""
-    value = {"time": lambda e: e.seconds, "memory": lambda e: float(e.memory_bytes), "cost": lambda e: e.seconds}[objective]
+    """Evaluate layouts until the best are known, or time is over.
+
+    A layout that is taken up gets its closer bound first, and waits again with that.
+    """
     rejected: list[Rejected] = []
-    order: list[tuple[float, Layout]] = []
+    waiting: list[tuple[float, bool, Layout]] = []
     for layout in layouts:
         least = bounds.bytes(layout)
-        if least > memory_bytes:
-            rejected.append(
-                Rejected(
-                    layout,
-                    f"state alone takes at least {_gib(least)} of {_gib(memory_bytes)}",
-                    least - memory_bytes,
-                )
-            )
-            continue
-        order.append((least if objective == "memory" else bounds.seconds(layout), layout))
-    order.sort()
-    ranked: list[Estimate] = []
-    for position, (bound, layout) in enumerate(order):
-        progress(position, len(order))
-        if len(ranked) >= top_k and bound > value(ranked[top_k - 1]):
-            return Found(tuple(ranked[:top_k]), tuple(rejected), len(order) - position, complete=True)
-        if time.monotonic() > deadline:
-            return Found(tuple(ranked[:top_k]), tuple(rejected), len(order) - position, complete=False)
+        if least > wanted.memory_bytes:
+            reason = f"state alone takes at least {_gib(least)} of {_gib(wanted.memory_bytes)}"
+            rejected.append(Rejected(layout, reason, least - wanted.memory_bytes))
+        else:
+            waiting.append((least if wanted.objective == "memory" else bounds.seconds(layout), False, layout))
+    heapq.heapify(waiting)
+    total, ranked = len(waiting), list[Estimate]()
+    while waiting:
+        progress(total - len(waiting), total)
+        bound, near, layout = heapq.heappop(waiting)
+        enough = len(ranked) >= wanted.top_k and bound > wanted.value(ranked[wanted.top_k - 1])
+        if enough or time.monotonic() > wanted.deadline:
+            return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), len(waiting) + 1, complete=enough)
         try:
+            if not near and wanted.objective != "memory":
+                heapq.heappush(waiting, (max(bound, bounds.closer(layout)), True, layout))
+                continue
             found = evaluate(layout)
         except CompileError as error:
             rejected.append(Rejected(layout, f"{error.code} {error.message}"))
             continue
-        if found.memory_bytes > memory_bytes:
-            lacks = found.memory_bytes - memory_bytes
-            rejected.append(Rejected(layout, f"needs {_gib(found.memory_bytes)} of {_gib(memory_bytes)}", lacks))
+        lacks = found.memory_bytes - wanted.memory_bytes
+        if lacks > 0:
+            reason = f"needs {_gib(found.memory_bytes)} of {_gib(wanted.memory_bytes)}"
+            rejected.append(Rejected(layout, reason, lacks))
             continue
         ranked.append(found)
-        ranked.sort(key=lambda e: (value(e), e.seconds, e.layout))
-    progress(len(order), len(order))
-    return Found(tuple(ranked[:top_k]), tuple(rejected), 0, complete=True)
+        ranked.sort(key=lambda e: (wanted.value(e), e.seconds, e.layout))
+    progress(total, total)
+    return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), 0, complete=True)
 
 
 def _gib(size: float) -> str:

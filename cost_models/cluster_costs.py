@@ -1,0 +1,54 @@
+"""What rank programs cost on a cluster: kernels on its devices, collectives over the links that their ranks cross."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..annotations import is_getitem
+from .cluster import Cluster, Group
+from .collectives import collective_seconds
+from .kernels import kernel_seconds
+from .operators import kernel_of
+
+
+@dataclass(frozen=True)
+class ClusterCosts:
+    """:class:`..cost.RankCosts` of a cluster of accelerators; ranks are numbered node by node."""
+
+    cluster: Cluster
+    unknown: str = "error"
+    overlaps: bool = True
+    cores: int | None = None
+    _groups: dict[Any, Group] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def action_seconds(self) -> float:
+        return 0.0
+
+    def node_seconds(self, node: fx.Node) -> float:
+        if node.op != "call_function" or is_getitem(node):
+            return 0.0
+        return kernel_seconds(kernel_of(node, self.unknown), self.cluster.device)
+
+    def accumulate_seconds(self, num_bytes: float) -> float:
+        return self._traffic(3 * num_bytes)
+
+    def optimizer_seconds(self, num_bytes: float) -> float:
+        return self._traffic(7 * num_bytes)
+
+    def _traffic(self, num_bytes: float) -> float:
+        device = self.cluster.device
+        return device.launch_seconds + num_bytes / (device.memory_bytes_per_second * device.efficiency.memory)
+
+    def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        key = ranks if len(ranks) < 64 else (len(ranks), ranks[:64], ranks[-1])
+        if key not in self._groups:
+            self._groups[key] = self.cluster.group_of(ranks)
+        return collective_seconds(name, self._groups[key], num_bytes)
+
+    def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
+        return self.group_seconds("send", num_bytes, (source, target))
