@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from ..names import one_line
 from .timeline import Event, RankTimeline, Timeline, duration, label, size
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
@@ -26,7 +27,12 @@ IN_BOX = frozenset({"F", "B", "I", "W", "once"})
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     # everything is escaped: names come from the user's model
-    return Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, keep_trailing_newline=False)
+    return Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, finalize=_printable)
+
+
+def _printable(x: Any) -> Any:
+    """XML cannot have control characters at all, escaped or not."""
+    return "\n".join(map(one_line, x.split("\n"))) if isinstance(x, str) and not isinstance(x, Markup) else x
 
 
 @dataclass(frozen=True)
