@@ -251,9 +251,8 @@ class CompiledProgram:
             CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
                 QN210 if an operator has no price.
         """
-        if costs is None or isinstance(costs, Hardware):
-            costs = RooflineCosts(costs or H100)
-        return simulate_program(self._leader().program, costs, faults)
+        priced = RooflineCosts(costs or H100) if costs is None or isinstance(costs, Hardware) else costs
+        return simulate_program(self._leader().program, priced, faults)
 
     def _refuse_meta(self) -> None:
         empty = next((name for name, x in self._task.model.named_parameters() if x.is_meta), None)

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from quintnet import Mesh
 from quintnet_compiler.errors import CompileError
-from quintnet_compiler.schedule import SCHEDULES, Action, Op, Schedule, ScheduleError, chain, one_f_one_b, with_transfers
+from quintnet_compiler.schedule import (
+    SCHEDULES,
+    Action,
+    Op,
+    Schedule,
+    ScheduleError,
+    chain,
+    one_f_one_b,
+    with_transfers,
+)
 from quintnet_compiler.schedule import simulate as simulate_plainly
 from quintnet_compiler.schedule_sends import arrived_sends
 from quintnet_compiler.simulation.faults import Faults

@@ -18,7 +18,8 @@ TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18
 MOST_ROWS = 24  # of a picture: more are cut off, and counted
 LEGEND = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "once": "once a step",
-    "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients", "meeting": "all stages, or all ranks",
+    "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients",
+    "meeting": "all stages, or all ranks",
 }  # fmt: skip
 _ORDER = {"tp": 0, "cp": 1, "ep": 2, "pp": 3, "dp": 4, "all": 9}  # of lanes
 IN_BOX = frozenset({"F", "B", "I", "W", "once"})
@@ -200,7 +201,9 @@ def svg(timeline: Timeline, theme: str = "") -> str:
 
 
 def _subtitle(timeline: Timeline) -> str:
-    waits = [f"{axis} {seconds / timeline.seconds:.1%}" for axis, seconds in timeline.exposed.items() if timeline.seconds]
+    waits = [
+        f"{axis} {seconds / timeline.seconds:.1%}" for axis, seconds in timeline.exposed.items() if timeline.seconds
+    ]
     exposed = f", exposed communication {', '.join(waits)}" if waits else ""
     many = "" if timeline.ranks == 1 else "s"
     return (
