@@ -131,10 +131,15 @@ CONFIGS = (
 )
 
 
+SIDE = 512  # of the product that tells whether the machine is as fast as it was
+
+
 def measure(configs: tuple[Config, ...]) -> list[float]:
-    """On each process: the median step of each configuration, in seconds. Steps of all take turns."""
+    """On each process: the median step of each configuration, in seconds. Steps of all take turns, and last in turn is
+    a matrix product that the calibration has measured too."""
     made = [config.compile() for config in configs]
     taken: list[list[float]] = [[] for _ in made]
+    square, products = torch.randn(SIDE, SIDE), []
     for step in range(WARMUP + STEPS):
         for times, (program, batch) in zip(taken, made, strict=True):
             program.zero_grad()
@@ -143,7 +148,16 @@ def measure(configs: tuple[Config, ...]) -> list[float]:
             program.step(batch)
             if step >= WARMUP:
                 times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in taken]
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(5):
+            torch.mm(square, square)
+        products.append((time.perf_counter() - start) / 5)
+    return [statistics.median(times) for times in (*taken, products)]
+
+
+def square_seconds(calibration: Calibration) -> float:
+    return next(p.seconds for p in calibration.products if (p.order, p.m, p.k, p.n) == ("nn", SIDE, SIDE, SIDE))
 
 
 def merged(found: list[Calibration]) -> Calibration:
@@ -180,12 +194,16 @@ def main() -> None:
     configs = [config for config in CONFIGS if options.only in str(config)]
     calibrations: list[Calibration] = []
     measured: dict[Config, list[float]] = {config: [] for config in configs}
+    speeds: list[float] = []  # of the machine while measuring, relative to while calibrating
     for _ in range(options.rounds):
         calibrations.append(calibrate(sorted({2, *(config.ranks for config in configs)})))
         for ranks in sorted({config.ranks for config in configs}):
             group = tuple(config for config in configs if config.ranks == ranks)
-            for config, *times in zip(group, *quintnet.launch(measure, ranks, (group,)), strict=True):
+            found = list(zip(*quintnet.launch(measure, ranks, (group,)), strict=True))
+            for config, times in zip(group, found, strict=False):
                 measured[config].append(max(times))
+            crowd = max(1.0, ranks / calibrations[-1].cores) if calibrations[-1].cores else 1.0
+            speeds.append(square_seconds(calibrations[-1]) * crowd / statistics.mean(found[-1]))
     calibration = merged(calibrations)
     if options.save:
         calibration.save(options.save)
@@ -198,12 +216,15 @@ def main() -> None:
     middle = statistics.median(abs(row["error"]) for row in rows)
     if options.json:
         named = [{**row, **asdict(config)} for row, config in zip(rows, configs, strict=True)]
-        print(json.dumps({"rows": named, "median_absolute_error": middle}, indent=1))
+        print(json.dumps({"rows": named, "median_absolute_error": middle, "speeds": speeds}, indent=1))
         return
     for row in rows:
         times = f"predicted {row['predicted'] * 1e3:8.1f} ms  measured {row['measured'] * 1e3:8.1f} ms"
         print(f"{row['config']:<36} {times}  {row['error']:+7.1%}")
     print(f"median absolute error {middle:.1%}")
+    print(f"speed of products while measuring, over that while calibrating: {', '.join(f'{s:.2f}' for s in speeds)}")
+    if any(abs(speed - 1) > 0.15 for speed in speeds):
+        print("the machine was not quiet: its speed changed, and the errors above say little")
 
 
 if __name__ == "__main__":
