@@ -88,7 +88,9 @@ class CalibratedCosts:
         if node.op != "call_function" or is_getitem(node):
             return 0.0
         if node.target in VIEWS or node.target is shard_slice:
-            return self.calibration.view_seconds + (self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0)
+            return self.calibration.view_seconds + (
+                self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0
+            )
         if node.target in PRODUCTS:
             return self._product(node)
         if node.target in ATTENTION:
@@ -170,6 +172,4 @@ def copies(node: fx.Node) -> bool:
         return False
     x = value(tensor_inputs(node)[0])
     given = torch.empty_strided(x.shape, x.stride(), device="meta")
-    return given.reshape(value(node).shape).untyped_storage()._cdata != given.untyped_storage()._cdata
-
-
+    return bool(given.reshape(value(node).shape).untyped_storage()._cdata != given.untyped_storage()._cdata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -73,7 +74,7 @@ class Calibration(_Document):
         lines = [
             f"{self.machine}: torch {self.torch}, {self.dtype} on {self.device}",
             f"  products up to {rate:.1f} GFLOP/s, [{best.m}, {best.k}] x [{best.k}, {best.n}]",
-            f"  additions {wide.size / wide.seconds / 1e9:.2f} GB/s; the smallest operator {self.view_seconds * 1e6:.1f} µs",
+            f"  additions {wide.size / wide.seconds / 1e9:.2f} GB/s; a view {self.view_seconds * 1e6:.1f} µs",
         ]
         for one in self.collectives:
             first, last = one.points[0], one.points[-1]
@@ -104,10 +105,10 @@ def interpolated(points: tuple[Point, ...], size: float) -> float:
         return first.seconds
     if size >= last.size:
         return last.seconds * size / last.size
-    for low, high in zip(points, points[1:], strict=False):
+    for low, high in pairwise(points):
         if size <= high.size:
             share = math.log(size / low.size) / math.log(high.size / low.size)
-            return low.seconds * (high.seconds / low.seconds) ** share
+            return float(low.seconds * (high.seconds / low.seconds) ** share)
     raise AssertionError("between the ends")
 
 

@@ -234,7 +234,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
 def _attend_backward(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        out = F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
     grad = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
@@ -246,7 +246,9 @@ def _collectives(effort: Effort, count: int) -> list[Collective]:
     transport = DistributedTransport(mesh, device_mesh(mesh, device.type))
     found = []
     for name in COLLECTIVES:
-        points = [Point(size=size, seconds=_collective(transport, name, size, count, effort)) for size in effort.messages]
+        points = [
+            Point(size=size, seconds=_collective(transport, name, size, count, effort)) for size in effort.messages
+        ]
         found.append(Collective(name=name, ranks=count, points=tuple(points)))
     points = [Point(size=size, seconds=_send(transport, size, effort)) for size in effort.messages]
     return [*found, Collective(name="send", ranks=count, points=tuple(points))]

@@ -251,11 +251,9 @@ class CompiledProgram:
             CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
                 QN210 if an operator has no price.
         """
-        if costs is None:
-            costs = Cluster("h100", nodes=-(-self.mesh.size // 8))
-        if isinstance(costs, Cluster):
-            costs = ClusterCosts(costs, unknown="memory")
-        return simulate_program(self._leader().program, costs, faults)
+        here = Cluster("h100", nodes=-(-self.mesh.size // 8)) if costs is None else costs
+        priced = ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
+        return simulate_program(self._leader().program, priced, faults)
 
     def _refuse_meta(self) -> None:
         empty = next((name for name, x in self._task.model.named_parameters() if x.is_meta), None)

@@ -30,8 +30,11 @@ class RankCosts(Protocol):
     many ranks compute at once where all share one machine; None if each has a device of its own.
     """
 
-    overlaps: bool
-    cores: int | None
+    @property
+    def overlaps(self) -> bool: ...
+
+    @property
+    def cores(self) -> int | None: ...
 
     @property
     def action_seconds(self) -> float:

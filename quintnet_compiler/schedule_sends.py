@@ -21,7 +21,8 @@ def arrived_sends(schedule: Schedule, rank: int) -> Mapping[Action, tuple[Action
     """
     found: dict[Action, tuple[Action, ...]] = {}
     mine = schedule.actions[rank]
-    for other in sorted(set(schedule.placement) - {rank}):
+    others = {schedule.placement[action.peer] for action in mine if action.op in SEND.values()}
+    for other in sorted(others):
         theirs = {action: index for index, action in enumerate(schedule.actions[other])}
         users = _users(schedule.actions[other])
         sent = [action for action in mine if action.op in SEND.values() and action.partner in users]

@@ -1,1 +1,1 @@
-"""What a step will take, before anything runs: discrete events over the schedule and the functions that ranks execute."""
+"""What a step takes, before anything runs: events over the schedule and the functions that ranks execute."""

@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
+from ..names import one_line
 from .timeline import Event, RankTimeline, Timeline, duration, label, size
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
@@ -17,7 +18,8 @@ TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18
 MOST_ROWS = 24  # of a picture: more are cut off, and counted
 LEGEND = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "once": "once a step",
-    "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients", "meeting": "all stages, or all ranks",
+    "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients",
+    "meeting": "all stages, or all ranks",
 }  # fmt: skip
 _ORDER = {"tp": 0, "cp": 1, "ep": 2, "pp": 3, "dp": 4, "all": 9}  # of lanes
 IN_BOX = frozenset({"F", "B", "I", "W", "once"})
@@ -26,7 +28,12 @@ IN_BOX = frozenset({"F", "B", "I", "W", "once"})
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
     # everything is escaped: names come from the user's model
-    return Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, keep_trailing_newline=False)
+    return Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, finalize=_printable)
+
+
+def _printable(x: Any) -> Any:
+    """XML cannot have control characters at all, escaped or not."""
+    return "\n".join(map(one_line, x.split("\n"))) if isinstance(x, str) and not isinstance(x, Markup) else x
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,9 @@ def svg(timeline: Timeline, theme: str = "") -> str:
 
 
 def _subtitle(timeline: Timeline) -> str:
-    waits = [f"{axis} {seconds / timeline.seconds:.1%}" for axis, seconds in timeline.exposed.items() if timeline.seconds]
+    waits = [
+        f"{axis} {seconds / timeline.seconds:.1%}" for axis, seconds in timeline.exposed.items() if timeline.seconds
+    ]
     exposed = f", exposed communication {', '.join(waits)}" if waits else ""
     many = "" if timeline.ranks == 1 else "s"
     return (

@@ -1,4 +1,4 @@
-"""Discrete events: every rank takes its actions in order, waits for what they need, and transfers travel beside them."""
+"""Discrete events: ranks take their actions in order and wait for what they need; transfers travel beside them."""
 
 from __future__ import annotations
 
@@ -196,4 +196,3 @@ class Engine:
         self.flights[key] = flight
         sender.flights.append(flight)
         heapq.heappush(self.events, (end, self.at[line.row.column, target], -1))
-

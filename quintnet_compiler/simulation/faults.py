@@ -29,8 +29,11 @@ class Faults:
         axes = [name for name in mesh.names if a[name] != b[name]]
         if len(axes) != 1:
             differ = " and ".join(axes) or "nothing"
-            raise CompileError("QN201", f"no link joins ranks {link[0]} and {link[1]}: they differ in {differ}",
-                               fix="name two ranks that are neighbours along one axis")
+            raise CompileError(
+                "QN201",
+                f"no link joins ranks {link[0]} and {link[1]}: they differ in {differ}",
+                fix="name two ranks that are neighbours along one axis",
+            )
         return axes[0]
 
     def check(self, mesh: Mesh) -> None:

@@ -43,7 +43,7 @@ class Call:
 
 def storage(x: Tensor) -> int:
     """What tells memory apart."""
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)
 
 
 class Footprints:
@@ -140,7 +140,7 @@ def _comm(program: DistributedProgram, stage: StageProgram) -> Comm:
     world.present = frozenset({rank})
     comm = Comm(LocalTransport(world, rank), mesh, part.coordinate)
     quiet = _Quiet()
-    comm.accumulate, comm.accumulate_product = quiet.accumulate, quiet.accumulate_product  # type: ignore[method-assign]
+    comm.accumulate, comm.accumulate_product = quiet.accumulate, quiet.accumulate_product
     return comm
 
 

@@ -156,8 +156,8 @@ class Priced:
             left = 0.0
             for time in reversed(self.nodes(stage, stage.backward)):
                 if str(time.node.target) in _ACCUMULATE:
-                    bucket = numbers[id(store.where[stage.gradients[str(time.node.args[-1])]])]
-                    ready[bucket].setdefault(stage.index, left)
+                    number = numbers[id(store.where[stage.gradients[str(time.node.args[-1])]])]
+                    ready[number].setdefault(stage.index, left)
                 left += time.compute + time.communication
         found = []
         for index, bucket in enumerate(store.buckets):
@@ -215,4 +215,3 @@ class Priced:
 def _bytes(what: tuple[tuple[int, ...], torch.dtype]) -> int:
     shape, dtype = what
     return torch.Size(shape).numel() * dtype.itemsize
-

@@ -16,7 +16,8 @@ from .work import Durations, GradientSum, Part, last_releases
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of the rank at a pipeline place: ``points[i]`` after and during its i-th action (bytes), and what stays."""
+    """Memory of the rank at a pipeline place, in bytes: ``points[i]`` after and during its i-th action, and what
+    stays."""
 
     parameters: int
     gradients: int
@@ -103,9 +104,7 @@ def _together(mesh: Mesh, rows: Rows, lines: Sequence[Line], a: int, b: int, axe
     return all(one[name] == other[name] for name in one if name not in axes)
 
 
-def _meetings(
-    rows: Rows, durations: Durations, crowd: float, free: Sequence[float], extra: list[list[Event]]
-) -> float:
+def _meetings(rows: Rows, durations: Durations, crowd: float, free: Sequence[float], extra: list[list[Event]]) -> float:
     clock = list(free)
     for meeting in durations.meetings():
         groups: dict[int, list[int]] = defaultdict(list)
@@ -163,7 +162,9 @@ def _collectives(start: float, stage: int, parts: Iterable[Part]) -> list[Event]
     events: list[Event] = []
     for part in parts:
         if part.axis:
-            events.append(Event(start, start + part.seconds, "collective", part.name, stage, -1, part.axis, part.seconds))
+            events.append(
+                Event(start, start + part.seconds, "collective", part.name, stage, -1, part.axis, part.seconds)
+            )
         start += part.seconds
     return events
 
@@ -180,4 +181,3 @@ def _with_memory(row: RankTimeline, line: Line, memory: Footprint) -> RankTimeli
         gradient_bytes=memory.gradients,
         memory=tuple(points),
     )
-

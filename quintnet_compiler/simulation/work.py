@@ -43,7 +43,9 @@ class Work:
         """With computing, and the collectives of each axis, so many times slower."""
         if compute == 1.0 and not links:
             return self
-        parts = tuple(replace(p, seconds=p.seconds * (links.get(p.axis, 1.0) if p.axis else compute)) for p in self.parts)
+        parts = tuple(
+            replace(p, seconds=p.seconds * (links.get(p.axis, 1.0) if p.axis else compute)) for p in self.parts
+        )
         hidden = tuple(replace(h, seconds=h.seconds * links.get(h.axis, 1.0)) for h in self.hidden)
         return Work(parts, hidden)
 
@@ -78,8 +80,15 @@ class Meeting:
 class Durations(Protocol):
     """Prices of one pipeline (ranks that differ only along the pipeline), all in seconds."""
 
-    overlaps: bool  # whether gradient sums and transfers run beside computing, or take its time
-    cores: int | None  # how many ranks can compute at once where all of them share one machine
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradient sums run beside computing, or take its time."""
+        ...
+
+    @property
+    def cores(self) -> int | None:
+        """How many ranks can compute at once where all of them share one machine."""
+        ...
 
     def begin(self, place: int) -> Work:
         """What the rank at a pipeline place does before its first action."""

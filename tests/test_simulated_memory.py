@@ -1,0 +1,117 @@
+"""Predicted memory is what the runtime holds, byte by byte, after every action of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintnet
+from quintnet import Mesh
+from quintnet_compiler.runtime.executor import Executor
+from quintnet_compiler.schedule import Action
+from quintnet_compiler.simulation.faults import Faults
+from quintnet_compiler.simulation.rehearsal import rehearse
+
+from .models import CASES, build
+
+torch.set_num_threads(1)
+
+
+class Inspector:
+    """Counts what executors hold after each action: every piece of memory once, without state and inputs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: dict[int, dict[Action, int]] = {}
+        self.peak_live: dict[int, int] = {}
+        step = Executor.step
+
+        def inspected(ex: Executor, state: Mapping[str, Tensor], inputs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
+            outside = {x.untyped_storage().data_ptr() for x in (*state.values(), *inputs)}
+            rows = self.held[ex.part.rank] = {}
+            handlers = dict(ex.handlers)
+
+            def noted(action: Action) -> None:
+                handlers[action.op](action)
+                storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(ex)}
+                rows[action] = sum(size for where, size in storages.items() if where not in outside)
+
+            monkeypatch.setattr(ex, "handlers", dict.fromkeys(handlers, noted))
+            found = step(ex, state, inputs, *rest)
+            self.peak_live[ex.part.rank] = ex.peak_live
+            return found
+
+        monkeypatch.setattr(Executor, "step", inspected)
+
+
+def _tensors(ex: Executor) -> Iterator[Tensor]:
+    for box in (*ex.values.values(), *ex.cotangents.values(), *ex.whole.values()):
+        yield from box.values()
+    for kept in ex.results.values():
+        yield from kept
+    for waits in ex.sent.values():
+        for wait in waits:  # in one process, what was sent is there at once
+            yield wait()
+
+
+PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("mlp", {"dp": 2}, {"microbatches": 4}),
+    ("gpt", {"tp": 2}, {"microbatches": 2}),
+    ("gpt", {"pp": 3}, {"microbatches": 4, "schedule": "gpipe"}),
+    ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 4, "recompute": "full"}),
+    ("hf_llama", {"pp": 2, "tp": 2}, {"microbatches": 8}),
+    ("cnn", {"pp": 2}, {"microbatches": 8}),
+    ("encoder", {"pp": 2, "dp": 2}, {"microbatches": 2}),
+    ("gpt", {"cp": 2}, {"microbatches": 2}),
+    ("mixture", {"ep": 2}, {"microbatches": 2}),
+]
+
+
+@pytest.mark.parametrize("name, mesh, options", PROGRAMS, ids=lambda value: str(value))
+def test_bytes_and_live_activations(
+    name: str, mesh: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    batch = case.batch(8)
+    program = quintnet.compile(build(name), Mesh(**mesh), batch, loss_fn=case.loss_fn, **options)
+    inspector = Inspector(monkeypatch)
+    program.step(batch)
+    monkeypatch.undo()
+    footprints = rehearse(program._leader().program, processes=False)
+    for part in program.ranks:
+        found = footprints[part.coordinate.get("pp", 0)]
+        predicted = dict(zip(part.actions, (held for held, _ in found.points), strict=True))
+        held = inspector.held[part.rank]
+        assert held == {action: predicted[action] for action in held}
+        assert max(held.values()) == max(predicted.values()) > 0
+        assert found.peak_live == inspector.peak_live[part.rank]
+        assert all(peak >= after for after, peak in found.points)
+
+
+def test_a_program_is_simulated_ahead_of_time() -> None:
+    case = CASES["gpt"]
+    program = quintnet.compile(build("gpt"), Mesh(dp=256, pp=2, tp=4), case.batch(1024), microbatches=4)
+    report = program.simulate()
+    assert report.ranks == 2048 and [row.count for row in report.rows] == [1024, 1024]
+    assert [row.peak_live for row in report.rows] == [2, 1]
+    assert report.peak.bytes > report.peak.values > 0 and report.peak.action in str(report)
+    assert set(report.exposed) >= {"tp", "pp"}
+    assert report.to_json() == program.simulate().to_json()
+    slow = program.simulate(faults=Faults({3: 2.0}))
+    assert slow.seconds > report.seconds and sum(row.count for row in slow.rows) == 2048
+
+
+def test_boundary_values_are_freed_during_the_step() -> None:
+    """What a rank keeps does not grow with the microbatches that 1F1B runs."""
+    case = CASES["gpt"]
+    peaks = []
+    for microbatches in (8, 16):
+        batch = case.batch(2 * microbatches)
+        program = quintnet.compile(build("gpt"), Mesh(pp=2), batch, microbatches=microbatches)
+        whole = max(row.peak_held for row in program.simulate().rows)
+        peaks.append(whole)
+    labels = 8 * 8 * 2 * 16  # the batch's labels and masks, which last all step, do grow
+    assert peaks[1] - peaks[0] < labels
