@@ -153,7 +153,7 @@ def attention_flops(node: fx.Node) -> float:
     keys = shape(key)[-2]
     if node.target in (ring_attention, ring_attention_backward):
         # (q, axis, size, k, v, ...) and (grad, axis, size, q, k, v, ...)
-        keys *= int(node.args[2])  # type: ignore[call-overload]
+        keys *= int(node.args[2])  # type: ignore[arg-type]
         causal = bool(node.args[-3])
     else:
         causal = any(arg is True for arg in (*node.args, *node.kwargs.values()))

@@ -55,9 +55,9 @@ class FoldBlocks:
         blocks: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         for node in graph.nodes:
             block = block_of(node) if node.op != "output" else None
-            kept = block_of(stands_for.get(node, node)) if block else None
-            if block and kept:
-                blocks[kept][block[1]] = None
+            standing = block_of(stands_for.get(node, node)) if block else None
+            if block and standing:
+                blocks[standing][block[1]] = None
         return Folded(
             replace(program, graph=new),
             {copied[node]: repeats.get(node, 1) for node in graph.nodes if node not in stands_for},

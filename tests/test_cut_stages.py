@@ -13,7 +13,7 @@ import quintnet
 from quintnet_compiler.capture import capture
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.passes.choose_sharding import ChooseSharding
-from quintnet_compiler.passes.cut_stages import CutStages, _Loads, staged_operators, boundaries, parameter_stages
+from quintnet_compiler.passes.cut_stages import CutStages, _Loads, boundaries, parameter_stages, staged_operators
 from quintnet_compiler.passes.normalize import Normalize
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.passes.strategies import RuleBook

@@ -54,7 +54,10 @@ def _unsplit(layout: Layout, tp: int) -> Layout:
 
 
 def _pipelined(units: Sequence[Unit], layout: Layout) -> float:
-    """All microbatches of ``units`` through a pipeline, at least: with m microbatches and p stages, stage s cannot begin
-    before those before it did one microbatch, and then has m of its own, however the work is divided."""
+    """All microbatches of ``units`` through a pipeline, at least.
+
+    With m microbatches and p stages, stage s cannot begin before those before it did one microbatch, and then has m of
+    its own, however the work is divided.
+    """
     work = sum(unit.forward + unit.backward for unit in units)
     return work / (1 - (1 - 1 / layout.microbatches) ** layout.pp)

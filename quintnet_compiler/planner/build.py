@@ -62,9 +62,7 @@ class Builder:
         fixed = fixed_types(self.plan, names, mesh)
         wishes = Wishes(fixed, plan.sequence_parallel, plan.context, plan.experts or ("ep",))
         book = RuleBook(self.rules, plan.unknown_ops)
-        choose = ChooseSharding(
-            axes_of(mesh, layout.microbatches), book, self.cost, wishes, self.folded.repeats
-        )
+        choose = ChooseSharding(axes_of(mesh, layout.microbatches), book, self.cost, wishes, self.folded.repeats)
         sharded = choose(self.folded.program)
         staged = CutStages(mesh["pp"], self.cost, begins)(sharded)
         local = InsertCommunication(dict(self.rules), plan.balance_context)(staged)

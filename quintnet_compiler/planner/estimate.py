@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -86,9 +85,10 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts) -> Estimat
             moved[axis] += seconds * layout.microbatches  # type: ignore[assignment]
     if layout.pp > 1:
         moved["pp"] = 2 * sends[busiest] * layout.microbatches  # type: ignore[assignment]
-    held = [_held(stage, layout, everywhere=_ends(stages)) for stage in stages]
+    owners = Counter(name for stage in stages for name in {name for unit in stage for name in unit.tied})
+    held = [_held(stage, owners) for stage in stages]
     settle = max(_settle(found, costs, mesh) - _hidden(stage, costs) for found, stage in zip(held, stages, strict=True))
-    sizes = [sum(one.bytes for one in found.values()) for found in held]
+    sizes = [sum(one.bytes for one in found) for found in held]
     memory = tuple(
         StageMemory(
             size, size, MOMENTS * size, _in_flight(schedule.actions[index]) * sum(unit.saved for unit in stage),
@@ -122,27 +122,21 @@ def _starts(units: Sequence[Unit], layout: Layout, costs: RankCosts, mesh: Mesh)
     return balanced_starts(work[None, :] - work[:, None] + sends[:, None], layout.pp)
 
 
-def _ends(stages: Sequence[Sequence[Unit]]) -> dict[str, int]:
-    """In how many stages each tied parameter is."""
-    return Counter(name for stage in stages for name in {name for unit in stage for name in unit.tied})
-
-
-def _held(stage: Sequence[Unit], layout: Layout, everywhere: Mapping[str, int]) -> dict[tuple[str, tuple[str, ...]], Held]:
-    """What a stage holds, by name (of tied parameters) and axes over which gradients are summed."""
-    found: Counter[tuple[str, tuple[str, ...]]] = Counter()
+def _held(stage: Sequence[Unit], stages: Mapping[str, int]) -> list[Held]:
+    """What a stage holds, by the axes over which gradients are summed: ``pp`` for what several stages have."""
+    found: Counter[tuple[str, ...]] = Counter()
     for unit in stage:
-        for held in unit.parameters:
-            found["", held.axes] += held.bytes
-    for name, held in {name: held for unit in stage for name, held in unit.tied.items()}.items():
-        axes = (*held.axes, "pp") if everywhere[name] > 1 else held.axes
-        found[name if "pp" in axes else "", axes] += held.bytes
-    return {key: Held(size, key[1]) for key, size in found.items()}
+        for one in unit.parameters:
+            found[one.axes] += one.bytes
+    for name, one in {name: one for unit in stage for name, one in unit.tied.items()}.items():
+        found[(*one.axes, "pp") if stages[name] > 1 else one.axes] += one.bytes
+    return [Held(size, axes) for axes, size in sorted(found.items())]
 
 
-def _settle(held: Mapping[tuple[str, tuple[str, ...]], Held], costs: RankCosts, mesh: Mesh) -> float:
+def _settle(held: Sequence[Held], costs: RankCosts, mesh: Mesh) -> float:
     """Sums of gradients: over the ranks of their axes, and for what is in two stages over those."""
     total = 0.0
-    for one in held.values():
+    for one in held:
         inside = mesh.peers(0, [axis for axis in one.axes if axis != "pp"])
         if len(inside) > 1:
             total += costs.group_seconds("all_reduce", one.bytes, inside)

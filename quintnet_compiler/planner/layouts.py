@@ -106,7 +106,17 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
                 for schedule in limits.schedules if pp > 1 else limits.schedules[:1]:
                     for recompute in limits.recompute:
                         yield Layout(
-                            tp, cp, ep, pp, dp, microbatches, share // microbatches, context, experts, schedule, recompute
+                            tp,
+                            cp,
+                            ep,
+                            pp,
+                            dp,
+                            microbatches,
+                            share // microbatches,
+                            context,
+                            experts,
+                            schedule,
+                            recompute,
                         )
 
 

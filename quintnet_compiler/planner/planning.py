@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..annotations import leaf, num_bytes, values
+from ..annotations import num_bytes, values
 from ..attention_ops import attention
 from ..cost import CostModel, RankCosts
 from ..errors import CompileError
@@ -55,7 +55,9 @@ class Planner:
     rules: Mapping[Any, Rule]
 
     @classmethod
-    def of(cls, captured: Captured, batch_size: int, machine: Machine, pinned: Plan, rules: Mapping[Any, Rule]) -> Planner:
+    def of(
+        cls, captured: Captured, batch_size: int, machine: Machine, pinned: Plan, rules: Mapping[Any, Rule]
+    ) -> Planner:
         """Fix the batch size and fold repeated blocks."""
         program = Normalize(batch_size, torch.device("cpu"))(captured)
         return cls(FoldBlocks()(program), machine, pinned, rules)
@@ -183,7 +185,5 @@ def _infeasible(planner: Planner, found: Found, seconds: float) -> CompileError:
         larger = replace(planner, machine=replace(planner.machine, devices=devices * times))
         better = larger.search(1, "time", seconds)
         if better.ranked:
-            return CompileError(
-                "QN212", message, fix=f"use {devices * times} devices: {better.ranked[0].layout} fits"
-            )
+            return CompileError("QN212", message, fix=f"use {devices * times} devices: {better.ranked[0].layout} fits")
     return CompileError("QN212", message, fix="use devices with more memory, or a smaller model")

@@ -4,7 +4,7 @@ a stage for each unit, and priced."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -71,16 +71,19 @@ def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> 
     priced, memory = Priced(program, costs), Footprints(program)
     firsts = [run[0] for run in _runs(folded)]
     units = [_unit(node.name, stage, priced, memory) for node, stage in zip(firsts, program.stages, strict=True)]
+    named = [_named(unit, block_of(node), folded) for unit, node in zip(units, firsts, strict=True)]
     found: list[Unit] = []
-    same = [folded.blocks[block] if (block := block_of(node)) else () for node in firsts]
-    for (times, _), group in groupby(range(len(units)), key=lambda i: (len(same[i]), i if len(same[i]) < 2 else 0)):
-        members = list(group)
-        found += [
-            replace(units[i], begin=f"{block_of(firsts[i])[0]}{same[i][turn]}") if times > 1 else units[i]
-            for turn in range(max(1, times))
-            for i in members
-        ]
+    for (times, _), group in groupby(enumerate(named), key=lambda one: (len(one[1]), one[0] * (len(one[1]) < 2))):
+        members = [names for _, names in group]
+        found += [names[turn] for turn in range(times) for names in members]
     return tuple(found)
+
+
+def _named(unit: Unit, block: tuple[str, str] | None, folded: Folded) -> list[Unit]:
+    """The units of the whole program that one of the folded program stands for."""
+    if block is None or len(folded.blocks[block]) < 2:
+        return [unit]
+    return [replace(unit, begin=f"{block[0]}{number}") for number in folded.blocks[block]]
 
 
 def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -> Unit:
