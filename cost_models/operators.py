@@ -14,7 +14,7 @@ from ..annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..attention_ops import attention
 from ..comm_ops import ring_attention, ring_attention_backward
 from ..errors import CompileError
-from ..expert_ops import expert_linear
+from ..expert_ops import expert_linear, expert_weight_grad
 from .kernels import Kernel
 
 aten = torch.ops.aten
@@ -58,11 +58,24 @@ def _convolution(node: fx.Node) -> tuple[int, int, int, int]:
     return 1, math.prod(out) // weight[0] if weight[0] else 1, weight[0], math.prod(weight[1:])
 
 
+def _convolution_backward(node: fx.Node) -> tuple[int, int, int, int]:
+    """Two products of the forward's size: for the input, and for the weight."""
+    grad, weight = shape(tensor_inputs(node)[0]), shape(tensor_inputs(node)[2])
+    return 2, math.prod(grad) // max(1, weight[0]), weight[0], math.prod(weight[1:])
+
+
+def _expert_weight_grad(node: fx.Node) -> tuple[int, int, int, int]:
+    grad, rows = (shape(source) for source in tensor_inputs(node)[:2])
+    return 1, grad[-1], rows[-1], math.prod(rows[:-1])
+
+
 # Multiply-adds count 2. Each entry says (batch, rows, columns, depth).
 PRODUCTS: Mapping[Any, Callable[[fx.Node], tuple[int, int, int, int]]] = MappingProxyType(
     {
         aten.linear.default: _linear,
         expert_linear: _linear,
+        expert_weight_grad: _expert_weight_grad,
+        aten.convolution_backward.default: _convolution_backward,
         **dict.fromkeys([aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default], _matmul),
         **dict.fromkeys([aten.addmm.default, aten.addmv.default], _added),
         **dict.fromkeys([aten.baddbmm.default, aten.addbmm.default], _matmul),
@@ -109,7 +122,7 @@ MEMORY = frozenset(
     _to_copy dropout outer diff flip roll cat stack repeat repeat_interleave constant_pad_nd pad select_scatter
     slice_scatter triu tril col2im im2col pixel_shuffle pixel_unshuffle channel_shuffle sum mean count_nonzero amax
     amin aminmax max min argmax argmin any all prod nansum logsumexp var std var_mean std_mean median mode kthvalue
-    linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax cumprod cummax cummin logcumsumexp topk
+    linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax _safe_softmax cumprod cummax cummin logcumsumexp topk
     sort argsort glu layer_norm native_layer_norm rms_norm group_norm instance_norm _weight_norm
     _weight_norm_interface _native_batch_norm_legit_no_training _native_batch_norm_legit max_pool1d avg_pool1d
     adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d max_pool2d max_pool2d_with_indices
@@ -124,7 +137,7 @@ MEMORY = frozenset(
     _softmax_backward_data _log_softmax_backward_data nll_loss_backward nll_loss2d_backward embedding_dense_backward
     gelu_backward silu_backward threshold_backward tanh_backward sigmoid_backward select_backward slice_backward
     nll_terms_backward embedding_rows_backward share shard_slice shard_pad microbatch native_dropout_backward
-    index_put_ unroute route convolution_backward max_pool2d_with_indices_backward avg_pool2d_backward
+    expert_bias_grad index_put_ unroute route max_pool2d_with_indices_backward avg_pool2d_backward
     """.split()  # noqa: SIM905 (a hundred quoted names are harder to read)
 )
 TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
@@ -132,7 +145,7 @@ TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 def traffic(node: fx.Node) -> float:
     """Bytes that a node reads and writes."""
-    moved = float(sum(num_bytes(v) for v in values(node)))
+    moved = float(sum(num_bytes(v) for v in values(node) if isinstance(v, torch.Tensor)))
     for source in tensor_inputs(node):
         found = facts(source).value
         moved += num_bytes(found) if isinstance(found, torch.Tensor) else 0
@@ -140,7 +153,8 @@ def traffic(node: fx.Node) -> float:
 
 
 def _dtype(node: fx.Node) -> str:
-    return DTYPES.get(values(node)[0].dtype, "fp32")
+    made = next(v for v in values(node) if isinstance(v, torch.Tensor))
+    return DTYPES.get(made.dtype, "fp32")
 
 
 def attention_flops(node: fx.Node) -> float:

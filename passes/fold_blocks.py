@@ -1,4 +1,4 @@
-"""Program -> Folded: of a run of repeated blocks, the first and one more that stands for all the others."""
+"""Program -> Folded: of a run of repeated blocks, the first, the last, and one that stands for those between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import fx
 
 from ..program import Program
-from .repeated_blocks import block_of, same_in_every_block
+from .repeated_blocks import Block, block_members, same_in_every_block
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,13 @@ class Folded:
     """``program`` with few blocks; ``repeats[node]``: how many nodes of the whole program it stands for.
 
     ``blocks``: for each block that is left, by prefix and number, the numbers of the blocks that it stands for.
+    ``home``: the block of each node that is in one.
     """
 
     program: Program
     repeats: Mapping[fx.Node, int]
-    blocks: Mapping[tuple[str, str], tuple[str, ...]]
+    blocks: Mapping[Block, tuple[str, ...]]
+    home: Mapping[fx.Node, Block]
 
 
 Run = list[list[fx.Node]]  # the nodes of each of a run of equal units (blocks, or groups of alternating blocks)
@@ -30,10 +32,10 @@ Run = list[list[fx.Node]]  # the nodes of each of a run of equal units (blocks, 
 
 @dataclass(frozen=True)
 class FoldBlocks:
-    """Keep two of each run of blocks that are equal, operator by operator, and wired alike.
+    """Keep three of each run of blocks that are equal, operator by operator, and wired alike.
 
     Before: embed, layers.0, layers.1, ..., layers.31, head
-    After:  embed, layers.0, layers.1 (31 times), head
+    After:  embed, layers.0, layers.1 (30 times), layers.31, head
     Ensures: whatever is added up over nodes, weighted with ``repeats``, is what it was. Layouts that treat equal
     blocks alike are layouts of the whole program.
     """
@@ -43,44 +45,37 @@ class FoldBlocks:
         stands_for: dict[fx.Node, fx.Node] = {}
         repeats: dict[fx.Node, int] = {}
         for run in _runs(graph):
-            if len(run) > 2 and _alike(run):
-                for unit in run[2:]:
+            if len(run) > 3 and _alike(run):
+                for unit in run[2:-1]:
                     stands_for.update(zip(unit, run[1], strict=True))
-                repeats.update(dict.fromkeys(run[1], len(run) - 1))
+                repeats.update(dict.fromkeys(run[1], len(run) - 2))
         new = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             kept = stands_for.get(node)
             copied[node] = new.node_copy(node, copied.__getitem__) if kept is None else copied[kept]
-        blocks: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-        for node in graph.nodes:
-            block = block_of(node) if node.op != "output" else None
-            standing = block_of(stands_for.get(node, node)) if block else None
-            if block and standing:
-                blocks[standing][block[1]] = None
+        home = {node: block for block, nodes in block_members(graph).items() for node in nodes}
+        blocks: dict[Block, dict[str, None]] = defaultdict(dict)
+        for node, block in home.items():
+            blocks[home[stands_for.get(node, node)]][block[1]] = None
         return Folded(
             replace(program, graph=new),
             {copied[node]: repeats.get(node, 1) for node in graph.nodes if node not in stands_for},
             {block: tuple(numbers) for block, numbers in blocks.items()},
+            {copied[node]: block for node, block in home.items() if node not in stands_for},
         )
 
 
 def _runs(graph: fx.Graph) -> list[Run]:
     """Runs of equal units, each as many blocks long as alternate; blocks in the order of their first operators."""
-    keys = same_in_every_block(graph)
-    members: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
-    started: dict[tuple[str, str], int] = {}
-    for position, node in enumerate(graph.nodes):
-        block = block_of(node) if node.op != "output" else None
-        if block:
-            members[block].append(node)
-            if node.op == "call_function":
-                started.setdefault(block, position)
-    by_prefix: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for block in sorted(started, key=started.__getitem__):
-        by_prefix[block[0]].append(block)
+    keys, members = same_in_every_block(graph), block_members(graph)
+    home = {node: block for block, nodes in members.items() for node in nodes}
+    by_prefix: dict[str, dict[Block, None]] = defaultdict(dict)
+    for node in graph.nodes:
+        if node.op == "call_function" and node in home:
+            by_prefix[home[node][0]][home[node]] = None
     found: list[Run] = []
-    for blocks in by_prefix.values():
+    for blocks in map(list, by_prefix.values()):
         labels = [tuple(keys[node] for node in members[block]) for block in blocks]
         at = 0
         while at < len(blocks):
@@ -94,12 +89,12 @@ def _runs(graph: fx.Graph) -> list[Run]:
 def _longest(labels: Sequence[Hashable], at: int) -> tuple[int, int]:
     """The period and count of the repetition from ``at`` on that leaves the fewest units; (1, 1) if nothing repeats."""
     best, saved = (1, 1), 0
-    for period in range(1, (len(labels) - at) // 3 + 1):
+    for period in range(1, (len(labels) - at) // 4 + 1):
         unit, times = labels[at : at + period], 1
         while labels[at + times * period : at + (times + 1) * period] == unit:
             times += 1
-        if (times - 2) * period > saved:
-            best, saved = (period, times), (times - 2) * period
+        if (times - 3) * period > saved:
+            best, saved = (period, times), (times - 3) * period
     return best
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from ..annotations import facts, leaf, needs_grad, tensor_inputs, values
 
+Block = tuple[str, str]  # ("layers.", "3")
 _BLOCK = re.compile(r"^((?:[^.\d][^.]*\.)*?)(\d+)(?:\.(.*))?$")
 
 
@@ -19,12 +20,47 @@ def _block(path: str) -> tuple[str, str, str] | None:
     return (match[1], match[2], match[3] or "") if match else None
 
 
-def block_of(node: fx.Node) -> tuple[str, str] | None:
-    """The repeated block that a node belongs to: ("layers.", "3")."""
+def block_of(node: fx.Node) -> Block | None:
+    """The repeated block that a node's module is in."""
     found = leaf(node)
     path = found.name if found and found.kind != "input" else facts(node).where.module
     split = _block(path)
     return split[:2] if split else None
+
+
+def block_members(graph: fx.Graph) -> dict[Block, list[fx.Node]]:
+    """The nodes of each repeated block in graph order, with the operators of no block that follow it up to the next one
+    (``x = x + block(x)``); the last of a kind has as many of those as the one before it, if they are the same."""
+    home = {node: block for node in graph.nodes if node.op != "output" and (block := block_of(node))}
+    after: dict[Block, list[fx.Node]] = {}
+    current: Block | None = None
+    broken: set[Block] = set()  # blocks in whose midst others run
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        block = home.get(node)
+        if block is None:
+            if current:
+                after[current].append(node)
+        elif block != current:
+            broken |= {block} if block in after else set()
+            current = block
+            after.setdefault(block, [])
+    order = list(after)
+    for index, block in enumerate(order):
+        following = after[block]
+        if index + 1 == len(order) or order[index + 1][0] != block[0]:  # what follows the last is the model's own
+            before = after[order[index - 1]] if index and order[index - 1][0] == block[0] else []
+            following = following[: len(before)]
+            if [_signature(n) for n in following] != [_signature(n) for n in before]:
+                following = []
+        if block not in broken:
+            home.update(dict.fromkeys(following, block))
+    found: dict[Block, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node in home:
+            found[home[node]].append(node)
+    return found
 
 
 def same_in_every_block(graph: fx.Graph) -> dict[fx.Node, Hashable]:
@@ -32,13 +68,8 @@ def same_in_every_block(graph: fx.Graph) -> dict[fx.Node, Hashable]:
 
     Nodes outside blocks, and blocks that differ from every other, have keys of their own.
     """
-    members: dict[tuple[str, str], list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        block = block_of(node) if node.op != "output" else None
-        if block:
-            members[block].append(node)
     keys: dict[fx.Node, Hashable] = {node: node.name for node in graph.nodes}
-    for (prefix, _), nodes in members.items():
+    for (prefix, _), nodes in block_members(graph).items():
         signature = tuple(_signature(node) for node in nodes)
         for position, node in enumerate(nodes):
             keys[node] = (prefix, hash(signature), position)

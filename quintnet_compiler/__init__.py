@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from .advise import estimate, plan
 from .api import compile
 from .compiled import CompiledProgram
+from .cost_models.cluster import Cluster
 from .errors import CheckpointError, CompileError, InputError, QuintNetError, RunError
 from .experts import expert_linear
 from .hf_plan import HuggingFacePlan, hf_plan
@@ -11,11 +13,18 @@ from .initialize import Constant, Normal, Uniform
 from .mesh import Mesh
 from .passes.rule_notation import Rule, rule
 from .plan import Plan
+from .planner.estimate import Estimate
+from .planner.report import PlanReport
 from .runtime.launch import launch
 from .schedule import Schedule
 from .verification import VerifyReport
 
 __all__ = [
+    "Cluster",
+    "Estimate",
+    "PlanReport",
+    "estimate",
+    "plan",
     "CompileError",
     "CheckpointError",
     "CompiledProgram",

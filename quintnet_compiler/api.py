@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .advise import plan as make_plan
 from .capture import LossFn
 from .compiled import CompiledProgram, Task
+from .cost_models.cluster import Cluster
 from .errors import CompileError
 from .hf_plan import hf_plan
-from .mesh import Mesh
+from .mesh import AXES, Mesh
 from .passes.rule_notation import Rule, table
 from .passes.sharding_rules import RULES
 from .plan import Plan, check_plan, read_plan
@@ -22,7 +24,7 @@ from .runtime.world import check_world, default_device
 
 def compile(
     model: nn.Module,
-    mesh: Mesh,
+    mesh: Mesh | Cluster,
     batch: Any = None,
     *,
     loss_fn: LossFn | None = None,
@@ -43,13 +45,15 @@ def compile(
 
     Args:
         model: any nn.Module that torch.export can trace.
-        mesh: named axes, e.g. ``Mesh(pp=2, dp=2, tp=2)``.
+        mesh: named axes, e.g. ``Mesh(pp=2, dp=2, tp=2)``; or a :class:`quintnet.Cluster`, whose best layout for
+            ``batch`` the planner finds.
         batch: what one step consumes, a tuple (arguments) or a dict (keyword arguments) of tensors whose dim 0 is
             the global batch. Without it the model is captured at the first step.
         loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns a scalar loss, or an
             object or dict with ``loss``.
-        plan: a Plan, a dict, or the path of a plan file; None for the default rules; ``"hf"`` for the plan that a
-            Hugging Face model comes with, see :func:`quintnet.hf_plan`.
+        plan: a Plan, a dict, or the path of a plan file; None for the default rules; ``"auto"`` for what the planner
+            finds on H100 nodes, see :func:`quintnet.plan`; ``"hf"`` for the plan that a Hugging Face model comes with,
+            see :func:`quintnet.hf_plan`.
         microbatches: into how many parts each step's batch is split in time.
         schedule: ``"1f1b"`` or ``"gpipe"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
@@ -68,7 +72,7 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, (Mesh, Cluster)):
         raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
     given = {
         "microbatches": microbatches,
@@ -80,11 +84,35 @@ def compile(
         "recompute": recompute,
         "seed": seed,
     }
-    own = hf_plan(model, mesh).plan if isinstance(plan, str) and plan == "hf" else plan
-    chosen = read_plan(own).changed(given)
+    if isinstance(mesh, Cluster) or plan == "auto":
+        chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules)
+        mesh = Mesh(**chosen.mesh)
+    else:
+        own = hf_plan(model, mesh).plan if isinstance(plan, str) and plan == "hf" else plan
+        chosen = read_plan(own).changed(given)
     check_plan(chosen, mesh)
     check_world(mesh)
     book = {**RULES, **table(rules)}
     where = default_device(model, device)
     program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite))
     return program if batch is None else program.prepare(batch)
+
+
+def _planned(
+    model: nn.Module,
+    where: Mesh | Cluster,
+    batch: Any,
+    loss_fn: LossFn | None,
+    plan: Plan | Mapping[str, Any] | str | Path | None,
+    given: Mapping[str, Any],
+    rules: Sequence[Rule],
+) -> Plan:
+    """The best plan on a cluster, or on a mesh of H100 nodes."""
+    if batch is None:
+        raise CompileError("QN102", "the planner needs to see a batch", fix="compile(model, cluster, batch)")
+    decided = {name: value for name, value in given.items() if value is not None}
+    if isinstance(where, Mesh):
+        decided["mesh"] = {axis: where[axis] for axis in AXES}
+        where = Cluster("h100", nodes=-(-where.size // 8), gpus_per_node=min(8, where.size))
+    pinned = Plan.model_validate({**read_plan(plan).model_dump(exclude_unset=True), **decided})
+    return make_plan(model, where, batch, loss_fn=loss_fn, plan=pinned, rules=rules, top_k=1).best

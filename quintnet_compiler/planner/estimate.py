@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from typing import Any
 
 import numpy as np
 
 from ..cost import RankCosts
+from ..errors import CompileError
 from ..mesh import Mesh
 from ..passes.partition import balanced_starts
 from ..schedule import RELEASES, SCHEDULES, Action, Op, chain, simulate
@@ -58,11 +62,63 @@ class Estimate:
         """Of the fullest rank."""
         return max(stage.total for stage in self.memory)
 
+    @property
+    def exposed(self) -> float:
+        """Seconds that the fullest stage waits for communication."""
+        return sum(self.communication.values()) + self.gradients
 
-def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts) -> Estimate:
-    """Cut ``units`` into balanced stages, run the schedule, and add up."""
+    def numbers(self) -> dict[str, Any]:
+        """Everything, in seconds and bytes."""
+        return {
+            "layout": str(self.layout),
+            "step_seconds": self.seconds,
+            "pipeline_seconds": self.pipeline,
+            "bubble_seconds": self.bubble,
+            "gradient_seconds": self.gradients,
+            "optimizer_seconds": self.optimizer,
+            "communication_seconds": dict(self.communication),
+            "memory_bytes": self.memory_bytes,
+            "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in self.memory],
+            "stages": list(self.begins),
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(self.numbers(), indent=2)
+
+    def __str__(self) -> str:
+        fullest = max(self.memory, key=lambda stage: stage.total)
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in vars(fullest).items())
+        waits = ", ".join(f"{axis} {time_of(seconds)}" for axis, seconds in self.communication.items())
+        return "\n".join(
+            [
+                f"{self.layout}",
+                f"step {time_of(self.seconds)}: pipeline {time_of(self.pipeline)} (bubble {time_of(self.bubble)}), "
+                f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
+                f"communication on the fullest stage: {waits or 'none'}",
+                f"memory of the fullest rank {gib(fullest.total)}: {parts}",
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def time_of(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Estimate:
+    """Cut ``units`` into balanced stages (or where ``begins`` says), run the schedule, and add up.
+
+    Raises:
+        CompileError: QN206 if no unit begins where a stage should.
+    """
     mesh = layout.mesh
-    starts = _starts(units, layout, costs, mesh)
+    starts = _named_starts(units, begins) if begins else _starts(units, layout, costs, mesh)
     stages = [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
     sends = [_send(stage[0], costs, mesh) if index else 0.0 for index, stage in enumerate(stages)]
     times = {
@@ -112,6 +168,16 @@ class _Sum:
 
 def _send(unit: Unit, costs: RankCosts, mesh: Mesh) -> float:
     return costs.send_seconds(unit.received, 0, mesh.rank({"pp": 1}))
+
+
+def _named_starts(units: Sequence[Unit], begins: Sequence[str]) -> list[int]:
+    places = {unit.begin: index for index, unit in enumerate(units)}
+    for name in begins:
+        if name not in places:
+            raise CompileError(
+                "QN206", f"{name} lies inside a block, and estimates cut between blocks", fix="leave `stages` open"
+            )
+    return [places[name] for name in begins]
 
 
 def _starts(units: Sequence[Unit], layout: Layout, costs: RankCosts, mesh: Mesh) -> list[int]:

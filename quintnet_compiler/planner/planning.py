@@ -13,6 +13,7 @@ from ..annotations import num_bytes, values
 from ..attention_ops import attention
 from ..cost import CostModel, RankCosts
 from ..errors import CompileError
+from ..mesh import AXES
 from ..passes.expert_axes import expert_parameters
 from ..passes.fold_blocks import FoldBlocks, Folded
 from ..passes.normalize import Normalize
@@ -139,8 +140,15 @@ class Planner:
         """The document of an estimate: its layout, and where it cuts the model."""
         return found.layout.decided(self.pinned).changed({"stages": found.begins})
 
-    def estimate(self, layout: Layout) -> Estimate:
-        return estimate(self.builder()(layout), layout, self.machine.costs)
+    def estimate(self) -> Estimate:
+        """What the pinned plan costs."""
+        plan, sizes = self.pinned, {axis: self.pinned.mesh.get(axis, 1) for axis in AXES}
+        rows = self.folded.program.batch_size // (sizes["dp"] * sizes["ep"] * plan.microbatches)
+        layout = Layout(
+            **sizes, microbatches=plan.microbatches, rows=rows, context=plan.context, experts=plan.experts,
+            schedule=plan.schedule, recompute=plan.recompute,
+        )  # fmt: skip
+        return estimate(self.builder()(layout), layout, self.machine.costs, plan.stages)
 
 
 def plan_model(

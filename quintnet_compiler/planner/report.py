@@ -6,13 +6,10 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from ..plan import Plan
-from .estimate import Estimate
+from .estimate import gib, time_of
 from .search import Found
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class PlanReport:
                 "batch": self.batch,
                 "memory_bytes": self.memory_bytes,
                 "plans": [
-                    {**_numbers(one), "plan": plan.model_dump(mode="json")}
+                    {**one.numbers(), "plan": plan.model_dump(mode="json")}
                     for one, plan in zip(self.found.ranked, self.plans, strict=True)
                 ],
                 "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
@@ -55,10 +52,9 @@ class PlanReport:
         header = ("step", "memory", "bubble", "exposed", "layout")
         lines.append(f"{header[0]:>10} {header[1]:>10} {header[2]:>7} {header[3]:>8}  {header[4]}")
         for one in self.found.ranked:
-            waited = sum(one.communication.values()) + one.gradients
             lines.append(
-                f"{_seconds(one.seconds):>10} {one.memory_bytes / GIB:>6.1f} GiB {one.bubble / one.seconds:>7.1%} "
-                f"{waited / one.seconds:>8.1%}  {one.layout}"
+                f"{time_of(one.seconds):>10} {gib(one.memory_bytes):>10} {one.bubble / one.seconds:>7.1%} "
+                f"{one.exposed / one.seconds:>8.1%}  {one.layout}"
             )
         reasons = Counter(_kind(one.reason) for one in self.found.rejected)
         for reason, count in reasons.most_common():
@@ -73,24 +69,6 @@ class PlanReport:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def _numbers(one: Estimate) -> dict[str, Any]:
-    return {
-        "layout": str(one.layout),
-        "step_seconds": one.seconds,
-        "pipeline_seconds": one.pipeline,
-        "bubble_seconds": one.bubble,
-        "gradient_seconds": one.gradients,
-        "optimizer_seconds": one.optimizer,
-        "communication_seconds": dict(one.communication),
-        "memory_bytes": one.memory_bytes,
-        "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in one.memory],
-    }
-
-
 def _kind(reason: str) -> str:
     """Reasons that differ in numbers alone are one."""
     return "".join(c for c in reason if not c.isdigit() and c != ".")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"

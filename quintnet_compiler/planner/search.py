@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ..errors import CompileError
-from .estimate import Estimate
+from .estimate import Estimate, gib
 from .layouts import Layout
 
 Objective = Literal["time", "memory", "cost"]
@@ -81,7 +81,7 @@ def search(
     for layout in layouts:
         least = bounds.bytes(layout)
         if least > wanted.memory_bytes:
-            reason = f"state alone takes at least {_gib(least)} of {_gib(wanted.memory_bytes)}"
+            reason = f"state alone takes at least {gib(least)} of {gib(wanted.memory_bytes)}"
             rejected.append(Rejected(layout, reason, least - wanted.memory_bytes))
         else:
             waiting.append((least if wanted.objective == "memory" else bounds.seconds(layout), False, layout))
@@ -103,14 +103,10 @@ def search(
             continue
         lacks = found.memory_bytes - wanted.memory_bytes
         if lacks > 0:
-            reason = f"needs {_gib(found.memory_bytes)} of {_gib(wanted.memory_bytes)}"
+            reason = f"needs {gib(found.memory_bytes)} of {gib(wanted.memory_bytes)}"
             rejected.append(Rejected(layout, reason, lacks))
             continue
         ranked.append(found)
         ranked.sort(key=lambda e: (wanted.value(e), e.seconds, e.layout))
     progress(total, total)
     return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), 0, complete=True)
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"

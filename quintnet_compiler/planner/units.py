@@ -13,7 +13,7 @@ from torch import Size, fx
 from ..cost import RankCosts
 from ..passes.cut_stages import staged_operators
 from ..passes.fold_blocks import Folded
-from ..passes.repeated_blocks import block_of
+from ..passes.repeated_blocks import Block
 from ..program import DistributedProgram, StageProgram, StateSpec
 from ..schedule import Action, Op
 from ..sharding import R, local_shape
@@ -59,7 +59,7 @@ def unit_boundaries(folded: Folded) -> tuple[str, ...]:
 
 def _runs(folded: Folded) -> list[list[fx.Node]]:
     """Runs of operators of the same block (or of none), in order."""
-    return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=block_of)]
+    return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=folded.home.get)]
 
 
 def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> tuple[Unit, ...]:
@@ -71,7 +71,7 @@ def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> 
     priced, memory = Priced(program, costs), Footprints(program)
     firsts = [run[0] for run in _runs(folded)]
     units = [_unit(node.name, stage, priced, memory) for node, stage in zip(firsts, program.stages, strict=True)]
-    named = [_named(unit, block_of(node), folded) for unit, node in zip(units, firsts, strict=True)]
+    named = [_named(unit, folded.home.get(node), folded) for unit, node in zip(units, firsts, strict=True)]
     found: list[Unit] = []
     for (times, _), group in groupby(enumerate(named), key=lambda one: (len(one[1]), one[0] * (len(one[1]) < 2))):
         members = [names for _, names in group]
@@ -79,7 +79,7 @@ def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> 
     return tuple(found)
 
 
-def _named(unit: Unit, block: tuple[str, str] | None, folded: Folded) -> list[Unit]:
+def _named(unit: Unit, block: Block | None, folded: Folded) -> list[Unit]:
     """The units of the whole program that one of the folded program stands for."""
     if block is None or len(folded.blocks[block]) < 2:
         return [unit]

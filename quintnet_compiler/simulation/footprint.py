@@ -62,9 +62,9 @@ class Footprints:
         with torch.no_grad(), self.mode:
             for stage in program.stages:
                 known[stage.index] = self._forward(stage)
-            for stage in reversed(program.stages):
-                if stage.gradients:
-                    self._run(stage, "backward", known.pop(stage.index))
+            training = any(stage.gradients for stage in program.stages)
+            for stage in reversed(program.stages if training else ()):
+                self._run(stage, "backward", known.pop(stage.index))
 
     def _forward(self, stage: StageProgram) -> dict[str, Tensor]:
         known = {n.name: fake(values(n)[0]) for n in stage_inputs(stage)}

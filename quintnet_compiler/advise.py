@@ -1,0 +1,123 @@
+"""The public face of the planner: ``quintnet.plan`` and ``quintnet.estimate``. No device is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .capture import LossFn, batch_size_of, capture, plain_batch
+from .cost_models.cluster import Cluster
+from .cost_models.cluster_costs import ClusterCosts
+from .cost_models.roofline import Roofline
+from .errors import CompileError
+from .mesh import Mesh
+from .passes.rule_notation import Rule, table
+from .passes.sharding_rules import RULES
+from .plan import Plan, check_plan, read_plan
+from .planner.estimate import Estimate
+from .planner.planning import Machine, Planner, plan_model
+from .planner.report import PlanReport
+from .planner.search import Objective
+
+Given = Plan | Mapping[str, Any] | str | Path | None
+
+
+def plan(
+    model: nn.Module,
+    cluster: Cluster,
+    batch: Any,
+    *,
+    loss_fn: LossFn | None = None,
+    plan: Given = None,
+    rules: Sequence[Rule] = (),
+    top_k: int = 5,
+    objective: Objective = "time",
+    seconds: float = 60.0,
+    progress: bool | None = None,
+) -> PlanReport:
+    """The best ways to train ``model`` on ``cluster`` with batches like ``batch``.
+
+    Args:
+        model: any model that :func:`quintnet.compile` takes; on the meta device it costs no memory.
+        cluster: e.g. ``quintnet.Cluster("h100", nodes=8)``.
+        batch: one global batch; meta tensors will do.
+        loss_fn: as in :func:`quintnet.compile`.
+        plan: decisions that are made already; the planner fills in the rest.
+        rules: sharding rules for further operators.
+        top_k: how many plans.
+        objective: what counts: seconds of a step (``"time"``; on a cluster of a given size the ``"cost"`` of a token is
+            the same), or bytes on the fullest rank (``"memory"``).
+        seconds: when to stop searching; the report says whether anything was left.
+        progress: whether to show a bar; by default on a terminal.
+
+    Raises:
+        CompileError: QN1xx if the model cannot be captured, QN2xx for the plan; QN212 if nothing fits the cluster's
+            memory, with the smallest change after which something does.
+    """
+    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules)
+    return plan_model(planner, top_k=top_k, objective=objective, seconds=seconds, progress=_bar(progress))
+
+
+def estimate(
+    model: nn.Module,
+    cluster: Cluster,
+    batch: Any,
+    plan: Given,
+    *,
+    loss_fn: LossFn | None = None,
+    rules: Sequence[Rule] = (),
+) -> Estimate:
+    """Step time, memory per rank, communication and bubble of one plan, whose mesh must be decided.
+
+    Raises:
+        CompileError: as :func:`quintnet.plan`; QN207 if the plan has no mesh, QN301 if it does not fit the cluster.
+    """
+    chosen = read_plan(plan)
+    if not chosen.mesh:
+        raise CompileError("QN207", "the plan has no mesh", fix="give one, or ask quintnet.plan for plans")
+    mesh = Mesh(**chosen.mesh)
+    check_plan(chosen, mesh)
+    if mesh.size > cluster.size:
+        raise CompileError(
+            "QN301", f"{mesh} has {mesh.size} ranks, and the cluster {cluster.size} devices",
+            fix=f"use a cluster of {-(-mesh.size // cluster.gpus_per_node)} nodes",
+        )  # fmt: skip
+    return _planner(model, cluster, batch, loss_fn, chosen, rules).estimate()
+
+
+def _planner(
+    model: nn.Module, cluster: Cluster, batch: Any, loss_fn: LossFn | None, pinned: Plan, rules: Sequence[Rule]
+) -> Planner:
+    if not isinstance(cluster, Cluster):
+        raise CompileError(
+            "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
+        )
+    batch = plain_batch(batch)
+    captured = capture(model, batch, loss_fn)
+    book = {**RULES, **table(rules)}
+    unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
+    machine = Machine(
+        f"{cluster.size} x {cluster.device.name}",
+        cluster.size,
+        cluster.gpus_per_node,
+        cluster.device.memory_bytes,
+        ClusterCosts(cluster, unknown),
+        Roofline(cluster.device, unknown),
+    )
+    return Planner.of(captured, batch_size_of(batch), machine, pinned, book)
+
+
+def _bar(wanted: bool | None) -> Callable[[int, int], None] | None:
+    """A line that is written over; on a terminal only, unless asked for."""
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        return None
+
+    def show(done: int, total: int) -> None:
+        text = f"\rplanning: {done} of {total} layouts settled"
+        print(text, end="" if done < total else "\n", file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,211 @@
+"""The planner: its optimum against enumeration, folding against the whole model, and plans that compile."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import quintnet
+from quintnet_compiler.capture import capture
+from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.cost_models.roofline import Roofline
+from quintnet_compiler.passes.axis_view import Wishes
+from quintnet_compiler.passes.choose_sharding import ChooseSharding
+from quintnet_compiler.passes.fold_blocks import FoldBlocks, Folded
+from quintnet_compiler.passes.normalize import Normalize
+from quintnet_compiler.passes.partition import balanced_starts
+from quintnet_compiler.passes.repeated_blocks import block_members
+from quintnet_compiler.passes.sharding_rules import RULES
+from quintnet_compiler.passes.strategies import RuleBook
+from quintnet_compiler.plan import Plan
+from quintnet_compiler.planner.estimate import estimate
+from quintnet_compiler.planner.layouts import layouts
+from quintnet_compiler.planner.planning import Machine, Planner
+from quintnet_compiler.program import Axis
+
+from .models import CASES, GPT, build
+
+torch.set_num_threads(1)
+ROWS = 8
+
+
+class Chain(nn.Module):
+    """Blocks of two kinds that alternate, with one weight used at both ends."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(width, width))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width if i % 2 else width), nn.GELU(), nn.LazyLinear(width))
+            for i in range(depth)
+        )
+        self(torch.randn(2, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.table
+        for block in self.blocks:
+            x = x + block(x)
+        return (x @ self.table.t()).square().mean()
+
+
+def _chain(depth: int = 8, width: int = 64) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return Chain(depth, width), (torch.randn(ROWS, width),)
+
+
+def _gpt(depth: int, width: int) -> tuple[nn.Module, Any]:
+    return GPT(width=width, depth=depth, heads=4), CASES["gpt"].batch(ROWS)
+
+
+MODELS = {
+    "gpt": lambda: _gpt(4, 64),
+    "wide gpt": lambda: _gpt(3, 256),
+    "chain": _chain,
+    "mixture": lambda: (build("mixture"), CASES["mixture"].batch(ROWS)),
+    "vit": lambda: (build("vit"), CASES["vit"].batch(ROWS)),
+}
+CLUSTERS = {
+    "2 of a node": quintnet.Cluster("h100", nodes=1, gpus_per_node=2),
+    "two nodes of 2": quintnet.Cluster("a100-80", nodes=2, gpus_per_node=2),
+}
+
+
+@functools.cache
+def _planner(model: str, cluster: str) -> Planner:
+    module, batch = MODELS[model]()
+    found = CLUSTERS[cluster]
+    machine = Machine(cluster, found.size, found.gpus_per_node, 1e12, ClusterCosts(found), Roofline(found.device))
+    loss = CASES[model].loss_fn if model in CASES else None
+    return Planner.of(capture(module, batch, loss), ROWS, machine, Plan(), RULES)
+
+
+@pytest.mark.parametrize(("model", "cluster"), list(itertools.product(MODELS, CLUSTERS)))
+def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
+    planner = _planner(model, cluster)
+    found = planner.search(3, "time", 600.0)
+    builder = planner.builder()
+    everything = []
+    for layout in layouts(planner.limits()):
+        try:
+            everything.append(estimate(builder(layout), layout, planner.machine.costs))
+        except quintnet.CompileError:
+            continue
+    best = sorted(everything, key=lambda e: (e.seconds, e.layout))[:3]
+    assert found.complete and len(everything) > 8
+    assert [one.seconds for one in found.ranked] == [one.seconds for one in best]
+
+
+def _folded(model: nn.Module, batch: Any) -> Folded:
+    return FoldBlocks()(Normalize(ROWS, torch.device("cpu"))(capture(model, batch)))
+
+
+def test_blocks_are_folded_and_chosen_as_in_the_whole_model() -> None:
+    axes = (Axis("dp", 2, "data"), Axis("tp", 2, "model"))
+    for model, batch, left in ((*_gpt(8, 64), 3), (*_chain(13), 7)):
+        program = Normalize(ROWS, torch.device("cpu"))(capture(model, batch))
+        folded = FoldBlocks()(program)
+        assert len(folded.blocks) == left and sum(folded.repeats.values()) == len(program.graph.nodes)
+        whole = ChooseSharding(axes, RuleBook(RULES), Roofline())(program)
+        some = ChooseSharding(axes, RuleBook(RULES), Roofline(), Wishes(), folded.repeats)(folded.program)
+        expected = {node.name: found for node, found in whole.strategies.items()}
+        assert all(expected[node.name] == found for node, found in some.strategies.items())
+
+
+class Collected(nn.Module):
+    """Every block's result is read at the end, so that none stands for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = []
+        for block in self.blocks:
+            x = block(x).relu()
+            found.append(x)
+        return torch.stack(found).square().mean()
+
+
+def test_blocks_that_others_read_are_not_folded() -> None:
+    folded = _folded(Collected(), (torch.randn(ROWS, 8),))
+    assert set(folded.repeats.values()) == {1} and len(folded.blocks) == 6
+
+
+def test_units_of_a_folded_model_are_those_of_the_whole() -> None:
+    planner = replace(_planner("gpt", "2 of a node"), folded=_folded(*_gpt(6, 64)))
+    program = Normalize(ROWS, torch.device("cpu"))(capture(*_gpt(6, 64)))
+    home = {node: block for block, nodes in block_members(program.graph).items() for node in nodes}
+    alone = {block: (block[1],) for block in home.values()}
+    whole = Folded(program, dict.fromkeys(program.graph.nodes, 1), alone, home)
+    plain = Planner(whole, planner.machine, planner.pinned, planner.rules)
+    for layout in list(layouts(planner.limits()))[::7]:
+        a, b = (one.builder()(layout) for one in (planner, plain))
+        assert [(u.forward, u.backward, u.saved, u.parameters) for u in a] == [
+            (u.forward, u.backward, u.saved, u.parameters) for u in b
+        ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=9), st.integers(2, 4))
+def test_cuts_equal_brute_force(work: list[int], stages: int) -> None:
+    stages = min(stages, len(work))
+    total = np.concatenate([[0.0], np.cumsum(np.array(work, float))])
+    starts = balanced_starts(total[None, :] - total[:, None], stages)
+
+    def price(starts: tuple[int, ...]) -> tuple[float, float]:
+        loads = np.diff(total[[0, *starts, len(work)]])
+        return float(loads.max()), float((loads**2).sum())
+
+    assert price(tuple(starts)) == min(price(cut) for cut in itertools.combinations(range(1, len(work)), stages - 1))
+
+
+def test_a_cluster_in_place_of_a_mesh_trains_the_model() -> None:
+    model, batch = _gpt(4, 64)
+    program = quintnet.compile(model, CLUSTERS["two nodes of 2"], batch)
+    assert program.mesh.size == 4 and program.verify().ok
+
+
+def test_pinned_decisions_stay_and_estimates_agree() -> None:
+    model, batch = _gpt(4, 64)
+    cluster = CLUSTERS["two nodes of 2"]
+    pinned = {"mesh": {"tp": 2, "pp": 2}, "recompute": "full"}
+    report = quintnet.plan(model, cluster, batch, plan=pinned)
+    assert report.best.mesh == {"pp": 2, "tp": 2}
+    assert all(plan.recompute == "full" for plan in report.plans)
+    again = quintnet.estimate(model, cluster, batch, report.best)
+    assert again.seconds == report.found.ranked[0].seconds and again.begins == report.best.stages
+    assert report.to_json().replace(str(report.seconds), "") == _same_again(model, cluster, batch, pinned)
+    assert quintnet.compile(model, quintnet.Mesh(**report.best.mesh), batch, plan=report.best).verify().ok
+
+
+def _same_again(model: nn.Module, cluster: quintnet.Cluster, batch: Any, pinned: dict[str, Any]) -> str:
+    report = quintnet.plan(model, cluster, batch, plan=pinned)
+    return report.to_json().replace(str(report.seconds), "")
+
+
+def test_what_does_not_fit_comes_with_what_does() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.device("meta"):
+                self.blocks = nn.ModuleList(nn.Linear(2**15, 2**15, bias=False) for _ in range(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = x + block(x)
+            return x.square().mean()
+
+    batch = (torch.empty(ROWS, 2**15, device="meta"),)
+    with pytest.raises(quintnet.CompileError) as caught:
+        quintnet.plan(Large(), quintnet.Cluster("h100", nodes=1, gpus_per_node=1), batch)
+    assert caught.value.code == "QN212" and "use 2 devices: " in str(caught.value.fix)
+    assert quintnet.plan(Large(), quintnet.Cluster("h100", nodes=1, gpus_per_node=2), batch).best.mesh
