@@ -122,7 +122,7 @@ MEMORY = frozenset(
     _to_copy dropout outer diff flip roll cat stack repeat repeat_interleave constant_pad_nd pad select_scatter
     slice_scatter triu tril col2im im2col pixel_shuffle pixel_unshuffle channel_shuffle sum mean count_nonzero amax
     amin aminmax max min argmax argmin any all prod nansum logsumexp var std var_mean std_mean median mode kthvalue
-    linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax _safe_softmax cumprod cummax cummin logcumsumexp topk
+    linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax cumprod cummax cummin logcumsumexp topk
     sort argsort glu layer_norm native_layer_norm rms_norm group_norm instance_norm _weight_norm
     _weight_norm_interface _native_batch_norm_legit_no_training _native_batch_norm_legit max_pool1d avg_pool1d
     adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d max_pool2d max_pool2d_with_indices
@@ -134,7 +134,7 @@ MEMORY = frozenset(
     rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv route_plan rows_of
     own_experts keep_mask nll_terms embedding_rows
     native_layer_norm_backward native_group_norm native_group_norm_backward _fused_rms_norm_backward _fused_rms_norm
-    _softmax_backward_data _log_softmax_backward_data nll_loss_backward nll_loss2d_backward embedding_dense_backward
+    _safe_softmax     _softmax_backward_data _log_softmax_backward_data nll_loss_backward nll_loss2d_backward embedding_dense_backward
     gelu_backward silu_backward threshold_backward tanh_backward sigmoid_backward select_backward slice_backward
     nll_terms_backward embedding_rows_backward share shard_slice shard_pad microbatch native_dropout_backward
     expert_bias_grad index_put_ unroute route max_pool2d_with_indices_backward avg_pool2d_backward

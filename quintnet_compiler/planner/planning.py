@@ -26,7 +26,7 @@ from .estimate import Estimate, estimate
 from .layouts import Layout, Limits, divisors, layouts
 from .report import PlanReport
 from .search import Found, Objective, Wanted, search
-from .units import unit_boundaries
+from .units import unit_count
 
 aten = torch.ops.aten
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
@@ -65,8 +65,7 @@ class Planner:
 
     def limits(self) -> Limits:
         """The space: what is pinned has one choice, the rest what divides."""
-        graph, devices = self.folded.program.graph, self.machine.devices
-        batch, pinned = self.folded.program.batch_size, self.pinned
+        devices, batch, pinned = self.machine.devices, self.folded.program.batch_size, self.pinned
         given = pinned.model_fields_set
         ways = {
             "tp": divisors(min(self.machine.node, devices)),
@@ -77,7 +76,6 @@ class Planner:
         }
         if pinned.mesh:
             ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
-        count = sum(len(self.folded.blocks.get(block, ())) for block in self.folded.blocks) + 2
         spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()
         return Limits(
             devices=devices,
@@ -88,7 +86,7 @@ class Planner:
             schedules=(pinned.schedule,),
             recompute=(pinned.recompute,) if "recompute" in given else ("none", "full"),
             microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
-            units=max(count, len(unit_boundaries(self.folded)) + 1) if graph else 1,
+            units=unit_count(self.folded),
         )
 
     def _context_ways(self) -> tuple[int, ...]:

@@ -57,6 +57,12 @@ def unit_boundaries(folded: Folded) -> tuple[str, ...]:
     return tuple(run[0].name for run in _runs(folded))[1:]
 
 
+def unit_count(folded: Folded) -> int:
+    """How many units the whole model has: so many stages at most."""
+    homes = [folded.home.get(run[0]) for run in _runs(folded)]
+    return sum(len(folded.blocks[home]) if home else 1 for home in homes)
+
+
 def _runs(folded: Folded) -> list[list[fx.Node]]:
     """Runs of operators of the same block (or of none), in order."""
     return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=folded.home.get)]
