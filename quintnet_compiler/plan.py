@@ -141,8 +141,6 @@ def read_plan(given: Any) -> Plan:
             if isinstance(error, CompileError):
                 raise
             raise _malformed(f"the dict: {error}") from None
-    if given == "auto":
-        raise CompileError("QN207", f"plan={given!r} is not available yet", fix="pass plan=None for the default rules")
     if isinstance(given, (str, Path)):
         return Plan.from_json(_read(Path(given)))
     raise CompileError("QN207", f"a {type(given).__name__} is not a plan", fix="pass a Plan, a dict, or a path")

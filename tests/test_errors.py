@@ -123,7 +123,10 @@ WRONG: dict[str, Callable[[], object]] = {
     "no microbatches": lambda: _compile(microbatches=0),
     "unknown schedule": lambda: _compile(schedule="zigzag"),
     "no plan file": lambda: _compile(plan="/nowhere/plan.json"),
-    "the planner is not there yet": lambda: _compile(plan="auto"),
+    "a plan of a name": lambda: _compile(plan="automatic"),
+    "a cluster and no batch": lambda: quintnet.compile(MLP(), quintnet.Cluster("h100")),
+    "a cluster of nothing": lambda: quintnet.Cluster("h100", nodes=0),
+    "a cluster of unknown devices": lambda: quintnet.Cluster("h1000"),
     "unknown key in a plan": lambda: _compile(plan={"microbatchs": 2}),
     "not a plan": lambda: _compile(plan=7),
     "plan for another mesh": lambda: _compile(plan=Plan(mesh={"tp": 2})),
@@ -182,10 +185,23 @@ MESSAGES: dict[str, str] = {
         "  there is no plan file '/nowhere/plan.json'\n"
         "  fix: pass a Plan, or the path of one"
     ),
-    "the planner is not there yet": (
+    "a plan of a name": (
         "QN207 the plan document is not valid\n"
-        "  plan='auto' is not available yet\n"
-        "  fix: pass plan=None for the default rules"
+        "  there is no plan file 'automatic'\n"
+        "  fix: pass a Plan, or the path of one"
+    ),
+    "a cluster and no batch": (
+        "QN102 the batch does not fit the model\n"
+        "  the planner needs to see a batch\n"
+        "  fix: compile(model, cluster, batch)"
+    ),
+    "a cluster of nothing": (
+        "QN210 the cost model has no price for this\n  0 nodes of 8\n  fix: give whole numbers, 1 or more"
+    ),
+    "a cluster of unknown devices": (
+        "QN210 the cost model has no price for this\n"
+        "  unknown hardware 'h1000'\n"
+        "  fix: x"
     ),
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"

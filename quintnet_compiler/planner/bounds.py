@@ -6,58 +6,44 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from .estimate import MOMENTS
+from ..cost import RankCosts
+from .estimate import MOMENTS, Estimate, estimate
 from .layouts import Layout
 from .units import Unit
 
-# what of a split model's saved values may be missing beside its share of the whole model's
-SLACK = 0.9
+# What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
+# whole.
+SLACK = 0.95
 
 
-class UnsplitBounds:
-    """Bounds for :func:`.search.search`. ``parameters``: bytes of all parameters."""
+class LessSplit:
+    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them; ``rows``: the fewest of a microbatch."""
 
-    def __init__(self, build: Callable[[Layout], Sequence[Unit]], parameters: int) -> None:
-        self.build, self.parameters = build, parameters
-        self.smallest: dict[str, tuple[int, int]] = {}
+    def __init__(
+        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int, rows: int
+    ) -> None:
+        self.build, self.costs, self.parameters, self.batch, self.rows = build, costs, parameters, batch, rows
+        self.known: dict[Layout, Estimate] = {}
 
     def seconds(self, layout: Layout) -> float:
-        """From the unsplit model with as many rows: its share, and the pipeline's bubble."""
-        alone = _unsplit(layout, tp=1)
-        return _pipelined(self.build(alone), layout) / (layout.tp * layout.cp)
+        """The unsplit model's share, with as many rows, in as many stages."""
+        return SLACK * self._less(layout, 1, layout.rows).pipeline / (layout.tp * layout.cp)
 
     def closer(self, layout: Layout) -> float:
-        """The same from the model that is split over tp alone, whose communication is in it."""
-        if layout.cp == layout.ep == 1:
-            return 0.0
-        return _pipelined(self.build(_unsplit(layout, tp=layout.tp)), layout) / layout.cp
+        """The share of the model that is split over tp alone, whose communication is in it."""
+        return SLACK * self._less(layout, layout.tp, layout.rows).pipeline / layout.cp
 
     def bytes(self, layout: Layout) -> float:
-        """Parameters, gradients and moments, split as far as anything can be, and a microbatch's saved values: no stage
-        can have less than the average."""
+        """Parameters, gradients and moments, split as far as anything can be, and the fullest stage's saved values."""
         ways = layout.tp * layout.pp * layout.ep
         for axis in layout.experts:
             ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
-        if layout.recompute not in self.smallest:
-            units = self.build(_unsplit(layout, tp=1))
-            self.smallest[layout.recompute] = layout.rows, sum(unit.saved for unit in units)
-        rows, saved = self.smallest[layout.recompute]
-        saved_here = SLACK * saved * layout.rows / rows / (layout.tp * layout.cp * layout.pp)
-        return (2 + MOMENTS) * self.parameters / ways + saved_here
+        saved = max(stage.saved for stage in self._less(layout, 1, self.rows).memory) * layout.rows / self.rows
+        return (2 + MOMENTS) * self.parameters / ways + SLACK * saved / (layout.tp * layout.cp)
 
-
-def _unsplit(layout: Layout, tp: int) -> Layout:
-    return replace(
-        layout, tp=tp, cp=1, ep=1, pp=1, dp=1, microbatches=layout.microbatches * layout.dp * layout.ep,
-        context="all_gather", experts=(), schedule="1f1b",
-    )  # fmt: skip
-
-
-def _pipelined(units: Sequence[Unit], layout: Layout) -> float:
-    """All microbatches of ``units`` through a pipeline, at least.
-
-    With m microbatches and p stages, stage s cannot begin before those before it did one microbatch, and then has m of
-    its own, however the work is divided.
-    """
-    work = sum(unit.forward + unit.backward for unit in units)
-    return work / (1 - (1 - 1 / layout.microbatches) ** layout.pp)
+    def _less(self, layout: Layout, tp: int, rows: int) -> Estimate:
+        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, rows=rows, context="all_gather", experts=())
+        if key not in self.known:
+            units = self.build(replace(key, pp=1, microbatches=self.batch // rows, schedule="1f1b"))
+            self.known[key] = estimate(units, key, self.costs)
+        return self.known[key]

@@ -20,7 +20,7 @@ from ..passes.normalize import Normalize
 from ..passes.rule_notation import Rule
 from ..plan import Plan
 from ..program import Captured
-from .bounds import UnsplitBounds
+from .bounds import LessSplit
 from .build import Builder
 from .estimate import Estimate, estimate
 from .layouts import Layout, Limits, divisors, layouts
@@ -121,10 +121,12 @@ class Planner:
         """
         build, costs = self.builder(), self.machine.costs
         memory = self.machine.memory_bytes * self.machine.usable
+        space = list(layouts(self.limits()))
+        fewest = min((layout.rows for layout in space), default=1)
         return search(
-            layouts(self.limits()),
+            space,
             lambda layout: estimate(build(layout), layout, costs),
-            UnsplitBounds(build, self.parameter_bytes()),
+            LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size, fewest),
             Wanted(top_k, objective, memory, time.monotonic() + seconds),
             progress or (lambda done, total: None),
         )
