@@ -191,7 +191,7 @@ MESSAGES: dict[str, str] = {
         "  fix: pass a Plan, or the path of one"
     ),
     "a cluster and no batch": (
-        "QN102 the batch does not fit the model\n"
+        "QN102 the batch does not fit the program\n"
         "  the planner needs to see a batch\n"
         "  fix: compile(model, cluster, batch)"
     ),
@@ -201,7 +201,7 @@ MESSAGES: dict[str, str] = {
     "a cluster of unknown devices": (
         "QN210 the cost model has no price for this\n"
         "  unknown hardware 'h1000'\n"
-        "  fix: x"
+        "  fix: use one of v100, a100-40, a100, a100-80, a800, h100, h800, h200, b200, b300, gb200, gb300, mi300x, cpu"
     ),
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"
