@@ -10,10 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from .advise import estimate as make_estimate
+from .advise import plan as make_plan
 from .api import compile as compile_model
 from .calibrate import calibrate as measure_machine
 from .cost_models.calibrated import CalibratedCosts
 from .cost_models.calibration import Calibration
+from .cost_models.cluster import Cluster
 from .errors import QuintNetError
 from .mesh import Mesh
 
@@ -56,6 +59,52 @@ def verify(
     report = program.verify(steps=steps, float64=float64, limit=limit)
     typer.echo(report.to_json() if json else str(report))
     raise typer.Exit(0 if report.ok else NOT_EQUAL)
+
+
+@app.command()
+def plan(
+    target: Target,
+    gpu: Annotated[str, typer.Option(help="kind of device: h100, a100-80, b200, ...")] = "h100",
+    nodes: Annotated[int, typer.Option(min=1, help="nodes of the cluster")] = 1,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")] = None,
+    plan: Annotated[Path | None, typer.Option(help="a plan file with decisions that are made already")] = None,
+    top: Annotated[int, typer.Option(min=1, help="how many plans to show")] = 5,
+    seconds: Annotated[float, typer.Option(help="when to stop searching")] = 60.0,
+    out: Annotated[Path | None, typer.Option(help="write the best plan here, for compile(plan=...)")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+) -> None:
+    """The best ways to train a model on a cluster, without any device.
+
+    Exit code: 0, 2 usage, 4 the model is not supported, or nothing fits the cluster.
+
+    Example: quintnet plan mymodel:build --gpu h100 --nodes 8 --out plan.json
+    """
+    model, batch, loss_fn = load_target(target)
+    cluster = Cluster(gpu, nodes, gpus_per_node)
+    report = make_plan(model, cluster, batch, loss_fn=loss_fn, plan=plan, top_k=top, seconds=seconds)
+    if out:
+        report.best.save(out)
+    typer.echo(report.to_json() if json else str(report))
+
+
+@app.command()
+def estimate(
+    target: Target,
+    plan: Annotated[Path, typer.Option(help="the plan file")],
+    gpu: Annotated[str, typer.Option(help="kind of device: h100, a100-80, b200, ...")] = "h100",
+    nodes: Annotated[int, typer.Option(min=1, help="nodes of the cluster")] = 1,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the estimate as JSON")] = False,
+) -> None:
+    """Step time, memory per rank, communication and bubble of a plan, without any device.
+
+    Exit code: 0, 2 usage, 4 the model or the layout is not supported.
+
+    Example: quintnet estimate mymodel:build --plan plan.json --gpu h100 --nodes 8
+    """
+    model, batch, loss_fn = load_target(target)
+    found = make_estimate(model, Cluster(gpu, nodes, gpus_per_node), batch, plan, loss_fn=loss_fn)
+    typer.echo(found.to_json() if json else str(found))
 
 
 @app.command()

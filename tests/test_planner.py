@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import quintnet
 from quintnet_compiler.capture import capture
+from quintnet_compiler.cli import app
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.passes.axis_view import Wishes
@@ -209,3 +213,27 @@ def test_what_does_not_fit_comes_with_what_does() -> None:
         quintnet.plan(Large(), quintnet.Cluster("h100", nodes=1, gpus_per_node=1), batch)
     assert caught.value.code == "QN212" and "use 2 devices: " in str(caught.value.fix)
     assert quintnet.plan(Large(), quintnet.Cluster("h100", nodes=1, gpus_per_node=2), batch).best.mesh
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def build():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    return model, (torch.randn(8, 64), torch.randint(0, 8, (8,))), nn.functional.cross_entropy
+"""
+
+
+def test_the_command_plans_and_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny_of_the_planner.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cluster = ["--gpu", "a100", "--gpus-per-node", "2"]
+    target = "tiny_of_the_planner:build"
+    made = CliRunner().invoke(app, ["plan", target, *cluster, "--json", "--out", "plan.json"])
+    assert made.exit_code == 0, made.output
+    best = json.loads(made.stdout)["plans"][0]
+    found = CliRunner().invoke(app, ["estimate", target, *cluster, "--plan", "plan.json", "--json"])
+    assert json.loads(found.stdout)["step_seconds"] == best["step_seconds"]
+    assert best["layout"] in CliRunner().invoke(app, ["estimate", target, *cluster, "--plan", "plan.json"]).stdout
