@@ -206,8 +206,8 @@ class Executor:
             self.sent[action].append(self.transport.send(values[name], self._rank_of(action.peer), VALUES, label))
 
     def _forget(self, send: Action) -> None:
-        """What was sent need not live any longer."""
-        for wait in self.sent.pop(send):
+        """What was sent (nothing, where a stage has only gradients for another) need not live any longer."""
+        for wait in self.sent.pop(send, ()):
             wait()
 
     def _receive_forward(self, action: Action) -> None:
