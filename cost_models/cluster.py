@@ -105,6 +105,10 @@ class Cluster:
         """How many devices there are."""
         return self.nodes * self.gpus_per_node
 
+    def larger(self, times: int) -> Cluster:
+        """With so many times the nodes."""
+        return Cluster(self.device, self.nodes * times, self.gpus_per_node)
+
     def group(self, ranks: int, stride: int = 1) -> Group:
         """The levels that ``ranks`` ranks cross whose neighbours are ``stride`` devices apart.
 
@@ -132,7 +136,16 @@ class Cluster:
 
         >>> [hop.members for hop in Cluster("h100", nodes=4).group_of(range(0, 32, 4)).hops]
         [2, 4]
+
+        Raises:
+            CompileError: QN301 for a rank that the cluster has no device for.
         """
+        if max(ranks) >= self.size:
+            raise CompileError(
+                "QN301",
+                f"rank {max(ranks)} has no device: the cluster has {self.size}",
+                fix=f"use a cluster of {-(-(max(ranks) + 1) // self.gpus_per_node)} nodes or more",
+            )
         hops: list[Hop] = []
         inside = 1
         for level in self.levels:

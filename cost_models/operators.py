@@ -168,11 +168,17 @@ def attention_flops(node: fx.Node) -> float:
     if node.target in (ring_attention, ring_attention_backward):
         # (q, axis, size, k, v, ...) and (grad, axis, size, q, k, v, ...)
         keys *= int(node.args[2])  # type: ignore[arg-type]
-        causal = bool(node.args[-3])
-    else:
-        causal = any(arg is True for arg in (*node.args, *node.kwargs.values()))
     count = 2.0 * math.prod(shape(query)[:-1]) * keys * (shape(query)[-1] + shape(value)[-1])
-    return count * (2.5 if backward else 1.0) * (0.5 if causal else 1.0)
+    return count * (2.5 if backward else 1.0) * (0.5 if _causal(node) else 1.0)
+
+
+def _causal(node: fx.Node) -> bool:
+    """The argument of that name, wherever the operator has it."""
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name in ("causal", "is_causal"):
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return bool(node.kwargs.get(argument.name, given))
+    return False
 
 
 def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:

@@ -11,8 +11,6 @@ from torch import nn
 
 from .capture import LossFn, batch_size_of, capture, plain_batch
 from .cost_models.cluster import Cluster
-from .cost_models.cluster_costs import ClusterCosts
-from .cost_models.roofline import Roofline
 from .errors import CompileError
 from .mesh import Mesh
 from .passes.rule_notation import Rule, table
@@ -100,15 +98,7 @@ def _planner(
     captured = capture(model, batch, loss_fn)
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
-    machine = Machine(
-        f"{cluster.size} x {cluster.device.name}",
-        cluster.size,
-        cluster.gpus_per_node,
-        cluster.device.memory_bytes,
-        ClusterCosts(cluster, unknown),
-        Roofline(cluster.device, unknown),
-    )
-    return Planner.of(captured, batch_size_of(batch), machine, pinned, book)
+    return Planner.of(captured, batch_size_of(batch), Machine(cluster, unknown), pinned, book)
 
 
 def _bar(wanted: bool | None) -> Callable[[int, int], None] | None:

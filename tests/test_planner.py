@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import quintnet
+from quintnet_compiler.annotations import Facts, annotate
 from quintnet_compiler.capture import capture
 from quintnet_compiler.cli import app
-from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.cost_models.operators import attention_flops
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.passes.axis_view import Wishes
 from quintnet_compiler.passes.choose_sharding import ChooseSharding
@@ -86,10 +87,8 @@ CLUSTERS = {
 @functools.cache
 def _planner(model: str, cluster: str) -> Planner:
     module, batch = MODELS[model]()
-    found = CLUSTERS[cluster]
-    machine = Machine(cluster, found.size, found.gpus_per_node, 1e12, ClusterCosts(found), Roofline(found.device))
     loss = CASES[model].loss_fn if model in CASES else None
-    return Planner.of(capture(module, batch, loss), ROWS, machine, Plan(), RULES)
+    return Planner.of(capture(module, batch, loss), ROWS, Machine(CLUSTERS[cluster]), Plan(), RULES)
 
 
 @pytest.mark.parametrize(("model", "cluster"), list(itertools.product(MODELS, CLUSTERS)))
@@ -237,3 +236,36 @@ def test_the_command_plans_and_estimates(tmp_path: Path, monkeypatch: pytest.Mon
     found = CliRunner().invoke(app, ["estimate", target, *cluster, "--plan", "plan.json", "--json"])
     assert json.loads(found.stdout)["step_seconds"] == best["step_seconds"]
     assert best["layout"] in CliRunner().invoke(app, ["estimate", target, *cluster, "--plan", "plan.json"]).stdout
+
+
+class Coupled(nn.Module):
+    """Every row of the batch against every other: no microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return nn.functional.cross_entropy(y @ y.t(), torch.arange(x.shape[0]))
+
+
+def test_a_loss_that_couples_rows_is_planned_without_microbatches() -> None:
+    report = quintnet.plan(Coupled(), CLUSTERS["2 of a node"], (torch.randn(ROWS, 16),))
+    assert {plan.microbatches for plan in report.plans} == {1}
+
+
+def test_ranks_that_a_cluster_has_no_devices_for_are_refused() -> None:
+    model, batch = _gpt(2, 64)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2, tp=2), batch)
+    with pytest.raises(quintnet.CompileError, match="QN301"):
+        program.simulate(CLUSTERS["2 of a node"])
+
+
+def test_grouped_heads_are_not_taken_for_a_causal_mask() -> None:
+    graph, x = torch.fx.Graph(), torch.empty(1, 4, 8, 16)
+    inputs = [annotate(graph.placeholder(name), Facts(x)) for name in "qkv"]
+    attend = torch.ops.aten.scaled_dot_product_attention.default
+    whole = [graph.call_function(attend, tuple(inputs), {"enable_gqa": flag}) for flag in (False, True)]
+    causal = graph.call_function(attend, (*inputs, None, 0.0, True))
+    assert attention_flops(whole[0]) == attention_flops(whole[1]) == 2 * attention_flops(causal)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ..cost import RankCosts
+from ..errors import CompileError
 from .estimate import MOMENTS, Estimate, estimate
 from .layouts import Layout
 from .units import Unit
@@ -23,27 +24,34 @@ class LessSplit:
         self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int, rows: int
     ) -> None:
         self.build, self.costs, self.parameters, self.batch, self.rows = build, costs, parameters, batch, rows
-        self.known: dict[Layout, Estimate] = {}
+        self.known: dict[Layout, Estimate | None] = {}
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, with as many rows, in as many stages."""
-        return SLACK * self._less(layout, 1, layout.rows).pipeline / (layout.tp * layout.cp)
+        found = self._less(layout, 1, layout.rows)
+        return SLACK * found.pipeline / (layout.tp * layout.cp) if found else 0.0
 
     def closer(self, layout: Layout) -> float:
         """The share of the model that is split over tp alone, whose communication is in it."""
-        return SLACK * self._less(layout, layout.tp, layout.rows).pipeline / layout.cp
+        found = self._less(layout, layout.tp, layout.rows)
+        return SLACK * found.pipeline / layout.cp if found else 0.0
 
     def bytes(self, layout: Layout) -> float:
         """Parameters, gradients and moments, split as far as anything can be, and the fullest stage's saved values."""
         ways = layout.tp * layout.pp * layout.ep
         for axis in layout.experts:
             ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
-        saved = max(stage.saved for stage in self._less(layout, 1, self.rows).memory) * layout.rows / self.rows
+        found = self._less(layout, 1, self.rows)
+        saved = max(stage.saved for stage in found.memory) * layout.rows / self.rows if found else 0.0
         return (2 + MOMENTS) * self.parameters / ways + SLACK * saved / (layout.tp * layout.cp)
 
-    def _less(self, layout: Layout, tp: int, rows: int) -> Estimate:
+    def _less(self, layout: Layout, tp: int, rows: int) -> Estimate | None:
+        """None where the model cannot be split less: a loss that couples rows has no microbatches."""
         key = replace(layout, tp=tp, cp=1, ep=1, dp=1, rows=rows, context="all_gather", experts=())
         if key not in self.known:
-            units = self.build(replace(key, pp=1, microbatches=self.batch // rows, schedule="1f1b"))
-            self.known[key] = estimate(units, key, self.costs)
+            try:
+                units = self.build(replace(key, pp=1, microbatches=self.batch // rows, schedule="1f1b"))
+                self.known[key] = estimate(units, key, self.costs)
+            except CompileError:
+                self.known[key] = None
         return self.known[key]

@@ -121,14 +121,11 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
     starts = _named_starts(units, begins) if begins else _starts(units, layout, costs, mesh)
     stages = [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
     sends = [_send(stage[0], costs, mesh) if index else 0.0 for index, stage in enumerate(stages)]
-    times = {
-        (stage, op): getattr(part, "forward" if op is Op.FORWARD else "backward")
-        for stage, part in enumerate(map(_Sum, stages))
-        for op in (Op.FORWARD, Op.BACKWARD)
-    }
-    for stage in range(1, layout.pp):  # a stage waits for what it receives; gradients go back the same way
-        times[stage, Op.FORWARD] += sends[stage]
-        times[stage, Op.BACKWARD] += sends[stage]
+    times = {}
+    for stage, (part, send) in enumerate(zip(stages, sends, strict=True)):
+        # a stage waits for what it receives; gradients go back the same way
+        times[stage, Op.FORWARD] = sum(unit.forward for unit in part) + send
+        times[stage, Op.BACKWARD] = sum(unit.backward for unit in part) + send
     schedule = SCHEDULES[layout.schedule](layout.pp, layout.microbatches)
     lines = simulate(schedule, chain(layout.pp), lambda action: times[action.stage, action.op])
     length = max(line[-1].end for line in lines)
@@ -156,14 +153,6 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
         layout, length + once, max(0.0, length - busy), max(0.0, settle), costs.optimizer_seconds(max(sizes)),
         dict(moved), memory, tuple(stage[0].begin for stage in stages[1:]),
     )  # fmt: skip
-
-
-class _Sum:
-    """Seconds of a run of units."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.forward = sum(unit.forward for unit in units)
-        self.backward = sum(unit.backward for unit in units)
 
 
 def _send(unit: Unit, costs: RankCosts, mesh: Mesh) -> float:

@@ -14,7 +14,7 @@ ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp a
 @dataclass(frozen=True)
 class Limits:
     """What a model and a cluster allow. ``ways[axis]``: the sizes that the axis may have; ``units``: how many stages
-    there can be at most; ``rows``: how many of the batch a microbatch may have on one rank."""
+    there can be at most."""
 
     devices: int
     batch: int
@@ -105,19 +105,8 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
                     continue
                 for schedule in limits.schedules if pp > 1 else limits.schedules[:1]:
                     for recompute in limits.recompute:
-                        yield Layout(
-                            tp,
-                            cp,
-                            ep,
-                            pp,
-                            dp,
-                            microbatches,
-                            share // microbatches,
-                            context,
-                            experts,
-                            schedule,
-                            recompute,
-                        )
+                        rows = share // microbatches
+                        yield Layout(tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, recompute)
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch
 from ..annotations import num_bytes, values
 from ..attention_ops import attention
 from ..cost import CostModel, RankCosts
+from ..cost_models.cluster import Cluster
+from ..cost_models.cluster_costs import ClusterCosts
+from ..cost_models.roofline import Roofline
 from ..errors import CompileError
 from ..mesh import AXES
 from ..passes.expert_axes import expert_parameters
@@ -34,16 +38,28 @@ SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fe
 
 @dataclass(frozen=True)
 class Machine:
-    """What the planner knows of a cluster: ``devices`` in all, ``node`` of them on fast links, bytes of memory of each
-    (of which ``usable`` is left by the context and the allocator), and what work costs there."""
+    """A cluster and its prices. ``unknown``: what operators without a price cost, see
+    :func:`..cost_models.operators.kernel_of`; ``usable``: the share of memory that is left to tensors."""
 
-    name: str
-    devices: int
-    node: int
-    memory_bytes: float
-    costs: RankCosts
-    prices: CostModel
+    cluster: Cluster
+    unknown: str = "error"
     usable: float = 0.92
+
+    @property
+    def name(self) -> str:
+        return f"{self.cluster.size} x {self.cluster.device.name}"
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.cluster.device.memory_bytes
+
+    @cached_property
+    def costs(self) -> RankCosts:
+        return ClusterCosts(self.cluster, self.unknown)
+
+    @property
+    def prices(self) -> CostModel:
+        return Roofline(self.cluster.device, self.unknown)
 
 
 @dataclass(frozen=True)
@@ -65,10 +81,10 @@ class Planner:
 
     def limits(self) -> Limits:
         """The space: what is pinned has one choice, the rest what divides."""
-        devices, batch, pinned = self.machine.devices, self.folded.program.batch_size, self.pinned
+        devices, batch, pinned = self.machine.cluster.size, self.folded.program.batch_size, self.pinned
         given = pinned.model_fields_set
         ways = {
-            "tp": divisors(min(self.machine.node, devices)),
+            "tp": divisors(self.machine.cluster.gpus_per_node),
             "cp": self._context_ways(),
             "ep": self._expert_ways(),
             "pp": divisors(devices),
@@ -98,15 +114,15 @@ class Planner:
         ]  # fmt: skip
         if not lengths:
             return (1,)
-        most = min(self.machine.devices, max(1, min(lengths) // SHORTEST))
-        return tuple(n for n in divisors(self.machine.devices) if n <= most and all(s % n == 0 for s in lengths))
+        most = max(1, min(lengths) // SHORTEST)
+        return tuple(n for n in divisors(self.machine.cluster.size) if n <= most and all(s % n == 0 for s in lengths))
 
     def _expert_ways(self) -> tuple[int, ...]:
         found = expert_parameters(self.folded.program.graph)
         if not found:
             return (1,)
         counts = {values(node)[0].shape[0] for node in found}
-        return tuple(n for n in divisors(self.machine.devices) if all(count % n == 0 for count in counts))
+        return tuple(n for n in divisors(self.machine.cluster.size) if all(count % n == 0 for count in counts))
 
     def builder(self) -> Builder:
         return Builder(self.folded, self.pinned, self.rules, self.machine.prices, self.machine.costs)
@@ -188,10 +204,12 @@ def _infeasible(planner: Planner, found: Found, seconds: float) -> CompileError:
             freed = replace(planner, pinned=Plan.model_validate(kept))
             if freed.search(1, "time", seconds).ranked:
                 return CompileError("QN212", message, fix=text)
-    devices = planner.machine.devices
+    cluster = planner.machine.cluster
     for times in (2, 4, 8, 16, 32, 64):
-        larger = replace(planner, machine=replace(planner.machine, devices=devices * times))
+        larger = replace(planner, machine=replace(planner.machine, cluster=cluster.larger(times)))
         better = larger.search(1, "time", seconds)
         if better.ranked:
-            return CompileError("QN212", message, fix=f"use {devices * times} devices: {better.ranked[0].layout} fits")
+            return CompileError(
+                "QN212", message, fix=f"use {cluster.size * times} devices: {better.ranked[0].layout} fits"
+            )
     return CompileError("QN212", message, fix="use devices with more memory, or a smaller model")
