@@ -36,6 +36,7 @@ class Captured:
     training: bool
     only_rows: int | None = None
     literals: tuple[Any, ...] = ()
+    like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
