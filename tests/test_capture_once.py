@@ -75,7 +75,9 @@ def _hugging_face(name: str, **changes: Any) -> tuple[nn.Module, Any, None]:
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
     "gpt": lambda: (GPT(depth=9), CASES["gpt"].batch(ROWS), None),
     "Llama": lambda: _hugging_face("Llama"),
-    "gpt-oss, two kinds in turn": lambda: _hugging_face("gpt-oss", num_hidden_layers=8, layer_types=["sliding_attention", "full_attention"] * 4),
+    "gpt-oss, two kinds in turn": lambda: _hugging_face(
+        "gpt-oss", num_hidden_layers=8, layer_types=["sliding_attention", "full_attention"] * 4
+    ),
     "DeepSeek-V3, another kind first": lambda: _hugging_face("DeepSeek-V3"),
     "all read the input": lambda: (Stack(9, lambda i: 0, lambda i: 0.5), (torch.randn(ROWS, 16),), None),
 }

@@ -137,12 +137,10 @@ class Planner:
         """
         build, costs = self.builder(), self.machine.costs
         memory = self.machine.memory_bytes * self.machine.usable
-        space = list(layouts(self.limits()))
-        fewest = min((layout.rows for layout in space), default=1)
         return search(
-            space,
+            layouts(self.limits()),
             lambda layout: estimate(build(layout), layout, costs),
-            LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size, fewest),
+            LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size),
             Wanted(top_k, objective, memory, time.monotonic() + seconds),
             progress or (lambda done, total: None),
         )
