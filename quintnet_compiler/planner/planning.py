@@ -137,9 +137,18 @@ class Planner:
         """
         build, costs = self.builder(), self.machine.costs
         memory = self.machine.memory_bytes * self.machine.usable
+        limits = self.limits()
+
+        def evaluate(layout: Layout) -> Estimate:
+            kept = replace(layout, recompute="none")
+            if kept != layout and "none" in limits.recompute and objective != "memory":
+                if estimate(build(kept), kept, costs).memory_bytes <= memory:
+                    raise CompileError("QN212", "fits without recomputing, which is faster")
+            return estimate(build(layout), layout, costs)
+
         return search(
-            layouts(self.limits()),
-            lambda layout: estimate(build(layout), layout, costs),
+            layouts(limits),
+            evaluate,
             LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size),
             Wanted(top_k, objective, memory, time.monotonic() + seconds),
             progress or (lambda done, total: None),
