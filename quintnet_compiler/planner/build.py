@@ -22,7 +22,7 @@ from ..passes.recompute import Recompute
 from ..passes.rule_notation import Rule
 from ..passes.strategies import RuleBook
 from ..plan import Plan, fixed_types
-from ..schedule import gpipe
+from ..schedule_kinds import gpipe
 from .layouts import Layout
 from .units import Unit, unit_boundaries, unit_work
 
@@ -69,5 +69,5 @@ class Builder:
         differentiated = Differentiate(True)(JoinRoutes(self.rules)(local))
         if layout.recompute == "full":
             differentiated = Recompute()(differentiated)
-        program = GenerateRanks(mesh, gpipe, layout.microbatches)(differentiated)
+        program = GenerateRanks(mesh, gpipe(mesh["pp"], layout.microbatches))(differentiated)
         return unit_work(program, self.folded, self.costs)
