@@ -23,7 +23,7 @@ from ..passes.rule_notation import Rule
 from ..passes.strategies import RuleBook
 from ..plan import Plan, fixed_types
 from ..program import DifferentiatedProgram
-from ..schedule import Schedule
+from ..schedule import Action, Op, Schedule
 from .layouts import Layout
 from .units import Unit, unit_boundaries, unit_work
 
@@ -64,7 +64,8 @@ class Builder:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
         if layout.recompute == "full":
             differentiated = Recompute()(differentiated)
-        generate = GenerateRanks(self._mesh(layout), _no_schedule, layout.microbatches)
+        mesh = self._mesh(layout)
+        generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
         return unit_work(generate(differentiated), self.folded, self.costs)
 
     def _mesh(self, layout: Layout) -> Mesh:
@@ -85,6 +86,8 @@ class Builder:
         return self.differentiate(JoinRoutes(self.rules)(local))
 
 
-def _no_schedule(stages: int, microbatches: int) -> Schedule:
-    """Units are priced by themselves."""
-    return Schedule("none", microbatches, tuple(range(stages)), ((),) * stages)
+def _one_of(microbatches: int, stages: int) -> Schedule:
+    """Each function once, backwards in halves: enough to price them."""
+    ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    rows = tuple(tuple(Action(op, stage, 0) for op in ops) for stage in range(stages))
+    return Schedule("one", microbatches, tuple(range(stages)), rows)

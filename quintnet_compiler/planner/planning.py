@@ -141,9 +141,9 @@ class Planner:
 
         def evaluate(layout: Layout) -> Estimate:
             kept = replace(layout, recompute="none")
-            if kept != layout and "none" in limits.recompute and objective != "memory":
-                if estimate(build(kept), kept, costs).memory_bytes <= memory:
-                    raise CompileError("QN212", "fits without recomputing, which is faster")
+            sooner = kept != layout and "none" in limits.recompute and objective != "memory"
+            if sooner and estimate(build(kept), kept, costs).memory_bytes <= memory:
+                raise CompileError("QN212", "fits without recomputing, which is faster")
             return estimate(build(layout), layout, costs)
 
         return search(
