@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
+from ..annotations import Leaf, facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
 from ..builder import GraphBuilder
 from ..comm_ops import convert, lower_conversion
 from ..errors import CompileError
@@ -76,16 +76,16 @@ class _Check:
         loss = outputs(self.local.graph)[0]
         self._seed(loss)
         for (key, stage), terms in self.terms.items():
-            found = leaf(key[0])
+            found = self._leaf(key)
             if found is None:
                 continue
             made = self.program.gradients.get((found.name, stage or 0))
             self._sum(made, terms, f"the gradient of {found.name} in stage {stage}", key[0], stage)
-        for key in {key for key, _ in self.terms if leaf(key[0]) is None}:
+        for key in {key for key, _ in self.terms if self._leaf(key) is None}:
             terms = [t for (k, _), found in self.terms.items() if k == key for t in found]
             self._sum(self.program.cotangents.get(key), terms, f"the gradient of {key[0].name}", key[0], None)
         for name, stage in self.program.gradients:
-            if not any((f := leaf(k[0])) is not None and f.name == name and s == stage for k, s in self.terms):
+            if not any((f := self._leaf(k)) is not None and f.name == name and s == stage for k, s in self.terms):
                 raise self._fail(f"{name} gets a gradient in stage {stage}, and nothing there uses it", None)
 
     # -- operators
@@ -110,6 +110,10 @@ class _Check:
             if term is not None:
                 key = origin(given)
                 self.terms[key, stage].append(Term(term, bound, node))
+
+    def _leaf(self, key: Value) -> Leaf | None:
+        """The parameter whose gradient that of ``key`` is; types say how it is scattered at the end of the step."""
+        return leaf(self.local.deferred.get(key[0], key[0]))
 
     def _value(self, key: Value) -> fx.Node:
         found = self.program.values.get(key)

@@ -17,6 +17,7 @@ from ..program import (
     DifferentiatedProgram,
     DistributedProgram,
     Piece,
+    ShardedProgram,
     Slice,
     StageProgram,
     StateSpec,
@@ -26,6 +27,7 @@ from ..program import (
 )
 from ..schedule import Edge, Schedule, with_transfers
 from ..schedule_check import verify_schedule
+from ..sharding import Sharding
 from .spelling import SPELLING
 
 
@@ -300,10 +302,16 @@ def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
             found.trainable,
             kinds[found.name],
             tuple(sorted(stages[found.name])) or (0,),
+            _accumulated(local.staged.sharded, node),
         )
         for node, found in original.items()
         if found.kind != "input"
     }
+
+
+def _accumulated(sharded: ShardedProgram, node: fx.Node) -> Sharding:
+    held = sharded.gathered.get(node)
+    return held.sharding if held is not None and held.deferred else sharded.produced(node)
 
 
 def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
