@@ -18,7 +18,7 @@ from ..sharding import Shard
 from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .executor import Executor, Run
 from .finite import require_finite
-from .gradients import GradientStore, reduced_axes, shared_by
+from .gradients import GradientStore, reduced_axes, scattered_axes, shared_by
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
 from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
@@ -367,7 +367,8 @@ def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
     """Every group that settling gradients needs."""
-    axes = {reduced_axes(spec, program) for spec in program.state.values() if spec.trainable}
+    trained = [spec for spec in program.state.values() if spec.trainable]
+    axes = {axes(spec, program) for spec in trained for axes in (reduced_axes, scattered_axes)}
     found = dict.fromkeys(gradient_groups(mesh, axes - {()}))
     for _, spec in sorted(program.state.items()):
         for rank in range(mesh.size):

@@ -149,6 +149,16 @@ class DistributedTransport:
 
         return wait
 
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        own = x.chunk(len(ranks))[ranks.index(self.rank)]
+        work = _reduce_scatter(own, x, group=self.group[ranks], async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return own
+
+        return wait
+
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
         dist.broadcast(x, src=source, group=self.group[ranks])
         return x

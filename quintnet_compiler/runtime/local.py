@@ -214,6 +214,11 @@ class LocalTransport:
         x.copy_(self._meet("sum", x, ranks, label))
         return lambda: x
 
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        own = x.chunk(len(ranks))[ranks.index(self.rank)]
+        own.copy_(self._meet("scatter", x, ranks, label, 0, 1))
+        return lambda: own
+
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
         return self._meet("broadcast", x, ranks, label, source)
 

@@ -42,6 +42,11 @@ class Transport(Protocol):
         """Begin to add up ``x`` over ``ranks`` in place."""
         ...
 
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        """Begin to add up the flat ``x`` over ``ranks`` in place, each rank its run of it: of as many equal runs as there
+        are ranks, the one at its place among them. The others are lost."""
+        ...
+
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
         """``x`` of rank ``source``; elsewhere ``x`` gives the shape and is overwritten."""
         ...

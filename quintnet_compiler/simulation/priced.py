@@ -161,10 +161,16 @@ class Priced:
                 left += time.compute + time.communication
         found = []
         for index, bucket in enumerate(store.buckets):
-            ranks = self.program.mesh.peers(part.rank, bucket.axes)
-            if len(ranks) > 1 and ready[index]:
-                seconds = self.costs.group_seconds("all_reduce", num_bytes(bucket.buffer), ranks)
-                found.append(GradientSum(bucket.label, bucket.axes, seconds, ready[index]))
+            seconds = 0.0
+            for kind, axes, moved in (
+                ("reduce_scatter", bucket.scattered, bucket.buffer),
+                ("all_reduce", bucket.summed, bucket.own),
+            ):
+                ranks = self.program.mesh.peers(part.rank, axes)
+                seconds += self.costs.group_seconds(kind, num_bytes(moved), ranks) if len(ranks) > 1 else 0.0
+            if seconds and ready[index]:
+                axes = (*bucket.scattered, *bucket.summed)
+                found.append(GradientSum(bucket.label, axes, seconds, ready[index]))
         last = self.program.schedule.actions[place]
         order = {a.stage: i for i, a in enumerate(last) if a.op in RELEASES}
         return sorted(found, key=lambda one: max((order.get(s, 0), -left) for s, left in one.ready.items()))
@@ -206,7 +212,7 @@ class Priced:
         """The axes along which ranks meet within the functions of every stage."""
         found: list[set[str]] = []
         for stage in self.program.stages:
-            calls = [n for piece in (stage.forward, stage.backward) for n in piece.module.graph.nodes
+            calls = [n for piece in (stage.once, stage.forward, stage.backward) for n in piece.module.graph.nodes
                      if n.op == "call_method" and str(n.target) in COLLECTIVES]  # fmt: skip
             found.append({str(node.args[2]) for node in calls})
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
