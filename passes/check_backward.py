@@ -130,7 +130,8 @@ class _Check:
         )
         literals = repr(fx.map_arg((node.args, node.kwargs), lambda _: "*"))
         wanted = _wanted(node)
-        key = (node.target, literals, looks, tuple(arrives), grad, tuple(wanted))
+        stored = node in self.local.at_start
+        key = (node.target, literals, looks, tuple(arrives), grad, tuple(wanted), stored)
         if key not in self.patterns:
             self.patterns[key] = self._make(node, inputs, arrives, grad, wanted)
         return self.patterns[key]
@@ -149,7 +150,7 @@ class _Check:
             self.scratch.placeholder("t", v) if here else None for v, here in zip(values(node), arrives, strict=True)
         ]
         if node.target is convert:
-            return self._conversion(places[0], tangents[0], args)
+            return self._conversion(places[0], tangents[0], args, node in self.local.at_start)
         if not grad:
             made = self.scratch.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
             several = isinstance(facts(made).value, tuple)
@@ -159,16 +160,16 @@ class _Check:
         terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(places)
         return Pattern(tuple(places), tuple(tangents), tuple(outs_), tuple(terms))
 
-    def _conversion(self, x: fx.Node, tangent: fx.Node | None, args: Any) -> Pattern:
+    def _conversion(self, x: fx.Node, tangent: fx.Node | None, args: Any, stored: bool) -> Pattern:
         _, axis, size, source, target = args
         a, b = parse_type(source), parse_type(target)
 
-        def move(given: fx.Node, before: Any, after: Any) -> fx.Node:
-            op, dims = lower_conversion(before, after)
+        def move(given: fx.Node, before: Any, after: Any, stored: bool = False) -> fx.Node:
+            op, dims = lower_conversion(before, after, stored=stored)
             return given if op is None else self.scratch.call(op, given, axis, size, *dims)
 
         back = None if tangent is None else move(tangent, gradient(b), gradient(a))
-        return Pattern((x,), (tangent,), (move(x, a, b),), (back,))
+        return Pattern((x,), (tangent,), (move(x, a, b, stored),), (back,))
 
     # -- gradients
 

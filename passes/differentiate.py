@@ -92,7 +92,7 @@ class _Tape:
         with self.builder.at(node):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value[origin(n)])
             if node.target is convert:
-                self.value[node, 0] = self._convert(*args)
+                self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
             elif self.training and known.needs_grad:
                 wanted = [0] if not isinstance(known.value, tuple) else _wanted(node)
                 made, pullback = self.operators.apply(node.target, args, kwargs, wanted)
@@ -125,11 +125,13 @@ class _Tape:
             if node in self.local.once and facts(new).phase == "forward":
                 self.once.add(new)
 
-    def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any) -> fx.Node:
-        return self._conversion(x, axis, size, parse_type(source), parse_type(target))
+    def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any, *, stored: bool) -> fx.Node:
+        return self._conversion(x, axis, size, parse_type(source), parse_type(target), stored=stored)
 
-    def _conversion(self, x: fx.Node, axis: str, size: int, source: Any, target: Any) -> fx.Node:
-        op, dims = lower_conversion(source, target)
+    def _conversion(
+        self, x: fx.Node, axis: str, size: int, source: Any, target: Any, *, stored: bool = False
+    ) -> fx.Node:
+        op, dims = lower_conversion(source, target, stored=stored)
         if op is None:
             return x
         return self.builder.call(op, x, axis, size, *dims)

@@ -302,16 +302,19 @@ def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
             found.trainable,
             kinds[found.name],
             tuple(sorted(stages[found.name])) or (0,),
-            _accumulated(local.staged.sharded, node),
+            *during_step(local.staged.sharded, node),
         )
         for node, found in original.items()
         if found.kind != "input"
     }
 
 
-def _accumulated(sharded: ShardedProgram, node: fx.Node) -> Sharding:
-    held = sharded.gathered.get(node)
-    return held.sharding if held is not None and held.deferred else sharded.produced(node)
+def during_step(sharded: ShardedProgram, node: fx.Node) -> tuple[Sharding, Sharding]:
+    """The types in which a parameter is resident during a step, and in which its gradient is added up."""
+    held, stored = sharded.gathered.get(node), sharded.produced(node)
+    if held is None:
+        return stored, stored
+    return held.sharding if held.once else stored, held.sharding if held.deferred else stored
 
 
 def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:

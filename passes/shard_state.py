@@ -48,8 +48,23 @@ class ShardState:
             kinds = self._kinds(program, node, found) if found.kind == "parameter" else before
             if kinds != before:
                 strategies[node] = _strategies(program, node, kinds)
+                self._refuse_crossing(program, found, kinds, before)
                 gathered[node] = Gathered(before, self.zero in (1, 2), self.zero == 1 and found.trainable)
         return replace(program, strategies=strategies, gathered=gathered)
+
+    def _refuse_crossing(
+        self, program: ShardedProgram, found: Leaf, kinds: tuple[AxisType, ...], before: tuple[AxisType, ...]
+    ) -> None:
+        """A gradient that is added up in one axis' slices of a dim cannot be scattered to slices of another outside."""
+        for position, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
+            for inner, other in list(zip(program.axes, before, strict=True))[position + 1 :]:
+                crossing = isinstance(kind, Shard) and isinstance(other, Shard) and kind.dim == other.dim
+                if self.zero == 1 and kind != before[position] and crossing:
+                    raise CompileError(
+                        "QN203",
+                        f"{found.name} is {kind} over {axis.name} and {other} over {inner.name}, one dim, with zero=1",
+                        fix=f"let the plan leave {axis.name} open for it, or use zero=2",
+                    )
 
     def _kinds(self, program: ShardedProgram, node: fx.Node, found: Leaf) -> tuple[AxisType, ...]:
         """The leaf's types, with as many slices as the plan asks for."""
@@ -99,7 +114,7 @@ def stored_whole(program: ShardedProgram, axes: tuple[str, ...]) -> tuple[str, .
             node, first = max(whole, key=lambda pair: pair[0].meta["val"].numel())
             more = f" and {len(whole) - 1} more parameters" if len(whole) > 1 else ""
             lines.append(
-                f"{axis.name}={axis.size}: {first.name} of {list(shape(node))}{more} and their optimizer state are "
-                "whole on every rank: no dim that the other axes leave divides"
+                f"{axis.name}={axis.size}: {first.name} of {list(shape(node))}{more}, and optimizer state, are whole on "
+                "every rank: the plan says so, or no dim that the other axes leave divides"
             )
     return tuple(lines)

@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec
 from .annotations import Leaf, leaf
 from .mesh import Mesh
 from .schedule import Action, Schedule
-from .sharding import AxisType, Sharding
+from .sharding import AxisType, Shard, Sharding
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,11 @@ class LocalProgram:
     reads: Mapping[fx.Node, tuple[fx.Node, ...]]
     deferred: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
 
+    @property
+    def at_start(self) -> frozenset[fx.Node]:
+        """What gathers stored parameters once a step: these nodes alone run once, and have a stage."""
+        return self.once & self.stage.keys()
+
 
 @dataclass(frozen=True)
 class DifferentiatedProgram:
@@ -258,6 +263,7 @@ class StageProgram:
 class StateSpec:
     """How a parameter, buffer or constant is laid out: its global shape, its type on each axis, its stages.
 
+    ``resident``: its type for operators all through a step, if it is gathered at the start, else as ``sharding``.
     ``accumulated``: the type whose gradient the microbatches add up; at the end of the step it becomes that of
     ``sharding``.
     """
@@ -269,7 +275,16 @@ class StateSpec:
     trainable: bool
     sharding: Sharding
     stages: tuple[int, ...]
+    resident: Sharding
     accumulated: Sharding
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what a rank stores is a run of rows of what is resident, and can lie in its memory."""
+        rows = [kind for kind, whole in zip(self.sharding, self.resident, strict=True) if kind != whole]
+        first = next((i for i, kind in enumerate(self.sharding) if kind != self.resident[i]), 0)
+        inner = [w for w in self.resident[first:] if isinstance(w, Shard) and w.dim == 0]
+        return bool(rows) and all(kind == Shard(0) for kind in rows) and not inner
 
 
 @dataclass(frozen=True)

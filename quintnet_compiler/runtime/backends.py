@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .. import layout
 from ..errors import InputError, RunError
 from ..mesh import Mesh
-from ..program import DistributedProgram, StateSpec
-from ..sharding import Shard
+from ..program import Axis, DistributedProgram, StateSpec
+from ..sharding import I, Shard
 from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .executor import Executor, Run
 from .finite import require_finite
@@ -219,7 +219,7 @@ class ProcessBackend:
         self.ready: dict[int, _Ready] = {}
         mine = set(self._owned(program))
         self.state = {
-            name: _kept(part_of(tensors[name].detach(), spec.sharding, program.axes, self.place), device)
+            name: _kept(tensors[name].detach(), spec, program.axes, self.place, device)
             for name, spec in program.state.items()
             if name in mine or spec.kind != "parameter"
         }
@@ -376,11 +376,17 @@ def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
     return [ranks for ranks in found if ranks]
 
 
-def _kept(part: Tensor, device: torch.device) -> Tensor:
-    """A part in memory of its own; without values if the module has none."""
-    if part.is_meta:
-        return torch.empty(part.shape, dtype=part.dtype, device=device)
-    return part.to(device, copy=True).contiguous()
+def _kept(
+    whole: Tensor, spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], device: torch.device
+) -> Tensor:
+    """A part in memory of its own (with room for what is gathered there); without values if the module has none."""
+    resident = spec.resident if spec.in_place else spec.sharding
+    part = part_of(whole, resident, axes, place)
+    kept = torch.empty(part.shape, dtype=part.dtype, device=device)
+    if not part.is_meta:
+        kept.copy_(part)
+    later = tuple(kind if kind != there else I for kind, there in zip(spec.sharding, resident, strict=True))
+    return part_of(kept, later, axes, place)
 
 
 def _refuse_unset(unset: set[str], program: DistributedProgram) -> None:

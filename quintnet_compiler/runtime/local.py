@@ -194,6 +194,9 @@ class LocalTransport:
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("gather", x, self.peers[axis], self._site(at), dim, parts)
 
+    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self.all_gather(x, axis, dim, parts, at)
+
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
 
