@@ -104,6 +104,16 @@ def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, .
     return tuple(found)
 
 
+def storing_axes(program: ShardedProgram) -> list[int]:
+    """The axes over which some parameter is stored in slices that its operators do not see."""
+    stored = {node: program.produced(node) for node in program.gathered}
+    return [
+        position
+        for position in range(len(program.axes))
+        if any(stored[node][position] != held.sharding[position] for node, held in program.gathered.items())
+    ]
+
+
 def stored_whole(program: ShardedProgram, axes: tuple[str, ...]) -> tuple[str, ...]:
     """A line for each of ``axes`` over which trained parameters are not stored in slices: no dim is left that divides."""
     lines = []

@@ -14,7 +14,7 @@ from .comm_ops import MICROBATCHES
 from .cost_models.roofline import Roofline
 from .dry_run import check_ranks
 from .mesh import Mesh
-from .passes.axis_view import Wishes
+from .passes.axis_view import Wishes, stores_state
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
 from .passes.check_types import check_types
@@ -29,7 +29,7 @@ from .passes.join_routes import JoinRoutes
 from .passes.normalize import Normalize
 from .passes.recompute import Recompute
 from .passes.rule_notation import Rule
-from .passes.shard_state import ShardState, stored_whole
+from .passes.shard_state import ShardState, stored_whole, storing_axes
 from .passes.sharding_rules import RULES
 from .passes.strategies import RuleBook
 from .passes.unsplit import unsplit
@@ -143,7 +143,7 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     axes = axes_of(request.mesh, microbatches)
     plan, fixed = request.plan, fixed_types(request.plan, names, request.mesh)
-    experts = plan.experts or ("ep",)
+    experts = _experts(plan)
     choose = ChooseSharding(
         axes,
         RuleBook(request.rules, request.plan.unknown_ops),
@@ -177,6 +177,10 @@ def _lower(
     return program
 
 
+def _experts(plan: Plan) -> tuple[str, ...]:
+    return plan.experts or ("ep",)
+
+
 def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:
     leaves = staged.sharded.program.leaves
     return {leaves[node].name: stages for node, stages in parameter_stages(staged).items()}
@@ -185,9 +189,8 @@ def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:
 def _complete(
     plan: Plan, mesh: Mesh, sharded: ShardedProgram, staged: StagedProgram, program: DistributedProgram
 ) -> Plan:
-    named = {sharded.program.leaves[node].name: held for node, held in sharded.gathered.items()}
-    storing = {i for name, held in named.items() for i, kind in enumerate(held.sharding) if kind != program.state[name].sharding[i]}
-    decided = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model" or i in storing]
+    decided = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model"]
+    decided += [(i, sharded.axes[i].name) for i in storing_axes(sharded) if stores_state(sharded.axes[i], _experts(plan))]
     kinds: dict[str, dict[str, str]] = {}
     for spec in program.state.values():
         if spec.kind == "parameter" and decided:
