@@ -98,8 +98,8 @@ def _check_leaf(sharded: ShardedProgram, node: fx.Node) -> None:
 
 
 def _check_gathered(local: LocalProgram, node: fx.Node) -> None:
-    """A parameter that is stored in slices is gathered where only data is split. If its gradient is scattered at the end
-    of the step, that is the transpose of what every user sees: the same gather, at the start of it."""
+    """A parameter that is stored in slices is gathered where only data is split. If its gradient is scattered at the
+    end of the step, that is the transpose of what every user sees: the same gather, at the start of it."""
     sharded = local.staged.sharded
     held, stored = sharded.gathered[node], sharded.produced(node)
     for axis, kind, whole in zip(sharded.axes, stored, held.sharding, strict=True):

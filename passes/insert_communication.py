@@ -307,7 +307,7 @@ class _Lowering:
         return local_shape(size, kind, self.sharded.ranks)
 
     def _once(self) -> frozenset[fx.Node]:
-        """Nodes that no parameter and no single microbatch touches, and what gathers parameters: they run once a step."""
+        """What runs once a step: nodes that no parameter and no one microbatch touches, and gathers of parameters."""
         once: set[fx.Node] = set()
         for node in self.builder.graph.nodes:
             if node.op == "placeholder":

@@ -106,12 +106,17 @@ def _of_gathered(program: DifferentiatedProgram) -> set[fx.Node]:
         if node.op != "call_function" or _backward(node) or node in program.once or not node.all_input_nodes:
             continue
         sources = node.all_input_nodes
-        held = [source in found or ((kind := leaf(source)) is not None and kind.kind == "parameter") for source in sources]
+        held = all(source in found or _parameter(source) for source in sources)
         gathers = node.target is all_gather or any(source in found for source in sources)
         alone = all(program.stage.get(user) == program.stage.get(node) for user in node.users if user.op != "output")
-        if all(held) and gathers and alone and node not in program.outputs:
+        if held and gathers and alone and node not in program.outputs:
             found.add(node)
     return found
+
+
+def _parameter(node: fx.Node) -> bool:
+    found = leaf(node)
+    return found is not None and found.kind == "parameter"
 
 
 def _backward(node: fx.Node) -> bool:

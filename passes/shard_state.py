@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from ..annotations import Leaf, shape
+from ..annotations import Leaf, num_bytes, shape, value
 from ..errors import CompileError
 from ..program import Gathered, ShardedProgram, Strategy
 from ..sharding import AxisType, Shard, local_shape
@@ -77,7 +77,7 @@ class ShardState:
                 stored = isinstance(fixed, Shard) and stores_state(axis, self.experts)
                 kinds[position] = fixed if stored else kinds[position]
             elif axis.name in self.axes and (found.trainable or self.zero == 3):
-                left = local_shape(shape(node), kinds, program.ranks)
+                left = local_shape(shape(node), tuple(kinds), program.ranks)
                 inner = {kind.dim for kind in kinds[position + 1 :] if isinstance(kind, Shard)}
                 fits = (d for d, size in enumerate(left) if d not in inner and size % axis.size == 0 < size)
                 kinds[position] = next((Shard(dim) for dim in fits), kinds[position])
@@ -115,16 +115,16 @@ def storing_axes(program: ShardedProgram) -> list[int]:
 
 
 def stored_whole(program: ShardedProgram, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """A line for each of ``axes`` over which trained parameters are not stored in slices: no dim is left that divides."""
+    """A line for each of ``axes`` over which some trained parameters are not stored in slices."""
     lines = []
     for position, axis in enumerate(program.axes):
         leaves = [(n, f) for n, f in program.program.leaves.items() if f.kind == "parameter" and f.trainable]
         whole = [(n, f) for n, f in leaves if not isinstance(program.produced(n)[position], Shard)]
         if axis.name in axes and whole:
-            node, first = max(whole, key=lambda pair: pair[0].meta["val"].numel())
+            node, first = max(whole, key=lambda pair: num_bytes(value(pair[0])))
             more = f" and {len(whole) - 1} more parameters" if len(whole) > 1 else ""
             lines.append(
-                f"{axis.name}={axis.size}: {first.name} of {list(shape(node))}{more}, and optimizer state, are whole on "
-                "every rank: the plan says so, or no dim that the other axes leave divides"
+                f"{axis.name}={axis.size}: {first.name} of {list(shape(node))}{more}, and optimizer state, are whole "
+                "on every rank: the plan says so, or no dim that the other axes leave divides"
             )
     return tuple(lines)

@@ -201,8 +201,8 @@ MICROBATCHES = "mb"  # the axis in time
 def lower_conversion(
     source: AxisType, target: AxisType, *, stored: bool = False
 ) -> tuple[torch._ops.OpOverload | None, tuple[int, ...]]:
-    """The operator that carries a plain value from ``source`` to ``target``, and its dim arguments. ``stored``: the value
-    is what ranks store of a parameter, at the start of a step.
+    """The operator that carries a plain value from ``source`` to ``target``, and its dim arguments. ``stored``: the
+    value is what ranks store of a parameter, at the start of a step.
 
     None: the bits do not move. The seven moves of plain values; a typed conversion is one of them forward and one
     backward.

@@ -190,7 +190,8 @@ def _complete(
     plan: Plan, mesh: Mesh, sharded: ShardedProgram, staged: StagedProgram, program: DistributedProgram
 ) -> Plan:
     decided = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model"]
-    decided += [(i, sharded.axes[i].name) for i in storing_axes(sharded) if stores_state(sharded.axes[i], _experts(plan))]
+    storing = [(i, sharded.axes[i]) for i in storing_axes(sharded)]
+    decided += [(i, axis.name) for i, axis in storing if stores_state(axis, _experts(plan))]
     kinds: dict[str, dict[str, str]] = {}
     for spec in program.state.values():
         if spec.kind == "parameter" and decided:

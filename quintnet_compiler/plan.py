@@ -46,8 +46,8 @@ class Plan(BaseModel):
     ``experts``: the axes over which experts are spread, where it is not ``ep`` alone: ``("dp",)`` or ``("dp", "cp")``
     let data and context ranks hold different experts.
     ``zero``: what ranks that see other parts of the batch hold in slices: nothing (0), the optimizer's state (1), and
-    gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes. Slices
-    over these axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
+    gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes.
+    Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
     ``regather``: whether the backward gathers such parameters again instead of keeping them.
     ``recompute``: what the backward computes again: nothing, or (``"full"``) everything inside repeated blocks.
     ``seed``: of dropout masks, which are the same on every layout.
@@ -178,7 +178,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
     if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
         raise CompileError(
             "QN201",
-            f"the plan has zero={plan.zero} over {' x '.join(plan.zero_axes) or 'no axis'}, and {mesh} has no such axis",
+            f"the plan has zero={plan.zero} over {' x '.join(plan.zero_axes) or 'no axis'}, which {mesh} does not have",
             fix="use zero=0, or give dp a size",
         )
     for name in plan.experts:

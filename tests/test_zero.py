@@ -88,7 +88,7 @@ def test_slices_that_a_plan_asks_for() -> None:
         ]
     both = {"parameters": {"*up.weight": {"dp": "S(0)", "tp": "S(0)"}}}
     assert _compile("gpt", {"dp": 2, "tp": 2}, microbatches=2, zero=2, plan=both).verify(steps=1).ok
-    with pytest.raises(CompileError, match="QN203.*does not divide(.|\n)*one dim, with zero=1"):
+    with pytest.raises(CompileError, match="one dim, with zero=1"):
         _compile("gpt", {"dp": 2, "tp": 2}, zero=1, plan=both)
 
 
@@ -146,12 +146,15 @@ def test_bytes_on_the_wire(zero: int, microbatches: int, monkeypatch: pytest.Mon
     program.step((torch.randn(16, 16, dtype=torch.float64),))
     whole, matrix = 4 * 16 * 16 * 8, 16 * 16 * 8
     m = microbatches
-    assert sent == {
-        0: {"sum": whole},
-        1: {"gather": whole, "scatter": whole},
-        2: {"gather": whole, "scatter": m * whole},
-        3: {"gather": m * (2 * whole - matrix), "scatter": m * whole},  # the backward needs no first matrix
-    }[zero]
+    assert (
+        sent
+        == {
+            0: {"sum": whole},
+            1: {"gather": whole, "scatter": whole},
+            2: {"gather": whole, "scatter": m * whole},
+            3: {"gather": m * (2 * whole - matrix), "scatter": m * whole},  # the backward needs no first matrix
+        }[zero]
+    )
 
 
 def test_gathered_parameters_die_after_their_last_use() -> None:

@@ -15,10 +15,11 @@ from ..errors import InputError, RunError
 from ..mesh import Mesh
 from ..program import Axis, DistributedProgram, StateSpec
 from ..sharding import I, Shard
+from .buckets import reduced_axes, scattered_axes
 from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .executor import Executor, Run
 from .finite import require_finite
-from .gradients import GradientStore, reduced_axes, scattered_axes, shared_by
+from .gradients import GradientStore, shared_by
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
 from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter

@@ -47,8 +47,8 @@ class Transport(Protocol):
         ...
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        """Begin to add up the flat ``x`` over ``ranks`` in place, each rank its run of it: of as many equal runs as there
-        are ranks, the one at its place among them. The others are lost."""
+        """Begin to add up the flat ``x`` over ``ranks`` in place, each rank its run of it: of as many equal runs as
+        there are ranks, the one at its place among them. The others are lost."""
         ...
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:

@@ -101,11 +101,11 @@ class Priced:
         if name in RINGS:
             return self._ring(node, source, axis, ranks)
         made = values(source)[0]
-        full = {"all_gather": num_bytes(made), "gather_state": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(name, num_bytes(x))
+        kind = {"all_reduce_max": "all_reduce", "gather_state": "all_gather"}.get(name, name)
+        full = {"all_gather": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(kind, num_bytes(x))
         if name in ("route", "unroute", "route_plan"):
             moved = num_bytes(x) if name != "route_plan" else 8 * len(ranks)
             return NodeTime(node, 0.0, self.costs.group_seconds("all_to_all", moved * len(ranks), ranks), axis)
-        kind = {"all_reduce_max": "all_reduce", "gather_state": "all_gather"}.get(name, name)
         if kind not in PLAIN:
             raise CompileError("QN210", f"the collective {name} has no price")
         return NodeTime(node, 0.0, self.costs.group_seconds(kind, full, ranks), axis)

@@ -176,7 +176,8 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         before = (0, 0)
         points = [before := held.get(action, (before[0], before[0])) for action in part.actions]
         gradients = sum(bucket.buffer.nbytes for bucket in store.buckets) if store else 0
-        found[part.rank] = Footprint(_state_bytes(program, part, processes), gradients, tuple(points), rehearsal.peak_live)
+        state_bytes = _state_bytes(program, part, processes)
+        found[part.rank] = Footprint(state_bytes, gradients, tuple(points), rehearsal.peak_live)
 
     with torch.no_grad():
         world.run(dict.fromkeys(ranks, work))
