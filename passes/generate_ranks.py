@@ -17,6 +17,7 @@ from ..program import (
     DifferentiatedProgram,
     DistributedProgram,
     Piece,
+    ShardedProgram,
     Slice,
     StageProgram,
     StateSpec,
@@ -26,6 +27,7 @@ from ..program import (
 )
 from ..schedule import Edge, Op, Schedule, with_transfers
 from ..schedule_check import verify_schedule
+from ..sharding import Sharding
 from .spelling import SPELLING
 
 
@@ -314,10 +316,19 @@ def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
             found.trainable,
             kinds[found.name],
             tuple(sorted(stages[found.name])) or (0,),
+            *during_step(local.staged.sharded, node),
         )
         for node, found in original.items()
         if found.kind != "input"
     }
+
+
+def during_step(sharded: ShardedProgram, node: fx.Node) -> tuple[Sharding, Sharding]:
+    """The types in which a parameter is resident during a step, and in which its gradient is added up."""
+    held, stored = sharded.gathered.get(node), sharded.produced(node)
+    if held is None:
+        return stored, stored
+    return held.sharding if held.once else stored, held.sharding if held.deferred else stored
 
 
 def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
