@@ -90,9 +90,8 @@ class Space:
             dp, left = divmod(run.gpus, tp * cp * pp)
             if left or pp > run.model.layers or batch % dp:
                 continue
-            stages = [
-                v for v in {*STAGES_PER_RANK, known.vpp} if v == 1 or (pp > 1 and run.model.layers % (pp * v) == 0)
-            ]
+            deeper = {*STAGES_PER_RANK, known.vpp} if pp > 1 else {1}
+            stages = [v for v in deeper if v == 1 or run.model.layers % (pp * v) == 0]
             experts = [(1, 1)]
             if run.model.experts:
                 experts = [(ep, etp) for ep in divisors(run.model.experts) for etp in {1, tp, known.expert_tp}
@@ -170,13 +169,18 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         if not result["skipped"]:
             for group in ("all", result["id"].partition("-")[0]):
                 ratios[group].append(result["ratio"] if result["ratio"] is not None else float("inf"))
+    return {group: _figures(found) for group, found in sorted(ratios.items())}
+
+
+def _figures(ratios: Sequence[float]) -> dict[str, float]:
     return {
-        group: {
-            "rows": len(found), "slower": sum(r > 1 + 1e-9 for r in found), "same": sum(abs(r - 1) <= 1e-9 for r in found),
-            "median": statistics.median(found), "least": min(found), "most": max(found),
-        }
-        for group, found in sorted(ratios.items())
-    }  # fmt: skip
+        "rows": len(ratios),
+        "slower": sum(ratio > 1 + 1e-9 for ratio in ratios),
+        "same": sum(abs(ratio - 1) <= 1e-9 for ratio in ratios),
+        "median": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+    }
 
 
 def main() -> None:
