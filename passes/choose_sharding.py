@@ -5,6 +5,7 @@ A plan is constraints: a fixed type for a leaf. There is no other mechanism.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -45,7 +46,10 @@ class ChooseSharding:
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
-        same = same_in_every_block(program.graph)
+        fixed: dict[str, frozenset[tuple[str, AxisType]]] = defaultdict(frozenset)
+        for (name, axis_name), kind in self.wishes.fixed.items():
+            fixed[name] |= {(axis_name, kind)}
+        same = same_in_every_block(program.graph, fixed)
         chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         for position, axis in enumerate(self.axes):
             view = AxisView(program, axis, self.axes[:position], factors, chosen, self.cost, self.wishes, self.repeats)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from torch import fx
@@ -39,12 +39,16 @@ class FoldBlocks:
     After:  embed, layers.0, layers.1 (30 times), layers.31, head
     Ensures: whatever is added up over nodes, weighted with ``repeats``, is what it was. Layouts that treat equal
     blocks alike are layouts of the whole program.
+
+    ``marks``: what a plan says of leaves, by name; blocks of which it says different things are not equal.
     """
+
+    marks: Mapping[str, Hashable] = field(default_factory=dict)
 
     def __call__(self, program: Program, /) -> Folded:
         graph = program.graph
         stands_for: dict[fx.Node, fx.Node] = {}
-        for run in _runs(graph):
+        for run in _runs(graph, self.marks):
             if len(run) > 3 and _alike(run):
                 for unit in run[2:-1]:
                     stands_for.update(zip(unit, run[1], strict=True))
@@ -69,9 +73,9 @@ class FoldBlocks:
         )
 
 
-def _runs(graph: fx.Graph) -> list[Run]:
+def _runs(graph: fx.Graph, marks: Mapping[str, Hashable]) -> list[Run]:
     """Runs of equal units, each as many blocks long as alternate; blocks in the order of their first operators."""
-    keys, members = same_in_every_block(graph), block_members(graph)
+    keys, members = same_in_every_block(graph, marks), block_members(graph)
     home = {node: block for block, nodes in members.items() for node in nodes}
     by_prefix: dict[str, dict[Block, None]] = defaultdict(dict)
     for node in graph.nodes:

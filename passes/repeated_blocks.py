@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from torch import fx
 
@@ -69,14 +69,16 @@ def block_members(graph: fx.Graph) -> dict[Block, list[fx.Node]]:
     return found
 
 
-def same_in_every_block(graph: fx.Graph) -> dict[fx.Node, Hashable]:
-    """A key for each node; nodes with equal keys play the same part in blocks that are equal operator by operator.
+def same_in_every_block(graph: fx.Graph, marks: Mapping[str, Hashable]) -> dict[fx.Node, Hashable]:
+    """A key for each node; nodes with equal keys play the same part in blocks that are equal operator by operator, and
+    whose leaves have equal ``marks`` (what a plan says of them, by name).
 
     Nodes outside blocks, and blocks that differ from every other, have keys of their own.
     """
     keys: dict[fx.Node, Hashable] = {node: node.name for node in graph.nodes}
     for (prefix, _), nodes in block_members(graph).items():
-        signature = tuple(_signature(node) for node in nodes)
+        said = tuple(marks.get(found.name) for node in nodes if (found := leaf(node)))
+        signature = (tuple(_signature(node) for node in nodes), said)
         for position, node in enumerate(nodes):
             keys[node] = (prefix, hash(signature), position)
     return keys

@@ -19,6 +19,7 @@ from .cost_models.cluster import Cluster
 from .cost_models.cluster_costs import ClusterCosts
 from .dump import dump_program
 from .errors import CompileError, InputError
+from .explain import Difference, Explain, Explanation, difference
 from .initialize import Init, chosen, key_of
 from .mesh import Mesh
 from .meta_buffers import with_buffers
@@ -234,7 +235,45 @@ class CompiledProgram:
         """
         return prove(self._leader().program, name)
 
+    def explain(
+        self,
+        name: str,
+        *,
+        why_not: str | Mapping[str, str] | None = None,
+        costs: RankCosts | Cluster | None = None,
+    ) -> Explanation:
+        """What the program does with a module, an operator or a parameter, and what that costs.
+
+        Args:
+            why_not: another way for its parameters: ``"column"``, ``"row"`` or ``"replicated"`` over tp, or types by
+                axis (``{"tp": "S(0)"}``). The model is compiled again with it, and both programs are compared.
+            costs: as for :meth:`simulate`.
+
+        Raises:
+            CompileError: QN204 for a name or a way that the model does not have.
+        """
+        leader, task = self._leader(), self._task
+
+        def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
+            rows = leader.program.source.local.staged.sharded.program.batch_size
+            request = Request(task.mesh, plan, rows, task.device, task.rules)
+            other = compile_program(self._captured["train"], request, Runner())
+            return other.program, other.plan
+
+        return Explain(leader.program, task.plan, leader.plan, task.rules, self._prices(costs), recompile)(
+            name, why_not
+        )
+
+    def diff(self, other: CompiledProgram, *, costs: RankCosts | Cluster | None = None) -> Difference:
+        """What differs between this program and another of the same model: plan, placements, and costs of a step."""
+        mine, yours = self._leader(), other._leader()
+        return difference(mine.program, yours.program, (mine.plan, yours.plan), self._prices(costs))
+
     # -- prediction
+
+    def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
+        here = Cluster("h100", nodes=-(-self.mesh.size // 8)) if costs is None else costs
+        return ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
 
     def simulate(self, costs: RankCosts | Cluster | None = None, *, faults: Faults | None = None) -> Timeline:
         """A step, without any device: when each rank does what, what it waits for, and what memory it needs.
@@ -251,9 +290,7 @@ class CompiledProgram:
             CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
                 QN210 if an operator has no price.
         """
-        here = Cluster("h100", nodes=-(-self.mesh.size // 8)) if costs is None else costs
-        priced = ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
-        return simulate_program(self._leader().program, priced, faults)
+        return simulate_program(self._leader().program, self._prices(costs), faults)
 
     def _refuse_meta(self) -> None:
         empty = next((name for name, x in self._task.model.named_parameters() if x.is_meta), None)

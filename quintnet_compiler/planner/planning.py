@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from ..passes.expert_axes import expert_parameters
 from ..passes.fold_blocks import FoldBlocks, Folded
 from ..passes.normalize import Normalize
 from ..passes.rule_notation import Rule
-from ..plan import Plan
+from ..plan import Plan, read_plan
 from ..program import Captured
 from .bounds import LessSplit
 from .build import Builder
@@ -32,6 +33,7 @@ from .layouts import Layout, Limits, divisors, layouts
 from .report import PlanReport
 from .search import Found, Objective, Wanted, search
 from .units import unit_count
+from .versus import Versus
 
 aten = torch.ops.aten
 ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
@@ -80,7 +82,9 @@ class Planner:
     ) -> Planner:
         """Fix the batch size and fold repeated blocks."""
         program = Normalize(batch_size, torch.device("cpu"))(captured)
-        return cls(FoldBlocks()(program), machine, pinned, rules)
+        names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
+        marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
+        return cls(FoldBlocks(marks)(program), machine, pinned, rules)
 
     def limits(self) -> Limits:
         """The space: what is pinned has one choice, the rest what divides."""
@@ -207,9 +211,20 @@ def plan_model(
         raise _infeasible(planner, found, seconds)
     plans = tuple(planner.complete(one) for one in found.ranked)
     machine = planner.machine
+
+    def ask(decisions: Mapping[str, Any]) -> Versus:
+        given = {**planner.pinned.model_dump(exclude_unset=True), **decisions}
+        other = replace(planner, pinned=read_plan(given))
+        made = other.search(1, objective, seconds)
+        if made.ranked:
+            return Versus(found.ranked[0], made.ranked[0])
+        nearest = min(made.rejected, key=lambda one: one.lacks, default=None)
+        return Versus(found.ranked[0], None, f"{nearest.layout}: {nearest.reason}" if nearest else "no such layout")
+
     return PlanReport(
-        machine.name, planner.folded.program.batch_size, machine.memory_bytes, found, plans, time.monotonic() - started
-    )
+        machine.name, planner.folded.program.batch_size, machine.memory_bytes, found, plans, time.monotonic() - started,
+        ask,
+    )  # fmt: skip
 
 
 def _infeasible(planner: Planner, found: Found[Layout, Estimate], seconds: float) -> CompileError:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 from ..plan import Plan
 from .estimate import Estimate, gib, time_of
 from .layouts import Layout
 from .search import Found
+from .versus import Versus
 
 
 @dataclass(frozen=True)
 class PlanReport:
     """Ranked layouts of a model on a cluster. ``best`` is a :class:`quintnet.Plan`; ``plans`` are all of them, best
-    first. ``str()`` for people, ``to_json()`` for programs."""
+    first; ``ask`` finds the best layout with some decisions. ``str()`` for people, ``to_json()`` for programs."""
 
     cluster: str
     batch: int
@@ -24,6 +27,16 @@ class PlanReport:
     found: Found[Layout, Estimate]
     plans: tuple[Plan, ...]
     seconds: float
+    ask: Callable[[Mapping[str, Any]], Versus] = field(repr=False)
+
+    def why_not(self, **decisions: Any) -> Versus:
+        """The best plan beside the best one with these ``decisions`` (``mesh={"tp": 8}``, ``recompute="none"``): where
+        each spends its time and memory, or why there is none.
+
+        Raises:
+            CompileError: QN207 for a decision that no plan has.
+        """
+        return self.ask(decisions)
 
     @property
     def best(self) -> Plan:
