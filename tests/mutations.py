@@ -299,8 +299,7 @@ def ranks(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
 
 def _functions(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
     for stage in program.stages:
-        for label in ("forward", "backward"):
-            piece: Piece = getattr(stage, label)
+        for label, piece in stage.pieces.items():
             calls = [n for n in piece.module.graph.nodes if n.op == "call_method"]
             moves = [n for n in calls if not str(n.target).startswith("accumulate")]
             settled = [n for n in calls if str(n.target).startswith("accumulate")]

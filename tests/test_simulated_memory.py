@@ -67,6 +67,10 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("encoder", {"pp": 2, "dp": 2}, {"microbatches": 2}),
     ("gpt", {"cp": 2}, {"microbatches": 2}),
     ("mixture", {"ep": 2}, {"microbatches": 2}),
+    ("gpt", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 3}),
+    ("cnn", {"pp": 3}, {"microbatches": 8, "schedule": "zb-h1"}),
+    ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 4, "schedule": "zb-h1", "recompute": "full"}),
+    ("vit", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
 ]
 
 
