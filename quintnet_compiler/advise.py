@@ -15,7 +15,7 @@ from .errors import CompileError
 from .mesh import Mesh
 from .passes.rule_notation import Rule, table
 from .passes.sharding_rules import RULES
-from .plan import Plan, check_plan, read_plan
+from .plan import Plan, check_plan, check_schedule, read_plan
 from .planner.estimate import Estimate
 from .planner.planning import Machine, Planner, plan_model
 from .planner.report import PlanReport
@@ -94,6 +94,7 @@ def _planner(
         raise CompileError(
             "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
         )
+    check_schedule(pinned)
     batch = plain_batch(batch)
     captured = capture(model, batch, loss_fn)
     book = {**RULES, **table(rules)}

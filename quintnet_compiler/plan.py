@@ -168,11 +168,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
         raise CompileError(
             "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
         )
-    if plan.schedule not in SCHEDULES:
-        raise CompileError(
-            "QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {', '.join(sorted(SCHEDULES))}"
-        )
-    SCHEDULES[plan.schedule](mesh["pp"], 1, plan.virtual_stages)  # refuses numbers of stages that it does not have
+    check_schedule(plan)
     for name in plan.experts:
         if mesh[name] == 1:
             raise CompileError(
@@ -185,6 +181,15 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
                     "QN201", f"the plan shards {pattern!r} over {axis!r}", fix="name one of dp, tp, cp, ep"
                 )
             _type(pattern, text)
+
+
+def check_schedule(plan: Plan) -> None:
+    """Raises: CompileError QN208 for an unknown schedule, or a number of stages per rank that it does not have."""
+    if plan.schedule not in SCHEDULES:
+        raise CompileError(
+            "QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {', '.join(sorted(SCHEDULES))}"
+        )
+    SCHEDULES[plan.schedule](1, 1, plan.virtual_stages)
 
 
 def _type(pattern: str, text: str) -> AxisType:

@@ -50,7 +50,7 @@ class LessSplit:
         key = replace(layout, tp=tp, cp=1, ep=1, dp=1, rows=rows, context="all_gather", experts=())
         if key not in self.known:
             try:
-                units = self.build(replace(key, pp=1, microbatches=self.batch // rows, schedule="1f1b"))
+                units = self.build(replace(key, pp=1, microbatches=self.batch // rows))
                 self.known[key] = estimate(units, key, self.costs)
             except CompileError:
                 self.known[key] = None

@@ -25,8 +25,8 @@ MOMENTS = 2
 
 
 @dataclass(frozen=True)
-class StageMemory:
-    """Bytes on one rank of a stage, at the schedule's peak."""
+class RankMemory:
+    """Bytes on the rank at one place of the pipeline, at the schedule's peak."""
 
     parameters: int
     gradients: int
@@ -41,9 +41,10 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout costs. ``seconds``: of a step, which is ``pipeline`` (``bubble`` of it idle on the fullest stage),
-    gradients that are summed after it (``gradients``) and the ``optimizer``. ``communication``: seconds on the fullest
-    stage that computing waits for, by axis. ``begins``: where stages but the first begin."""
+    """What a layout costs. ``seconds``: of a step, which is ``pipeline`` (``bubble`` of it idle on the busiest rank),
+    gradients that are summed after it (``gradients``) and the ``optimizer``. ``communication``: seconds on the busiest
+    rank that computing waits for, by axis. ``memory``: along the pipeline. ``begins``: where stages but the first
+    begin."""
 
     layout: Layout
     pipeline: float
@@ -51,7 +52,7 @@ class Estimate:
     gradients: float
     optimizer: float
     communication: Mapping[str, float]
-    memory: tuple[StageMemory, ...]
+    memory: tuple[RankMemory, ...]
     begins: tuple[str, ...]
 
     @property
@@ -61,11 +62,11 @@ class Estimate:
     @property
     def memory_bytes(self) -> int:
         """Of the fullest rank."""
-        return max(stage.total for stage in self.memory)
+        return max(rank.total for rank in self.memory)
 
     @property
     def exposed(self) -> float:
-        """Seconds that the fullest stage waits for communication."""
+        """Seconds that the busiest rank waits for communication."""
         return sum(self.communication.values()) + self.gradients
 
     def numbers(self) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Estimate:
             "optimizer_seconds": self.optimizer,
             "communication_seconds": dict(self.communication),
             "memory_bytes": self.memory_bytes,
-            "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in self.memory],
+            "rank_memory_bytes": [vars(rank) | {"total": rank.total} for rank in self.memory],
             "stages": list(self.begins),
         }
 
@@ -87,7 +88,7 @@ class Estimate:
         return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:
-        fullest = max(self.memory, key=lambda stage: stage.total)
+        fullest = max(self.memory, key=lambda rank: rank.total)
         parts = ", ".join(f"{name} {gib(size)}" for name, size in vars(fullest).items())
         waits = ", ".join(f"{axis} {time_of(seconds)}" for axis, seconds in self.communication.items())
         return "\n".join(
@@ -95,7 +96,7 @@ class Estimate:
                 f"{self.layout}",
                 f"step {time_of(self.seconds)}: pipeline {time_of(self.pipeline)} (bubble {time_of(self.bubble)}), "
                 f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
-                f"communication on the fullest stage: {waits or 'none'}",
+                f"communication on the busiest rank: {waits or 'none'}",
                 f"memory of the fullest rank {gib(fullest.total)}: {parts}",
             ]
         )
@@ -119,37 +120,49 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
         CompileError: QN206 if no unit begins where a stage should.
     """
     mesh = layout.mesh
-    starts = _named_starts(units, begins) if begins else _starts(units, layout, costs, mesh)
+    schedule = SCHEDULES[layout.schedule](layout.pp, layout.microbatches, layout.virtual_stages)
+    home = schedule.placement
+    starts = _named_starts(units, begins) if begins else _starts(units, len(home), costs, mesh)
     stages = [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
-    sends = [_send(stage[0], costs, mesh) if index else 0.0 for index, stage in enumerate(stages)]
+    alone = [stage == 0 or home[stage] == home[stage - 1] for stage in range(len(home))]
+    sends = [0.0 if free else _send(part[0], costs, mesh) for free, part in zip(alone, stages, strict=True)]
     times = {}
     for stage, (part, send) in enumerate(zip(stages, sends, strict=True)):
         # a stage waits for what it receives; gradients go back the same way
+        backward = sum(unit.backward for unit in part)
         times[stage, Op.FORWARD] = sum(unit.forward for unit in part) + send
-        times[stage, Op.BACKWARD] = sum(unit.backward for unit in part) + send
-    schedule = SCHEDULES[layout.schedule](layout.pp, layout.microbatches)
-    lines = simulate(schedule, chain(layout.pp), lambda action: times[action.stage, action.op])
+        times[stage, Op.BACKWARD] = backward + send
+        # the halves of a backward are taken to be equal
+        times[stage, Op.BACKWARD_INPUT], times[stage, Op.BACKWARD_WEIGHT] = backward / 2 + send, backward / 2
+    lines = simulate(schedule, chain(schedule.num_stages), lambda action: times[action.stage, action.op])
     length = max(line[-1].end for line in lines)
-    once = max(sum(unit.once for unit in stage) for stage in stages)
-    busiest = max(range(layout.pp), key=lambda stage: times[stage, Op.FORWARD] + times[stage, Op.BACKWARD])
-    busy = layout.microbatches * (times[busiest, Op.FORWARD] + times[busiest, Op.BACKWARD])
+    mine = [[stage for stage, rank in enumerate(home) if rank == here] for here in range(layout.pp)]
+    work = [[unit for stage in own for unit in stages[stage]] for own in mine]
+    once = max(sum(unit.once for unit in part) for part in work)
+    busiest = max(
+        range(layout.pp), key=lambda rank: sum(times[s, Op.FORWARD] + times[s, Op.BACKWARD] for s in mine[rank])
+    )
+    busy = layout.microbatches * sum(times[s, Op.FORWARD] + times[s, Op.BACKWARD] for s in mine[busiest])
     moved: Counter[str] = Counter()
-    for unit in stages[busiest]:
+    for unit in work[busiest]:
         for axis, seconds in unit.communication.items():
             moved[axis] += seconds * layout.microbatches  # type: ignore[assignment]
     if layout.pp > 1:
-        moved["pp"] = 2 * sends[busiest] * layout.microbatches  # type: ignore[assignment]
-    owners = Counter(name for stage in stages for name in {name for unit in stage for name in unit.tied})
-    held = [_held(stage, owners) for stage in stages]
-    settle = max(_settle(found, costs, mesh) - _hidden(stage, costs) for found, stage in zip(held, stages, strict=True))
+        moved["pp"] = 2 * sum(sends[s] for s in mine[busiest]) * layout.microbatches  # type: ignore[assignment]
+    owners = Counter(name for part in work for name in {name for unit in part for name in unit.tied})
+    held = [_held(part, owners) for part in work]
+    saved = [sum(unit.saved for unit in part) for part in stages]
+    # beside the last backward of a rank's first stage, its gradients are summed
+    settle = max(
+        _settle(found, costs, mesh) - _hidden(stages[own[0]], costs) for found, own in zip(held, mine, strict=True)
+    )
     sizes = [sum(one.bytes for one in found) for found in held]
     memory = tuple(
-        StageMemory(
-            size, size, MOMENTS * size, _in_flight(schedule.actions[index]) * sum(unit.saved for unit in stage),
-            max(unit.working for unit in stage),
+        RankMemory(
+            size, size, MOMENTS * size, _most_saved(schedule.actions[rank], saved), max(unit.working for unit in part)
         )
-        for index, (size, stage) in enumerate(zip(sizes, stages, strict=True))
-    )  # fmt: skip
+        for rank, (size, part) in enumerate(zip(sizes, work, strict=True))
+    )
     return Estimate(
         layout, length + once, max(0.0, length - busy), max(0.0, settle), costs.optimizer_seconds(max(sizes)),
         dict(moved), memory, tuple(stage[0].begin for stage in stages[1:]),
@@ -157,7 +170,8 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
 
 
 def _send(unit: Unit, costs: RankCosts, mesh: Mesh) -> float:
-    return costs.send_seconds(unit.received, 0, mesh.rank({"pp": 1}))
+    """To a stage that begins with ``unit``, from another rank."""
+    return costs.send_seconds(unit.received, 0, mesh.rank({"pp": 1})) if mesh["pp"] > 1 else 0.0
 
 
 def _named_starts(units: Sequence[Unit], begins: Sequence[str]) -> list[int]:
@@ -170,27 +184,27 @@ def _named_starts(units: Sequence[Unit], begins: Sequence[str]) -> list[int]:
     return [places[name] for name in begins]
 
 
-def _starts(units: Sequence[Unit], layout: Layout, costs: RankCosts, mesh: Mesh) -> list[int]:
-    if layout.pp == 1:
+def _starts(units: Sequence[Unit], num_stages: int, costs: RankCosts, mesh: Mesh) -> list[int]:
+    if num_stages == 1:
         return []
     work = np.concatenate([[0.0], np.cumsum([unit.forward + unit.backward for unit in units])])
     sends = np.array([0.0, *(2 * _send(unit, costs, mesh) for unit in units[1:]), 0.0])
-    return balanced_starts(work[None, :] - work[:, None] + sends[:, None], layout.pp)
+    return balanced_starts(work[None, :] - work[:, None] + sends[:, None], num_stages)
 
 
-def _held(stage: Sequence[Unit], stages: Mapping[str, int]) -> list[Held]:
-    """What a stage holds, by the axes over which gradients are summed: ``pp`` for what several stages have."""
+def _held(part: Sequence[Unit], ranks: Mapping[str, int]) -> list[Held]:
+    """What a rank holds, by the axes over which gradients are summed: ``pp`` for what several of them have."""
     found: Counter[tuple[str, ...]] = Counter()
-    for unit in stage:
+    for unit in part:
         for one in unit.parameters:
             found[one.axes] += one.bytes
-    for name, one in {name: one for unit in stage for name, one in unit.tied.items()}.items():
-        found[(*one.axes, "pp") if stages[name] > 1 else one.axes] += one.bytes
+    for name, one in {name: one for unit in part for name, one in unit.tied.items()}.items():
+        found[(*one.axes, "pp") if ranks[name] > 1 else one.axes] += one.bytes
     return [Held(size, axes) for axes, size in sorted(found.items())]
 
 
 def _settle(held: Sequence[Held], costs: RankCosts, mesh: Mesh) -> float:
-    """Sums of gradients: over the ranks of their axes, and for what is in two stages over those."""
+    """Sums of gradients: over the ranks of their axes, and for what two ranks of a pipeline have over those."""
     total = 0.0
     for one in held:
         inside = mesh.peers(0, [axis for axis in one.axes if axis != "pp"])
@@ -206,10 +220,10 @@ def _hidden(stage: Sequence[Unit], costs: RankCosts) -> float:
     return sum(unit.backward for unit in stage) if costs.overlaps else 0.0
 
 
-def _in_flight(row: Sequence[Action]) -> int:
-    """How many microbatches' saved values a rank holds at most."""
+def _most_saved(row: Sequence[Action], saved: Sequence[int]) -> int:
+    """The most bytes that a rank saves at once; ``saved``: of one microbatch of each stage."""
     now = most = 0
     for action in row:
-        now += (action.op is Op.FORWARD) - (action.op in RELEASES)
+        now += saved[action.stage] * ((action.op is Op.FORWARD) - (action.op in RELEASES))
         most = max(most, now)
     return most

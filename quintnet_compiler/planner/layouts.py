@@ -22,6 +22,7 @@ class Limits:
     contexts: tuple[str, ...]
     experts: tuple[tuple[str, ...], ...]
     schedules: tuple[str, ...]
+    virtual_stages: int
     recompute: tuple[str, ...]
     microbatches: tuple[int, ...]
     units: int
@@ -41,6 +42,7 @@ class Layout:
     context: str
     experts: tuple[str, ...]
     schedule: str
+    virtual_stages: int
     recompute: str
 
     @property
@@ -62,6 +64,7 @@ class Layout:
                 "mesh": dict(self.mesh.axes),
                 "microbatches": self.microbatches,
                 "schedule": self.schedule,
+                "virtual_stages": self.virtual_stages,
                 "context": self.context,
                 "experts": self.experts,
                 "recompute": self.recompute,
@@ -73,7 +76,8 @@ class Layout:
         more = [f"{self.microbatches} x {self.rows} rows"]
         more += [self.context] if self.cp > 1 else []
         more += [f"experts over {' and '.join(self.experts)}"] if self.experts else []
-        more += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
+        several = f" of {self.virtual_stages} stages per rank" if self.virtual_stages > 1 else ""
+        more += [f"{self.schedule}{several}"] if self.pp > 1 and self.schedule != "1f1b" else []
         more += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         return " x ".join(parts) + ", " + ", ".join(more)
 
@@ -85,7 +89,7 @@ def layouts(limits: Limits) -> Iterator[Layout]:
             for ep in limits.ways["ep"]:
                 for pp in limits.ways["pp"]:
                     inner = tp * cp * ep * pp
-                    if limits.devices % inner or pp > limits.units:
+                    if limits.devices % inner or pp * limits.virtual_stages > limits.units:
                         continue
                     dp = limits.devices // inner
                     if dp in limits.ways["dp"]:
@@ -106,7 +110,10 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
                 for schedule in limits.schedules if pp > 1 else limits.schedules[:1]:
                     for recompute in limits.recompute:
                         rows = share // microbatches
-                        yield Layout(tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, recompute)
+                        yield Layout(
+                            tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, limits.virtual_stages,
+                            recompute,
+                        )  # fmt: skip
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -100,6 +100,7 @@ class Planner:
             contexts=(pinned.context,) if "context" in given else ("all_gather", "ulysses", "ring"),
             experts=(pinned.experts,) if "experts" in given else ((), *spread),
             schedules=(pinned.schedule,),
+            virtual_stages=pinned.virtual_stages,
             recompute=(pinned.recompute,) if "recompute" in given else ("none", "full"),
             microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
             units=unit_count(self.folded),
@@ -162,7 +163,7 @@ class Planner:
         rows = self.folded.program.batch_size // (sizes["dp"] * sizes["ep"] * plan.microbatches)
         layout = Layout(
             **sizes, microbatches=plan.microbatches, rows=rows, context=plan.context, experts=plan.experts,
-            schedule=plan.schedule, recompute=plan.recompute,
+            schedule=plan.schedule, virtual_stages=plan.virtual_stages, recompute=plan.recompute,
         )  # fmt: skip
         return estimate(self.builder()(layout), layout, self.machine.costs, plan.stages)
 
