@@ -17,6 +17,7 @@ from .files import open_folder, write_file
 from .mesh import AXES, Mesh
 from .names import LONGEST_PATH, one_line
 from .schedule_kinds import SCHEDULES
+from .schedule_synthesis import SYNTHESIZED
 from .sharding import AxisType, parse_type
 
 LARGEST_FILE = 16 * 2**20
@@ -38,7 +39,7 @@ class Plan(BaseModel):
 
     ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
     ``schedule``: the order of pipeline actions: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``,
-    see :mod:`.schedule_kinds`.
+    see :mod:`.schedule_kinds`; or ``"synthesized"`` for what the cost model's times of the stages make of it.
     ``virtual_stages``: how many pipeline stages each rank has: two or more where the schedule is interleaved.
     ``stages``: where each pipeline stage but the first begins: module paths or operator names.
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
@@ -185,10 +186,11 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
 
 def check_schedule(plan: Plan) -> None:
     """Raises: CompileError QN208 for an unknown schedule, or a number of stages per rank that it does not have."""
+    if plan.schedule == SYNTHESIZED:
+        return
     if plan.schedule not in SCHEDULES:
-        raise CompileError(
-            "QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {', '.join(sorted(SCHEDULES))}"
-        )
+        known = ", ".join(sorted([*SCHEDULES, SYNTHESIZED]))
+        raise CompileError("QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {known}")
     SCHEDULES[plan.schedule](1, 1, plan.virtual_stages)
 
 

@@ -180,7 +180,7 @@ MESSAGES: dict[str, str] = {
         "context, balance_context, experts, recompute, seed, unknown_ops"
     ),
     "unknown schedule": (
-        "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe, interleaved, zb-h1, zb-v"
+        "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe, interleaved, synthesized, zb-h1, zb-v"
     ),
     "no plan file": (
         "QN207 the plan document is not valid\n"

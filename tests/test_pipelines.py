@@ -70,6 +70,9 @@ FAST: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     # values that are computed again
     ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 4, "schedule": "zb-h1", "recompute": "full"}),
     ("mlp", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "recompute": "full"}),
+    # made for the model's own stages
+    ("gpt", {"pp": 3}, {"microbatches": 4, "schedule": "synthesized"}),
+    ("cnn", {"pp": 2, "dp": 2}, {"microbatches": 4, "schedule": "synthesized", "virtual_stages": 2}),
     # uneven stages, one of them a single operator
     (
         "mlp",
@@ -84,13 +87,17 @@ def test_a_pipeline_trains_as_the_unsplit_model(name: str, mesh: dict[str, int],
     _trains_equally(name, mesh, **options)
 
 
-@pytest.mark.parametrize(("schedule", "virtual_stages"), [("interleaved", 2), ("zb-v", 2)])
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("interleaved", 2), ("synthesized", 2)])
 def test_evaluation_follows_and_the_plan_says_all(schedule: str, virtual_stages: int) -> None:
     case, model, mesh = CASES["cnn"], build("cnn"), {"pp": 2}
     program = _compile("cnn", mesh, microbatches=4, schedule=schedule, virtual_stages=virtual_stages)
     assert len(program.plan.stages) == 3 and program.plan.virtual_stages == 2
     again = _compile("cnn", mesh, plan=program.plan)
     assert again._leader().program.digest == program._leader().program.digest
+    larger, (loss, expected) = case.batch(2 * ROWS), reference(model, case.batch(2 * ROWS), case.loss_fn)
+    torch.testing.assert_close(program.step(larger), loss)
+    found = {n: p.grad.full_tensor() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    assert worst_error(found, expected)[0] < case.tolerance
     images, labels = case.batch(ROWS)
     with torch.no_grad():
         torch.testing.assert_close(program(images), model(images), rtol=1e-9, atol=1e-12)

@@ -16,7 +16,7 @@ from ..errors import CompileError
 from ..mesh import Mesh
 from ..passes.partition import balanced_starts
 from ..schedule import RELEASES, Action, Op, chain, simulate
-from ..schedule_kinds import SCHEDULES
+from ..schedule_synthesis import StageTimes, schedule_of
 from .layouts import Layout
 from .units import Held, Unit
 
@@ -120,10 +120,13 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
         CompileError: QN206 if no unit begins where a stage should.
     """
     mesh = layout.mesh
-    schedule = SCHEDULES[layout.schedule](layout.pp, layout.microbatches, layout.virtual_stages)
-    home = schedule.placement
-    starts = _named_starts(units, begins) if begins else _starts(units, len(home), costs, mesh)
+    count = layout.pp * layout.virtual_stages
+    starts = _named_starts(units, begins) if begins else _starts(units, count, costs, mesh)
     stages = [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
+    schedule = schedule_of(
+        layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, lambda: [_times(s) for s in stages]
+    )
+    home = schedule.placement
     alone = [stage == 0 or home[stage] == home[stage - 1] for stage in range(len(home))]
     sends = [0.0 if free else _send(part[0], costs, mesh) for free, part in zip(alone, stages, strict=True)]
     times = {}
@@ -167,6 +170,11 @@ def estimate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
         layout, length + once, max(0.0, length - busy), max(0.0, settle), costs.optimizer_seconds(max(sizes)),
         dict(moved), memory, tuple(stage[0].begin for stage in stages[1:]),
     )  # fmt: skip
+
+
+def _times(stage: Sequence[Unit]) -> StageTimes:
+    half = sum(unit.backward for unit in stage) / 2
+    return StageTimes(sum(unit.forward for unit in stage), half, half)
 
 
 def _send(unit: Unit, costs: RankCosts, mesh: Mesh) -> float:
