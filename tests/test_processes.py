@@ -67,7 +67,7 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
         ("gpt", {"cp": 4}, 1, {"context": "ring"}),
         # values go up and down between two ranks, and skip stages
         ("cnn", {"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 3}),
-        ("gpt", {"pp": 2, "dp": 2}, 4, {"schedule": "zb-v", "virtual_stages": 2}),
+        ("mlp", {"pp": 2}, 4, {"schedule": "zb-v", "virtual_stages": 2}),
     ],
 )
 def test_processes_equal_the_local_transport(
