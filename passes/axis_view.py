@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..annotations import facts, leaf
+from ..annotations import Leaf, facts, leaf
 from ..cost import CostModel
 from ..errors import CompileError, Where
 from ..program import Axis, Program, Strategy
@@ -44,6 +44,11 @@ class Wishes:
     experts: tuple[str, ...] = ()
 
 
+def stores_state(axis: Axis, experts: Sequence[str]) -> bool:
+    """Whether slices of parameters over ``axis`` are gathered before operators see them."""
+    return axis.role in ("data", "context") and axis.name not in experts
+
+
 @dataclass(frozen=True)
 class AxisView:
     """``before``: the axes outside of ``axis``; ``chosen``: what each operator does on them; ``factors``: what is left
@@ -65,6 +70,11 @@ class AxisView:
     @property
     def spreads_experts(self) -> bool:
         return self.axis.name in self.wishes.experts
+
+    def stores(self, found: Leaf) -> bool:
+        """Whether slices of a parameter over this axis are no more than how it is stored, see
+        :class:`.shard_state.ShardState`: what the axis splits is data, and no rows are exchanged for experts."""
+        return found.kind == "parameter" and stores_state(self.axis, self.wishes.experts)
 
     def legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         """Every strategy that ``node``'s rule allows, whatever the role of the axis."""

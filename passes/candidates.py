@@ -62,7 +62,7 @@ class Candidates:
                 raise refusal(self.axis, Edge(node, node, 0, grad=True))
             return parts
         fixed = self.wishes.fixed.get((found.name, self.axis.name))
-        if fixed is not None:
+        if fixed is not None and not (isinstance(fixed, Shard) and self.view.stores(found)):
             allowed = [s for s in options if s.outputs[0] == fixed or plain(s.outputs[0]) == plain(fixed) is I]
             if not allowed:
                 left = local_shape(shape(node), tuple(s.outputs[0] for s in self.view.chosen[node]), self.view.ranks)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
+from ..annotations import Leaf, facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
 from ..builder import GraphBuilder
 from ..comm_ops import convert, lower_conversion
 from ..errors import CompileError
@@ -62,7 +62,7 @@ class _Check:
         self.local = self.program.local
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
-        self.operators = VectorJacobian(self.scratch)
+        self.operators = VectorJacobian(self.scratch, {})
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
     def run(self) -> None:
@@ -76,16 +76,16 @@ class _Check:
         loss = outputs(self.local.graph)[0]
         self._seed(loss)
         for (key, stage), terms in self.terms.items():
-            found = leaf(key[0])
+            found = self._leaf(key)
             if found is None:
                 continue
             made = self.program.gradients.get((found.name, stage or 0))
             self._sum(made, terms, f"the gradient of {found.name} in stage {stage}", key[0], stage)
-        for key in {key for key, _ in self.terms if leaf(key[0]) is None}:
+        for key in {key for key, _ in self.terms if self._leaf(key) is None}:
             terms = [t for (k, _), found in self.terms.items() if k == key for t in found]
             self._sum(self.program.cotangents.get(key), terms, f"the gradient of {key[0].name}", key[0], None)
         for name, stage in self.program.gradients:
-            if not any((f := leaf(k[0])) is not None and f.name == name and s == stage for k, s in self.terms):
+            if not any((f := self._leaf(k)) is not None and f.name == name and s == stage for k, s in self.terms):
                 raise self._fail(f"{name} gets a gradient in stage {stage}, and nothing there uses it", None)
 
     # -- operators
@@ -111,6 +111,10 @@ class _Check:
                 key = origin(given)
                 self.terms[key, stage].append(Term(term, bound, node))
 
+    def _leaf(self, key: Value) -> Leaf | None:
+        """The parameter whose gradient that of ``key`` is; types say how it is scattered at the end of the step."""
+        return leaf(self.local.deferred.get(key[0], key[0]))
+
     def _value(self, key: Value) -> fx.Node:
         found = self.program.values.get(key)
         if found is None:
@@ -126,7 +130,8 @@ class _Check:
         )
         literals = repr(fx.map_arg((node.args, node.kwargs), lambda _: "*"))
         wanted = _wanted(node)
-        key = (node.target, literals, looks, tuple(arrives), grad, tuple(wanted))
+        stored = node in self.local.at_start
+        key = (node.target, literals, looks, tuple(arrives), grad, tuple(wanted), stored)
         if key not in self.patterns:
             self.patterns[key] = self._make(node, inputs, arrives, grad, wanted)
         return self.patterns[key]
@@ -145,7 +150,7 @@ class _Check:
             self.scratch.placeholder("t", v) if here else None for v, here in zip(values(node), arrives, strict=True)
         ]
         if node.target is convert:
-            return self._conversion(places[0], tangents[0], args)
+            return self._conversion(places[0], tangents[0], args, node in self.local.at_start)
         if not grad:
             made = self.scratch.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
             several = isinstance(facts(made).value, tuple)
@@ -155,16 +160,16 @@ class _Check:
         terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(places)
         return Pattern(tuple(places), tuple(tangents), tuple(outs_), tuple(terms))
 
-    def _conversion(self, x: fx.Node, tangent: fx.Node | None, args: Any) -> Pattern:
+    def _conversion(self, x: fx.Node, tangent: fx.Node | None, args: Any, stored: bool) -> Pattern:
         _, axis, size, source, target = args
         a, b = parse_type(source), parse_type(target)
 
-        def move(given: fx.Node, before: Any, after: Any) -> fx.Node:
-            op, dims = lower_conversion(before, after)
+        def move(given: fx.Node, before: Any, after: Any, stored: bool = False) -> fx.Node:
+            op, dims = lower_conversion(before, after, stored=stored)
             return given if op is None else self.scratch.call(op, given, axis, size, *dims)
 
         back = None if tangent is None else move(tangent, gradient(b), gradient(a))
-        return Pattern((x,), (tangent,), (move(x, a, b),), (back,))
+        return Pattern((x,), (tangent,), (move(x, a, b, stored),), (back,))
 
     # -- gradients
 

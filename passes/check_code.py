@@ -190,6 +190,11 @@ def _check_state(program: DistributedProgram) -> None:
         spec = program.state.get(found.name)
         if spec is None or spec.sharding != sharded.produced(node) or spec.shape != shape(node):
             raise _fail(f"{found.name} is laid out in another way than its type says")
+        held = sharded.gathered.get(node)
+        if spec.accumulated != (held.sharding if held is not None and held.deferred else spec.sharding):
+            raise _fail(f"the gradient of {found.name} is added up in another way than its type says")
+        if spec.resident != (held.sharding if held is not None and held.once else spec.sharding):
+            raise _fail(f"{found.name} is gathered at another time than its type says")
         if spec.dtype != value(node).dtype or spec.trainable != found.trainable or spec.kind != found.kind:
             raise _fail(f"{found.name} is another kind of tensor")
         here = users[found.name] or {0}

@@ -48,6 +48,8 @@ def check_types(local: LocalProgram, rules: RuleBook) -> None:
             _check_leaf(sharded, node)
         else:
             _check_inputs(local, node, own)
+    for node in sharded.gathered:
+        _check_gathered(local, node)
     _check_outputs(local)
 
 
@@ -93,6 +95,28 @@ def _check_leaf(sharded: ShardedProgram, node: fx.Node) -> None:
             raise _fail(f"{node.name} arrives split over {axis.name}", node)
         if found is not None and found.trainable and axis.role == "time" and kind is not R:
             raise _fail(f"the gradient of {found.name} would count once for each microbatch", node)
+
+
+def _check_gathered(local: LocalProgram, node: fx.Node) -> None:
+    """A parameter that is stored in slices is gathered where only data is split. If its gradient is scattered at the
+    end of the step, that is the transpose of what every user sees: the same gather, at the start of it."""
+    sharded = local.staged.sharded
+    held, stored = sharded.gathered[node], sharded.produced(node)
+    for axis, kind, whole in zip(sharded.axes, stored, held.sharding, strict=True):
+        if kind != whole and not (isinstance(kind, Shard) and plain(whole) is I and axis.role in ("data", "context")):
+            raise _fail(f"{node.name} is stored as {kind} over {axis.name}, and gathered to {whole}", node)
+    start = local.parts.get((node, 0))
+    ends = [end for end, found in local.deferred.items() if found is start]
+    between: set[fx.Node] = set()
+    for end in ends:
+        steps = moves(local, end, (node, 0))
+        between |= {step.node for step in steps}
+        arrived = arrive(sharded, (node, 0), steps, grad=True, user=node)
+        direct = all(step.before == stored[step.axis] != held.sharding[step.axis] for step in steps)
+        if not (held.deferred and direct and arrived == held.sharding and between <= local.once):
+            raise _fail(f"{end.name} is not what {node.name} is gathered to at the start of a step", node)
+    if held.deferred and start is not None and not between.issuperset(start.users):
+        raise _fail(f"an operator reads the slices of {node.name} whose gradient is scattered later", node)
 
 
 def _check_inputs(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..builder import GraphBuilder
 from ..comm_ops import convert, lower_conversion
 from ..program import DifferentiatedProgram, LocalProgram, outputs
 from ..sharding import gradient, parse_type
-from .vector_jacobian import Pullback, VectorJacobian
+from .vector_jacobian import Pullback, Template, VectorJacobian
 
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
@@ -31,20 +31,23 @@ class Differentiate:
     and the source line of the operator that it differentiates; gradients of one value are added up in the stage
     that produced them first, so that one tensor crosses per value and stage.
 
-    ``training=False`` only lowers conversions.
+    ``training=False`` only lowers conversions. ``templates``: operators that were traced once, for all programs of
+    one fake mode that this pass is applied to.
     """
 
     training: bool = True
+    templates: dict[Hashable, Template] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, local: LocalProgram, /) -> DifferentiatedProgram:
-        return _Tape(local, self.training).run()
+        return _Tape(local, self.training, self.templates).run()
 
 
 class _Tape:
-    def __init__(self, local: LocalProgram, training: bool) -> None:
+    def __init__(self, local: LocalProgram, training: bool, templates: dict[Hashable, Template]) -> None:
         self.local, self.training = local, training
+        self.deferring = _between(local)  # their transposes stand at the end of the step, where gradients settle
         self.builder = GraphBuilder(local.mode)
-        self.operators = VectorJacobian(self.builder)
+        self.operators = VectorJacobian(self.builder, templates)
         self.value: dict[Value, fx.Node] = {}
         self.stage: dict[fx.Node, int] = {}
         self.once: set[fx.Node] = set()
@@ -91,7 +94,7 @@ class _Tape:
         with self.builder.at(node):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value[origin(n)])
             if node.target is convert:
-                self.value[node, 0] = self._convert(*args)
+                self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
             elif self.training and known.needs_grad:
                 wanted = [0] if not isinstance(known.value, tuple) else _wanted(node)
                 made, pullback = self.operators.apply(node.target, args, kwargs, wanted)
@@ -108,7 +111,7 @@ class _Tape:
                             self.value[node, index] = self.builder.getitem(new, index)
                 else:
                     self.value[node, 0] = new
-        if node.target is convert and self.training and known.needs_grad:
+        if node.target is convert and self.training and known.needs_grad and node not in self.deferring:
             self.pullbacks.append((node, self._transpose(node)))
         self._settle(node, before)
 
@@ -121,14 +124,16 @@ class _Tape:
         for new in self.builder.made[before:]:
             if stage is not None:
                 self.stage[new] = stage
-            elif node in self.local.once:
+            if node in self.local.once and facts(new).phase == "forward":
                 self.once.add(new)
 
-    def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any) -> fx.Node:
-        return self._conversion(x, axis, size, parse_type(source), parse_type(target))
+    def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any, *, stored: bool) -> fx.Node:
+        return self._conversion(x, axis, size, parse_type(source), parse_type(target), stored=stored)
 
-    def _conversion(self, x: fx.Node, axis: str, size: int, source: Any, target: Any) -> fx.Node:
-        op, dims = lower_conversion(source, target)
+    def _conversion(
+        self, x: fx.Node, axis: str, size: int, source: Any, target: Any, *, stored: bool = False
+    ) -> fx.Node:
+        op, dims = lower_conversion(source, target, stored=stored)
         if op is None:
             return x
         return self.builder.call(op, x, axis, size, *dims)
@@ -172,7 +177,7 @@ class _Tape:
                     before = len(self.builder.made)
                     terms_here = self.arrived[parameter, 0].pop(stage, [])
                     if terms_here:
-                        found = leaf(parameter)
+                        found = leaf(self.local.deferred.get(parameter, parameter))
                         assert found is not None
                         self.gradients[found.name, stage] = self._add(terms_here)
                     self._settle(node, before)
@@ -208,18 +213,31 @@ def _wanted(node: fx.Node) -> list[int]:
 
 
 def _first_users(local: LocalProgram) -> dict[tuple[fx.Node, int], list[fx.Node]]:
-    """(operator, stage) -> trainable leaves whose first user in that stage it is: the last to send a gradient."""
+    """(operator, stage) -> trainable leaves (or what they are gathered to, where they wait for the end of the step)
+    whose first user in that stage it is: the last to send a gradient."""
     found: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
     seen: set[tuple[fx.Node, int]] = set()
+    between = _between(local)
     for node in local.graph.nodes:
-        if node.op != "call_function" or not needs_grad(node):
+        if node.op != "call_function" or not needs_grad(node) or node in between:
             continue
         stage = local.stage.get(node)
         for source in tensor_inputs(node):
-            if stage is not None and leaf(source) is not None and needs_grad(source) and (source, stage) not in seen:
+            held = leaf(source) is not None or source in local.deferred
+            if stage is not None and held and needs_grad(source) and (source, stage) not in seen:
                 seen.add((source, stage))
                 found[node, stage].append(source)
     return found
+
+
+def _between(local: LocalProgram) -> frozenset[fx.Node]:
+    """The conversions of parameters whose gradients wait for the end of the step."""
+    found: set[fx.Node] = set()
+    for node, start in local.deferred.items():
+        while node is not start:
+            found.add(node)
+            (node,) = node.all_input_nodes
+    return frozenset(found)
 
 
 def _drop_unused(graph: fx.Graph) -> None:

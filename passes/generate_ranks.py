@@ -17,6 +17,7 @@ from ..program import (
     DifferentiatedProgram,
     DistributedProgram,
     Piece,
+    ShardedProgram,
     Slice,
     StageProgram,
     StateSpec,
@@ -26,6 +27,7 @@ from ..program import (
 )
 from ..schedule import Edge, Op, Schedule, with_transfers
 from ..schedule_check import verify_schedule
+from ..sharding import Sharding
 from .spelling import SPELLING
 
 
@@ -34,7 +36,8 @@ class GenerateRanks:
     """Cut the graph into one forward and one backward function per stage, and order them by a schedule.
 
     ``schedule``: compute actions alone. Where it splits a stage's backwards, so is the function: the first half has
-    what values that other stages wait for depend on, the second the rest.
+    what values that other stages wait for depend on, the second the rest. ``checked``: whether the schedule is verified
+    (where it only says which functions there are, it need not be complete).
 
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
     its transfers is verified; the generated code of all ranks of a stage is the same.
@@ -42,6 +45,7 @@ class GenerateRanks:
 
     mesh: Mesh
     schedule: Schedule
+    checked: bool = True
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
         stages = program.local.staged.num_stages
@@ -58,7 +62,7 @@ class GenerateRanks:
         sites.append("the program's outputs")
         edges = [Edge(t.source, t.target, bool(t.backward)) for t in transfers]
         schedule = with_transfers(self.schedule, edges)
-        if program.gradients:
+        if program.gradients and self.checked:
             verify_schedule(schedule, edges)
         crossing = {n for t in transfers for n in (*t.forward, *t.backward)}
         return DistributedProgram(
@@ -312,10 +316,19 @@ def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
             found.trainable,
             kinds[found.name],
             tuple(sorted(stages[found.name])) or (0,),
+            *during_step(local.staged.sharded, node),
         )
         for node, found in original.items()
         if found.kind != "input"
     }
+
+
+def during_step(sharded: ShardedProgram, node: fx.Node) -> tuple[Sharding, Sharding]:
+    """The types in which a parameter is resident during a step, and in which its gradient is added up."""
+    held, stored = sharded.gathered.get(node), sharded.produced(node)
+    if held is None:
+        return stored, stored
+    return held.sharding if held.once else stored, held.sharding if held.deferred else stored
 
 
 def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:

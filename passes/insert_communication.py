@@ -29,8 +29,8 @@ from ..comm_ops import (
 )
 from ..errors import CompileError
 from ..expert_ops import expert_linear
-from ..program import LocalProgram, ShardedProgram, StagedProgram, outputs
-from ..sharding import I, P, R, Shard, Sharding, conversion_path, local_shape, plain
+from ..program import Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
+from ..sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
 from .expert_axes import hops
 from .lower_attention import LowerAttention
 from .rule_notation import Rule
@@ -47,7 +47,8 @@ class InsertCommunication:
     Ensures: every value has the local shape of its sharding; two conversions of one value to one sharding are one.
 
     A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
-    slices), else to the stage of the user. ``balance``: see :class:`.lower_attention.LowerAttention`.
+    slices), else to the stage of the user. What gathers a stored parameter comes before all its other conversions, and
+    runs once a step where the program says so. ``balance``: see :class:`.lower_attention.LowerAttention`.
     """
 
     rules: dict[Any, Rule]
@@ -73,6 +74,8 @@ class _Lowering:
         self.local: dict[tuple[fx.Node, int], fx.Node] = {}
         self.planned: dict[tuple[fx.Node, str, int | None], tuple[fx.Node, fx.Node]] = {}
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.at_start: set[fx.Node] = set()
+        self.deferred: dict[fx.Node, fx.Node] = {}
 
     def run(self) -> LocalProgram:
         for node in self.sharded.program.graph.nodes:
@@ -105,6 +108,7 @@ class _Lowering:
             self._once(),
             {key: n for key, n in self.local.items() if n in nodes},
             {key: found for key, found in self.reads.items() if nodes.issuperset(found)},
+            {n: found for n, found in self.deferred.items() if n in nodes},
         )
 
     def _leaf(self, node: fx.Node) -> None:
@@ -244,15 +248,32 @@ class _Lowering:
 
     def _converted(self, source: fx.Node, index: int, target: Sharding, grad: bool, stage: int | None) -> fx.Node:
         """``source`` in sharding ``target``, for a user in ``stage``."""
-        start = self.sharded.produced(source, index)
-        if not grad:  # without gradients I and R are the same bits
-            start, target = tuple(map(plain, start)), tuple(map(plain, target))
-        node = self.local[source, index]
-        found = leaf(source)
+        start, node = self.sharded.produced(source, index), self.local[source, index]
+        found, held = leaf(source), self.sharded.gathered.get(source)
         # a parameter is at hand in every stage that uses it
         home = stage if found is not None and found.kind == "parameter" else self.staged.stage.get(source)
-        state = list(start)
-        for position, kind in conversion_path(start, target, R if grad else I):
+        if held is not None:
+            node, start = self._gathered(node, start, held, stage), held.sharding
+        if not grad:  # without gradients I and R are the same bits
+            start, target = tuple(map(plain, start)), tuple(map(plain, target))
+        return self._moved(node, start, target, R if grad else I, (home, stage))
+
+    def _gathered(self, stored: fx.Node, start: Sharding, held: Gathered, stage: int | None) -> fx.Node:
+        """What operators of ``stage`` see of a parameter that is stored in slices."""
+        before = len(self.builder.made)
+        node = self._moved(stored, start, held.sharding, R if needs_grad(stored) else I, (stage, stage))
+        if held.once:
+            self.at_start.update(self.builder.made[before:])
+        if held.deferred:
+            self.deferred[node] = stored
+        return node
+
+    def _moved(
+        self, node: fx.Node, start: Sharding, target: Sharding, same: AxisType, at: tuple[int | None, int | None]
+    ) -> fx.Node:
+        """``at``: the stage where the value is at home, and that of its user."""
+        state, (home, stage) = list(start), at
+        for position, kind in conversion_path(start, target, same):
             before = state[position]
             state[position] = kind
             away = stage if isinstance(before, Shard) and not isinstance(kind, Shard) else home
@@ -286,7 +307,7 @@ class _Lowering:
         return local_shape(size, kind, self.sharded.ranks)
 
     def _once(self) -> frozenset[fx.Node]:
-        """Nodes that no parameter and no single microbatch touches: they run once a step."""
+        """What runs once a step: nodes that no parameter and no one microbatch touches, and gathers of parameters."""
         once: set[fx.Node] = set()
         for node in self.builder.graph.nodes:
             if node.op == "placeholder":
@@ -295,7 +316,7 @@ class _Lowering:
                     once.add(node)
                 continue
             anywhere = node.op == "call_function" and node.target is not microbatch and node not in self.stage
-            if anywhere and all(source in once for source in tensor_inputs(node)):
+            if node in self.at_start or (anywhere and all(source in once for source in tensor_inputs(node))):
                 once.add(node)
         return frozenset(once)
 

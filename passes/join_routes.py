@@ -104,6 +104,7 @@ def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> Loca
         sharding={same[n]: s for n, s in program.sharding.items() if n in same},
         once=frozenset(everywhere[n] for n in program.once if n in everywhere),
         parts={key: same[n] for key, n in program.parts.items() if n in same},
+        deferred={everywhere[n]: everywhere[start] for n, start in program.deferred.items() if n in everywhere},
         reads={
             key: tuple(same[n] for n in found) for key, found in program.reads.items() if all(n in same for n in found)
         },

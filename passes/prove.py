@@ -55,8 +55,13 @@ def _types(sharded: ShardedProgram, kinds: Sharding) -> str:
 
 def _settling(program: DistributedProgram, name: str, kinds: Sharding) -> list[str]:
     lines = []
-    for axis, kind in zip(program.axes, kinds, strict=True):
-        if kind is R and axis.role == "time":
+    for axis, kind, term in zip(program.axes, kinds, program.state[name].accumulated, strict=True):
+        if term != kind:
+            lines.append(
+                f"{axis.name}: each of {axis.size} ranks has a term of all of it; one reduce-scatter at the end of the "
+                "step, the transpose of the gather at its start, leaves each its slice"
+            )
+        elif kind is R and axis.role == "time":
             lines.append(f"{axis.name}: each of {axis.size} microbatches adds a term; they are added up as they come")
         elif kind is R:
             lines.append(f"{axis.name}: each of {axis.size} ranks has a term; one all-reduce at the end of the step")

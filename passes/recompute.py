@@ -1,4 +1,4 @@
-"""DifferentiatedProgram -> DifferentiatedProgram: values that the backward computes again instead of keeping."""
+"""DifferentiatedProgram -> DifferentiatedProgram: values that the backward makes again instead of keeping."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..annotations import annotate, facts
-from ..comm_ops import microbatch
+from ..annotations import annotate, facts, leaf
+from ..comm_ops import all_gather, microbatch
 from ..program import DifferentiatedProgram
 from .repeated_blocks import block_of
 
@@ -20,28 +20,34 @@ class Recompute:
     After:  %h = linear(%x, %w);  ...;  %h_1 = linear(%x, %w);  %g = gelu_backward(%gy, %h_1)
     Ensures: no value inside a block is saved; a copy stands right before its first use, and equals the original bit
     by bit: communication is repeated, and random masks depend on nothing but their place (Chen et al. 2016).
+
+    ``blocks``: whether to. ``parameters``: whether parameters that each microbatch gathers are gathered again, too,
+    wherever they are used; if not, they are kept.
     """
 
+    blocks: bool = True
+    parameters: bool = True
+
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        return _Copying(program).run()
+        inside, gathered = _in_blocks(program) if self.blocks else set[fx.Node](), _of_gathered(program)
+        return _Copying(program, inside | gathered if self.parameters else inside - gathered).run()
 
 
 class _Copying:
-    def __init__(self, program: DifferentiatedProgram) -> None:
-        self.program, self.graph = program, fx.Graph()
+    def __init__(self, program: DifferentiatedProgram, inside: set[fx.Node]) -> None:
+        self.program, self.inside, self.graph = program, inside, fx.Graph()
         self.new: dict[fx.Node, fx.Node] = {}
         self.again: dict[fx.Node, fx.Node] = {}
         self.stage: dict[fx.Node, int] = {}
 
     def run(self) -> DifferentiatedProgram:
-        inside = {node for node in self.program.graph.nodes if self._inside(node)}
         for node in self.program.graph.nodes:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], lambda n: self.new[n]))
                 continue
             if node.op == "call_function" and facts(node).phase == "backward":
                 for source in node.all_input_nodes:
-                    self._copy(source, inside)
+                    self._copy(source)
             self.new[node] = self._emit(node, again=_backward(node))
         self.graph.lint()
         p, new = self.program, self.new
@@ -57,18 +63,8 @@ class _Copying:
             copies={copy: new[n] for n, copy in self.again.items()},
         )
 
-    def _inside(self, node: fx.Node) -> bool:
-        """Whether a forward node is read in its own block only."""
-        if node.op != "call_function" or _backward(node) or node.target is microbatch or node in self.program.once:
-            return False
-        block, stage = block_of(node), self.program.stage.get(node)
-        forward = [user for user in node.users if user.op == "call_function" and not _backward(user)]
-        returned = node in self.program.outputs
-        alone = all(block_of(user) == block and self.program.stage.get(user) == stage for user in forward)
-        return block is not None and stage is not None and alone and not returned
-
-    def _copy(self, node: fx.Node, inside: set[fx.Node]) -> None:
-        todo = [node]
+    def _copy(self, node: fx.Node) -> None:
+        todo, inside = [node], self.inside
         while todo:  # not by recursion: chains are long
             last = todo[-1]
             missing = [n for n in last.all_input_nodes if n in inside and n not in self.again]
@@ -86,6 +82,41 @@ class _Copying:
         if node in self.program.stage:
             self.stage[made] = self.program.stage[node]
         return made
+
+
+def _in_blocks(program: DifferentiatedProgram) -> set[fx.Node]:
+    """Forward nodes that are read in their own block only."""
+    found = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or _backward(node) or node.target is microbatch or node in program.once:
+            continue
+        block, stage = block_of(node), program.stage.get(node)
+        forward = [user for user in node.users if user.op == "call_function" and not _backward(user)]
+        alone = all(block_of(user) == block and program.stage.get(user) == stage for user in forward)
+        if block is not None and stage is not None and alone and node not in program.outputs:
+            found.add(node)
+    return found
+
+
+def _of_gathered(program: DifferentiatedProgram) -> set[fx.Node]:
+    """Forward nodes that each microbatch makes of parameters alone, in a stage that has them: gathers, and what views
+    or casts the result."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or _backward(node) or node in program.once or not node.all_input_nodes:
+            continue
+        sources = node.all_input_nodes
+        held = all(source in found or _parameter(source) for source in sources)
+        gathers = node.target is all_gather or any(source in found for source in sources)
+        alone = all(program.stage.get(user) == program.stage.get(node) for user in node.users if user.op != "output")
+        if held and gathers and alone and node not in program.outputs:
+            found.add(node)
+    return found
+
+
+def _parameter(node: fx.Node) -> bool:
+    found = leaf(node)
+    return found is not None and found.kind == "parameter"
 
 
 def _backward(node: fx.Node) -> bool:

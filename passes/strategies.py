@@ -41,9 +41,7 @@ class RuleBook:
         found: dict[fx.Node, Factors] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
-                dims = tuple((f"d{i}",) for i in range(values(node)[0].dim()))
-                sizes = {f"d{i}": s for i, s in enumerate(values(node)[0].shape)}
-                found[node] = Factors((), (dims,), sizes)
+                found[node] = leaf_factors(node)
             elif node.op == "call_function" and not is_getitem(node):
                 found[node] = self._operator(node)
         return found
@@ -66,6 +64,12 @@ class RuleBook:
             raise CompileError(
                 "QN202", f"the rule of {node.target} does not fit here: {error}", where=facts(node).where
             ) from error
+
+
+def leaf_factors(node: fx.Node) -> Factors:
+    """One factor for each dim."""
+    sizes = {f"d{i}": size for i, size in enumerate(values(node)[0].shape)}
+    return Factors((), (tuple((name,) for name in sizes),), sizes)
 
 
 def split_factor(factors: Factors, name: str, cut: int, ranks: int) -> Factors:

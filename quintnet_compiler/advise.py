@@ -15,11 +15,12 @@ from .errors import CompileError
 from .mesh import Mesh
 from .passes.rule_notation import Rule, table
 from .passes.sharding_rules import RULES
-from .plan import Plan, check_plan, check_schedule, read_plan
+from .plan import Plan, check_plan, read_plan
 from .planner.estimate import Estimate
 from .planner.planning import Machine, Planner, plan_model
 from .planner.report import PlanReport
 from .planner.search import Objective
+from .schedule_synthesis import check_schedule
 
 Given = Plan | Mapping[str, Any] | str | Path | None
 
@@ -94,9 +95,10 @@ def _planner(
         raise CompileError(
             "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
         )
-    check_schedule(pinned)
+    decided = "virtual_stages" in pinned.model_fields_set
+    check_schedule(pinned.schedule, pinned.virtual_stages if decided else None)
     batch = plain_batch(batch)
-    captured = capture(model, batch, loss_fn)
+    captured = capture(model, batch, loss_fn, once=True)
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     return Planner.of(captured, batch_size_of(batch), Machine(cluster, unknown), pinned, book)

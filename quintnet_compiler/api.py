@@ -36,6 +36,9 @@ def compile(
     context: str | None = None,
     balance_context: bool | None = None,
     experts: Sequence[str] | None = None,
+    zero: int | None = None,
+    zero_axes: Sequence[str] | None = None,
+    regather: bool | None = None,
     recompute: str | None = None,
     seed: int | None = None,
     rules: Sequence[Rule] = (),
@@ -63,6 +66,9 @@ def compile(
         context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
         balance_context: whether a ring evens out the work of causal attention (it does by default).
         experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
+        zero: 1, 2 or 3: data ranks hold slices of optimizer state, and of gradients, and of parameters, see Plan.
+        zero_axes: over which axes; by default ``dp``.
+        regather: whether the backward gathers parameters again (it does by default) or the forward's are kept.
         recompute: ``"full"`` computes the inside of repeated blocks again in the backward instead of keeping it.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
@@ -85,6 +91,9 @@ def compile(
         "context": context,
         "balance_context": balance_context,
         "experts": None if experts is None else tuple(experts),
+        "zero": zero,
+        "zero_axes": None if zero_axes is None else tuple(zero_axes),
+        "regather": regather,
         "recompute": recompute,
         "seed": seed,
     }

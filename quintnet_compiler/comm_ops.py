@@ -80,6 +80,11 @@ all_gather = define_operator(
     "all_gather(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
 )
+# as all_gather, of what this rank stores of a parameter: that may lie in memory that has room for the result
+gather_state = define_operator(
+    "gather_state(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
+    lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
+)
 reduce_scatter = define_operator(
     "reduce_scatter(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, over=size),
@@ -177,7 +182,7 @@ ring_attention_backward = define_operator(
 COMMUNICATION = frozenset(
     {
         all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, ring_attention, ring_attention_backward,
-        route_plan, route, unroute,
+        route_plan, route, unroute, gather_state,
     }
 )  # fmt: skip
 # depend on the rank's coordinate, move nothing
@@ -193,8 +198,11 @@ SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
 MICROBATCHES = "mb"  # the axis in time
 
 
-def lower_conversion(source: AxisType, target: AxisType) -> tuple[torch._ops.OpOverload | None, tuple[int, ...]]:
-    """The operator that carries a plain value from ``source`` to ``target``, and its dim arguments.
+def lower_conversion(
+    source: AxisType, target: AxisType, *, stored: bool = False
+) -> tuple[torch._ops.OpOverload | None, tuple[int, ...]]:
+    """The operator that carries a plain value from ``source`` to ``target``, and its dim arguments. ``stored``: the
+    value is what ranks store of a parameter, at the start of a step.
 
     None: the bits do not move. The seven moves of plain values; a typed conversion is one of them forward and one
     backward.
@@ -205,7 +213,7 @@ def lower_conversion(source: AxisType, target: AxisType) -> tuple[torch._ops.OpO
     if isinstance(a, Shard) and isinstance(b, Shard):
         return all_to_all, (a.dim, a.parts, b.dim, b.parts)
     if isinstance(a, Shard):
-        return (shard_pad if b is P else all_gather), (a.dim, a.parts)
+        return (shard_pad if b is P else gather_state if stored else all_gather), (a.dim, a.parts)
     if isinstance(b, Shard):
         return (reduce_scatter if a is P else shard_slice), (b.dim, b.parts)
     return (all_reduce if a is P else share), ()

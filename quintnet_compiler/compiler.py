@@ -14,7 +14,7 @@ from .comm_ops import MICROBATCHES
 from .cost_models.roofline import Roofline
 from .dry_run import check_ranks
 from .mesh import Mesh
-from .passes.axis_view import Wishes
+from .passes.axis_view import Wishes, stores_state
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
 from .passes.check_types import check_types
@@ -29,6 +29,7 @@ from .passes.join_routes import JoinRoutes
 from .passes.normalize import Normalize
 from .passes.recompute import Recompute
 from .passes.rule_notation import Rule
+from .passes.shard_state import ShardState, stored_whole, storing_axes
 from .passes.sharding_rules import RULES
 from .passes.strategies import RuleBook
 from .passes.unsplit import unsplit
@@ -116,6 +117,7 @@ def compile_program(captured: Captured, request: Request, runner: Runner) -> Com
     schedule = _schedule(request, staged, plan.microbatches)
     program = _lower(staged, request, runner, schedule, training=True)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
+    whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
 
 
@@ -159,18 +161,16 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
     check_experts(program.graph, request.plan.experts)
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     axes = axes_of(request.mesh, microbatches)
+    plan, fixed = request.plan, fixed_types(request.plan, names, request.mesh)
+    experts = _experts(plan)
     choose = ChooseSharding(
         axes,
         RuleBook(request.rules, request.plan.unknown_ops),
         _prices(request),
-        Wishes(
-            fixed_types(request.plan, names, request.mesh),
-            request.plan.sequence_parallel,
-            request.plan.context,
-            request.plan.experts or ("ep",),
-        ),
+        Wishes(fixed, plan.sequence_parallel, plan.context, experts),
     )
-    return runner(choose, program)
+    store = ShardState(plan.zero, plan.zero_axes if plan.zero else (), fixed, experts)
+    return runner(store, runner(choose, program))
 
 
 def _lower(
@@ -180,13 +180,18 @@ def _lower(
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
     local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)
-    if training and request.plan.recompute == "full":
-        differentiated = runner(Recompute(), differentiated)
+    full, gathers = request.plan.recompute == "full", bool(staged.sharded.gathered)
+    if training and (full or (gathers and request.plan.regather)):
+        differentiated = runner(Recompute(full, request.plan.regather), differentiated)
     runner.check(check_backward, differentiated, training)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)
     runner.check(check_ranks, program)
     return program
+
+
+def _experts(plan: Plan) -> tuple[str, ...]:
+    return plan.experts or ("ep",)
 
 
 def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:
@@ -197,10 +202,12 @@ def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:
 def _complete(
     plan: Plan, mesh: Mesh, sharded: ShardedProgram, staged: StagedProgram, program: DistributedProgram
 ) -> Plan:
-    model_axes = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model"]
+    decided = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model"]
+    storing = [(i, sharded.axes[i]) for i in storing_axes(sharded)]
+    decided += [(i, axis.name) for i, axis in storing if stores_state(axis, _experts(plan))]
     kinds: dict[str, dict[str, str]] = {}
     for spec in program.state.values():
-        if spec.kind == "parameter" and model_axes:
-            types: dict[str, AxisType] = {name: spec.sharding[i] for i, name in model_axes}
+        if spec.kind == "parameter" and decided:
+            types: dict[str, AxisType] = {name: spec.sharding[i] for i, name in decided}
             kinds[spec.name] = {name: str(kind) for name, kind in types.items()}
     return plan.model_copy(update={"mesh": dict(mesh.axes), "parameters": kinds, "stages": boundaries(staged)})

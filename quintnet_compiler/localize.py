@@ -114,6 +114,7 @@ class _Found:
         if found is None:
             made = self.after.cotangents.get(origin(node))
             return 0.0 if made is None else self._error(made.name, kinds, expected, floor)
+        kinds = tuple(map(gradient, self.program.state[found.name].accumulated))
         terms = [made.name for (name, _), made in self.after.gradients.items() if name == found.name]
         return self._error(terms[0], kinds, expected, floor) if len(terms) == 1 else 0.0
 

@@ -16,8 +16,7 @@ from .errors import CompileError
 from .files import open_folder, write_file
 from .mesh import AXES, Mesh
 from .names import LONGEST_PATH, one_line
-from .schedule_kinds import SCHEDULES
-from .schedule_synthesis import SYNTHESIZED
+from .schedule_synthesis import check_schedule
 from .sharding import AxisType, parse_type
 
 LARGEST_FILE = 16 * 2**20
@@ -49,6 +48,10 @@ class Plan(BaseModel):
     each has as much to do as any other.
     ``experts``: the axes over which experts are spread, where it is not ``ep`` alone: ``("dp",)`` or ``("dp", "cp")``
     let data and context ranks hold different experts.
+    ``zero``: what ranks that see other parts of the batch hold in slices: nothing (0), the optimizer's state (1), and
+    gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes.
+    Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
+    ``regather``: whether the backward gathers such parameters again instead of keeping them.
     ``recompute``: what the backward computes again: nothing, or (``"full"``) everything inside repeated blocks.
     ``seed``: of dropout masks, which are the same on every layout.
     ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
@@ -67,6 +70,9 @@ class Plan(BaseModel):
     context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
     balance_context: bool = True
     experts: tuple[Literal["dp", "ep", "cp"], ...] = ()
+    zero: Literal[0, 1, 2, 3] = 0
+    zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
+    regather: bool = True
     recompute: Literal["none", "full"] = "none"
     seed: int = Field(default=0, ge=0, lt=2**63)
     unknown_ops: Literal["error", "replicate"] = "error"
@@ -169,7 +175,13 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
         raise CompileError(
             "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
         )
-    check_schedule(plan)
+    check_schedule(plan.schedule, plan.virtual_stages)
+    if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
+        raise CompileError(
+            "QN201",
+            f"the plan has zero={plan.zero} over {' x '.join(plan.zero_axes) or 'no axis'}, which {mesh} does not have",
+            fix="use zero=0, or give dp a size",
+        )
     for name in plan.experts:
         if mesh[name] == 1:
             raise CompileError(
@@ -182,16 +194,6 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
                     "QN201", f"the plan shards {pattern!r} over {axis!r}", fix="name one of dp, tp, cp, ep"
                 )
             _type(pattern, text)
-
-
-def check_schedule(plan: Plan) -> None:
-    """Raises: CompileError QN208 for an unknown schedule, or a number of stages per rank that it does not have."""
-    if plan.schedule == SYNTHESIZED:
-        return
-    if plan.schedule not in SCHEDULES:
-        known = ", ".join(sorted([*SCHEDULES, SYNTHESIZED]))
-        raise CompileError("QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {known}")
-    SCHEDULES[plan.schedule](1, 1, plan.virtual_stages)
 
 
 def _type(pattern: str, text: str) -> AxisType:

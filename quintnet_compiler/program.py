@@ -16,7 +16,7 @@ from torch.utils._pytree import TreeSpec
 from .annotations import Leaf, leaf
 from .mesh import Mesh
 from .schedule import Action, Edge, Schedule
-from .sharding import AxisType, Sharding
+from .sharding import AxisType, Shard, Sharding
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Captured:
     training: bool
     only_rows: int | None = None
     literals: tuple[Any, ...] = ()
+    like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -100,15 +101,30 @@ class Strategy:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """What a parameter is for its operators, where it is stored in more slices than they read.
+
+    ``once``: it is gathered at the start of a step and not in each microbatch. ``deferred``: its gradient is added up
+    over the microbatches as it is here, and scattered to the slices at the end of the step and not in each microbatch.
+    """
+
+    sharding: Sharding
+    once: bool
+    deferred: bool
+
+
+@dataclass(frozen=True)
 class ShardedProgram:
     """Every value has a sharding: for each node, one strategy per axis (outermost first).
 
+    ``gathered``: the parameters that are stored in slices and gathered for operators.
     Invariants: a node's strategies are legal for its operator; the shape left by the earlier axes divides.
     """
 
     program: Program
     axes: tuple[Axis, ...]
     strategies: Mapping[fx.Node, tuple[Strategy, ...]]
+    gathered: Mapping[fx.Node, Gathered] = field(default_factory=dict)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -138,7 +154,8 @@ class LocalProgram:
     """What one rank computes, with all stages still in one graph: local shapes, conversions as nodes.
 
     ``sharding`` types every leaf and output; ``stage`` is as in :class:`StagedProgram` (absent: any stage);
-    ``once`` names the nodes that run once a step, before the first microbatch. ``parts`` maps an output of the
+    ``once`` names the nodes that run once a step, before the first microbatch. ``deferred`` maps a parameter that was
+    gathered once to its leaf, if its gradient is scattered at the end of the step. ``parts`` maps an output of the
     program's operators to the node that makes this rank's part of it; ``reads`` an operator to the nodes that stand for
     its tensor inputs.
     """
@@ -151,6 +168,12 @@ class LocalProgram:
     once: frozenset[fx.Node]
     parts: Mapping[tuple[fx.Node, int], fx.Node]
     reads: Mapping[fx.Node, tuple[fx.Node, ...]]
+    deferred: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def at_start(self) -> frozenset[fx.Node]:
+        """What gathers stored parameters once a step: these nodes alone run once, and have a stage."""
+        return self.once & self.stage.keys()
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,8 @@ class DifferentiatedProgram:
     """A local program with its backward: one graph of forward and backward nodes.
 
     ``gradients`` maps (parameter, a stage that uses it) to the node of its gradient: partial over the axes on
-    which the parameter is R, over microbatches, and over the stages that share it. Empty for inference.
+    which the parameter (or what it is gathered to, see :class:`Gathered`) is R, over microbatches, and over the stages
+    that share it. Empty for inference.
     ``values`` and ``cotangents`` map an output of the local program's operators to the node that computes it, and to
     the node of its gradient; ``copies`` maps a node that is computed again in the backward to its original.
     Invariants: typed conversions are lowered to plain communication; every backward node has a stage.
@@ -247,7 +271,12 @@ class StageProgram:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """How a parameter, buffer or constant is laid out: its global shape, its type on each axis, its stages."""
+    """How a parameter, buffer or constant is laid out: its global shape, its type on each axis, its stages.
+
+    ``resident``: its type for operators all through a step, if it is gathered at the start, else as ``sharding``.
+    ``accumulated``: the type whose gradient the microbatches add up; at the end of the step it becomes that of
+    ``sharding``.
+    """
 
     name: str
     kind: str
@@ -256,6 +285,16 @@ class StateSpec:
     trainable: bool
     sharding: Sharding
     stages: tuple[int, ...]
+    resident: Sharding
+    accumulated: Sharding
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what a rank stores is a run of rows of what is resident, and can lie in its memory."""
+        rows = [kind for kind, whole in zip(self.sharding, self.resident, strict=True) if kind != whole]
+        first = next((i for i, kind in enumerate(self.sharding) if kind != self.resident[i]), 0)
+        inner = [w for w in self.resident[first:] if isinstance(w, Shard) and w.dim == 0]
+        return bool(rows) and all(kind == Shard(0) for kind in rows) and not inner
 
 
 @dataclass(frozen=True)

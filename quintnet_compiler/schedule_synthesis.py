@@ -28,6 +28,19 @@ class StageTimes:
         return table.get(op, self.input + self.weight)
 
 
+def check_schedule(name: str, virtual_stages: int | None) -> None:
+    """``virtual_stages``: None if they are still open.
+
+    Raises:
+        ScheduleError: QN208 for an unknown schedule, or a number of stages per rank that it does not have.
+    """
+    if name not in SCHEDULES and name != SYNTHESIZED:
+        known = ", ".join(sorted([*SCHEDULES, SYNTHESIZED]))
+        raise ScheduleError("QN208", f"unknown schedule {name!r}", fix=f"use one of {known}")
+    if name in SCHEDULES and virtual_stages is not None:
+        SCHEDULES[name](1, 1, virtual_stages)
+
+
 def schedule_of(
     name: str,
     num_ranks: int,

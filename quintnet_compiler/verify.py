@@ -91,9 +91,11 @@ def _(program: LocalProgram) -> None:
 
 @verify.register
 def _(program: DifferentiatedProgram) -> None:
-    """Each gradient has its parameter's local shape and dtype, and nothing typed is left."""
+    """Each gradient has the local shape and dtype of its parameter (of what it is gathered to, if the gradient is
+    scattered later), and nothing typed is left."""
     local = program.local
     sizes = {facts(n).leaf.name: n for n in local.graph.nodes if n.op == "placeholder" and facts(n).leaf}  # type: ignore[union-attr]
+    sizes |= {facts(n).leaf.name: whole for whole, n in local.deferred.items()}  # type: ignore[union-attr]
     for (name, _), node in program.gradients.items():
         parameter = sizes[name]
         same = shape(node) == shape(parameter) and value(node).dtype == value(parameter).dtype

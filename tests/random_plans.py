@@ -1,4 +1,5 @@
-"""Random valid programs: any legal strategy at every operator, any legal type for every leaf, any pipeline cut.
+"""Random valid programs: any legal strategy at every operator, any legal type for every leaf, any pipeline cut, any
+ZeRO stage.
 
 Nothing here knows which layouts are sensible; whatever the types allow must give the unsplit model's gradients.
 """
@@ -26,6 +27,7 @@ from quintnet_compiler.passes.differentiate import Differentiate
 from quintnet_compiler.passes.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.insert_communication import InsertCommunication
 from quintnet_compiler.passes.recompute import Recompute
+from quintnet_compiler.passes.shard_state import ShardState
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.passes.strategies import RuleBook, find_cuts, leaf_strategies, refine, strategies
 from quintnet_compiler.program import (
@@ -143,6 +145,8 @@ def random_program(
     """A random distributed program for ``mesh``; ``axes`` are its axes but pp (and the microbatch axis)."""
     run, dice = Runner(), random.Random(seed)
     sharded = run(RandomSharding(axes, dice), program)
+    if zero := random.Random(f"zero {seed}").randrange(4):
+        sharded = run(ShardState(zero, tuple(axis.name for axis in axes if axis.role == "data")), sharded)
     schedule = random_schedule(dice, mesh["pp"], microbatches, len(staged_operators(program.graph)))
     staged = run(RandomCut(schedule.num_stages, dice), sharded)
     local = run(InsertCommunication(dict(RULES)), staged)

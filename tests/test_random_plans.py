@@ -38,7 +38,7 @@ def _reference(name: str):  # type: ignore[no-untyped-def]
 def _check(name: str, axes: tuple[int, ...], stages: int, seed: int) -> None:
     names = ("dp", "tp")[: len(axes)]
     mesh = Mesh(pp=stages, **dict(zip(names, axes, strict=True)))
-    roles = tuple(Axis(axis, size, "model") for axis, size in zip(names, axes, strict=True))
+    roles = tuple(Axis(axis, size, role) for axis, size, role in zip(names, axes, ("data", "model"), strict=False))
     program = random_program(_program(name), mesh, roles, 1, seed)
     loss, found = gradients(program, mesh, dict(_captured(name)[1].tensors), CASES[name].batch(ROWS))
     expected_loss, expected = _reference(name)

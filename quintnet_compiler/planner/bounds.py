@@ -4,12 +4,15 @@ than its share."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 
 from ..cost import RankCosts
 from ..errors import CompileError
-from .estimate import MOMENTS, Estimate, estimate
+from .estimate import MOMENTS
 from .layouts import Layout
+from .pipeline import least_seconds
+from .stages import Slices, cut, stage_work
 from .units import Unit
 
 # What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
@@ -17,41 +20,68 @@ from .units import Unit
 SLACK = 0.95
 
 
+@dataclass(frozen=True)
+class Least:
+    seconds: float
+    saved: float
+
+
 class LessSplit:
-    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them; ``rows``: the fewest of a microbatch."""
+    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them."""
 
     def __init__(
-        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int, rows: int
+        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int
     ) -> None:
-        self.build, self.costs, self.parameters, self.batch, self.rows = build, costs, parameters, batch, rows
-        self.known: dict[Layout, Estimate | None] = {}
+        self.build, self.costs, self.parameters, self.batch = build, costs, parameters, batch
+        self.known: dict[tuple[Layout, int], Least] = {}
 
     def seconds(self, layout: Layout) -> float:
-        """The unsplit model's share, with as many rows, in as many stages."""
-        found = self._less(layout, 1, layout.rows)
-        return SLACK * found.pipeline / (layout.tp * layout.cp) if found else 0.0
+        """The unsplit model's share, in as many stages."""
+        return SLACK * self._less(layout, 1, self._rounded(layout.rows)).seconds / (layout.tp * layout.cp)
 
     def closer(self, layout: Layout) -> float:
         """The share of the model that is split over tp alone, whose communication is in it."""
-        found = self._less(layout, layout.tp, layout.rows)
-        return SLACK * found.pipeline / layout.cp if found else 0.0
+        return SLACK * self._less(layout, layout.tp, layout.rows).seconds / layout.cp
 
     def bytes(self, layout: Layout) -> float:
         """Parameters, gradients and moments, split as far as anything can be, and the fullest stage's saved values."""
         ways = layout.tp * layout.pp * layout.ep
         for axis in layout.experts:
             ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
-        found = self._less(layout, 1, self.rows)
-        saved = max(stage.saved for stage in found.memory) * layout.rows / self.rows if found else 0.0
-        return (2 + MOMENTS) * self.parameters / ways + SLACK * saved / (layout.tp * layout.cp)
+        sizes = {"dp": layout.dp, "cp": layout.cp, "ep": layout.ep}
+        slices = prod(sizes[axis] for axis in layout.zero_axes if axis not in layout.experts)
+        state = sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
+        saved = self._less(layout, 1, self._rounded(layout.rows)).saved / (layout.tp * layout.cp)
+        return state * self.parameters / ways + SLACK * saved
 
-    def _less(self, layout: Layout, tp: int, rows: int) -> Estimate | None:
-        """None where the model cannot be split less: a loss that couples rows has no microbatches."""
-        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, rows=rows, context="all_gather", experts=())
-        if key not in self.known:
+    def _rounded(self, rows: int) -> int:
+        """Up to 1, 8, 64, ... where the batch divides so: more rows never take more time or memory each."""
+        most = 8 ** -(-(rows - 1).bit_length() // 3)
+        return next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
+
+    def _less(self, layout: Layout, tp: int, rows: int) -> Least:
+        """Zeros where the model cannot be split less: a loss that couples rows has no microbatches."""
+        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, context="all_gather", experts=(), zero=0)
+        if (key, rows) not in self.known:
             try:
-                units = self.build(replace(key, pp=1, microbatches=self.batch // rows))
-                self.known[key] = estimate(units, key, self.costs)
+                self.known[key, rows] = _least(self._units(layout, tp, rows), key, layout.rows / rows, self.costs)
             except CompileError:
-                self.known[key] = None
-        return self.known[key]
+                self.known[key, rows] = Least(0.0, 0.0)
+        return self.known[key, rows]
+
+    def _units(self, layout: Layout, tp: int, rows: int) -> Sequence[Unit]:
+        # data ranks where there may be: what such a layout costs inside is then known already
+        dp = layout.dp if self.batch % (layout.dp * rows) == 0 else 1
+        less = replace(layout, tp=tp, cp=1, ep=1, dp=dp, rows=rows, context="all_gather", experts=())
+        return self.build(replace(less, microbatches=self.batch // (dp * rows)))
+
+
+def _least(units: Sequence[Unit], layout: Layout, share: float, costs: RankCosts) -> Least:
+    """Of ``units`` for more rows, ``share`` of the time and memory for each."""
+    slices = Slices(layout, costs, layout.mesh)
+    work = [stage_work(stage, index == 0, slices) for index, stage in enumerate(cut(units, layout, costs))]
+    seconds = least_seconds(layout.schedule, layout.microbatches, layout.virtual_stages, work)
+    # the first rank holds as many microbatches as there are ranks, whatever the order
+    first = min(stage.saved for stage in work[:: layout.pp])
+    held = min(layout.microbatches, layout.pp) * layout.virtual_stages
+    return Least(share * seconds, share * held * first)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import product
 
+from ..errors import CompileError
 from ..mesh import Mesh
 from ..plan import Plan
+from ..schedule_synthesis import check_schedule
 
 ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp are closest
 
@@ -22,8 +26,10 @@ class Limits:
     contexts: tuple[str, ...]
     experts: tuple[tuple[str, ...], ...]
     schedules: tuple[str, ...]
-    virtual_stages: int
+    virtual_stages: tuple[int, ...]
     recompute: tuple[str, ...]
+    zero: tuple[int, ...]
+    zero_axes: tuple[str, ...]
     microbatches: tuple[int, ...]
     units: int
 
@@ -44,6 +50,8 @@ class Layout:
     schedule: str
     virtual_stages: int
     recompute: str
+    zero: int
+    zero_axes: tuple[str, ...]
 
     @property
     def mesh(self) -> Mesh:
@@ -51,11 +59,19 @@ class Layout:
         return Mesh(**({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
 
     @property
-    def inside(self) -> tuple[object, ...]:
-        """What the functions of a rank depend on; layouts that agree in it differ only in how often they run."""
-        spread = self.dp if "dp" in self.experts else self.dp > 1
-        once = self.microbatches > 1
-        return self.tp, self.cp, self.ep, spread, once, self.rows, self.context, self.experts, self.recompute
+    def sharded(self) -> Layout:
+        """The layout for all that have its functions, but for recomputing: ranks of dp, stages and microbatches only
+        say how often they run."""
+        same = replace(self, pp=1, schedule="1f1b", virtual_stages=1, recompute="none", zero=0)
+        if self.microbatches == 1 or "dp" in self.experts:
+            return same
+        fewest = min((n for n in divisors(self.dp) if n > 1), default=1)
+        return replace(same, dp=fewest, microbatches=self.microbatches * self.dp // fewest)
+
+    @property
+    def inside(self) -> Layout:
+        """The layout for all that have its functions."""
+        return replace(self.sharded, recompute=self.recompute)
 
     def decided(self, plan: Plan) -> Plan:
         """``plan`` with this layout's decisions."""
@@ -64,10 +80,12 @@ class Layout:
                 "mesh": dict(self.mesh.axes),
                 "microbatches": self.microbatches,
                 "schedule": self.schedule,
-                "virtual_stages": self.virtual_stages,
                 "context": self.context,
                 "experts": self.experts,
+                "virtual_stages": self.virtual_stages,
                 "recompute": self.recompute,
+                "zero": self.zero,
+                "zero_axes": self.zero_axes,
             }
         )
 
@@ -76,8 +94,9 @@ class Layout:
         more = [f"{self.microbatches} x {self.rows} rows"]
         more += [self.context] if self.cp > 1 else []
         more += [f"experts over {' and '.join(self.experts)}"] if self.experts else []
-        several = f" of {self.virtual_stages} stages per rank" if self.virtual_stages > 1 else ""
-        more += [f"{self.schedule}{several}"] if self.pp > 1 and self.schedule != "1f1b" else []
+        more += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
+        more += [f"{self.virtual_stages} stages per rank"] if self.virtual_stages > 1 else []
+        more += [f"ZeRO {self.zero}"] if self.zero else []
         more += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         return " x ".join(parts) + ", " + ", ".join(more)
 
@@ -89,7 +108,7 @@ def layouts(limits: Limits) -> Iterator[Layout]:
             for ep in limits.ways["ep"]:
                 for pp in limits.ways["pp"]:
                     inner = tp * cp * ep * pp
-                    if limits.devices % inner or pp * limits.virtual_stages > limits.units:
+                    if limits.devices % inner or pp > limits.units:
                         continue
                     dp = limits.devices // inner
                     if dp in limits.ways["dp"]:
@@ -100,20 +119,38 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
     share, left = divmod(limits.batch, dp * ep)
     if left:
         return
+    sizes = {"dp": dp, "cp": cp, "ep": ep}
+    sliced = any(sizes[axis] > 1 for axis in limits.zero_axes)
     for microbatches in limits.microbatches:
         if share % microbatches or (pp > 1 and microbatches < min(pp, share)):
             continue
-        for context in limits.contexts if cp > 1 else ("all_gather",):
-            for experts in limits.experts if ep == 1 else ((),):
-                if not all({"dp": dp, "cp": cp}[axis] > 1 for axis in experts):
-                    continue
-                for schedule in limits.schedules if pp > 1 else limits.schedules[:1]:
-                    for recompute in limits.recompute:
-                        rows = share // microbatches
-                        yield Layout(
-                            tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, limits.virtual_stages,
-                            recompute,
-                        )  # fmt: skip
+        for context, experts, (schedule, virtual), recompute, zero in product(
+            limits.contexts if cp > 1 else ("all_gather",),
+            limits.experts if ep == 1 else ((),),
+            _orders(limits, pp),
+            limits.recompute,
+            limits.zero if sliced else (0,),
+        ):
+            even = virtual == 1 or microbatches % pp == 0  # rounds of unequal length only wait longer
+            if even and all(sizes[axis] > 1 for axis in experts):
+                rows = share // microbatches
+                yield Layout(
+                    tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, virtual, recompute, zero,
+                    limits.zero_axes,
+                )  # fmt: skip
+
+
+def _orders(limits: Limits, pp: int) -> Iterator[tuple[str, int]]:
+    """Schedules and stages per rank that go together."""
+    if pp == 1:
+        yield limits.schedules[0] if len(limits.schedules) == 1 else "1f1b", 1
+        return
+    for schedule in limits.schedules:
+        for virtual in limits.virtual_stages:
+            with suppress(CompileError):
+                check_schedule(schedule, virtual)
+                if virtual * pp <= limits.units:
+                    yield schedule, virtual
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from .. import layout
 from ..errors import InputError, RunError
 from ..mesh import Mesh
-from ..program import DistributedProgram, StateSpec
-from ..sharding import Shard
+from ..program import Axis, DistributedProgram, StateSpec
+from ..sharding import I, Shard
+from .buckets import reduced_axes, scattered_axes
 from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .executor import Executor, Run
 from .finite import require_finite
-from .gradients import GradientStore, reduced_axes, shared_by
+from .gradients import GradientStore, shared_by
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
 from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
@@ -219,7 +220,7 @@ class ProcessBackend:
         self.ready: dict[int, _Ready] = {}
         mine = set(self._owned(program))
         self.state = {
-            name: _kept(part_of(tensors[name].detach(), spec.sharding, program.axes, self.place), device)
+            name: _kept(tensors[name].detach(), spec, program.axes, self.place, device)
             for name, spec in program.state.items()
             if name in mine or spec.kind != "parameter"
         }
@@ -367,7 +368,8 @@ def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
     """Every group that settling gradients needs."""
-    axes = {reduced_axes(spec, program) for spec in program.state.values() if spec.trainable}
+    trained = [spec for spec in program.state.values() if spec.trainable]
+    axes = {axes(spec, program) for spec in trained for axes in (reduced_axes, scattered_axes)}
     found = dict.fromkeys(gradient_groups(mesh, axes - {()}))
     for _, spec in sorted(program.state.items()):
         for rank in range(mesh.size):
@@ -375,11 +377,17 @@ def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
     return [ranks for ranks in found if ranks]
 
 
-def _kept(part: Tensor, device: torch.device) -> Tensor:
-    """A part in memory of its own; without values if the module has none."""
-    if part.is_meta:
-        return torch.empty(part.shape, dtype=part.dtype, device=device)
-    return part.to(device, copy=True).contiguous()
+def _kept(
+    whole: Tensor, spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], device: torch.device
+) -> Tensor:
+    """A part in memory of its own (with room for what is gathered there); without values if the module has none."""
+    resident = spec.resident if spec.in_place else spec.sharding
+    part = part_of(whole, resident, axes, place)
+    kept = torch.empty(part.shape, dtype=part.dtype, device=device)
+    if not part.is_meta:
+        kept.copy_(part)
+    later = tuple(kind if kind != there else I for kind, there in zip(spec.sharding, resident, strict=True))
+    return part_of(kept, later, axes, place)
 
 
 def _refuse_unset(unset: set[str], program: DistributedProgram) -> None:

@@ -35,6 +35,7 @@ class Comm:
         self.all_reduce = transport.all_reduce
         self.all_reduce_max = transport.all_reduce_max
         self.all_gather = transport.all_gather
+        self.gather_state = transport.gather_state
         self.reduce_scatter = transport.reduce_scatter
         self.all_to_all = transport.all_to_all
         router = Router(transport, mesh)

@@ -89,6 +89,16 @@ class DistributedTransport:
         _all_gather(out, x.contiguous(), group=group)
         return out if dim == 0 and parts == 1 else layout.join(out.chunk(size), dim, parts)
 
+    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        group, size, index = self.axis[axis]
+        if x.untyped_storage().nbytes() == x.nbytes:
+            return self.all_gather(x, axis, dim, parts, at)
+        assert (dim, parts) == (0, 1), "only rows can be gathered in place"
+        first = x.storage_offset() - index * x.numel()
+        whole = x.as_strided((size * x.shape[0], *x.shape[1:]), x.stride(), first)
+        _all_gather(whole, x, group=group)
+        return whole
+
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         group, size, _ = self.axis[axis]
         if dim == 0 and parts == 1:
@@ -147,6 +157,16 @@ class DistributedTransport:
         def wait() -> Tensor:
             work.wait()
             return x
+
+        return wait
+
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        own = x.chunk(len(ranks))[ranks.index(self.rank)]
+        work = _reduce_scatter(own, x, group=self.group[ranks], async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return own
 
         return wait
 

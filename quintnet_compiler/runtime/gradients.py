@@ -1,4 +1,5 @@
-"""Gradients of one rank: accumulated over microbatches, added up over ranks in buckets while the last backward runs."""
+"""Gradients of one rank: accumulated over microbatches, added up over ranks (and scattered to those that store slices)
+in buckets while the last backward runs."""
 
 from __future__ import annotations
 
@@ -10,28 +11,10 @@ import torch
 from torch import Tensor
 
 from ..program import DistributedProgram, RankProgram, StateSpec
-from ..sharding import R, local_shape
-from .transport import Transport, Wait
+from .buckets import Bucket, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
+from .transport import Transport
 
 BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
-
-
-@dataclass
-class Bucket:
-    """Gradients that are added up together: one flat buffer, a view per parameter."""
-
-    axes: tuple[str, ...]
-    buffer: Tensor
-    views: dict[str, Tensor]
-    label: str
-    left: int = 0
-    wait: Wait | None = None
-
-
-def reduced_axes(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:
-    """The axes over ranks on which a parameter's gradient is a partial sum."""
-    space = zip(program.axes, spec.sharding, strict=True)
-    return tuple(axis.name for axis, kind in space if kind is R and axis.role != "time" and axis.size > 1)
 
 
 def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[int, ...]:
@@ -56,38 +39,25 @@ class GradientStore:
     def __post_init__(self) -> None:
         self.times: dict[str, int] = defaultdict(int)
         self.names: dict[str, str] = {}  # generated code names a parameter by its value in the graph
-        groups: dict[tuple[torch.dtype, tuple[str, ...]], list[str]] = defaultdict(list)
+        groups: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
         for stage in reversed(self.part.stages):  # the later one's gradients are complete first
             self.names |= stage.gradients
             for name in stage.gradients.values():
                 spec = self.program.state[name]
                 if not self.times[name]:
-                    groups[spec.dtype, reduced_axes(spec, self.program)].append(name)
+                    key = spec.dtype, reduced_axes(spec, self.program), scattered_axes(spec, self.program)
+                    groups[key].append(name)
                 self.times[name] += 1
-        for (dtype, axes), names in groups.items():
+        for (dtype, _, _), names in groups.items():
             pending: list[str] = []
             size = 0
             for name in names:
                 pending.append(name)
-                size += self._shape(name).numel() * dtype.itemsize
-                if size >= BUCKET_BYTES:
-                    self._bucket(pending, dtype, axes)
+                size += accumulated_shape(self.program.state[name], self.program).numel() * dtype.itemsize
+                if size >= BUCKET_BYTES or name is names[-1]:
+                    self.buckets.append(make_bucket(pending, self.program, self.part.rank, self.device))
+                    self.where |= dict.fromkeys(pending, self.buckets[-1])
                     pending, size = [], 0
-            if pending:
-                self._bucket(pending, dtype, axes)
-
-    def _shape(self, name: str) -> torch.Size:
-        spec = self.program.state[name]
-        return torch.Size(local_shape(spec.shape, spec.sharding, [axis.size for axis in self.program.axes]))
-
-    def _bucket(self, names: list[str], dtype: torch.dtype, axes: tuple[str, ...]) -> None:
-        shapes = [self._shape(name) for name in names]
-        buffer = torch.zeros(sum(s.numel() for s in shapes), dtype=dtype, device=self.device)
-        parts = torch.split(buffer, [s.numel() for s in shapes])
-        views = {name: part.view(size) for name, part, size in zip(names, parts, shapes, strict=True)}
-        label = f"gradients[{','.join(axes)}] {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        self.buckets.append(Bucket(axes, buffer, views, label))
-        self.where |= dict.fromkeys(names, self.buckets[-1])
 
     def begin(self) -> None:
         """A new step: forget the gradients of the last one."""
@@ -100,37 +70,56 @@ class GradientStore:
         """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
         name = self.names[value]
         bucket = self.where[name]
-        view = bucket.views[name]
+        slot, cuts = bucket.slots[name], bucket.cuts[name]
+        gradient = by_rank(gradient, cuts, bucket.order) if cuts else gradient
         if name in self.fresh:
             self.fresh.remove(name)
-            view.copy_(gradient)
+            slot.copy_(gradient)
         else:
-            view.add_(gradient)
+            slot.add_(gradient)
         self._count(bucket)
 
     def accumulate_product(self, left: Tensor, right: Tensor, value: str) -> None:
         """As ``accumulate(left @ right, value)``, without a copy."""
         name = self.names[value]
         bucket = self.where[name]
-        view = bucket.views[name]
+        slot, cuts = bucket.slots[name], bucket.cuts[name]
+        if len(cuts) > 1 or any(cut.parts > 1 for cut in cuts):
+            self.accumulate(left @ right, value)
+            return
+        if cuts:  # each rank's rows or columns are a product of their own
+            rows = cuts[0].dim == 0
+            left = by_rank(left, cuts, bucket.order) if rows else left.expand(cuts[0].ranks, -1, -1)
+            right = right.expand(cuts[0].ranks, -1, -1) if rows else by_rank(right, cuts, bucket.order)
         if name in self.fresh:
             self.fresh.remove(name)
-            torch.mm(left, right, out=view)
+            torch.matmul(left, right, out=slot)
+        elif cuts:
+            slot.baddbmm_(left, right)
         else:
-            view.addmm_(left, right)
+            slot.addmm_(left, right)
         self._count(bucket)
 
     def _count(self, bucket: Bucket) -> None:
         bucket.left -= 1
-        if bucket.left == 0 and bucket.axes:
-            ranks = self.program.mesh.peers(self.part.rank, bucket.axes)
-            bucket.wait = self.transport.start_sum(bucket.buffer, ranks, bucket.label)
+        if bucket.left == 0:
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        peers, rank = self.program.mesh.peers, self.part.rank
+        if bucket.scattered:
+            bucket.wait = self.transport.start_scatter(bucket.buffer, peers(rank, bucket.scattered), bucket.label)
+        elif bucket.summed:
+            bucket.wait = self.transport.start_sum(bucket.buffer, peers(rank, bucket.summed), bucket.label)
 
     def settle(self) -> None:
         """Wait for all sums, and add up what stages share."""
         for bucket in self.buckets:
             if bucket.wait is not None:
                 bucket.wait()
+            if bucket.scattered and bucket.summed:
+                ranks = self.program.mesh.peers(self.part.rank, bucket.summed)
+                self.transport.start_sum(bucket.own, ranks, bucket.label)()
         for name in sorted(self.where):
             ranks = shared_by(self.program.state[name], self.program, self.part.rank)
             if ranks:
@@ -145,5 +134,5 @@ class GradientStore:
     def screen(self) -> Tensor:
         """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that
         overflows shows up too, so a hit must be confirmed."""
-        sums = [bucket.buffer.sum().double() for bucket in self.buckets]
+        sums = [bucket.own.sum().double() for bucket in self.buckets]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)

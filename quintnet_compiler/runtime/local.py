@@ -204,6 +204,9 @@ class LocalTransport:
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("gather", x, self.peers[axis], self._site(at), dim, parts)
 
+    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self.all_gather(x, axis, dim, parts, at)
+
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
 
@@ -223,6 +226,11 @@ class LocalTransport:
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         x.copy_(self._meet("sum", x, ranks, label))
         return lambda: x
+
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        own = x.chunk(len(ranks))[ranks.index(self.rank)]
+        own.copy_(self._meet("scatter", x, ranks, label, 0, 1))
+        return lambda: own
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
         return self._meet("broadcast", x, ranks, label, source)

@@ -111,11 +111,11 @@ class Priced:
         if name in RINGS:
             return self._ring(node, source, axis, ranks)
         made = values(source)[0]
-        full = {"all_gather": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(name, num_bytes(x))
+        kind = {"all_reduce_max": "all_reduce", "gather_state": "all_gather"}.get(name, name)
+        full = {"all_gather": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(kind, num_bytes(x))
         if name in ("route", "unroute", "route_plan"):
             moved = num_bytes(x) if name != "route_plan" else 8 * len(ranks)
             return NodeTime(node, 0.0, self.costs.group_seconds("all_to_all", moved * len(ranks), ranks), axis)
-        kind = "all_reduce" if name == "all_reduce_max" else name
         if kind not in PLAIN:
             raise CompileError("QN210", f"the collective {name} has no price")
         return NodeTime(node, 0.0, self.costs.group_seconds(kind, full, ranks), axis)
@@ -174,10 +174,16 @@ class Priced:
                 left += time.compute + time.communication
         found = []
         for index, bucket in enumerate(store.buckets):
-            ranks = self.program.mesh.peers(part.rank, bucket.axes)
-            if len(ranks) > 1 and ready[index]:
-                seconds = self.costs.group_seconds("all_reduce", num_bytes(bucket.buffer), ranks)
-                found.append(GradientSum(bucket.label, bucket.axes, seconds, ready[index]))
+            seconds = 0.0
+            for kind, axes, moved in (
+                ("reduce_scatter", bucket.scattered, bucket.buffer),
+                ("all_reduce", bucket.summed, bucket.own),
+            ):
+                ranks = self.program.mesh.peers(part.rank, axes)
+                seconds += self.costs.group_seconds(kind, num_bytes(moved), ranks) if len(ranks) > 1 else 0.0
+            if seconds and ready[index]:
+                axes = (*bucket.scattered, *bucket.summed)
+                found.append(GradientSum(bucket.label, axes, seconds, ready[index]))
         last = self.program.schedule.actions[place]
         order = {a.stage: i for i, a in enumerate(last) if a.op in RELEASES}
         return sorted(found, key=lambda one: max((order.get(s, 0), -left) for s, left in one.ready.items()))
@@ -219,7 +225,7 @@ class Priced:
         """The axes along which ranks meet within the functions of every stage."""
         found: list[set[str]] = []
         for stage in self.program.stages:
-            calls = [n for name, piece in stage.pieces.items() if name != "once" for n in piece.module.graph.nodes
+            calls = [n for piece in stage.pieces.values() for n in piece.module.graph.nodes
                      if n.op == "call_method" and str(n.target) in COLLECTIVES]  # fmt: skip
             found.append({str(node.args[2]) for node in calls})
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))

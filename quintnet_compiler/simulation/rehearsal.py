@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..annotations import leaf
+from ..comm_ops import gather_state
 from ..program import DistributedProgram, RankProgram, Slice, StageProgram
 from ..runtime.executor import Executor, Run
 from ..runtime.gradients import GradientStore
@@ -105,6 +107,7 @@ class Rehearsal(Executor):
         super().__init__(program, part, transport, META, store)
         self.footprints, self.ledger = footprints, transport.ledger
         self.points: dict[Action, tuple[int, int]] = {}
+        self.in_place = _in_place(program) if transport.processes else frozenset()
         handlers: Any = self.handlers
         self.handlers = {op: self._noted(handler) for op, handler in handlers.items()}
 
@@ -130,6 +133,8 @@ class Rehearsal(Executor):
     def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Memory]) -> Stand:
         if out.argument >= 0:
             memory = given[out.argument].memory
+        elif name in self.in_place:
+            memory = Memory(None, out.bytes)  # the state's own
         else:
             if out.fresh not in fresh:
                 fresh[out.fresh] = Memory(self.ledger, out.bytes)
@@ -171,19 +176,35 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         before = (0, 0)
         points = [before := held.get(action, (before[0], before[0])) for action in part.actions]
         gradients = sum(bucket.buffer.nbytes for bucket in store.buckets) if store else 0
-        found[part.rank] = Footprint(_state_bytes(program, part), gradients, tuple(points), rehearsal.peak_live)
+        state_bytes = _state_bytes(program, part, processes)
+        found[part.rank] = Footprint(state_bytes, gradients, tuple(points), rehearsal.peak_live)
 
     with torch.no_grad():
         world.run(dict.fromkeys(ranks, work))
     return tuple(found[rank] for rank in ranks)
 
 
-def _state_bytes(program: DistributedProgram, part: RankProgram) -> int:
-    """The rank's parts of parameters, buffers and constants that its stages use."""
+def _in_place(program: DistributedProgram) -> frozenset[str]:
+    """The values that are gathered in the memory of what ranks store."""
+    graph, state = program.source.graph, program.state
+    found: set[str] = set()
+    for node in graph.nodes:
+        if node.target is gather_state:
+            (source,) = node.all_input_nodes
+            known = leaf(source)
+            if source.name in found or (known is not None and state[known.name].in_place):
+                found.add(node.name)
+    return frozenset(found)
+
+
+def _state_bytes(program: DistributedProgram, part: RankProgram, processes: bool) -> int:
+    """The rank's parts of parameters, buffers and constants that its stages use, with the room in which they are
+    gathered."""
     mine = {stage.index for stage in part.stages}
     sizes = [axis.size for axis in program.axes]
     total = 0
     for spec in program.state.values():
         if mine & set(spec.stages):
-            total += torch.Size(local_shape(spec.shape, spec.sharding, sizes)).numel() * spec.dtype.itemsize
+            kinds = spec.resident if processes and spec.in_place else spec.sharding
+            total += torch.Size(local_shape(spec.shape, kinds, sizes)).numel() * spec.dtype.itemsize
     return total
