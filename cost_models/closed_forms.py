@@ -101,6 +101,12 @@ def bubble_share(pp: Number, microbatches: Number, vpp: Number = 1) -> Number:
     return (pp - 1) / (vpp * microbatches)
 
 
+def zero_bubble_share(pp: Number, microbatches: Number, vpp: Number = 1) -> Number:
+    """As :func:`bubble_share` where backwards are in two halves as long as a forward each: ZB-H1 with one stage per
+    rank (Qi et al. 2023), ZB-V with two (Qi et al. 2024)."""
+    return bubble_share(pp, microbatches, vpp) / 3
+
+
 def tensor_parallel_bytes(m: Number, microbatch: Number, tp: Number) -> Number:
     """What one rank sends for one layer, forward and backward: 4 ring all-reduces of a 16-bit activation."""
     return 4 * 2 * (tp - 1) / tp * 2 * m.seq * microbatch * m.hidden

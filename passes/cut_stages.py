@@ -79,6 +79,14 @@ def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
     }
 
 
+def stage_seconds(staged: StagedProgram, cost: CostModel) -> tuple[float, ...]:
+    """What one rank's share of the operators of each stage takes, forward and backward."""
+    found = [0.0] * staged.num_stages
+    for node in staged_operators(staged.sharded.program.graph):
+        found[staged.stage[node]] += cost.operator_seconds(node) * _share(staged.sharded, node)
+    return tuple(found)
+
+
 def boundaries(staged: StagedProgram) -> tuple[str, ...]:
     """Where the stages but the first begin: cutting there again gives the same stages."""
     first: dict[int, fx.Node] = {}

@@ -20,6 +20,7 @@ from .planner.estimate import Estimate
 from .planner.planning import Machine, Planner, plan_model
 from .planner.report import PlanReport
 from .planner.search import Objective
+from .schedule_synthesis import check_schedule
 
 Given = Plan | Mapping[str, Any] | str | Path | None
 
@@ -94,6 +95,8 @@ def _planner(
         raise CompileError(
             "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
         )
+    decided = "virtual_stages" in pinned.model_fields_set
+    check_schedule(pinned.schedule, pinned.virtual_stages if decided else None)
     batch = plain_batch(batch)
     captured = capture(model, batch, loss_fn, once=not pinned.parameters)  # a plan may single blocks out
     book = {**RULES, **table(rules)}

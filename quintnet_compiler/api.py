@@ -59,7 +59,8 @@ def compile(
             finds on H100 nodes, see :func:`quintnet.plan`; ``"hf"`` for the plan that a Hugging Face model comes with,
             see :func:`quintnet.hf_plan`.
         microbatches: into how many parts each step's batch is split in time.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``, see :class:`Plan`.
+        schedule: of pipeline stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"`` or
+            ``"synthesized"``, see :class:`Plan`.
         virtual_stages: pipeline stages per rank: one; two for ``"zb-v"``; two or more for ``"interleaved"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
         context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.

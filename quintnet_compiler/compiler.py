@@ -19,7 +19,7 @@ from .passes.check_backward import check_backward
 from .passes.check_code import check_code
 from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
-from .passes.cut_stages import CutStages, boundaries, parameter_stages
+from .passes.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
 from .passes.differentiate import Differentiate
 from .passes.expert_axes import check_experts
 from .passes.follow_stages import FollowStages
@@ -36,7 +36,8 @@ from .passes.unsplit import unsplit
 from .plan import Plan, fixed_types
 from .program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
 from .schedule import Schedule
-from .schedule_kinds import SCHEDULES, forward_only
+from .schedule_kinds import forward_only
+from .schedule_synthesis import StageTimes, schedule_of
 from .sharding import AxisType
 from .verify import verify
 
@@ -112,8 +113,8 @@ def compile_program(captured: Captured, request: Request, runner: Runner) -> Com
     """
     mesh, plan = request.mesh, request.plan
     sharded = _shard(captured, request, runner, plan.microbatches)
-    schedule = _schedule(request, plan.microbatches)
-    staged = runner(CutStages(schedule.num_stages, _prices(request), plan.stages), sharded)
+    staged = runner(CutStages(mesh["pp"] * plan.virtual_stages, _prices(request), plan.stages), sharded)
+    schedule = _schedule(request, staged, plan.microbatches)
     program = _lower(staged, request, runner, schedule, training=True)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
@@ -130,12 +131,23 @@ def follow_program(
     sharded = _shard(captured, request, runner, microbatches)
     placement = leader.program.schedule.placement
     staged = runner(FollowStages(len(placement), leader.stages), sharded)
-    schedule = _schedule(request, microbatches) if training else forward_only(placement, microbatches)
+    if training:
+        schedule = _schedule(request, staged, microbatches, placement)
+    else:
+        schedule = forward_only(placement, microbatches)
     return _lower(staged, request, runner, schedule, training=training)
 
 
-def _schedule(request: Request, microbatches: int) -> Schedule:
-    return SCHEDULES[request.plan.schedule](request.mesh["pp"], microbatches, request.plan.virtual_stages)
+def _schedule(
+    request: Request, staged: StagedProgram, microbatches: int, placement: tuple[int, ...] | None = None
+) -> Schedule:
+    def times() -> list[StageTimes]:
+        # the backward of a product is two products: one for each half
+        thirds = [seconds / 3 for seconds in stage_seconds(staged, _prices(request))]
+        return [StageTimes(third, third, third) for third in thirds]
+
+    plan, ranks = request.plan, request.mesh["pp"]
+    return schedule_of(plan.schedule, ranks, microbatches, plan.virtual_stages, times, placement)
 
 
 def _prices(request: Request) -> Roofline:

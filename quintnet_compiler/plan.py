@@ -16,7 +16,7 @@ from .errors import CompileError
 from .files import open_folder, write_file
 from .mesh import AXES, Mesh
 from .names import LONGEST_PATH, one_line
-from .schedule_kinds import SCHEDULES
+from .schedule_synthesis import check_schedule
 from .sharding import AxisType, parse_type
 
 LARGEST_FILE = 16 * 2**20
@@ -38,7 +38,7 @@ class Plan(BaseModel):
 
     ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
     ``schedule``: the order of pipeline actions: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``,
-    see :mod:`.schedule_kinds`.
+    see :mod:`.schedule_kinds`; or ``"synthesized"`` for what the cost model's times of the stages make of it.
     ``virtual_stages``: how many pipeline stages each rank has: two or more where the schedule is interleaved.
     ``stages``: where each pipeline stage but the first begins: module paths or operator names.
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
@@ -175,11 +175,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
         raise CompileError(
             "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
         )
-    if plan.schedule not in SCHEDULES:
-        raise CompileError(
-            "QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {', '.join(sorted(SCHEDULES))}"
-        )
-    SCHEDULES[plan.schedule](mesh["pp"], 1, plan.virtual_stages)  # refuses numbers of stages that it does not have
+    check_schedule(plan.schedule, plan.virtual_stages)
     if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
         raise CompileError(
             "QN201",

@@ -28,6 +28,11 @@ def looped(num_ranks: int, virtual_stages: int) -> tuple[int, ...]:
     return tuple(range(num_ranks)) * virtual_stages
 
 
+def there_and_back(num_ranks: int) -> tuple[int, ...]:
+    """Two stages per rank in the form of a V: (0, 1, 1, 0)."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
 def _refuse(name: str, virtual_stages: int, wanted: int, why: str) -> ScheduleError:
     return ScheduleError("QN208", f"{name} has {why}, not {virtual_stages}", fix=f"use virtual_stages={wanted}")
 
@@ -123,7 +128,7 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int, virtual_stages: int = 2
     """
     if virtual_stages != 2:
         raise _refuse("zb-v", virtual_stages, 2, "two stages per rank")
-    placement = (*range(num_ranks), *reversed(range(num_ranks)))
+    placement = there_and_back(num_ranks)
     rows = [_v_row(rank, len(placement) - 1 - rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
     return Schedule("zb-v", num_microbatches, placement, tuple(map(tuple, rows)))
 

@@ -15,6 +15,7 @@ from torch import fx
 from quintnet_compiler.annotations import facts, shape, value
 from quintnet_compiler.comm_ops import COMMUNICATION, SIZED, convert, route, route_plan, share, unroute
 from quintnet_compiler.dry_run import check_ranks
+from quintnet_compiler.mesh import Mesh
 from quintnet_compiler.passes.check_backward import check_backward
 from quintnet_compiler.passes.check_code import check_code
 from quintnet_compiler.passes.check_types import check_types
@@ -22,6 +23,7 @@ from quintnet_compiler.passes.differentiate import Differentiate
 from quintnet_compiler.passes.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.passes.strategies import RuleBook
+from quintnet_compiler.plan import Plan
 from quintnet_compiler.program import (
     DifferentiatedProgram,
     DistributedProgram,
@@ -30,7 +32,7 @@ from quintnet_compiler.program import (
     RankProgram,
     StageProgram,
 )
-from quintnet_compiler.schedule import DIRECTION, Action, Op
+from quintnet_compiler.schedule import DIRECTION, Action, Op, Schedule
 from quintnet_compiler.schedule_kinds import SCHEDULES
 from quintnet_compiler.sharding import I, R, Shard, parse_type
 from quintnet_compiler.verify import verify
@@ -299,8 +301,7 @@ def ranks(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
 
 def _functions(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
     for stage in program.stages:
-        for label in ("forward", "backward"):
-            piece: Piece = getattr(stage, label)
+        for label, piece in stage.pieces.items():
             calls = [n for n in piece.module.graph.nodes if n.op == "call_method"]
             moves = [n for n in calls if not str(n.target).startswith("accumulate")]
             settled = [n for n in calls if str(n.target).startswith("accumulate")]
@@ -498,7 +499,11 @@ def _tables(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
 # -- from a mutated level to a program that could run
 
 
-def check(program: Any, mesh: Any, schedule: str, microbatches: int) -> DistributedProgram:
+def _schedule(mesh: Mesh, plan: Plan) -> Schedule:
+    return SCHEDULES[plan.schedule](mesh["pp"], plan.microbatches, plan.virtual_stages)
+
+
+def check(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     """What compiling does from this level on: every check, then the program.
 
     Raises:
@@ -511,7 +516,7 @@ def check(program: Any, mesh: Any, schedule: str, microbatches: int) -> Distribu
     if isinstance(program, DifferentiatedProgram):
         verify(program)
         check_backward(program)
-        program = GenerateRanks(mesh, SCHEDULES[schedule](mesh["pp"], microbatches))(program)
+        program = GenerateRanks(mesh, _schedule(mesh, plan))(program)
     assert isinstance(program, DistributedProgram)
     verify(program)
     others = program.others if isinstance(program, Mutant) else {}
@@ -520,11 +525,11 @@ def check(program: Any, mesh: Any, schedule: str, microbatches: int) -> Distribu
     return program
 
 
-def unchecked(program: Any, mesh: Any, schedule: str, microbatches: int) -> DistributedProgram:
+def unchecked(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     """The same without the checks."""
     if isinstance(program, LocalProgram):
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):
-        program = GenerateRanks(mesh, SCHEDULES[schedule](mesh["pp"], microbatches))(program)
+        program = GenerateRanks(mesh, _schedule(mesh, plan))(program)
     assert isinstance(program, DistributedProgram)
     return program

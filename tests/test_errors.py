@@ -177,10 +177,10 @@ MESSAGES: dict[str, str] = {
     "no microbatches": (
         "QN207 the plan document is not valid\n  microbatches: Input should be greater than or equal to 1\n"
         "  fix: a plan has the keys version, mesh, microbatches, schedule, virtual_stages, sequence_parallel, parameters, stages, "
-        "context, balance_context, experts, recompute, seed, unknown_ops"
+        "context, balance_context, experts, zero, zero_axes, regather, recompute, seed, unknown_ops"
     ),
     "unknown schedule": (
-        "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe, interleaved, zb-h1, zb-v"
+        "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe, interleaved, synthesized, zb-h1, zb-v"
     ),
     "no plan file": (
         "QN207 the plan document is not valid\n"
@@ -208,7 +208,7 @@ MESSAGES: dict[str, str] = {
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"
         "  microbatchs: Extra inputs are not permitted\n"
-        "  fix: a plan has the keys version, mesh, microbatches, schedule, virtual_stages, sequence_parallel, parameters, stages, context, balance_context, experts, recompute, seed, unknown_ops"
+        "  fix: a plan has the keys version, mesh, microbatches, schedule, virtual_stages, sequence_parallel, parameters, stages, context, balance_context, experts, zero, zero_axes, regather, recompute, seed, unknown_ops"
     ),
     "not a plan": (
         "QN207 the plan document is not valid\n  a int is not a plan\n  fix: pass a Plan, a dict, or a path"

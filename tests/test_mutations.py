@@ -33,7 +33,7 @@ class Victim:
 
     name: str
     mesh: Mesh
-    microbatches: int
+    plan: Plan
     model: torch.nn.Module
     captured: Captured
     program: DistributedProgram
@@ -44,7 +44,7 @@ class Victim:
         captured = capture(model, case.batch(8), case.loss_fn)
         plan = Plan(microbatches=microbatches, **decisions)
         compiled = compile_program(captured, Request(mesh, plan, 8, CPU, RULES), Runner())
-        return Victim(name, mesh, microbatches, model, captured, compiled.program)
+        return Victim(name, mesh, plan, model, captured, compiled.program)
 
     def changes(self, dice: random.Random) -> list[Change]:
         source = self.program.source
@@ -53,7 +53,7 @@ class Victim:
     def fate(self, change: Change) -> str:
         """ "before running", "by running", "by verify", "equivalent", or "silent"."""
         try:
-            check(change.program, self.mesh, "1f1b", self.microbatches)
+            check(change.program, self.mesh, self.plan)
             return self._run(change)
         except CompileError:
             return "before running"
@@ -61,7 +61,7 @@ class Victim:
             return "before running (crash)"
 
     def _run(self, change: Change) -> str:
-        program = unchecked(change.program, self.mesh, "1f1b", self.microbatches)
+        program = unchecked(change.program, self.mesh, self.plan)
         case, tensors = CASES[self.name], dict(self.captured.tensors)
         try:
             subject = Subject(self.model, case.loss_fn, program, "not asked for", tensors, 0, CPU)
@@ -113,5 +113,6 @@ def test_mutations_are_noticed() -> None:
         Victim.of("cnn", Mesh(pp=4, dp=2), 4),
         Victim.of("mixture", Mesh(dp=2, ep=2), 2),
         Victim.of("gpt", Mesh(dp=2, cp=2), 1, context="ring"),
+        Victim.of("gpt", Mesh(pp=2, tp=2), 2, schedule="zb-v", virtual_stages=2),
     ]
     _judge(victims, None, 200)

@@ -198,6 +198,34 @@ def _same_again(model: nn.Module, cluster: quintnet.Cluster, batch: Any, pinned:
     return report.to_json().replace(str(report.seconds), "")
 
 
+def test_estimates_follow_the_schedule() -> None:
+    """One model on four ranks: each schedule's bubble is smaller than the one before, and memory is that of ranks."""
+    (model, batch), cluster = _chain(16, 256), quintnet.Cluster("h100", nodes=1)
+    found = {}
+    for schedule, count in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("synthesized", 2)):
+        plan = {"mesh": {"pp": 4}, "microbatches": 8, "schedule": schedule, "virtual_stages": count}
+        found[schedule] = quintnet.estimate(model, cluster, batch, plan)
+        assert len(found[schedule].memory) == 4 and len(found[schedule].begins) == 4 * count - 1
+    assert found["1f1b"].pipeline > found["zb-h1"].pipeline
+    assert found["1f1b"].pipeline > found["synthesized"].pipeline
+    assert found["1f1b"].bubble > found["interleaved"].bubble > found["zb-v"].bubble
+    # the same layers are on one rank: there, and back again
+    parameters = sum(rank.parameters for rank in found["1f1b"].memory)
+    table = 256 * 256 * 4  # used at both ends
+    assert sum(rank.parameters for rank in found["zb-v"].memory) == parameters - table
+    with pytest.raises(quintnet.CompileError, match="QN208"):
+        quintnet.plan(model, cluster, batch, plan={"schedule": "zb-v", "virtual_stages": 3})
+
+
+def test_a_plan_of_several_stages_per_rank_is_made_and_compiles() -> None:
+    (model, batch), cluster = _chain(), quintnet.Cluster("h100", nodes=1, gpus_per_node=4)
+    pinned = {"mesh": {"pp": 2, "dp": 2}, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 2}
+    best = quintnet.plan(model, cluster, batch, plan=pinned, top_k=1).best
+    assert best.virtual_stages == 2 and len(best.stages) == 3
+    program = quintnet.compile(model, quintnet.Mesh(**best.mesh), batch, plan=best)
+    assert program.schedule.placement == (0, 1, 0, 1) and len(program.plan.stages) == 3
+
+
 def test_what_does_not_fit_comes_with_what_does() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,12 @@ from .models import CASES, build, worst_error
 Outcome = tuple[float, float, float, dict[str, Tensor], dict[str, Tensor]]
 
 
-def _train(name: str, axes: dict[str, int], microbatches: int, context: str = "all_gather") -> Outcome:
+def _train(name: str, axes: dict[str, int], microbatches: int, options: dict[str, Any]) -> Outcome:
     """Two optimizer steps with clipping, an evaluation, and a third step of another batch size."""
     torch.set_num_threads(1)
     case = CASES[name]
-    options = {"loss_fn": case.loss_fn, "microbatches": microbatches, "context": context}
-    program = quintnet.compile(build(name), quintnet.Mesh(**axes), case.batch(8), **options)  # type: ignore[arg-type]
+    options = {"loss_fn": case.loss_fn, "microbatches": microbatches, **options}
+    program = quintnet.compile(build(name), quintnet.Mesh(**axes), case.batch(8), **options)
     program.initialize({"*.bias": quintnet.Normal(0.1)})
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
     for _ in range(2):
@@ -58,18 +59,23 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(
-    ("name", "axes", "microbatches", "context"),
+    ("name", "axes", "microbatches", "options"),
     [
-        ("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2, "all_gather"),
-        ("vit", {"tp": 2, "pp": 2}, 4, "all_gather"),
-        ("cnn", {"dp": 2}, 2, "all_gather"),
-        ("gpt", {"cp": 4}, 1, "ring"),
+        ("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2, {}),
+        ("vit", {"tp": 2, "pp": 2}, 4, {}),
+        ("cnn", {"dp": 2}, 2, {}),
+        ("gpt", {"cp": 4}, 1, {"context": "ring"}),
+        # values go up and down between two ranks, and skip stages
+        ("cnn", {"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 3}),
+        ("mlp", {"pp": 2}, 4, {"schedule": "zb-v", "virtual_stages": 2}),
     ],
 )
-def test_processes_equal_the_local_transport(name: str, axes: dict[str, int], microbatches: int, context: str) -> None:
-    expected = _train(name, axes, microbatches, context)
+def test_processes_equal_the_local_transport(
+    name: str, axes: dict[str, int], microbatches: int, options: dict[str, Any]
+) -> None:
+    expected = _train(name, axes, microbatches, options)
     count = quintnet.Mesh(**axes).size
-    found = quintnet.launch(_train, count, (name, axes, microbatches, context), timeout=240)
+    found = quintnet.launch(_train, count, (name, axes, microbatches, options), timeout=240)
     names = set()
     for loss, evaluated, norm, gradients, weights in found:
         assert [loss, evaluated, norm] == pytest.approx(expected[:3], rel=1e-12)

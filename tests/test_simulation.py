@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintnet import Mesh
+from quintnet_compiler.cost_models.closed_forms import bubble_share, zero_bubble_share
+from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_seconds
 from quintnet_compiler.errors import CompileError
 from quintnet_compiler.schedule import (
     Action,
@@ -47,15 +49,18 @@ def test_bubble_of_several_stages_per_rank() -> None:
         m = p * groups
         found = run(interleaved(p, m, v) if v > 1 else one_f_one_b(p, m))
         assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12), (p, m, v)
+        assert found.bubble / (1 - found.bubble) == pytest.approx(bubble_share(p, m, v), abs=1e-12)
+        assert found.seconds == pytest.approx(interleaved_seconds([Stage(v, 2 * v)] * p, m, v))
 
 
 def test_bubble_of_split_backwards() -> None:
     for p, m in product(range(1, 6), range(5, 10)):
-        found = run(zero_bubble_h1(p, m), Given(forward=1, backward=2, input=1, weight=1))
-        assert found.bubble == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12), (p, m)
-        if m >= 2 * p - 1:
-            found = run(zero_bubble_v(p, m), Given(forward=1, backward=2, input=1, weight=1))
-            assert found.bubble == pytest.approx((p - 1) / (6 * m + p - 1), abs=1e-12), (p, m)
+        for make, v in ((zero_bubble_h1, 1), (zero_bubble_v, 2)):
+            if m >= v * p - 1:
+                found = run(make(p, m), Given(forward=1, backward=2, input=1, weight=1))
+                assert found.bubble == pytest.approx((p - 1) / (3 * v * m + p - 1), abs=1e-12), (p, m)
+                idle_over_busy = found.bubble / (1 - found.bubble)
+                assert idle_over_busy == pytest.approx(zero_bubble_share(p, m, v), abs=1e-12)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)

@@ -10,7 +10,7 @@ from itertools import product
 from ..errors import CompileError
 from ..mesh import Mesh
 from ..plan import Plan
-from ..schedule_kinds import SCHEDULES
+from ..schedule_synthesis import check_schedule
 
 ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp are closest
 
@@ -148,7 +148,7 @@ def _orders(limits: Limits, pp: int) -> Iterator[tuple[str, int]]:
     for schedule in limits.schedules:
         for virtual in limits.virtual_stages:
             with suppress(CompileError):
-                SCHEDULES[schedule](1, 1, virtual)  # refuses numbers of stages that it does not have
+                check_schedule(schedule, virtual)
                 if virtual * pp <= limits.units:
                     yield schedule, virtual
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule import RELEASES, Op, Schedule
-from ..schedule_kinds import SCHEDULES
+from ..schedule_synthesis import SYNTHESIZED, StageTimes, schedule_of
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,22 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
 
     Beyond a few times the depth the order repeats every ``ranks`` microbatches, and for each such round the time of the
     last is added, or of the busiest rank's work: half a percent from the truth at most (but where several stages of a
-    rank have rounds of unequal length, there is no round to add).
+    rank have rounds of unequal length, or the order is a synthesised one, there is no round to add).
 
     Raises:
         ScheduleError: QN208 for a number of stages per rank that the schedule does not have.
     """
 
+    def times() -> list[StageTimes]:
+        return [StageTimes(stage.forward, stage.backward, stage.weight) for stage in stages]
+
     def of(count: int) -> tuple[float, list[int], Schedule]:
-        schedule = SCHEDULES[name](ranks, count, virtual_stages)
+        schedule = schedule_of(name, ranks, count, virtual_stages, times)
         return _seconds(schedule, stages), [_peak(schedule, rank, stages) for rank in range(ranks)], schedule
 
     enough = 3 * ranks + microbatches % ranks
-    if microbatches <= enough + ranks or (virtual_stages > 1 and microbatches % ranks):
+    uneven = name == SYNTHESIZED or (virtual_stages > 1 and microbatches % ranks)
+    if microbatches <= enough + ranks or uneven:
         seconds, saved, schedule = of(microbatches)
         return Pipeline(seconds, tuple(saved), schedule.placement)
     (before, held, schedule), (after, more, _) = of(enough), of(enough + ranks)
@@ -66,7 +70,7 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
 
 def least_seconds(name: str, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> float:
     """What no order undercuts: a stage's own work, after the first microbatch came to it through those before."""
-    split, found, before = name.startswith("zb"), 0.0, 0.0
+    split, found, before = name.startswith("zb") or name == SYNTHESIZED, 0.0, 0.0
     for stage in stages:
         found = max(found, microbatches * stage.seconds + before / virtual_stages)
         before += stage.forward if split else stage.seconds

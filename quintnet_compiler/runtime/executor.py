@@ -51,9 +51,14 @@ class Executor:
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
         self.backward = {(t.source, t.target): t.backward for t in program.transfers}
-        # after a forward: what the backward needs, and what is still to be sent
+        # after a forward: what the backward needs, and what is still to be sent to other ranks
         self.kept = {
-            stage.index: {n for (source, _), names in self.forward.items() if source == stage.index for n in names}
+            stage.index: {
+                n
+                for (source, target), names in self.forward.items()
+                if source == stage.index and target not in self.stages
+                for n in names
+            }
             | set(stage.saved)
             for stage in self.part.stages
         }

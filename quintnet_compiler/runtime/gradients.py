@@ -40,7 +40,7 @@ class GradientStore:
         self.times: dict[str, int] = defaultdict(int)
         self.names: dict[str, str] = {}  # generated code names a parameter by its value in the graph
         groups: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
-        for stage in self.part.stages:
+        for stage in reversed(self.part.stages):  # the later one's gradients are complete first
             self.names |= stage.gradients
             for name in stage.gradients.values():
                 spec = self.program.state[name]
