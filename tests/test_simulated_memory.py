@@ -68,7 +68,7 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt", {"cp": 2}, {"microbatches": 2}),
     ("mixture", {"ep": 2}, {"microbatches": 2}),
     ("mlp", {"dp": 4}, {"microbatches": 2, "zero": 1}),
-    ("mixture", {"dp": 2, "ep": 2}, {"zero": 2}),
+    ("mixture", {"dp": 2}, {"zero": 2, "microbatches": 2}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 3}),
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "zero": 3, "regather": False}),
 ]
