@@ -62,7 +62,7 @@ class _Check:
         self.local = self.program.local
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
-        self.operators = VectorJacobian(self.scratch)
+        self.operators = VectorJacobian(self.scratch, {})
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
     def run(self) -> None:

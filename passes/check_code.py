@@ -14,7 +14,6 @@ from ..annotations import facts, leaf, shape, value
 from ..comm_ops import RANKED, SIZED, microbatch, share
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
-from ..schedule import Edge
 from ..schedule_check import verify_schedule
 from .spelling import SPELLING
 
@@ -35,7 +34,7 @@ def check_code(program: DistributedProgram, stages: Iterable[StageProgram] | Non
     if program.schedule.num_microbatches != time[0]:
         raise _fail(f"{program.schedule.num_microbatches} microbatches are scheduled, and the batch has {time[0]}")
     if program.source.gradients:
-        verify_schedule(program.schedule, [Edge(t.source, t.target, bool(t.backward)) for t in program.transfers])
+        verify_schedule(program.schedule, program.edges)
 
 
 class _ByIdentity:
@@ -66,8 +65,8 @@ class _Stage:
         self.settled: list[str] = []
 
     def check(self) -> None:
-        for label in ("once", "forward", "backward"):
-            self._piece(label, getattr(self.stage, label))
+        for label, piece in self.stage.pieces.items():
+            self._piece(label, piece)
         for name, cut in self.stage.slices.items():
             node = self._node(name)
             made_of = node.args[0].name if isinstance(node.args[0], fx.Node) else ""
@@ -115,7 +114,7 @@ class _Stage:
         found = fx.map_arg((tuple(given), dict(node.kwargs)), lambda n: env[n])
         if node.target != target or repr(found) != repr((tuple(args), kwargs)):
             raise _fail(f"{node.name} is another call than in the graph", source)
-        phase = "forward" if label == "once" else label
+        phase = {"once": "forward", "weight": "backward"}.get(label, label)
         if source in self.seen or facts(source).phase != phase:
             raise _fail(f"{node.name} runs in the {label} of stage {self.stage.index}", source)
         if self.source.stage.get(source, self.stage.index) != self.stage.index:
@@ -150,9 +149,15 @@ class _Stage:
             if self.source.outputs[position].name != value_name:
                 raise _fail(f"{value_name} is not output {position}")
         returned = {n for t in self.program.transfers if t.source == stage.index for n in t.backward}
-        for name in stage.backward.dynamic:
-            if name not in stage.saved and name not in returned:
-                raise _fail(f"{name} is not kept for the backward of stage {stage.index}", self._node(name))
+        known = {*stage.saved, *returned}
+        for label in ("backward", "weight"):
+            for name in stage.pieces[label].dynamic if label in stage.pieces else ():
+                if name not in known:
+                    raise _fail(f"{name} is not kept for the {label} of stage {stage.index}", self._node(name))
+            known |= set(stage.backward.outputs)
+        for name in {n for t in self.program.transfers if t.target == stage.index for n in t.backward}:
+            if name not in stage.backward.outputs:
+                raise _fail(f"{name} is not there when stage {stage.index} sends it", self._node(name))
 
 
 def _is_input(node: fx.Node) -> bool:

@@ -49,7 +49,7 @@ class CutStages:
             raise CompileError(
                 "QN206",
                 f"{self.num_stages} stages, and the model has {len(order)} operators that use parameters",
-                fix=f"use pp={max(1, len(order))} or less",
+                fix=f"use pp={max(1, len(order))} or less, or fewer virtual stages",
             )
         if self.num_stages == 1:
             starts = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..builder import GraphBuilder
 from ..comm_ops import convert, lower_conversion
 from ..program import DifferentiatedProgram, LocalProgram, outputs
 from ..sharding import gradient, parse_type
-from .vector_jacobian import Pullback, VectorJacobian
+from .vector_jacobian import Pullback, Template, VectorJacobian
 
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
@@ -31,21 +31,23 @@ class Differentiate:
     and the source line of the operator that it differentiates; gradients of one value are added up in the stage
     that produced them first, so that one tensor crosses per value and stage.
 
-    ``training=False`` only lowers conversions.
+    ``training=False`` only lowers conversions. ``templates``: operators that were traced once, for all programs of
+    one fake mode that this pass is applied to.
     """
 
     training: bool = True
+    templates: dict[Hashable, Template] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(self, local: LocalProgram, /) -> DifferentiatedProgram:
-        return _Tape(local, self.training).run()
+        return _Tape(local, self.training, self.templates).run()
 
 
 class _Tape:
-    def __init__(self, local: LocalProgram, training: bool) -> None:
+    def __init__(self, local: LocalProgram, training: bool, templates: dict[Hashable, Template]) -> None:
         self.local, self.training = local, training
         self.deferring = _between(local)  # their transposes stand at the end of the step, where gradients settle
         self.builder = GraphBuilder(local.mode)
-        self.operators = VectorJacobian(self.builder)
+        self.operators = VectorJacobian(self.builder, templates)
         self.value: dict[Value, fx.Node] = {}
         self.stage: dict[fx.Node, int] = {}
         self.once: set[fx.Node] = set()

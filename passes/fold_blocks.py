@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from torch import fx
 
 from ..program import Program
-from .repeated_blocks import Block, block_members, same_in_every_block
+from ..repetition import longest_repetition
+from .repeated_blocks import Block, as_block, block_members, same_in_every_block
 
 
 @dataclass(frozen=True)
@@ -43,26 +44,28 @@ class FoldBlocks:
     def __call__(self, program: Program, /) -> Folded:
         graph = program.graph
         stands_for: dict[fx.Node, fx.Node] = {}
-        repeats: dict[fx.Node, int] = {}
         for run in _runs(graph):
             if len(run) > 3 and _alike(run):
                 for unit in run[2:-1]:
                     stands_for.update(zip(unit, run[1], strict=True))
-                repeats.update(dict.fromkeys(run[1], len(run) - 2))
         new = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
-            kept = stands_for.get(node)
-            copied[node] = new.node_copy(node, copied.__getitem__) if kept is None else copied[kept]
+            twin = stands_for.get(node)
+            copied[node] = new.node_copy(node, copied.__getitem__) if twin is None else copied[twin]
         home = {node: block for block, nodes in block_members(graph).items() for node in nodes}
+        left_out = program.captured.like.items()
+        like = {as_block(name): [as_block(other)[1] for other in names] for name, names in left_out}
         blocks: dict[Block, dict[str, None]] = defaultdict(dict)
         for node, block in home.items():
-            blocks[home[stands_for.get(node, node)]][block[1]] = None
+            numbers = [block[1], *like.get(block, ())]
+            blocks[home[stands_for.get(node, node)]].update(dict.fromkeys(numbers))
+        kept = [node for node in graph.nodes if node not in stands_for]
         return Folded(
             replace(program, graph=new),
-            {copied[node]: repeats.get(node, 1) for node in graph.nodes if node not in stands_for},
+            {copied[node]: len(blocks[home[node]]) if node in home else 1 for node in kept},
             {block: tuple(numbers) for block, numbers in blocks.items()},
-            {copied[node]: block for node, block in home.items() if node not in stands_for},
+            {copied[node]: home[node] for node in kept if node in home},
         )
 
 
@@ -79,23 +82,11 @@ def _runs(graph: fx.Graph) -> list[Run]:
         labels = [tuple(keys[node] for node in members[block]) for block in blocks]
         at = 0
         while at < len(blocks):
-            period, times = _longest(labels, at)
+            period, times = longest_repetition(labels, at)
             units = [blocks[at + i * period : at + (i + 1) * period] for i in range(times)]
             found.append([[node for block in unit for node in members[block]] for unit in units])
             at += period * times
     return found
-
-
-def _longest(labels: Sequence[Hashable], at: int) -> tuple[int, int]:
-    """The period and count of the repetition from ``at`` on that leaves the fewest units; (1, 1) if nothing repeats."""
-    best, saved = (1, 1), 0
-    for period in range(1, (len(labels) - at) // 4 + 1):
-        unit, times = labels[at : at + period], 1
-        while labels[at + times * period : at + (times + 1) * period] == unit:
-            times += 1
-        if (times - 3) * period > saved:
-            best, saved = (period, times), (times - 3) * period
-    return best
 
 
 def _alike(run: Run) -> bool:

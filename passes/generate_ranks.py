@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..annotations import facts, leaf, shape, value, values
+from ..annotations import facts, is_getitem, leaf, shape, value, values
 from ..comm_ops import RANKED, SIZED, microbatch, share
 from ..mesh import Mesh
 from ..program import (
@@ -25,7 +25,7 @@ from ..program import (
     ValueSpec,
     outputs,
 )
-from ..schedule import Edge, Schedule, with_transfers
+from ..schedule import Edge, Op, Schedule, with_transfers
 from ..schedule_check import verify_schedule
 from ..sharding import Sharding
 from .spelling import SPELLING
@@ -35,13 +35,17 @@ from .spelling import SPELLING
 class GenerateRanks:
     """Cut the graph into one forward and one backward function per stage, and order them by a schedule.
 
+    ``schedule``: compute actions alone. Where it splits a stage's backwards, so is the function: the first half has
+    what values that other stages wait for depend on, the second the rest. ``checked``: whether the schedule is verified
+    (where it only says which functions there are, it need not be complete).
+
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
     its transfers is verified; the generated code of all ranks of a stage is the same.
     """
 
     mesh: Mesh
-    schedule: Callable[[int, int], Schedule]
-    num_microbatches: int
+    schedule: Schedule
+    checked: bool = True
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
         stages = program.local.staged.num_stages
@@ -53,11 +57,12 @@ class GenerateRanks:
         for transfer in transfers:
             sends[transfer.source].update(transfer.forward)
             sends[transfer.target].update(transfer.backward)
-        built = tuple(cut.build(sends[cut.index], sites) for cut in cuts)
+        split = {action.stage for row in self.schedule.actions for action in row if action.op is Op.BACKWARD_WEIGHT}
+        built = tuple(cut.build(sends[cut.index], sites, split=cut.index in split) for cut in cuts)
         sites.append("the program's outputs")
         edges = [Edge(t.source, t.target, bool(t.backward)) for t in transfers]
-        schedule = with_transfers(self.schedule(stages, self.num_microbatches), edges)
-        if program.gradients:
+        schedule = with_transfers(self.schedule, edges)
+        if program.gradients and self.checked:
             verify_schedule(schedule, edges)
         crossing = {n for t in transfers for n in (*t.forward, *t.backward)}
         return DistributedProgram(
@@ -131,7 +136,7 @@ class _Cut:
             if self.program.stage.get(node, last) == self.index
         }
 
-    def build(self, sends: set[str], sites: list[str]) -> StageProgram:
+    def build(self, sends: set[str], sites: list[str], *, split: bool) -> StageProgram:
         # two parameters may have one gradient: those of a + b
         gradients: dict[fx.Node, list[str]] = defaultdict(list)
         for (name, stage), node in self.program.gradients.items():
@@ -150,26 +155,35 @@ class _Cut:
         once_out = [n for n in self.once if n in later or n in results or _used_in(n, needed)]
         kept = set(saved)
         forward_out = [n for n in self.forward if n.name in sends or n in results or n in kept]
-        backward_out = [n for n in self.backward if n.name in sends]
+        first, second = self._halves(sends) if split else (self.backward, [])
+        rest = set(second)
+        backward_out = [n for n in first if n.name in sends or _used_in(n, rest)]
+        names = {n: [ids[name] for name in names] for n, names in gradients.items()}
         used = _leaves([*self.once, *self.forward, *self.backward, *self.slices, *results])
         return StageProgram(
             self.index,
             _piece(self.once, once_out, static, {}, sites),
             _piece(self.forward, forward_out, static, {}, sites),
-            _piece(
-                self.backward,
-                backward_out,
-                static,
-                {n: [ids[name] for name in names] for n, names in gradients.items()},
-                sites,
-            ),
+            _piece(first, backward_out, static, names, sites),
             {n.name: found.name for n in used if (found := leaf(n)) is not None and found.kind != "input"},
             {n.name: _position(self.program, n) for n in used if (f := leaf(n)) is not None and f.kind == "input"},
             {n.name: Slice(n.args[0].name, n.args[2], n.args[3]) for n in self.slices},  # type: ignore[union-attr,arg-type]
             {n.name: position for n, position in results.items()},
             tuple(n.name for n in saved),
-            {ids[name]: name for n in self.backward if n in gradients for name in gradients[n]},
+            {ids[name]: name for n in [*first, *second] if n in gradients for name in gradients[n]},
+            _piece(second, [], static, names, sites) if split else None,
         )
+
+    def _halves(self, sends: set[str]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The backward in two parts: what other stages wait for, and the rest."""
+        waited = {n for n in self.backward if n.name in sends}
+        for node in reversed(self.backward):
+            if node in waited:
+                waited.update(node.all_input_nodes)
+        for node in self.backward:
+            if is_getitem(node) and node.args[0] in waited:  # several results cannot be handed over as one
+                waited.add(node)
+        return [n for n in self.backward if n in waited], [n for n in self.backward if n not in waited]
 
 
 def _used_in(node: fx.Node, users: Set[fx.Node]) -> bool:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..annotations import Leaf, shape, value
 from ..attention_ops import attention
 from ..builder import GraphBuilder
-from ..capture import LEAF, WHERE
+from ..canonical import LEAF, WHERE
 from ..comm_ops import dropout, row_nll
 from ..errors import CompileError, Where
 from ..program import Captured, Program

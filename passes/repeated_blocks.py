@@ -15,9 +15,15 @@ _BLOCK = re.compile(r"^((?:[^.\d][^.]*\.)*?)(\d+)(?:\.(.*))?$")
 
 
 def _block(path: str) -> tuple[str, str, str] | None:
-    """("layers", "3", "attn.q") of ``layers.3.attn.q``: split at the first number."""
+    """("layers.", "3", "attn.q") of ``layers.3.attn.q``: split at the first number."""
     match = _BLOCK.match(path)
     return (match[1], match[2], match[3] or "") if match else None
+
+
+def as_block(path: str) -> Block:
+    """("model.layers.", "3") of the path of a block, ``model.layers.3``."""
+    parent, _, number = path.rpartition(".")
+    return f"{parent}." if parent else "", number
 
 
 def block_of(node: fx.Node) -> Block | None:

@@ -52,11 +52,10 @@ class Template:
 
 
 class VectorJacobian:
-    """Appends operators to a builder together with what their backward needs."""
+    """Appends operators to a builder together with what their backward needs. ``templates``: those traced already."""
 
-    def __init__(self, builder: GraphBuilder) -> None:
-        self.builder = builder
-        self.templates: dict[Hashable, Template] = {}
+    def __init__(self, builder: GraphBuilder, templates: dict[Hashable, Template]) -> None:
+        self.builder, self.templates = builder, templates
 
     def apply(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
@@ -79,7 +78,7 @@ class VectorJacobian:
             return self._ring_attention(args)
         tensors: list[fx.Node] = []
         fx.map_arg((tuple(args), kwargs), tensors.append)
-        key = _key(target, args, kwargs, tensors, wanted)
+        key = (id(self.builder.mode), _key(target, args, kwargs, tensors, wanted))
         template = self.templates.get(key)
         if template is None:
             template = self.templates[key] = _trace(target, args, kwargs, tensors, wanted, self.builder.mode)

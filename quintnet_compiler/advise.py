@@ -95,7 +95,7 @@ def _planner(
             "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
         )
     batch = plain_batch(batch)
-    captured = capture(model, batch, loss_fn)
+    captured = capture(model, batch, loss_fn, once=True)
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     return Planner.of(captured, batch_size_of(batch), Machine(cluster, unknown), pinned, book)

@@ -31,6 +31,7 @@ def compile(
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
     microbatches: int | None = None,
     schedule: str | None = None,
+    virtual_stages: int | None = None,
     sequence_parallel: bool | None = None,
     context: str | None = None,
     balance_context: bool | None = None,
@@ -58,7 +59,8 @@ def compile(
             finds on H100 nodes, see :func:`quintnet.plan`; ``"hf"`` for the plan that a Hugging Face model comes with,
             see :func:`quintnet.hf_plan`.
         microbatches: into how many parts each step's batch is split in time.
-        schedule: ``"1f1b"`` or ``"gpipe"``.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``, see :class:`Plan`.
+        virtual_stages: pipeline stages per rank: one; two for ``"zb-v"``; two or more for ``"interleaved"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
         context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
         balance_context: whether a ring evens out the work of causal attention (it does by default).
@@ -83,6 +85,7 @@ def compile(
     given = {
         "microbatches": microbatches,
         "schedule": schedule,
+        "virtual_stages": virtual_stages,
         "sequence_parallel": sequence_parallel,
         "context": context,
         "balance_context": balance_context,
@@ -97,7 +100,8 @@ def compile(
         chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules)
         mesh = Mesh(**chosen.mesh)
     else:
-        own = hf_plan(model, mesh).plan if isinstance(plan, str) and plan == "hf" else plan
+        from_model = isinstance(plan, str) and plan == "hf"
+        own = hf_plan(model, mesh, virtual_stages=virtual_stages or 1).plan if from_model else plan
         chosen = read_plan(own).changed(given)
     check_plan(chosen, mesh)
     check_world(mesh)

@@ -35,7 +35,8 @@ from .passes.strategies import RuleBook
 from .passes.unsplit import unsplit
 from .plan import Plan, fixed_types
 from .program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
-from .schedule import SCHEDULES, forward_only
+from .schedule import Schedule
+from .schedule_kinds import SCHEDULES, forward_only
 from .sharding import AxisType
 from .verify import verify
 
@@ -111,8 +112,9 @@ def compile_program(captured: Captured, request: Request, runner: Runner) -> Com
     """
     mesh, plan = request.mesh, request.plan
     sharded = _shard(captured, request, runner, plan.microbatches)
-    staged = runner(CutStages(mesh["pp"], _prices(request), plan.stages), sharded)
-    program = _lower(staged, request, runner, SCHEDULES[plan.schedule], plan.microbatches, training=True)
+    schedule = _schedule(request, plan.microbatches)
+    staged = runner(CutStages(schedule.num_stages, _prices(request), plan.stages), sharded)
+    program = _lower(staged, request, runner, schedule, training=True)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
@@ -126,9 +128,14 @@ def follow_program(
     if not training:
         microbatches = math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
     sharded = _shard(captured, request, runner, microbatches)
-    staged = runner(FollowStages(request.mesh["pp"], leader.stages), sharded)
-    schedule = SCHEDULES[leader.plan.schedule] if training else forward_only
-    return _lower(staged, request, runner, schedule, microbatches, training=training)
+    placement = leader.program.schedule.placement
+    staged = runner(FollowStages(len(placement), leader.stages), sharded)
+    schedule = _schedule(request, microbatches) if training else forward_only(placement, microbatches)
+    return _lower(staged, request, runner, schedule, training=training)
+
+
+def _schedule(request: Request, microbatches: int) -> Schedule:
+    return SCHEDULES[request.plan.schedule](request.mesh["pp"], microbatches, request.plan.virtual_stages)
 
 
 def _prices(request: Request) -> Roofline:
@@ -155,13 +162,7 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
 
 
 def _lower(
-    staged: StagedProgram,
-    request: Request,
-    runner: Runner,
-    schedule: Callable[[int, int], Any],
-    microbatches: int,
-    *,
-    training: bool,
+    staged: StagedProgram, request: Request, runner: Runner, schedule: Schedule, *, training: bool
 ) -> DistributedProgram:
     local = runner(InsertCommunication(dict(request.rules), request.plan.balance_context), staged)
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
@@ -172,7 +173,7 @@ def _lower(
     if training and (full or (gathers and regather)):
         differentiated = runner(Recompute(full, regather), differentiated)
     runner.check(check_backward, differentiated, training)
-    program = runner(GenerateRanks(request.mesh, schedule, microbatches), differentiated)
+    program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)
     runner.check(check_ranks, program)
     return program

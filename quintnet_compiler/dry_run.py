@@ -76,8 +76,7 @@ class _Rank:
 
 def _skeleton(stage: StageProgram) -> StageProgram:
     changed: dict[str, Any] = {
-        name: replace(piece, module=cast(Any, _Skeleton(piece)))
-        for name, piece in (("once", stage.once), ("forward", stage.forward), ("backward", stage.backward))
+        name: replace(piece, module=cast(Any, _Skeleton(piece))) for name, piece in stage.pieces.items()
     }
     return replace(stage, **changed)
 

@@ -86,8 +86,10 @@ class HuggingFacePlan:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
-def hf_plan(model: nn.Module, mesh: Mesh) -> HuggingFacePlan:
+def hf_plan(model: nn.Module, mesh: Mesh, *, virtual_stages: int = 1) -> HuggingFacePlan:
     """The parallel plan that a Hugging Face model comes with, for ``mesh``: what ``plan="hf"`` compiles with.
+
+    ``virtual_stages``: how many pipeline stages each rank has.
 
     Raises:
         CompileError: QN207 if the model has none, QN203 with every parameter that does not divide, QN206 if there are
@@ -108,8 +110,8 @@ def hf_plan(model: nn.Module, mesh: Mesh) -> HuggingFacePlan:
             fix="pass plan=None (the compiler finds a layout), or a quintnet.Plan of your own",
         )
     found = _Reading(model, mesh, rules)
-    stages, notes = _stages(model, mesh)
-    plan = Plan(mesh=dict(mesh.axes), parameters=found.parameters, stages=stages)
+    stages, notes = _stages(model, mesh["pp"] * virtual_stages)
+    plan = Plan(mesh=dict(mesh.axes), virtual_stages=virtual_stages, parameters=found.parameters, stages=stages)
     entries = tuple(Entry(*key, count) for key, count in found.counts.items())
     return HuggingFacePlan(
         type(model).__name__,
@@ -221,9 +223,8 @@ class _Reading:
         return list(found.items())
 
 
-def _stages(model: Any, mesh: Mesh) -> tuple[tuple[str, ...], list[str]]:
+def _stages(model: Any, count: int) -> tuple[tuple[str, ...], list[str]]:
     """Where transformers would cut the pipeline: equal numbers of layers, the rest in the last stage."""
-    count = mesh["pp"]
     if count == 1:
         return (), []
     rules = getattr(model, "_pp_plan", None) or {}
@@ -232,7 +233,9 @@ def _stages(model: Any, mesh: Mesh) -> tuple[tuple[str, ...], list[str]]:
         return (), ["the model has no pipeline plan: the compiler cuts it where stages balance"]
     ((name, blocks),) = layers
     if len(blocks) < count:
-        raise CompileError("QN206", f"{name} has {len(blocks)} layers, and pp={count}", fix="use fewer stages")
+        raise CompileError(
+            "QN206", f"{name} has {len(blocks)} layers, and the pipeline {count} stages", fix="use fewer stages"
+        )
     return tuple(f"{name}.{len(blocks) // count * stage}" for stage in range(1, count)), []
 
 

@@ -16,7 +16,7 @@ from .errors import CompileError
 from .files import open_folder, write_file
 from .mesh import AXES, Mesh
 from .names import LONGEST_PATH, one_line
-from .schedule import SCHEDULES
+from .schedule_kinds import SCHEDULES
 from .sharding import AxisType, parse_type
 
 LARGEST_FILE = 16 * 2**20
@@ -37,6 +37,9 @@ class Plan(BaseModel):
     everything filled in, and compiling with it gives the same program.
 
     ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
+    ``schedule``: the order of pipeline actions: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``,
+    see :mod:`.schedule_kinds`.
+    ``virtual_stages``: how many pipeline stages each rank has: two or more where the schedule is interleaved.
     ``stages``: where each pipeline stage but the first begins: module paths or operator names.
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
     ``context``: how attention works on sequences that cp splits: every rank gathers all keys and values for its own
@@ -60,6 +63,7 @@ class Plan(BaseModel):
     mesh: dict[Text, int] = Field(default_factory=dict)
     microbatches: int = Field(default=1, ge=1)
     schedule: Text = "1f1b"
+    virtual_stages: int = Field(default=1, ge=1, le=1024)
     sequence_parallel: bool = True
     parameters: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
     stages: tuple[Text, ...] = ()
@@ -175,6 +179,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
         raise CompileError(
             "QN208", f"unknown schedule {plan.schedule!r}", fix=f"use one of {', '.join(sorted(SCHEDULES))}"
         )
+    SCHEDULES[plan.schedule](mesh["pp"], 1, plan.virtual_stages)  # refuses numbers of stages that it does not have
     if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
         raise CompileError(
             "QN201",

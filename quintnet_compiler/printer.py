@@ -138,6 +138,6 @@ def code_text(program: DistributedProgram, part: RankProgram) -> str:
     lines = [f"# rank {part.rank} of {program.mesh}: {place}", f"# actions: {' '.join(map(str, part.actions))}", ""]
     for stage in part.stages:
         lines += [f"# ---- stage {stage.index}", f"# state: {dict(stage.state)}", f"# batch: {dict(stage.inputs)}"]
-        lines += [_function(name, getattr(stage, name)) for name in ("once", "forward", "backward")]
+        lines += [_function(name, piece) for name, piece in stage.pieces.items()]
     places = [f"#   {number}: {one_line(site)}" for number, site in enumerate(program.sites)]
     return "\n".join([*lines, "# communication:", *places]) + "\n"

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec
 
 from .annotations import Leaf, leaf
 from .mesh import Mesh
-from .schedule import Action, Schedule
+from .schedule import Action, Edge, Schedule
 from .sharding import AxisType, Shard, Sharding
 
 
@@ -36,6 +36,7 @@ class Captured:
     training: bool
     only_rows: int | None = None
     literals: tuple[Any, ...] = ()
+    like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -242,9 +243,11 @@ class StageProgram:
     """Everything that one pipeline stage runs. Values have the names of the differentiated graph's nodes.
 
     ``once`` runs at the start of a step (what no parameter touches); ``forward`` and ``backward`` run once per
-    microbatch. ``state`` maps a value to the parameter, buffer or constant that it is; ``inputs`` to its position
-    in the flat batch; ``results`` to its position among the program's outputs. ``saved`` is what the backward
-    needs of the forward. ``gradients`` maps what the backward accumulates to its parameter, in the order of settling.
+    microbatch. Where a schedule splits backwards, ``backward`` computes what other stages wait for, and ``weight`` the
+    rest, from the same values and from what ``backward`` hands it. ``state`` maps a value to the parameter, buffer or
+    constant that it is; ``inputs`` to its position in the flat batch; ``results`` to its position among the program's
+    outputs. ``saved`` is what the backward needs of the forward. ``gradients`` maps what the backward accumulates to
+    its parameter, in the order of settling.
     """
 
     index: int
@@ -257,6 +260,13 @@ class StageProgram:
     results: Mapping[str, int]
     saved: tuple[str, ...]
     gradients: Mapping[str, str]
+    weight: Piece | None = None
+
+    @property
+    def pieces(self) -> Mapping[str, Piece]:
+        """Its functions by name, in the order in which a microbatch passes them."""
+        found = {"once": self.once, "forward": self.forward, "backward": self.backward}
+        return found if self.weight is None else {**found, "weight": self.weight}
 
 
 @dataclass(frozen=True)
@@ -344,14 +354,19 @@ class DistributedProgram:
         return tuple(axis for axis in self.axes if axis.role != "time")
 
     @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Which stages hand values to which."""
+        return tuple(Edge(t.source, t.target, bool(t.backward)) for t in self.transfers)
+
+    @property
     def digest(self) -> str:
         """SHA-256 of all that ranks must agree on: layout, schedule, and every stage's code."""
         parts: list[object] = [self.mesh, self.axes, self.schedule, self.transfers, self.inputs, self.results]
         parts += [*sorted(self.state.items()), *sorted(self.values.items())]
         for stage in self.stages:
             parts += [stage.state, stage.inputs, stage.slices, stage.results, stage.saved, stage.gradients]
-            for piece in (stage.once, stage.forward, stage.backward):
-                parts += [piece.code, piece.static, piece.dynamic, piece.outputs]
+            for name, piece in stage.pieces.items():
+                parts += [name, piece.code, piece.static, piece.dynamic, piece.outputs]
         return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
 
     def rank(self, rank: int) -> RankProgram:

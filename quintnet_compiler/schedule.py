@@ -1,7 +1,8 @@
 """Pipeline schedules as data: per pipeline rank, the actions it takes, in order.
 
 One :class:`Schedule` object is checked (:mod:`.schedule_check`), printed, simulated and executed; there is no
-second copy. A generator gives the compute actions; :func:`with_transfers` lowers them to what ranks execute.
+second copy. A generator (:mod:`.schedule_kinds`) gives the compute actions; :func:`with_transfers` lowers them to
+what ranks execute.
 """
 
 from __future__ import annotations
@@ -162,43 +163,6 @@ class Schedule:
         return ScheduleError("QN208", "\n".join(lines))
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards; a rank holds the activations of all m microbatches.
-
-    Huang et al., GPipe, 2019 (arXiv:1811.06965). Bubble: (p - 1) / (m + p - 1).
-    """
-    microbatches = range(num_microbatches)
-    rows = [
-        [Action(op, stage, index) for op in (Op.FORWARD, Op.BACKWARD) for index in microbatches]
-        for stage in range(num_stages)
-    ]
-    return Schedule("gpipe", num_microbatches, tuple(range(num_stages)), tuple(map(tuple, rows)))
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """Warm up, then one forward and one backward in turn, then cool down.
-
-    Narayanan et al., PipeDream, 2019 (doi:10.1145/3341301.3359646), with the flush of Narayanan et al.,
-    Megatron-LM, 2021 (arXiv:2104.04473). Bubble: (p - 1) / (m + p - 1), as GPipe, but rank r holds the
-    activations of only min(m, p - r) microbatches.
-    """
-    rows: list[list[Action]] = []
-    for stage in range(num_stages):
-        forwards = [Action(Op.FORWARD, stage, index) for index in range(num_microbatches)]
-        backwards = [Action(Op.BACKWARD, stage, index) for index in range(num_microbatches)]
-        warmup = min(num_microbatches, num_stages - 1 - stage)
-        steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
-        rows.append(forwards[:warmup] + steady + backwards[num_microbatches - warmup :])
-    return Schedule("1f1b", num_microbatches, tuple(range(num_stages)), tuple(map(tuple, rows)))
-
-
-Generator = Callable[[int, int], Schedule]
-"""From the number of stages and the number of microbatches to the compute actions; pure."""
-
-SCHEDULES: Mapping[str, Generator] = MappingProxyType({"gpipe": gpipe, "1f1b": one_f_one_b})
-"""Every generator under the name that plans give it."""
-
-
 @dataclass(frozen=True)
 class Flow:
     """What edges mean for each (direction, stage): the stages it reads from, and those that read from it."""
@@ -311,6 +275,7 @@ def with_transfers(schedule: Schedule, edges: Iterable[Edge], *, hoist: int = 1)
     Raises:
         ScheduleError: QN208 when ``schedule`` has transfers already, cannot run, or ``hoist`` is negative.
 
+    >>> from .schedule_kinds import one_f_one_b
     >>> for row in with_transfers(one_f_one_b(2, 2), chain(2), hoist=0).actions:
     ...     print(*row)
     0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1 0R
@@ -372,6 +337,7 @@ def grid(schedule: Schedule, edges: Iterable[Edge] | None = None) -> str:
     Raises:
         ScheduleError: QN208 when some action can never start.
 
+    >>> from .schedule_kinds import gpipe
     >>> print(gpipe(2, 3))
     gpipe: stages 2, microbatches 3, bubble 25.0%
     rank 0  F0 F1 F2 .  .  B0 B1 B2
@@ -393,12 +359,3 @@ def grid(schedule: Schedule, edges: Iterable[Edge] | None = None) -> str:
         cells = " ".join(row.get(column, ".").ljust(width) for column in columns)
         lines.append(f"{f'rank {rank}'.ljust(label)}  {cells}".rstrip())
     return "\n".join(lines)
-
-
-def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
-    """Forwards alone, one microbatch after the other: evaluation and inference."""
-    rows = tuple(
-        tuple(Action(Op.FORWARD, stage, microbatch) for microbatch in range(num_microbatches))
-        for stage in range(num_stages)
-    )
-    return Schedule("forward", num_microbatches, tuple(range(num_stages)), rows)

@@ -14,7 +14,8 @@ def arrived_sends(schedule: Schedule, rank: int) -> Mapping[Action, tuple[Action
     So a wait for these sends costs nothing once the action's own values are there. The last few sends of a step are
     not among them.
 
-    >>> from .schedule import chain, one_f_one_b, with_transfers
+    >>> from .schedule import chain, with_transfers
+    >>> from .schedule_kinds import one_f_one_b
     >>> found = arrived_sends(with_transfers(one_f_one_b(2, 3), chain(2)), 0)
     >>> [(str(action), *map(str, sends)) for action, sends in found.items()]
     [('0B0', '0SF0>1'), ('0B1', '0SF1>1'), ('0B2', '0SF2>1')]

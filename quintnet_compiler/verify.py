@@ -107,7 +107,7 @@ def _(program: DifferentiatedProgram) -> None:
 @verify.register
 def _(program: DistributedProgram) -> None:
     """Every stage gets each value it reads from itself, from state, or from a transfer; code is what we generate."""
-    for code in {p.code for stage in program.stages for p in (stage.once, stage.forward, stage.backward)}:
+    for code in {p.code for stage in program.stages for p in stage.pieces.values()}:
         check_source(code)
     for stage in program.stages:
         whole = {*stage.state, *stage.inputs, *stage.once.outputs}
@@ -115,7 +115,11 @@ def _(program: DistributedProgram) -> None:
         returned = {n for t in program.transfers if t.source == stage.index for n in t.backward}
         fresh = came | set(stage.slices)
         kept = fresh | set(stage.forward.outputs)
-        for piece, known in ((stage.forward, fresh), (stage.backward, kept | returned)):
+        behind = kept | returned | set(stage.backward.outputs)
+        for label, known in (("forward", fresh), ("backward", kept | returned), ("weight", behind)):
+            if label not in stage.pieces:
+                continue
+            piece = stage.pieces[label]
             for name in piece.static:
                 _require(name in whole, lambda: f"stage {stage.index} lacks {name}")  # noqa: B023
             for name in piece.dynamic:

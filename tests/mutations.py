@@ -30,7 +30,8 @@ from quintnet_compiler.program import (
     RankProgram,
     StageProgram,
 )
-from quintnet_compiler.schedule import DIRECTION, SCHEDULES, Action, Op
+from quintnet_compiler.schedule import DIRECTION, Action, Op
+from quintnet_compiler.schedule_kinds import SCHEDULES
 from quintnet_compiler.sharding import I, R, Shard, parse_type
 from quintnet_compiler.verify import verify
 
@@ -510,7 +511,7 @@ def check(program: Any, mesh: Any, schedule: str, microbatches: int) -> Distribu
     if isinstance(program, DifferentiatedProgram):
         verify(program)
         check_backward(program)
-        program = GenerateRanks(mesh, SCHEDULES[schedule], microbatches)(program)
+        program = GenerateRanks(mesh, SCHEDULES[schedule](mesh["pp"], microbatches))(program)
     assert isinstance(program, DistributedProgram)
     verify(program)
     others = program.others if isinstance(program, Mutant) else {}
@@ -524,6 +525,6 @@ def unchecked(program: Any, mesh: Any, schedule: str, microbatches: int) -> Dist
     if isinstance(program, LocalProgram):
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):
-        program = GenerateRanks(mesh, SCHEDULES[schedule], microbatches)(program)
+        program = GenerateRanks(mesh, SCHEDULES[schedule](mesh["pp"], microbatches))(program)
     assert isinstance(program, DistributedProgram)
     return program

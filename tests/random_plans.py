@@ -6,6 +6,7 @@ Nothing here knows which layouts are sensible; whatever the types allow must giv
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from quintnet_compiler.mesh import Mesh
 from quintnet_compiler.passes.check_backward import check_backward
 from quintnet_compiler.passes.check_code import check_code
 from quintnet_compiler.passes.check_types import check_types
+from quintnet_compiler.passes.cut_stages import staged_operators
 from quintnet_compiler.passes.differentiate import Differentiate
 from quintnet_compiler.passes.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.insert_communication import InsertCommunication
@@ -39,7 +41,8 @@ from quintnet_compiler.program import (
 )
 from quintnet_compiler.runtime.backends import LocalBackend
 from quintnet_compiler.runtime.executor import Run
-from quintnet_compiler.schedule import SCHEDULES
+from quintnet_compiler.schedule import Schedule, ScheduleError
+from quintnet_compiler.schedule_kinds import SCHEDULES
 from quintnet_compiler.sharding import I, P, R, Shard, plain
 
 
@@ -126,6 +129,16 @@ class RandomCut:
         return StagedProgram(program, self.num_stages, stage)
 
 
+def random_schedule(dice: random.Random, ranks: int, microbatches: int, most: int) -> Schedule:
+    """Any schedule, with as many stages per rank as it has, of ``most`` stages."""
+    makes = [(make, count) for make in SCHEDULES.values() for count in (1, 2, 3) if count * ranks <= most]
+    dice.shuffle(makes)
+    for make, count in makes:
+        with contextlib.suppress(ScheduleError):
+            return make(ranks, microbatches, count)
+    raise AssertionError("1f1b has one stage per rank")
+
+
 def random_program(
     program: Program, mesh: Mesh, axes: tuple[Axis, ...], microbatches: int, seed: int
 ) -> DistributedProgram:
@@ -134,15 +147,15 @@ def random_program(
     sharded = run(RandomSharding(axes, dice), program)
     if zero := random.Random(f"zero {seed}").randrange(4):
         sharded = run(ShardState(zero, tuple(axis.name for axis in axes if axis.role == "data")), sharded)
-    staged = run(RandomCut(mesh["pp"], dice), sharded)
+    schedule = random_schedule(dice, mesh["pp"], microbatches, len(staged_operators(program.graph)))
+    staged = run(RandomCut(schedule.num_stages, dice), sharded)
     local = run(InsertCommunication(dict(RULES)), staged)
     check_types(local, RuleBook(RULES))
-    name = dice.choice(sorted(SCHEDULES))
     differentiated = run(Differentiate(), local)
     if dice.random() < 0.5:
         differentiated = run(Recompute(), differentiated)
     check_backward(differentiated)
-    program = run(GenerateRanks(mesh, SCHEDULES[name], microbatches), differentiated)
+    program = run(GenerateRanks(mesh, schedule), differentiated)
     check_code(program)
     check_ranks(program)
     return program

@@ -30,7 +30,8 @@ from quintnet_compiler.cost_models.transformer import Decoder, Layout, stage_lay
 from quintnet_compiler.errors import CompileError
 from quintnet_compiler.passes.normalize import Normalize
 from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.schedule import Op, chain, one_f_one_b, simulate
+from quintnet_compiler.schedule import Op, chain, simulate
+from quintnet_compiler.schedule_kinds import one_f_one_b
 
 from .models import GPT, _llama, _tokens
 

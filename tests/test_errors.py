@@ -176,10 +176,12 @@ MESSAGES: dict[str, str] = {
     "not a mesh": ("QN201 the mesh is not valid\n  a int is not a mesh\n  fix: pass quintnet.Mesh(dp=2, tp=2)"),
     "no microbatches": (
         "QN207 the plan document is not valid\n  microbatches: Input should be greater than or equal to 1\n"
-        "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, "
+        "  fix: a plan has the keys version, mesh, microbatches, schedule, virtual_stages, sequence_parallel, parameters, stages, "
         "context, balance_context, experts, recompute, seed, unknown_ops"
     ),
-    "unknown schedule": ("QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe"),
+    "unknown schedule": (
+        "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe, interleaved, zb-h1, zb-v"
+    ),
     "no plan file": (
         "QN207 the plan document is not valid\n"
         "  there is no plan file '/nowhere/plan.json'\n"
@@ -206,7 +208,7 @@ MESSAGES: dict[str, str] = {
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"
         "  microbatchs: Extra inputs are not permitted\n"
-        "  fix: a plan has the keys version, mesh, microbatches, schedule, sequence_parallel, parameters, stages, context, balance_context, experts, recompute, seed, unknown_ops"
+        "  fix: a plan has the keys version, mesh, microbatches, schedule, virtual_stages, sequence_parallel, parameters, stages, context, balance_context, experts, recompute, seed, unknown_ops"
     ),
     "not a plan": (
         "QN207 the plan document is not valid\n  a int is not a plan\n  fix: pass a Plan, a dict, or a path"
@@ -344,7 +346,7 @@ MESSAGES: dict[str, str] = {
     "more stages than operators": (
         "QN206 the pipeline cannot be cut\n"
         "  64 stages, and the model has 14 operators that use parameters\n"
-        "  fix: use pp=14 or less"
+        "  fix: use pp=14 or less, or fewer virtual stages"
     ),
     "no values": (
         "QN604 a tensor has no values yet\n"

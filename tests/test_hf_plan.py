@@ -79,7 +79,7 @@ def test_stages_are_cut_where_transformers_cuts_them() -> None:
         return quintnet.hf_plan(_model("Llama", layers, meta=True), Mesh(pp=pp)).plan.stages
 
     assert stages(7, 3) == ("model.layers.2", "model.layers.4")
-    with pytest.raises(CompileError, match=r"QN206.*\n.*model.layers has 2 layers, and pp=3"):
+    with pytest.raises(CompileError, match=r"QN206.*\n.*model.layers has 2 layers, and the pipeline 3 stages"):
         stages(2, 3)
 
 

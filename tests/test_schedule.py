@@ -18,7 +18,6 @@ from quintnet_compiler.schedule import (
     DIRECTION,
     MAKES,
     RECEIVE,
-    SCHEDULES,
     SEND,
     Action,
     Edge,
@@ -28,36 +27,26 @@ from quintnet_compiler.schedule import (
     ScheduleError,
     bubble,
     chain,
-    gpipe,
     grid,
-    one_f_one_b,
     simulate,
     with_transfers,
 )
 from quintnet_compiler.schedule_check import verify_schedule
+from quintnet_compiler.schedule_kinds import (
+    SCHEDULES,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
 SIZES = list(product(range(1, 7), range(1, 10)))
 
 
 def parse(text: str) -> tuple[Action, ...]:
     return tuple(map(Action.parse, text.split()))
-
-
-def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H1 (Qi et al., 2023): split backwards, with the weight half of rank r lagging by r."""
-    rows: list[tuple[Action, ...]] = []
-    for stage in range(num_stages):
-        warmup = min(num_microbatches, num_stages - 1 - stage)
-        row = [Action(Op.FORWARD, stage, i) for i in range(warmup)]
-        for i in range(num_microbatches + stage):
-            if warmup + i < num_microbatches:
-                row.append(Action(Op.FORWARD, stage, warmup + i))
-            if i < num_microbatches:
-                row.append(Action(Op.BACKWARD_INPUT, stage, i))
-            if i >= stage:
-                row.append(Action(Op.BACKWARD_WEIGHT, stage, i - stage))
-        rows.append(tuple(row))
-    return Schedule("zero bubble", num_microbatches, tuple(range(num_stages)), tuple(rows))
 
 
 def breadth_first(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
@@ -73,7 +62,7 @@ def breadth_first(placement: tuple[int, ...], num_microbatches: int) -> Schedule
 def pipelines(draw: st.DrawFn) -> tuple[Schedule, tuple[Edge, ...]]:
     """A schedule and edges that skip stages, some of them without gradients."""
     num_microbatches = draw(st.integers(1, 6))
-    make = draw(st.sampled_from([*SCHEDULES.values(), zero_bubble, None]))
+    make = draw(st.sampled_from([*SCHEDULES.values(), None]))
     if make is None:
         num_ranks = draw(st.integers(1, 3))
         extra = draw(st.lists(st.integers(0, num_ranks - 1), max_size=4))
@@ -89,26 +78,85 @@ def pipelines(draw: st.DrawFn) -> tuple[Schedule, tuple[Edge, ...]]:
 # ------------------------------------------------------------------------------------------------- generators
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_generator_is_valid_and_has_the_known_bubble_and_memory(name: str) -> None:
+# For each schedule and number of stages per rank: the bubble, the microbatches from which on it is that, and the
+# activations that are alive on a rank.
+CLAIMS: dict[tuple[str, int], tuple[Callable[..., float], Callable[[int], int], Callable[..., int]]] = {
+    ("gpipe", 1): (lambda p, m: (p - 1) / (m + p - 1), lambda p: 1, lambda p, m, r: m),
+    ("1f1b", 1): (lambda p, m: (p - 1) / (m + p - 1), lambda p: 1, lambda p, m, r: min(m, p - r)),
+    ("zb-h1", 1): (lambda p, m: (p - 1) / (3 * m + p - 1), lambda p: p, lambda p, m, r: min(m, p)),
+    ("zb-v", 2): (lambda p, m: (p - 1) / (6 * m + p - 1), lambda p: 2 * p - 1, lambda p, m, r: min(2 * m, 2 * p)),
+    **{
+        ("gpipe", v): (lambda p, m, v=v: (p - 1) / (v * m + p - 1), lambda p: p, lambda p, m, r, v=v: v * m)
+        for v in (2, 3)
+    },
+    **{
+        ("interleaved", v): (
+            lambda p, m, v=v: (p - 1) / (v * m + p - 1),
+            lambda p: p,
+            lambda p, m, r, v=v: min(v * m, (v - 1) * -(-m // max(1, m // p)) + 2 * (p - r) - 1),
+        )
+        for v in (2, 3, 4)
+    },
+}
+
+
+@pytest.mark.parametrize("name, v", CLAIMS)
+def test_every_generator_is_valid_and_has_the_known_bubble_and_memory(name: str, v: int) -> None:
+    share, least, live = CLAIMS[name, v]
     for p, m in SIZES:
-        schedule, edges = SCHEDULES[name](p, m), chain(p)
-        assert (schedule.name, schedule.num_stages, schedule.num_ranks) == (name, p, p)
-        peaks = verify_schedule(with_transfers(schedule, edges), edges, max_live=m)
-        assert peaks == tuple(min(m, p - rank) if name == "1f1b" else m for rank in range(p))
+        schedule, edges = SCHEDULES[name](p, m, v), chain(p * v)
+        assert (schedule.name, schedule.num_stages, schedule.num_ranks) == (name, p * v, p)
+        peaks = verify_schedule(with_transfers(schedule, edges), edges, max_live=m * v)
+        for rank, peak in enumerate(peaks):
+            assert peak == live(p, m, rank) if m >= least(p) else peak <= live(p, m, rank)
         for hoist in (0, 2):
             lowered = with_transfers(schedule, edges, hoist=hoist)
             assert verify_schedule(lowered, edges, rendezvous=hoist == 0) == peaks
             assert bubble(lowered, edges) == bubble(schedule, edges)  # transfers take no simulated time
-        assert bubble(schedule, edges) == pytest.approx((p - 1) / (m + p - 1))
-        assert bubble(schedule, edges, forward=3, backward=0.5) == pytest.approx((p - 1) / (m + p - 1))
+        if m >= least(p):
+            assert bubble(schedule, edges) == pytest.approx(share(p, m))
+        if name in ("gpipe", "1f1b", "interleaved") and m >= least(p):
+            assert bubble(schedule, edges, forward=3, backward=0.5) == pytest.approx(share(p, m))
 
 
-def test_split_backwards_fill_the_bubble_and_hold_activations_until_the_weight_half() -> None:
-    for p, m in ((p, m) for p, m in SIZES if m >= p):
-        schedule = with_transfers(zero_bubble(p, m), chain(p), hoist=0)
-        assert verify_schedule(schedule, chain(p), rendezvous=True) == (p,) * p
-        assert bubble(schedule, chain(p)) == pytest.approx((p - 1) / (3 * m + p - 1))
+def test_every_schedule_has_claims() -> None:
+    assert {name for name, _ in CLAIMS} == SCHEDULES.keys()
+
+
+def test_zero_bubbles_are_a_third_of_1f1b_or_less() -> None:
+    """Four ranks, eight microbatches, forward and both halves of a backward equally long: in idle seconds of a rank."""
+    plain, h1, v = (make(4, 8) for make in (one_f_one_b, zero_bubble_h1, zero_bubble_v))
+    idle = {}
+    for schedule, unit in ((plain, 2.0), (h1, 2.0), (v, 1.0)):  # the V's stages are half as long
+        lines = simulate(schedule, chain(schedule.num_stages), lambda a, u=unit: u * (2 if a.op is Op.BACKWARD else 1))
+        assert {sum(span.end - span.start for span in line) for line in lines} == {48.0}
+        idle[schedule.name] = max(line[-1].end for line in lines) - 48.0
+    assert idle == {"1f1b": 18.0, "zb-h1": 6.0, "zb-v": 3.0}
+    assert max(verify_schedule(with_transfers(h1, chain(4)), chain(4))) == 4  # as 1F1B's first rank
+    assert max(verify_schedule(with_transfers(v, chain(8)), chain(8))) == 8  # of half the size
+
+
+@pytest.mark.parametrize(
+    "name, wrong, right", [("1f1b", 2, 1), ("interleaved", 1, 2), ("zb-h1", 3, 1), ("zb-v", 1, 2), ("zb-v", 3, 2)]
+)
+def test_numbers_of_stages_that_a_schedule_does_not_have(name: str, wrong: int, right: int) -> None:
+    with pytest.raises(
+        ScheduleError, match=rf"QN208(?s:.*){name} has .*, not {wrong}\n  fix: use virtual_stages={right}"
+    ):
+        SCHEDULES[name](2, 4, wrong)
+    assert SCHEDULES[name](2, 4, right).num_stages == 2 * right
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 0)], ids=str)
+def test_forwards_alone_never_wait_for_ever_and_overlap(placement: tuple[int, ...]) -> None:
+    edges = (*chain(len(placement)), *([Edge(0, len(placement) - 1)] if len(placement) > 2 else []))
+    for m in range(1, 9):
+        lowered = with_transfers(forward_only(placement, m), edges)
+        lines = simulate(lowered, edges, lambda action: 1.0)
+        assert sum(len(line) for line in lines) == len(placement) * m
+        # from the first microbatch's arrival to the last one's, the busiest rank hardly waits
+        v = len(placement) // (1 + max(placement))
+        assert max(line[-1].end for line in lines) <= v * m + 2 * len(placement) - 2
 
 
 def test_several_stages_on_a_rank() -> None:
@@ -156,7 +204,7 @@ def test_golden_lowering() -> None:
 
 
 def test_actions_print_and_parse() -> None:
-    for schedule in (one_f_one_b(3, 12), zero_bubble(3, 2)):
+    for schedule in (one_f_one_b(3, 12), zero_bubble_h1(3, 2)):
         for row in with_transfers(schedule, [*chain(3), Edge(0, 2)]).actions:
             assert parse(" ".join(map(str, row))) == row
     examples = "2F0 2B13 2I0 2W0 2SF0>3 3RF0<2 3SB0>2 2RB0<3 2R"
@@ -193,7 +241,7 @@ def assert_hoisted(before: tuple[Action, ...], after: tuple[Action, ...], hoist:
         assert 0 <= counts[0] - counts[1] <= hoist
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_each_stage_reduces_as_soon_as_its_gradients_are_sent(name: str) -> None:
     schedule = with_transfers(SCHEDULES[name](3, 4), chain(3))
     assert [" ".join(map(str, row[-3:])) for row in schedule.actions] == [
@@ -201,6 +249,8 @@ def test_each_stage_reduces_as_soon_as_its_gradients_are_sent(name: str) -> None
         "1B3 1SB3>0 1R",
         "2B3 2SB3>1 2R",
     ]
+    split = with_transfers(zero_bubble_h1(2, 2), chain(2), hoist=0).actions
+    assert split[1][-4:] == parse("1SB1>0 1W0 1W1 1R")
     rows = with_transfers(breadth_first((0, 1, 0, 1), 2), chain(4)).actions
     assert parse("2SB1>1 2R") == rows[0][rows[0].index(Action(Op.REDUCE, 2)) - 1 :][:2]
     assert Action(Op.BACKWARD, 0, 0) in rows[0][rows[0].index(Action(Op.REDUCE, 2)) :]
@@ -307,7 +357,7 @@ def test_mutations_are_rejected(mutation: str, hoist: int) -> None:
 
 
 def test_the_weight_half_of_a_backward_comes_after_the_input_half() -> None:
-    schedule = with_transfers(zero_bubble(2, 2), chain(2))
+    schedule = with_transfers(zero_bubble_h1(2, 2), chain(2))
     with pytest.raises(ScheduleError, match="rank 0: 0W1 comes before the backward of stage 0"):
         verify_schedule(mutate(schedule, "0I1 0W1", "0W1 0I1"), chain(2))
 
@@ -418,6 +468,9 @@ def test_shuffled_schedules_agree_with_the_oracle(rendezvous: bool) -> None:
         lambda: one_f_one_b(3, 3),
         lambda: gpipe(2, 4),
         lambda: breadth_first((0, 1, 1, 0), 2),
+        lambda: interleaved(2, 3),
+        lambda: zero_bubble_h1(3, 3),
+        lambda: zero_bubble_v(2, 2),
     ]
     verdicts = []
     for _ in range(400):

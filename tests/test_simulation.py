@@ -13,44 +13,20 @@ from hypothesis import strategies as st
 from quintnet import Mesh
 from quintnet_compiler.errors import CompileError
 from quintnet_compiler.schedule import (
-    SCHEDULES,
     Action,
     Op,
     Schedule,
     ScheduleError,
     chain,
-    one_f_one_b,
     with_transfers,
 )
 from quintnet_compiler.schedule import simulate as simulate_plainly
+from quintnet_compiler.schedule_kinds import SCHEDULES, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
 from quintnet_compiler.schedule_sends import arrived_sends
 from quintnet_compiler.simulation.faults import Faults
 from quintnet_compiler.simulation.run import Setting, simulate
 from quintnet_compiler.simulation.timeline import Event, RankTimeline, Timeline
 from quintnet_compiler.simulation.work import Given
-
-from .test_schedule import zero_bubble
-
-
-def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
-    """Several stages per rank, in groups of ``num_ranks`` microbatches (Narayanan et al. 2021)."""
-    placement = tuple(stage % num_ranks for stage in range(num_ranks * chunks))
-    rows: list[tuple[Action, ...]] = []
-    total = num_microbatches * chunks
-    for rank in range(num_ranks):
-
-        def at(op: Op, step: int, rank: int = rank) -> Action:
-            group, within = divmod(step, num_ranks * chunks)
-            chunk, index = divmod(within, num_ranks)
-            chunk = chunks - 1 - chunk if op is Op.BACKWARD else chunk
-            return Action(op, chunk * num_ranks + rank, group * num_ranks + index)
-
-        warmup = min(total, 2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks)
-        row = [at(Op.FORWARD, step) for step in range(warmup)]
-        for step in range(total - warmup):
-            row += [at(Op.FORWARD, warmup + step), at(Op.BACKWARD, step)]
-        rows.append((*row, *(at(Op.BACKWARD, step) for step in range(total - warmup, total))))
-    return Schedule("interleaved", num_microbatches, placement, tuple(rows))
 
 
 def run(schedule: Schedule, durations: Given | None = None, setting: Setting | None = None) -> Timeline:
@@ -58,7 +34,7 @@ def run(schedule: Schedule, durations: Given | None = None, setting: Setting | N
     return simulate(with_transfers(schedule, edges), edges, durations or Given(), setting)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_bubble_of_one_stage_per_rank(name: str) -> None:
     for p, m in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 5, 8, 16)):
         found = run(SCHEDULES[name](p, m))
@@ -69,25 +45,30 @@ def test_bubble_of_one_stage_per_rank(name: str) -> None:
 def test_bubble_of_several_stages_per_rank() -> None:
     for p, groups, v in product((1, 2, 3, 5), (1, 2, 3), (1, 2, 4)):
         m = p * groups
-        found = run(interleaved(p, m, v))
+        found = run(interleaved(p, m, v) if v > 1 else one_f_one_b(p, m))
         assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12), (p, m, v)
 
 
 def test_bubble_of_split_backwards() -> None:
-    for p, m in product(range(1, 6), range(5, 9)):
-        found = run(zero_bubble(p, m), Given(forward=1, backward=2, input=1, weight=1))
+    for p, m in product(range(1, 6), range(5, 10)):
+        found = run(zero_bubble_h1(p, m), Given(forward=1, backward=2, input=1, weight=1))
         assert found.bubble == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12), (p, m)
+        if m >= 2 * p - 1:
+            found = run(zero_bubble_v(p, m), Given(forward=1, backward=2, input=1, weight=1))
+            assert found.bubble == pytest.approx((p - 1) / (6 * m + p - 1), abs=1e-12), (p, m)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
 def test_without_transfers_it_is_the_plain_simulation(p: int, m: int, data: st.DataObject) -> None:
-    times = st.lists(st.integers(1, 9), min_size=p, max_size=p)
-    forward, backward = (dict(enumerate(data.draw(times))) for _ in range(2))
+    times = lambda count: st.lists(st.integers(1, 9), min_size=count, max_size=count)  # noqa: E731
     schedule = SCHEDULES[data.draw(st.sampled_from(sorted(SCHEDULES)))](p, m)
+    forward, backward = (dict(enumerate(data.draw(times(schedule.num_stages)))) for _ in range(2))
     found = run(schedule, Given(forward=forward, backward=backward))
-    table = {Op.FORWARD: forward, Op.BACKWARD: backward}
-    lines = simulate_plainly(schedule, chain(p), lambda action: float(table[action.op][action.stage]))
+    halves = {stage: seconds / 2 for stage, seconds in backward.items()}
+    table = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.BACKWARD_INPUT: halves, Op.BACKWARD_WEIGHT: halves}
+    edges = chain(schedule.num_stages)
+    lines = simulate_plainly(schedule, edges, lambda action: float(table[action.op][action.stage]))
     expected = [[(span.start, span.end, str(span.action)) for span in line] for line in lines]
     assert [[(e.start, e.end, e.name) for e in row.events] for row in found.rows] == expected
 
@@ -188,7 +169,8 @@ def test_thousands_of_ranks_are_a_few_rows_and_runs_are_alike() -> None:
 
 def test_a_send_is_over_only_when_its_reader_has_answered() -> None:
     for name, p, m in product(SCHEDULES, range(2, 5), range(1, 7)):
-        schedule = with_transfers(SCHEDULES[name](p, m), chain(p))
+        schedule = SCHEDULES[name](p, m)
+        schedule = with_transfers(schedule, chain(schedule.num_stages))
         for rank in range(p):
             found = arrived_sends(schedule, rank)
             sends = [send for many in found.values() for send in many]

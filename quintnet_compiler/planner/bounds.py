@@ -18,17 +18,17 @@ SLACK = 0.95
 
 
 class LessSplit:
-    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them; ``rows``: the fewest of a microbatch."""
+    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them."""
 
     def __init__(
-        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int, rows: int
+        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int
     ) -> None:
-        self.build, self.costs, self.parameters, self.batch, self.rows = build, costs, parameters, batch, rows
+        self.build, self.costs, self.parameters, self.batch = build, costs, parameters, batch
         self.known: dict[Layout, Estimate | None] = {}
 
     def seconds(self, layout: Layout) -> float:
-        """The unsplit model's share, with as many rows, in as many stages."""
-        found = self._less(layout, 1, layout.rows)
+        """The unsplit model's share, in as many stages."""
+        found = self._less(layout, 1, self._rounded(layout.rows))
         return SLACK * found.pipeline / (layout.tp * layout.cp) if found else 0.0
 
     def closer(self, layout: Layout) -> float:
@@ -41,17 +41,45 @@ class LessSplit:
         ways = layout.tp * layout.pp * layout.ep
         for axis in layout.experts:
             ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
-        found = self._less(layout, 1, self.rows)
-        saved = max(stage.saved for stage in found.memory) * layout.rows / self.rows if found else 0.0
+        found = self._less(layout, 1, self._rounded(layout.rows))
+        saved = max(stage.saved for stage in found.memory) if found else 0.0
         return (2 + MOMENTS) * self.parameters / ways + SLACK * saved / (layout.tp * layout.cp)
+
+    def _rounded(self, rows: int) -> int:
+        """Up to 1, 8, 64, ... where the batch divides so: more rows never take more time or memory each."""
+        most = 8 ** -(-(rows - 1).bit_length() // 3)
+        return next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
 
     def _less(self, layout: Layout, tp: int, rows: int) -> Estimate | None:
         """None where the model cannot be split less: a loss that couples rows has no microbatches."""
-        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, rows=rows, context="all_gather", experts=())
+        units = self._units(layout, tp, rows)
+        if not units:
+            return None
+        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, context="all_gather", experts=())
         if key not in self.known:
-            try:
-                units = self.build(replace(key, pp=1, microbatches=self.batch // rows, schedule="1f1b"))
-                self.known[key] = estimate(units, key, self.costs)
-            except CompileError:
-                self.known[key] = None
+            share = layout.rows / rows
+            self.known[key] = estimate([_part(unit, share) for unit in units], key, self.costs)
         return self.known[key]
+
+    def _units(self, layout: Layout, tp: int, rows: int) -> Sequence[Unit]:
+        # data ranks where there may be: what such a layout costs inside is then known already
+        dp = layout.dp if self.batch % (layout.dp * rows) == 0 else 1
+        less = replace(layout, tp=tp, cp=1, ep=1, dp=dp, rows=rows, context="all_gather", experts=())
+        try:
+            return self.build(replace(less, microbatches=self.batch // (dp * rows)))
+        except CompileError:
+            return ()
+
+
+def _part(unit: Unit, share: float) -> Unit:
+    """A unit with fewer rows, at least."""
+    if share == 1:
+        return unit
+    return replace(
+        unit,
+        forward=unit.forward * share,
+        backward=unit.backward * share,
+        saved=int(unit.saved * share),
+        received=int(unit.received * share),
+        working=0,
+    )

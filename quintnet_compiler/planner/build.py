@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..compiler import axes_of
 from ..cost import CostModel, RankCosts
@@ -22,9 +22,12 @@ from ..passes.recompute import Recompute
 from ..passes.rule_notation import Rule
 from ..passes.strategies import RuleBook
 from ..plan import Plan, fixed_types
-from ..schedule import gpipe
+from ..program import DifferentiatedProgram
+from ..schedule import Action, Op, Schedule
 from .layouts import Layout
 from .units import Unit, unit_boundaries, unit_work
+
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -36,38 +39,55 @@ class Builder:
     rules: Mapping[Any, Rule]
     cost: CostModel
     costs: RankCosts
-    found: dict[tuple[object, ...], tuple[Unit, ...] | CompileError] = field(default_factory=dict)
+    differentiate: Differentiate = field(default_factory=Differentiate)
+    found: dict[Hashable, Any] = field(default_factory=dict)
 
     def __call__(self, layout: Layout) -> tuple[Unit, ...]:
         """
         Raises:
             CompileError: whatever the compiler says of the layout.
         """
-        if layout.inside not in self.found:
+        return self._kept(("units", layout.inside), lambda: self._units(layout.inside))
+
+    def _kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self.found:
             try:
-                self.found[layout.inside] = self._units(layout)
+                self.found[key] = make()
             except CompileError as error:
-                self.found[layout.inside] = error
-        made = self.found[layout.inside]
+                self.found[key] = error
+        made: Made | CompileError = self.found[key]
         if isinstance(made, CompileError):
             raise made
         return made
 
     def _units(self, layout: Layout) -> tuple[Unit, ...]:
-        plan = layout.decided(self.plan)
-        begins = unit_boundaries(self.folded)
+        differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
+        if layout.recompute == "full":
+            differentiated = Recompute()(differentiated)
+        mesh = self._mesh(layout)
+        generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
+        return unit_work(generate(differentiated), self.folded, self.costs)
+
+    def _mesh(self, layout: Layout) -> Mesh:
+        """The layout's, with a stage for each unit."""
         sizes = {name: size for name, size in layout.mesh.axes if name != "pp"}
-        mesh = Mesh(pp=len(begins) + 1, **sizes)
+        return Mesh(pp=len(unit_boundaries(self.folded)) + 1, **sizes)
+
+    def _differentiated(self, layout: Layout) -> DifferentiatedProgram:
+        plan, mesh = layout.decided(self.plan), self._mesh(layout)
         names = [leaf.name for leaf in self.folded.program.leaves.values() if leaf.kind == "parameter"]
         fixed = fixed_types(self.plan, names, mesh)
         wishes = Wishes(fixed, plan.sequence_parallel, plan.context, plan.experts or ("ep",))
         book = RuleBook(self.rules, plan.unknown_ops)
         choose = ChooseSharding(axes_of(mesh, layout.microbatches), book, self.cost, wishes, self.folded.repeats)
         sharded = choose(self.folded.program)
-        staged = CutStages(mesh["pp"], self.cost, begins)(sharded)
+        staged = CutStages(mesh["pp"], self.cost, unit_boundaries(self.folded))(sharded)
         local = InsertCommunication(dict(self.rules), plan.balance_context)(staged)
-        differentiated = Differentiate(True)(JoinRoutes(self.rules)(local))
-        if layout.recompute == "full":
-            differentiated = Recompute()(differentiated)
-        program = GenerateRanks(mesh, gpipe, layout.microbatches)(differentiated)
-        return unit_work(program, self.folded, self.costs)
+        return self.differentiate(JoinRoutes(self.rules)(local))
+
+
+def _one_of(microbatches: int, stages: int) -> Schedule:
+    """Each function once, backwards in halves: enough to price them."""
+    ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+    rows = tuple(tuple(Action(op, stage, 0) for op in ops) for stage in range(stages))
+    return Schedule("one", microbatches, tuple(range(stages)), rows)

@@ -15,7 +15,8 @@ from ..cost import RankCosts
 from ..errors import CompileError
 from ..mesh import Mesh
 from ..passes.partition import balanced_starts
-from ..schedule import RELEASES, SCHEDULES, Action, Op, chain, simulate
+from ..schedule import RELEASES, Action, Op, chain, simulate
+from ..schedule_kinds import SCHEDULES
 from .layouts import Layout
 from .units import Held, Unit
 

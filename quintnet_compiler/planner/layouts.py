@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..mesh import Mesh
 from ..plan import Plan
@@ -49,11 +49,19 @@ class Layout:
         return Mesh(**({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
 
     @property
-    def inside(self) -> tuple[object, ...]:
-        """What the functions of a rank depend on; layouts that agree in it differ only in how often they run."""
-        spread = self.dp if "dp" in self.experts else self.dp > 1
-        once = self.microbatches > 1
-        return self.tp, self.cp, self.ep, spread, once, self.rows, self.context, self.experts, self.recompute
+    def sharded(self) -> Layout:
+        """The layout for all that have its functions, but for recomputing: ranks of dp, stages and microbatches only
+        say how often they run."""
+        same = replace(self, pp=1, schedule="1f1b", recompute="none")
+        if self.microbatches == 1 or "dp" in self.experts:
+            return same
+        fewest = min((n for n in divisors(self.dp) if n > 1), default=1)
+        return replace(same, dp=fewest, microbatches=self.microbatches * self.dp // fewest)
+
+    @property
+    def inside(self) -> Layout:
+        """The layout for all that have its functions."""
+        return replace(self.sharded, recompute=self.recompute)
 
     def decided(self, plan: Plan) -> Plan:
         """``plan`` with this layout's decisions."""

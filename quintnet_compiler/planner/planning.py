@@ -137,12 +137,19 @@ class Planner:
         """
         build, costs = self.builder(), self.machine.costs
         memory = self.machine.memory_bytes * self.machine.usable
-        space = list(layouts(self.limits()))
-        fewest = min((layout.rows for layout in space), default=1)
+        limits = self.limits()
+
+        def evaluate(layout: Layout) -> Estimate:
+            kept = replace(layout, recompute="none")
+            sooner = kept != layout and "none" in limits.recompute and objective != "memory"
+            if sooner and estimate(build(kept), kept, costs).memory_bytes <= memory:
+                raise CompileError("QN212", "fits without recomputing, which is faster")
+            return estimate(build(layout), layout, costs)
+
         return search(
-            space,
-            lambda layout: estimate(build(layout), layout, costs),
-            LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size, fewest),
+            layouts(limits),
+            evaluate,
+            LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size),
             Wanted(top_k, objective, memory, time.monotonic() + seconds),
             progress or (lambda done, total: None),
         )

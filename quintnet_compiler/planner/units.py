@@ -116,7 +116,7 @@ def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -
         {axis: seconds for axis, seconds in moved.items() if axis},
         _saved(stage, memory) + sum(size[name] for name in came & set(stage.saved)),
         sum(size[name] for name in came),
-        max(memory.calls[at, label].working for label in ("forward", "backward")),
+        max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
         tuple(Held(number, axes) for axes, number in sorted(alone.items())),
         {spec.name: Held(_bytes(spec, program), _summed(spec, program)) for spec in mine if len(spec.stages) > 1},
     )

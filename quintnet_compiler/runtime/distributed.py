@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
-from .transport import Wait
+from .transport import GRADIENTS, VALUES, Wait
 
 # torch 2.13 renamed these two; the names before it are deprecated
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -56,8 +56,9 @@ class DistributedTransport:
             axis: (self.group.get(mesh.peers(self.rank, [axis])), mesh[axis], self.place[axis]) for axis in mesh.names
         }
         self.group[tuple(range(mesh.size))] = dist.group.WORLD
-        # values and their gradients travel on channels of their own, so that neither waits for the other
-        self.channel = [dist.new_group(), dist.new_group()] if mesh["pp"] > 1 else []
+        # Values and their gradients, up and down the ranks, travel on channels of their own, so that none waits for
+        # another: NCCL takes all transfers of a group between two ranks in order, whichever way they go.
+        self.channel = [(dist.new_group(), dist.new_group()) for _ in (VALUES, GRADIENTS)] if mesh["pp"] > 1 else []
         self.add_groups(groups)
 
     def add_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
@@ -175,7 +176,7 @@ class DistributedTransport:
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
         x = x.contiguous()
-        work = dist.isend(x, to, group=self.channel[channel])
+        work = dist.isend(x, to, group=self.channel[channel][to > self.rank])
 
         def wait() -> Tensor:
             if work is not None:
@@ -186,7 +187,7 @@ class DistributedTransport:
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
         x = torch.empty(shape, dtype=dtype, device=self._device())
-        work = dist.irecv(x, source, group=self.channel[channel])
+        work = dist.irecv(x, source, group=self.channel[channel][self.rank > source])
 
         def wait() -> Tensor:
             if work is not None:

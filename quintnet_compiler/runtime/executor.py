@@ -57,6 +57,10 @@ class Executor:
             | set(stage.saved)
             for stage in self.part.stages
         }
+        self.returned = {
+            stage.index: {n for (_, target), names in self.backward.items() if target == stage.index for n in names}
+            for stage in self.part.stages
+        }
         self.arrived = arrived_sends(program.schedule, part.coordinate.get("pp", 0))
         # the last send of each stage's and microbatch's gradients: nobody needs them after it
         sends = [action for action in part.actions if action.op is Op.SEND_BACKWARD]
@@ -64,6 +68,8 @@ class Executor:
         self.handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward,
+            Op.BACKWARD_WEIGHT: self._weight,
             Op.SEND_FORWARD: self._send_forward,
             Op.RECV_FORWARD: self._receive_forward,
             Op.SEND_BACKWARD: self._send_backward,
@@ -115,9 +121,9 @@ class Executor:
         known = {value: state[name] for value, name in stage.state.items()}
         known |= {value: inputs[position] for value, position in stage.inputs.items()}
         made = self._call(stage, "once", 0, [self.comm, *(known[name] for name in stage.once.static)])
-        known |= dict(zip(stage.once.outputs, made, strict=True))
+        known |= zip(stage.once.outputs, made, strict=True)
         self.whole[stage.index] = known
-        for label, piece in (("forward", stage.forward), ("backward", stage.backward)):
+        for label, piece in stage.pieces.items():
             self.static[stage.index, label] = [known[name] for name in piece.static]
         for name, position in stage.results.items():
             if name in known:
@@ -134,7 +140,7 @@ class Executor:
         return self._call(self.stages[action.stage], label, action.microbatch, args)
 
     def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
-        module = getattr(stage, label).module
+        module = stage.pieces[label].module
         if self.watch is not None:
             return run_watched(module, args, self.watch.observer(stage, label, microbatch))
         made: tuple[Tensor, ...] = module(args)
@@ -163,21 +169,43 @@ class Executor:
             self.live.discard(here)
 
     def _backward(self, action: Action) -> None:
+        """The whole backward, or (of a stage that has them apart) the half that other stages wait for."""
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)
         cotangents = self.cotangents[here]
         for name, wait in self.returning.pop(here, ()):
             cotangents[name] = wait()
         for send in self.arrived.get(action, ()):
             self._forget(send)
-        values = self.values.pop(here)
-        dynamic = [values[name] if name in values else cotangents.pop(name) for name in stage.backward.dynamic]
-        values.clear()
-        made = self._run(action, "backward", dynamic)
-        cotangents |= zip(stage.backward.outputs, made, strict=True)
-        self.live.discard(here)
+        known = self.values.pop(here) | cotangents
+        cotangents.clear()
+        dynamic = [known[name] for name in stage.backward.dynamic]
+        later = stage.weight.dynamic if stage.weight is not None else ()
+        kept = {name: known[name] for name in later if name in known}
+        known.clear()
+        for name, x in zip(stage.backward.outputs, self._run(action, "backward", dynamic), strict=True):
+            if name in self.returned[stage.index]:
+                cotangents[name] = x
+            if name in later:
+                kept[name] = x
         self._hand_over(action, self.backward, cotangents, self.cotangents, back=True)
         if here not in self.last_sends:
             del self.cotangents[here]
+        if stage.weight is None:
+            self.live.discard(here)
+            return
+        self.values[here] = kept
+        if action.op is Op.BACKWARD:
+            self._weight(action)
+
+    def _weight(self, action: Action) -> None:
+        """The half of a backward that only parameters need; the microbatch's values end here."""
+        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
+        values = self.values.pop(here)
+        assert stage.weight is not None
+        dynamic = [values[name] for name in stage.weight.dynamic]
+        values.clear()
+        self._run(action, "weight", dynamic)
+        self.live.discard(here)
 
     def _hand_over(
         self,

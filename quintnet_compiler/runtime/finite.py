@@ -63,8 +63,9 @@ class Detective:
 
     def observer(self, stage: StageProgram, phase: str, microbatch: int) -> Observer:
         # the last stage is the first to run backward
-        position = len(self.program.stages) - stage.index if phase == "backward" else stage.index
-        numbers = {node: i for i, node in enumerate(getattr(stage, phase).module.graph.nodes)}
+        back = phase in ("backward", "weight")
+        position = len(self.program.stages) - stage.index if back else stage.index
+        numbers = {node: i for i, node in enumerate(stage.pieces[phase].module.graph.nodes)}
         levels: dict[fx.Node, int] = {}
 
         def observe(node: fx.Node, value: Any) -> None:
@@ -130,7 +131,8 @@ def _error(program: DistributedProgram, origin: Origin | None, worst: int, step:
             "QN501", f"{head}\n  {name} held {WORDS[origin.level]} before, on {rank}", fix="find its source"
         )
     phase = PHASES[origin.phase]
-    node = list(getattr(program.stages[origin.stage], phase).module.graph.nodes)[origin.node]
+    node = list(program.stages[origin.stage].pieces[phase].module.graph.nodes)[origin.node]
+    phase = "backward" if phase == "weight" else phase
     what = f"{WORDS[origin.level]} in %{node.name}, {phase} of microbatch {origin.microbatch}, {rank}"
     return RunError(
         "QN501",

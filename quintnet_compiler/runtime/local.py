@@ -6,9 +6,9 @@ is carried out; ranks that meet different collectives are reported at once, and 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,14 +44,24 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Mail:
-    """A rank waits for the next tensor from ``source`` on ``channel``."""
+    """A rank waits for the ``number``-th tensor from ``source`` on ``channel``."""
 
     source: int
     channel: int
+    number: int
     label: str
 
     def __str__(self) -> str:
         return f"{self.label} from rank {self.source}"
+
+
+@dataclass
+class Channel:
+    """What one rank sends to another: the n-th receive that was posted gets the n-th send, whenever it waits."""
+
+    sent: int = 0
+    asked: int = 0
+    there: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
 
 
 class LocalWorld:
@@ -64,7 +74,7 @@ class LocalWorld:
 
     def __init__(self, mesh: Mesh, sites: Sequence[str] = ()) -> None:
         self.mesh, self.sites = mesh, sites
-        self.mail: dict[tuple[int, int, int], deque[tuple[Tensor, str]]] = defaultdict(deque)
+        self.mail: dict[tuple[int, int, int], Channel] = defaultdict(Channel)
         self.hub = getcurrent()
         self.present = frozenset(range(mesh.size))
 
@@ -101,9 +111,9 @@ class LocalWorld:
         for rank in sorted(waits):
             wait = waits.get(rank)
             if isinstance(wait, Mail):
-                box = self.mail[wait.source, rank, wait.channel]
-                if box:
-                    ready[rank] = box.popleft()
+                there = self.mail[wait.source, rank, wait.channel].there
+                if wait.number in there:
+                    ready[rank] = there.pop(wait.number)
                     del waits[rank]
             elif wait is not None:
                 here = [waits.get(other) for other in wait.ranks]
@@ -226,12 +236,18 @@ class LocalTransport:
         return self._meet("broadcast", x, ranks, label, source)
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
-        self.world.mail[self.rank, to, channel].append((x, label))
+        box = self.world.mail[self.rank, to, channel]
+        box.there[box.sent] = x, label
+        box.sent += 1
         return lambda: x
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
+        box = self.world.mail[source, self.rank, channel]
+        mine = Mail(source, channel, box.asked, label)
+        box.asked += 1
+
         def wait() -> Tensor:
-            x, sent = self.world.hub.switch(Mail(source, channel, label))
+            x, sent = self.world.hub.switch(mine)
             if sent != label or tuple(x.shape) != shape or x.dtype != dtype:
                 raise RunError(
                     "QN401",

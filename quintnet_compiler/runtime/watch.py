@@ -11,7 +11,7 @@ from torch import fx
 from ..program import StageProgram
 
 Observer = Callable[[fx.Node, Any], None]
-PHASES = ("once", "forward", "backward")
+PHASES = ("once", "forward", "backward", "weight")
 
 
 class Watch(Protocol):

@@ -101,8 +101,8 @@ def compare_costs(
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for stage in program.stages:
         rank = priced.ranks[program.schedule.placement[stage.index]]
-        for phase in ("once", "forward", "backward"):
-            for node in priced.nodes(stage, getattr(stage, phase)):
+        for phase, piece in stage.pieces.items():
+            for node in priced.nodes(stage, piece):
                 taken = watches[rank].seconds.get((stage.index, phase, node.node.name))
                 if taken and str(node.node.target) not in COLLECTIVES:
                     source = priced.source.get(node.node.name)

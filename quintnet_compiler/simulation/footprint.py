@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from .. import layout
 from ..annotations import facts, values
 from ..mesh import Mesh
-from ..program import DistributedProgram, Piece, RankProgram, StageProgram
+from ..program import DistributedProgram, RankProgram, StageProgram
 from ..runtime.comm import Comm
 from ..runtime.local import LocalTransport, LocalWorld
 
@@ -64,7 +64,11 @@ class Footprints:
                 known[stage.index] = self._forward(stage)
             training = any(stage.gradients for stage in program.stages)
             for stage in reversed(program.stages if training else ()):
-                self._run(stage, "backward", known.pop(stage.index))
+                here = known.pop(stage.index)
+                later = set(stage.weight.dynamic) if stage.weight is not None else set()
+                here |= self._run(stage, "backward", here, later)
+                if stage.weight is not None:
+                    self._run(stage, "weight", here)
 
     def _forward(self, stage: StageProgram) -> dict[str, Tensor]:
         known = {n.name: fake(values(n)[0]) for n in stage_inputs(stage)}
@@ -79,11 +83,15 @@ class Footprints:
     def _source(self, name: str) -> Tensor:
         return values(next(n for n in self.program.source.graph.nodes if n.name == name))[0]
 
-    def _run(self, stage: StageProgram, label: str, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        piece: Piece = getattr(stage, label)
+    def _run(
+        self, stage: StageProgram, label: str, known: Mapping[str, Tensor], later: Set[str] = frozenset()
+    ) -> dict[str, Tensor]:
+        """``later``: arguments that another function still needs."""
+        piece = stage.pieces[label]
         names = [*piece.static, *piece.dynamic]
         given = [known[name] if name in known else self._received(name) for name in names]
-        made, working, releases = interpret(piece.module, given, _comm(self.program, stage), len(piece.static))
+        lent = [x for name, x in zip(names, given, strict=True) if name in piece.static or name in later]
+        made, working, releases = interpret(piece.module, given, _comm(self.program, stage), lent)
         places = {storage(x): index for index, x in reversed(list(enumerate(given)))}
         fresh: dict[int, int] = {}
         outputs = []
@@ -114,7 +122,7 @@ def stage_inputs(stage: StageProgram) -> list[fx.Node]:
     """The state and the whole-batch values that a stage's functions take."""
     wanted = {*stage.state, *stage.inputs}
     found: dict[str, fx.Node] = {}
-    for piece in (stage.once, stage.forward, stage.backward):
+    for piece in stage.pieces.values():
         for node in piece.module.graph.nodes:
             if node.op == "placeholder" and node.name in wanted:
                 found.setdefault(node.name, node)
@@ -145,9 +153,10 @@ def _comm(program: DistributedProgram, stage: StageProgram) -> Comm:
 
 
 def interpret(
-    module: fx.GraphModule, given: Sequence[Tensor], comm: Comm, static: int
+    module: fx.GraphModule, given: Sequence[Tensor], comm: Comm, lent: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], int, int]:
-    """The outputs, and the two peaks of :class:`Call`. Values die at their last use, as in the generated code."""
+    """The outputs, and the two peaks of :class:`Call`. Values die at their last use, as in the generated code;
+    ``lent``: arguments that the caller keeps."""
     last: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         for source in node.all_input_nodes:
@@ -160,7 +169,7 @@ def interpret(
     uses: dict[int, int] = {}
     sizes: dict[int, int] = {}
     own = {storage(x) for x in given}
-    dynamic = {storage(x) for x in given[static:]} - {storage(x) for x in given[:static]}
+    dynamic = own - {storage(x) for x in lent}
     fresh = released = working = releases = 0
     for node in module.graph.nodes:
         if node.op == "placeholder":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -22,6 +23,15 @@ COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
 RINGS = frozenset({"ring_attention", "ring_attention_backward"})
 PLAIN = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 _ACCUMULATE = ("accumulate", "accumulate_product")
+# what each action runs
+_PIECES = MappingProxyType(
+    {
+        Op.FORWARD: ("forward",),
+        Op.BACKWARD: ("backward", "weight"),
+        Op.BACKWARD_INPUT: ("backward",),
+        Op.BACKWARD_WEIGHT: ("weight",),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,9 @@ class Priced:
         key = action.stage, action.op
         if key not in self._works:
             stage = self.stages[action.stage]
-            piece = stage.forward if action.op is Op.FORWARD else stage.backward
-            found = self.piece(stage, piece)
-            self._works[key] = Work((Part(self.costs.action_seconds), *found.parts), found.hidden)
+            parts = [part for name in _PIECES[action.op] if name in stage.pieces
+                     for part in self.piece(stage, stage.pieces[name]).parts]  # fmt: skip
+            self._works[key] = Work((Part(self.costs.action_seconds), *parts))
         return self._works[key]
 
     def piece(self, stage: StageProgram, piece: Piece) -> Work:
@@ -154,7 +164,10 @@ class Priced:
         numbers = {id(bucket): index for index, bucket in enumerate(store.buckets)}
         for stage in part.stages:
             left = 0.0
-            for time in reversed(self.nodes(stage, stage.backward)):
+            # as if the halves of the last backward followed each other: what the first one makes may be there before
+            backward = [time for name in _PIECES[Op.BACKWARD] if name in stage.pieces
+                        for time in self.nodes(stage, stage.pieces[name])]  # fmt: skip
+            for time in reversed(backward):
                 if str(time.node.target) in _ACCUMULATE:
                     number = numbers[id(store.where[stage.gradients[str(time.node.args[-1])]])]
                     ready[number].setdefault(stage.index, left)
@@ -212,7 +225,7 @@ class Priced:
         """The axes along which ranks meet within the functions of every stage."""
         found: list[set[str]] = []
         for stage in self.program.stages:
-            calls = [n for piece in (stage.once, stage.forward, stage.backward) for n in piece.module.graph.nodes
+            calls = [n for piece in stage.pieces.values() for n in piece.module.graph.nodes
                      if n.op == "call_method" and str(n.target) in COLLECTIVES]  # fmt: skip
             found.append({str(node.args[2]) for node in calls})
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))

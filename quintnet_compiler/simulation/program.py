@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..cost import RankCosts
 from ..program import DistributedProgram
-from ..schedule import Edge
 from .faults import Faults
 from .priced import Priced
 from .rehearsal import rehearse
@@ -27,7 +26,6 @@ def simulate_program(
         CompileError: QN201 for faults of ranks that are not there, QN210 if something has no price.
     """
     durations = Priced(program, costs)
-    edges = [Edge(t.source, t.target, bool(t.backward)) for t in program.transfers]
     setting = Setting(
         program.mesh,
         durations.lockstep,
@@ -36,14 +34,14 @@ def simulate_program(
         rehearse(program, processes=processes),
         _notes(program, durations),
     )
-    return simulate(program.schedule, edges, durations, setting)
+    return simulate(program.schedule, program.edges, durations, setting)
 
 
 def _notes(program: DistributedProgram, durations: Priced) -> tuple[str, ...]:
     names = {
         str(node.target)
         for stage in program.stages
-        for piece in (stage.forward, stage.backward)
+        for piece in stage.pieces.values()
         for node in piece.module.graph.nodes
         if node.op == "call_method"
     }

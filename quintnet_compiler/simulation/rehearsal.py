@@ -121,12 +121,12 @@ class Rehearsal(Executor):
 
     def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
         found = self.footprints.calls[stage.index, label]
-        extra = found.releases if label == "backward" else found.working
+        extra = found.releases if label in ("backward", "weight") else found.working
         self.ledger.peak = max(self.ledger.peak, self.ledger.bytes + extra)
         _, *given = args
         args.clear()
         fresh: dict[int, Memory] = {}
-        piece = getattr(stage, label)
+        piece = stage.pieces[label]
         made = [self._stand(name, out, given, fresh) for name, out in zip(piece.outputs, found.outputs, strict=True)]
         return tuple(made)  # type: ignore[arg-type]
 

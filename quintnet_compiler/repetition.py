@@ -1,0 +1,22 @@
+"""Where a list of labels repeats itself."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+
+def longest_repetition(labels: Sequence[Hashable], at: int) -> tuple[int, int]:
+    """The period and count of the repetition from ``at`` on that leaves the fewest units when three of them are kept;
+    (1, 1) if nothing repeats more often.
+
+    >>> longest_repetition("ABABABABABC", 0)
+    (2, 5)
+    """
+    best, saved = (1, 1), 0
+    for period in range(1, (len(labels) - at) // 4 + 1):
+        unit, times = labels[at : at + period], 1
+        while labels[at + times * period : at + (times + 1) * period] == unit:
+            times += 1
+        if (times - 3) * period > saved:
+            best, saved = (period, times), (times - 3) * period
+    return best

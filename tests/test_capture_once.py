@@ -1,0 +1,130 @@
+"""Blocks that are traced once: folded, they are what the whole model folds to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quintnet_compiler.annotations import facts, leaf, values
+from quintnet_compiler.capture import capture
+from quintnet_compiler.passes.fold_blocks import FoldBlocks, Folded
+from quintnet_compiler.passes.normalize import Normalize
+
+from .models import CASES, GPT
+from .zoo import ZOO
+
+ROWS = 4
+
+
+class Numbered(nn.Module):
+    """A block that knows its number; every block gets the model's input too."""
+
+    def __init__(self, number: int, width: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(width, width)
+
+    def forward(self, x: Tensor, again: Tensor, scale: float) -> Tensor:
+        return torch.tanh(self.linear(x)) * scale + again
+
+
+class Stack(nn.Module):
+    """``reads(i)``: the number of the earlier block that block i reads beside the one before it."""
+
+    def __init__(self, depth: int, reads: Callable[[int], int], scale: Callable[[int], float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Numbered(i, 16) for i in range(depth))
+        self.reads, self.scale = reads, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for i, layer in enumerate(self.layers):
+            found.append(layer(found[-1], found[self.reads(i)], self.scale(i)))
+        return found[-1].square().mean()
+
+
+def _folded(model: nn.Module, batch: Any, loss_fn: Any, *, once: bool) -> tuple[Folded, int]:
+    captured = capture(model, batch, loss_fn, once=once)
+    return FoldBlocks()(Normalize(ROWS, torch.device("cpu"))(captured)), len(captured.graph.nodes)
+
+
+def _described(folded: Folded) -> list[object]:
+    """Every node by its place in the graph, not by its name."""
+    place = {node: index for index, node in enumerate(folded.program.graph.nodes)}
+    found: list[object] = []
+    for node in folded.program.graph.nodes:
+        if node.op == "output":
+            continue
+        known = leaf(node)
+        inputs = tuple(place[source] for source in node.all_input_nodes)
+        shapes = tuple((tuple(v.shape), v.dtype) for v in values(node))
+        name = known.name if known else facts(node).where.module
+        found.append((str(node.target) if known is None else "", name, inputs, shapes, folded.repeats[node]))
+    return found
+
+
+def _hugging_face(name: str, **changes: Any) -> tuple[nn.Module, Any, None]:
+    entry = ZOO[name]
+    config = {**entry.config, "num_hidden_layers": 7, **changes}
+    return type(entry)(entry.architecture, config, entry.kind).build(), entry.batch(ROWS), None
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
+    "gpt": lambda: (GPT(depth=9), CASES["gpt"].batch(ROWS), None),
+    "Llama": lambda: _hugging_face("Llama"),
+    "gpt-oss, two kinds in turn": lambda: _hugging_face(
+        "gpt-oss", num_hidden_layers=8, layer_types=["sliding_attention", "full_attention"] * 4
+    ),
+    "DeepSeek-V3, another kind first": lambda: _hugging_face("DeepSeek-V3"),
+    "all read the input": lambda: (Stack(9, lambda i: 0, lambda i: 0.5), (torch.randn(ROWS, 16),), None),
+}
+
+
+ALIKE = ("gpt", "Llama", "DeepSeek-V3, another kind first")  # where the fold takes the same blocks for a run
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_folds_to_what_the_whole_model_folds_to(name: str) -> None:
+    model, batch, loss_fn = MODELS[name]()
+    whole, many = _folded(model, batch, loss_fn, once=False)
+    once, few = _folded(model, batch, loss_fn, once=True)
+    assert few < 0.8 * many
+    assert sum(once.repeats.values()) == sum(whole.repeats.values())
+    if name in ALIKE:
+        assert once.blocks == whole.blocks and _described(once) == _described(whole)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+class Collected(Stack):
+    """Reads at the end what every block has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(found[-1], x, 0.5))
+        return torch.stack(found).square().mean()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Stack(9, lambda i: max(0, i - 3), lambda i: 0.5),  # each block reads one that is further back
+        Stack(9, lambda i: 0, lambda i: 0.1 * i),  # each block does something else
+        Stack(9, lambda i: 8 - i if i > 4 else 0, lambda i: 0.5),  # a U
+        Collected(9, lambda i: 0, lambda i: 0.5),
+    ],
+)
+def test_blocks_that_are_not_a_chain_are_all_traced(model: nn.Module) -> None:
+    batch = (torch.randn(ROWS, 16),)
+    whole, many = _folded(model, batch, None, once=False)
+    once, few = _folded(model, batch, None, once=True)
+    assert few == many and _described(once) == _described(whole)
+
+
+def test_blocks_that_share_a_weight_are_traced() -> None:
+    model = Stack(9, lambda i: 0, lambda i: 0.5)
+    model.layers[5].linear.weight = model.layers[3].linear.weight
+    assert not capture(model, (torch.randn(ROWS, 16),), once=True).like
