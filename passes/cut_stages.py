@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,11 +80,26 @@ def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
 
 
 def boundaries(staged: StagedProgram) -> tuple[str, ...]:
-    """The operators at which the stages but the first begin: cutting there again gives the same stages."""
-    first: dict[int, str] = {}
-    for node in staged_operators(staged.sharded.program.graph):
-        first.setdefault(staged.stage[node], node.name)
-    return tuple(first[stage] for stage in range(1, staged.num_stages))
+    """Where the stages but the first begin: cutting there again gives the same stages."""
+    first: dict[int, fx.Node] = {}
+    order = staged_operators(staged.sharded.program.graph)
+    for node in order:
+        first.setdefault(staged.stage[node], node)
+    places = module_starts(order)
+    return tuple(places.get(first[stage], first[stage].name) for stage in range(1, staged.num_stages))
+
+
+def module_starts(order: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Operators that are the first of a module, and the largest such module: names that mean the same in any trace."""
+    found: dict[fx.Node, str] = {}
+    seen: set[str] = set()
+    for node in order:
+        parts = facts(node).where.module.split(".")
+        paths = [".".join(parts[: i + 1]) for i in range(len(parts))] if parts != [""] else []
+        if new := [path for path in paths if path not in seen]:
+            found[node] = new[0]
+            seen.update(new)
+    return found
 
 
 def staged_operators(graph: fx.Graph) -> list[fx.Node]:

@@ -4,17 +4,26 @@ than its share."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import prod
 
 from ..cost import RankCosts
 from ..errors import CompileError
-from .estimate import MOMENTS, Estimate, estimate
+from .estimate import MOMENTS
 from .layouts import Layout
+from .pipeline import least_seconds
+from .stages import Slices, cut, stage_work
 from .units import Unit
 
 # What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
 # whole.
 SLACK = 0.95
+
+
+@dataclass(frozen=True)
+class Least:
+    seconds: float
+    saved: float
 
 
 class LessSplit:
@@ -24,42 +33,39 @@ class LessSplit:
         self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int
     ) -> None:
         self.build, self.costs, self.parameters, self.batch = build, costs, parameters, batch
-        self.known: dict[Layout, Estimate | None] = {}
+        self.known: dict[tuple[Layout, int], Least] = {}
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages."""
-        found = self._less(layout, 1, self._rounded(layout.rows))
-        return SLACK * found.pipeline / (layout.tp * layout.cp) if found else 0.0
+        return SLACK * self._less(layout, 1, self._rounded(layout.rows)).seconds / (layout.tp * layout.cp)
 
     def closer(self, layout: Layout) -> float:
         """The share of the model that is split over tp alone, whose communication is in it."""
-        found = self._less(layout, layout.tp, layout.rows)
-        return SLACK * found.pipeline / layout.cp if found else 0.0
+        return SLACK * self._less(layout, layout.tp, layout.rows).seconds / layout.cp
 
     def bytes(self, layout: Layout) -> float:
         """Parameters, gradients and moments, split as far as anything can be, and the fullest stage's saved values."""
         ways = layout.tp * layout.pp * layout.ep
         for axis in layout.experts:
             ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
-        found = self._less(layout, 1, self._rounded(layout.rows))
-        saved = max(stage.saved for stage in found.memory) if found else 0.0
-        return (2 + MOMENTS) * self.parameters / ways + SLACK * saved / (layout.tp * layout.cp)
+        sizes = {"dp": layout.dp, "cp": layout.cp, "ep": layout.ep}
+        slices = prod(sizes[axis] for axis in layout.zero_axes if axis not in layout.experts)
+        state = sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
+        saved = self._less(layout, 1, self._rounded(layout.rows)).saved / (layout.tp * layout.cp)
+        return state * self.parameters / ways + SLACK * saved
 
     def _rounded(self, rows: int) -> int:
         """Up to 1, 8, 64, ... where the batch divides so: more rows never take more time or memory each."""
         most = 8 ** -(-(rows - 1).bit_length() // 3)
         return next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
 
-    def _less(self, layout: Layout, tp: int, rows: int) -> Estimate | None:
-        """None where the model cannot be split less: a loss that couples rows has no microbatches."""
-        units = self._units(layout, tp, rows)
-        if not units:
-            return None
-        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, context="all_gather", experts=())
-        if key not in self.known:
-            share = layout.rows / rows
-            self.known[key] = estimate([_part(unit, share) for unit in units], key, self.costs)
-        return self.known[key]
+    def _less(self, layout: Layout, tp: int, rows: int) -> Least:
+        """Zeros where the model cannot be split less: a loss that couples rows has no microbatches."""
+        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, context="all_gather", experts=(), zero=0)
+        if (key, rows) not in self.known:
+            units = self._units(layout, tp, rows)
+            self.known[key, rows] = _least(units, key, layout.rows / rows, self.costs) if units else Least(0.0, 0)
+        return self.known[key, rows]
 
     def _units(self, layout: Layout, tp: int, rows: int) -> Sequence[Unit]:
         # data ranks where there may be: what such a layout costs inside is then known already
@@ -71,15 +77,12 @@ class LessSplit:
             return ()
 
 
-def _part(unit: Unit, share: float) -> Unit:
-    """A unit with fewer rows, at least."""
-    if share == 1:
-        return unit
-    return replace(
-        unit,
-        forward=unit.forward * share,
-        backward=unit.backward * share,
-        saved=int(unit.saved * share),
-        received=int(unit.received * share),
-        working=0,
-    )
+def _least(units: Sequence[Unit], layout: Layout, share: float, costs: RankCosts) -> Least:
+    """Of ``units`` for more rows, ``share`` of the time and memory for each."""
+    slices = Slices(layout, costs, layout.mesh)
+    work = [stage_work(stage, index == 0, slices) for index, stage in enumerate(cut(units, layout, costs))]
+    seconds = least_seconds(layout.schedule, layout.microbatches, layout.virtual_stages, work)
+    # the first rank holds as many microbatches as there are ranks, whatever the order
+    first = min(stage.saved for stage in work[:: layout.pp])
+    held = min(layout.microbatches, layout.pp) * layout.virtual_stages
+    return Least(share * seconds, share * held * first)

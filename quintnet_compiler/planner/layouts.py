@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 
+from ..errors import CompileError
 from ..mesh import Mesh
 from ..plan import Plan
+from ..schedule_kinds import SCHEDULES
 
 ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp are closest
 
@@ -22,7 +26,10 @@ class Limits:
     contexts: tuple[str, ...]
     experts: tuple[tuple[str, ...], ...]
     schedules: tuple[str, ...]
+    virtual_stages: tuple[int, ...]
     recompute: tuple[str, ...]
+    zero: tuple[int, ...]
+    zero_axes: tuple[str, ...]
     microbatches: tuple[int, ...]
     units: int
 
@@ -41,7 +48,10 @@ class Layout:
     context: str
     experts: tuple[str, ...]
     schedule: str
+    virtual_stages: int
     recompute: str
+    zero: int
+    zero_axes: tuple[str, ...]
 
     @property
     def mesh(self) -> Mesh:
@@ -52,7 +62,7 @@ class Layout:
     def sharded(self) -> Layout:
         """The layout for all that have its functions, but for recomputing: ranks of dp, stages and microbatches only
         say how often they run."""
-        same = replace(self, pp=1, schedule="1f1b", recompute="none")
+        same = replace(self, pp=1, schedule="1f1b", virtual_stages=1, recompute="none", zero=0)
         if self.microbatches == 1 or "dp" in self.experts:
             return same
         fewest = min((n for n in divisors(self.dp) if n > 1), default=1)
@@ -72,7 +82,10 @@ class Layout:
                 "schedule": self.schedule,
                 "context": self.context,
                 "experts": self.experts,
+                "virtual_stages": self.virtual_stages,
                 "recompute": self.recompute,
+                "zero": self.zero,
+                "zero_axes": self.zero_axes,
             }
         )
 
@@ -82,6 +95,8 @@ class Layout:
         more += [self.context] if self.cp > 1 else []
         more += [f"experts over {' and '.join(self.experts)}"] if self.experts else []
         more += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
+        more += [f"{self.virtual_stages} stages per rank"] if self.virtual_stages > 1 else []
+        more += [f"ZeRO {self.zero}"] if self.zero else []
         more += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         return " x ".join(parts) + ", " + ", ".join(more)
 
@@ -104,17 +119,37 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
     share, left = divmod(limits.batch, dp * ep)
     if left:
         return
+    sizes = {"dp": dp, "cp": cp, "ep": ep}
+    sliced = any(sizes[axis] > 1 for axis in limits.zero_axes)
     for microbatches in limits.microbatches:
         if share % microbatches or (pp > 1 and microbatches < min(pp, share)):
             continue
-        for context in limits.contexts if cp > 1 else ("all_gather",):
-            for experts in limits.experts if ep == 1 else ((),):
-                if not all({"dp": dp, "cp": cp}[axis] > 1 for axis in experts):
-                    continue
-                for schedule in limits.schedules if pp > 1 else limits.schedules[:1]:
-                    for recompute in limits.recompute:
-                        rows = share // microbatches
-                        yield Layout(tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, recompute)
+        for context, experts, (schedule, virtual), recompute, zero in product(
+            limits.contexts if cp > 1 else ("all_gather",),
+            limits.experts if ep == 1 else ((),),
+            _orders(limits, pp),
+            limits.recompute,
+            limits.zero if sliced else (0,),
+        ):
+            if all(sizes[axis] > 1 for axis in experts):
+                rows = share // microbatches
+                yield Layout(
+                    tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, virtual, recompute, zero,
+                    limits.zero_axes,
+                )  # fmt: skip
+
+
+def _orders(limits: Limits, pp: int) -> Iterator[tuple[str, int]]:
+    """Schedules and stages per rank that go together."""
+    if pp == 1:
+        yield limits.schedules[0] if len(limits.schedules) == 1 else "1f1b", 1
+        return
+    for schedule in limits.schedules:
+        for virtual in limits.virtual_stages:
+            with suppress(CompileError):
+                SCHEDULES[schedule](1, 1, virtual)  # refuses numbers of stages that it does not have
+                if virtual * pp <= limits.units:
+                    yield schedule, virtual
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -26,13 +26,16 @@ from ..plan import Plan
 from ..program import Captured
 from .bounds import LessSplit
 from .build import Builder
-from .estimate import Estimate, estimate
+from .estimate import Estimate
+from .evaluate import evaluate
 from .layouts import Layout, Limits, divisors, layouts
 from .report import PlanReport
 from .search import Found, Objective, Wanted, search
 from .units import unit_count
 
 aten = torch.ops.aten
+ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
+STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 
@@ -99,7 +102,10 @@ class Planner:
             ways=ways,
             contexts=(pinned.context,) if "context" in given else ("all_gather", "ulysses", "ring"),
             experts=(pinned.experts,) if "experts" in given else ((), *spread),
-            schedules=(pinned.schedule,),
+            schedules=(pinned.schedule,) if "schedule" in given else ORDERS,
+            virtual_stages=(pinned.virtual_stages,) if "virtual_stages" in given else STAGES_PER_RANK,
+            zero=(pinned.zero,) if "zero" in given else (0, 1, 2, 3),
+            zero_axes=pinned.zero_axes,
             recompute=(pinned.recompute,) if "recompute" in given else ("none", "full"),
             microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
             units=unit_count(self.folded),
@@ -139,16 +145,19 @@ class Planner:
         memory = self.machine.memory_bytes * self.machine.usable
         limits = self.limits()
 
-        def evaluate(layout: Layout) -> Estimate:
-            kept = replace(layout, recompute="none")
-            sooner = kept != layout and "none" in limits.recompute and objective != "memory"
-            if sooner and estimate(build(kept), kept, costs).memory_bytes <= memory:
-                raise CompileError("QN212", "fits without recomputing, which is faster")
-            return estimate(build(layout), layout, costs)
+        @cache
+        def price(layout: Layout) -> Estimate:
+            return evaluate(build(layout), layout, costs)
+
+        def useful(layout: Layout) -> Estimate:
+            for sooner, reason in faster(layout, limits) if objective != "memory" else ():
+                if price(sooner).memory_bytes <= memory:
+                    raise CompileError("QN212", f"fits {reason}, which is faster")
+            return price(layout)
 
         return search(
             layouts(limits),
-            evaluate,
+            useful,
             LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size),
             Wanted(top_k, objective, memory, time.monotonic() + seconds),
             progress or (lambda done, total: None),
@@ -169,9 +178,18 @@ class Planner:
         rows = self.folded.program.batch_size // (sizes["dp"] * sizes["ep"] * plan.microbatches)
         layout = Layout(
             **sizes, microbatches=plan.microbatches, rows=rows, context=plan.context, experts=plan.experts,
-            schedule=plan.schedule, recompute=plan.recompute,
+            schedule=plan.schedule, virtual_stages=plan.virtual_stages, recompute=plan.recompute, zero=plan.zero,
+            zero_axes=plan.zero_axes,
         )  # fmt: skip
-        return estimate(self.builder()(layout), layout, self.machine.costs, plan.stages)
+        return evaluate(self.builder()(layout), layout, self.machine.costs, plan.stages)
+
+
+def faster(layout: Layout, limits: Limits) -> Iterator[tuple[Layout, str]]:
+    """Layouts that do the same with less work and more memory."""
+    if layout.recompute != "none" and "none" in limits.recompute:
+        yield replace(layout, recompute="none"), "without recomputing"
+    if layout.zero > 1 and layout.zero - 1 in limits.zero:
+        yield replace(layout, zero=layout.zero - 1), f"with ZeRO {layout.zero - 1}"
 
 
 def plan_model(

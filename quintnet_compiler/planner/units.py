@@ -11,9 +11,8 @@ from itertools import groupby
 from torch import Size, fx
 
 from ..cost import RankCosts
-from ..passes.cut_stages import staged_operators
+from ..passes.cut_stages import module_starts, staged_operators
 from ..passes.fold_blocks import Folded
-from ..passes.repeated_blocks import Block
 from ..program import DistributedProgram, StageProgram, StateSpec
 from ..schedule import Action, Op
 from ..sharding import R, local_shape
@@ -33,8 +32,9 @@ class Held:
 class Unit:
     """A repeated block, or what lies before, between or after blocks: what one microbatch of it costs one rank.
 
-    ``begin``: where a stage that starts here begins, for a plan. ``once``: seconds before the first microbatch;
-    ``forward`` and ``backward``: seconds, with the communication inside; ``communication``: seconds of both by axis.
+    ``begin``: the module whose first operator is this unit's, for a plan, or ``""``: then no stage begins here.
+    ``once``: seconds before the first microbatch; ``forward`` and ``backward``: seconds, with the communication inside,
+    ``weight`` of the backward the half that no other stage waits for; ``communication``: seconds of all by axis.
     Bytes: ``saved`` by the forward for the backward, ``received`` of the unit before, ``working`` at most beside what
     is kept. ``parameters``: of this unit alone, by the axes of their gradients; ``tied``: those that other units use
     too, by name.
@@ -44,6 +44,7 @@ class Unit:
     once: float
     forward: float
     backward: float
+    weight: float
     communication: Mapping[str, float]
     saved: int
     received: int
@@ -75,9 +76,9 @@ def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> 
         CompileError: QN210 if something has no price.
     """
     priced, memory = Priced(program, costs), Footprints(program)
-    firsts = [run[0] for run in _runs(folded)]
-    units = [_unit(node.name, stage, priced, memory) for node, stage in zip(firsts, program.stages, strict=True)]
-    named = [_named(unit, folded.home.get(node), folded) for unit, node in zip(units, firsts, strict=True)]
+    runs = list(zip(_runs(folded), program.stages, strict=True))
+    starts = module_starts([node for run, _ in runs for node in run])
+    named = [_named(_unit(starts.get(run[0], ""), stage, priced, memory), run[0], folded) for run, stage in runs]
     found: list[Unit] = []
     for (times, _), group in groupby(enumerate(named), key=lambda one: (len(one[1]), one[0] * (len(one[1]) < 2))):
         members = [names for _, names in group]
@@ -85,16 +86,17 @@ def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> 
     return tuple(found)
 
 
-def _named(unit: Unit, block: Block | None, folded: Folded) -> list[Unit]:
-    """The units of the whole program that one of the folded program stands for."""
-    if block is None or len(folded.blocks[block]) < 2:
-        return [unit]
+def _named(unit: Unit, first: fx.Node, folded: Folded) -> list[Unit]:
+    """The units of the whole program that one of the folded program, with this first operator, stands for."""
+    block = folded.home.get(first)
+    if block is None or unit.begin != f"{block[0]}{block[1]}":
+        return [unit] * (len(folded.blocks[block]) if block else 1)
     return [replace(unit, begin=f"{block[0]}{number}") for number in folded.blocks[block]]
 
 
 def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -> Unit:
     program, at = priced.program, stage.index
-    works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD)}
+    works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
     moved: Counter[str] = Counter()
     for work in works.values():
         for part in work.parts:
@@ -112,7 +114,8 @@ def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -
         begin,
         sum(part.seconds for part in priced.piece(stage, stage.once).parts),
         works[Op.FORWARD].seconds,
-        works[Op.BACKWARD].seconds,
+        works[Op.BACKWARD_INPUT].seconds + works[Op.BACKWARD_WEIGHT].seconds,
+        works[Op.BACKWARD_WEIGHT].seconds,
         {axis: seconds for axis, seconds in moved.items() if axis},
         _saved(stage, memory) + sum(size[name] for name in came & set(stage.saved)),
         sum(size[name] for name in came),

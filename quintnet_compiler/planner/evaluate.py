@@ -1,0 +1,66 @@
+"""Time and memory of a layout, from its units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain
+
+from ..cost import RankCosts
+from .estimate import MOMENTS, Estimate, StageMemory
+from .layouts import Layout
+from .pipeline import pipeline
+from .stages import Slices, cut, held_by, stage_work
+from .units import Held, Unit
+
+
+def evaluate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Estimate:
+    """Cut ``units`` into balanced stages (or where ``begins`` says), run the schedule, and add up.
+
+    Raises:
+        CompileError: QN206 if no unit begins where a stage should, QN208 for stages that the schedule does not have.
+    """
+    slices = Slices(layout, costs, layout.mesh)
+    stages = cut(units, layout, costs, begins)
+    work = [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)]
+    run = pipeline(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, work)
+    mine = [[stage for stage, home in enumerate(run.placement) if home == rank] for rank in range(layout.pp)]
+    parts: list[list[Unit]] = [list(chain.from_iterable(stages[stage] for stage in found)) for found in mine]
+    owners = Counter(name for part in parts for name in {name for unit in part for name in unit.tied})
+    held = [held_by(part, owners) for part in parts]
+    busy = [layout.microbatches * sum(work[stage].seconds for stage in found) for found in mine]
+    fullest = busy.index(max(busy))
+    moved: Counter[str] = Counter()
+    for unit in parts[fullest]:
+        for axis, seconds in unit.communication.items():
+            moved[axis] += seconds * layout.microbatches  # type: ignore[assignment]
+    if sends := sum(work[stage].send for stage in mine[fullest]):
+        moved["pp"] = 2 * sends * layout.microbatches  # type: ignore[assignment]
+    once = max(sum(unit.once for unit in part) for part in parts)
+    if layout.zero in (1, 2):
+        once += max(slices.gather(found) for found in held)
+    settle = [slices.settle(found) - _hidden(part, costs) for found, part in zip(held, parts, strict=True)]
+    memory = tuple(_memory(found, run.saved[rank], parts[rank], slices) for rank, found in enumerate(held))
+    return Estimate(
+        layout,
+        run.seconds + once,
+        max(0.0, run.seconds - busy[fullest]),
+        max(0.0, *settle),
+        costs.optimizer_seconds(max(one.optimizer for one in memory) // MOMENTS),
+        dict(moved),
+        memory,
+        tuple(stage[0].begin for stage in stages[1:]),
+    )
+
+
+def _hidden(part: Sequence[Unit], costs: RankCosts) -> float:
+    """Seconds of the last backward beside which gradients are summed, where a device does both at once."""
+    return sum(unit.backward for unit in part) if costs.overlaps else 0.0
+
+
+def _memory(held: Sequence[Held], saved: int, part: Sequence[Unit], slices: Slices) -> StageMemory:
+    zero, working = slices.layout.zero, max(unit.working for unit in part)
+    whole, sliced = sum(one.bytes for one in held), sum(one.bytes // slices.ways(one) for one in held)
+    if zero == 3:  # a block's parameters, whole
+        working += max(sum(one.bytes for one in (*unit.parameters, *unit.tied.values())) for unit in part)
+    return StageMemory(sliced if zero == 3 else whole, sliced if zero >= 2 else whole, MOMENTS * sliced, saved, working)

@@ -1,0 +1,117 @@
+"""How long a pipeline takes and what its ranks hold, from the times of its stages and the order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..schedule import RELEASES, Op, Schedule
+from ..schedule_kinds import SCHEDULES
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """One microbatch on one stage. Seconds of its forward, of the half of its backward that the stage before it waits
+    for, of the ``weight`` half, and of the way of its input between two ranks (``send``); bytes ``saved`` by the
+    forward for the backward."""
+
+    forward: float
+    backward: float
+    weight: float
+    send: float
+    saved: int
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.weight
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """``seconds`` from the first forward to the last backward; ``saved``: bytes on each rank, at most; ``placement``:
+    the rank of each stage."""
+
+    seconds: float
+    saved: tuple[int, ...]
+    placement: tuple[int, ...]
+
+
+def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> Pipeline:
+    """Run the schedule ``name``: each action as soon as its rank is free and its values are there.
+
+    Beyond a few times the depth the order repeats every ``ranks`` microbatches, and the same again is added for each.
+
+    Raises:
+        ScheduleError: QN208 for a number of stages per rank that the schedule does not have.
+    """
+
+    def of(count: int) -> tuple[float, list[int], Schedule]:
+        schedule = SCHEDULES[name](ranks, count, virtual_stages)
+        return _seconds(schedule, stages), [_peak(schedule, rank, stages) for rank in range(ranks)], schedule
+
+    enough = 3 * ranks + microbatches % ranks
+    if microbatches <= enough + ranks:
+        seconds, saved, schedule = of(microbatches)
+        return Pipeline(seconds, tuple(saved), schedule.placement)
+    (before, held, schedule), (after, more, _) = of(enough), of(enough + ranks)
+    rounds = (microbatches - enough) // ranks
+    saved = [a + rounds * (b - a) for a, b in zip(held, more, strict=True)]
+    return Pipeline(before + rounds * (after - before), tuple(saved), schedule.placement)
+
+
+def least_seconds(name: str, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> float:
+    """What no order undercuts: a stage's own work, after the first microbatch came to it through those before."""
+    split, found, before = name.startswith("zb"), 0.0, 0.0
+    for stage in stages:
+        found = max(found, microbatches * stage.seconds + before / virtual_stages)
+        before += stage.forward if split else stage.seconds
+    return found
+
+
+def _seconds(schedule: Schedule, stages: Sequence[StageWork]) -> float:
+    """The last end of an action."""
+    last, placement = len(stages) - 1, schedule.placement
+    forward: dict[tuple[int, int], float] = {}
+    backward: dict[tuple[int, int], float] = {}
+    sends = [0.0 if s and placement[s] == placement[s - 1] else stage.send for s, stage in enumerate(stages)]
+    free, at = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
+    left = sum(map(len, schedule.actions))
+    while left:
+        before = left
+        for rank, row in enumerate(schedule.actions):
+            now, index = free[rank], at[rank]
+            while index < len(row):
+                action = row[index]
+                stage, here, op = action.stage, (action.stage, action.microbatch), action.op
+                work = stages[stage]
+                if op is Op.FORWARD:
+                    ready = forward.get((stage - 1, action.microbatch)) if stage else 0.0
+                    if ready is None:
+                        break
+                    now = forward[here] = max(now, ready + sends[stage]) + work.forward
+                elif op is Op.BACKWARD_WEIGHT:
+                    now += work.weight
+                else:
+                    ready = backward.get((stage + 1, action.microbatch)) if stage < last else 0.0
+                    if ready is None:
+                        break
+                    now = max(now, ready + (sends[stage + 1] if stage < last else 0.0)) + work.backward
+                    if op is Op.BACKWARD:  # gradients are handed over when all of it is done
+                        now += work.weight
+                    backward[here] = now
+                index += 1
+            left -= index - at[rank]
+            free[rank], at[rank] = now, index
+        assert left < before, f"{schedule.name} cannot run"
+    return max(free)
+
+
+def _peak(schedule: Schedule, rank: int, stages: Sequence[StageWork]) -> int:
+    now = most = 0
+    for action in schedule.actions[rank]:
+        if action.op is Op.FORWARD:
+            now += stages[action.stage].saved
+            most = max(most, now)
+        elif action.op in RELEASES:
+            now -= stages[action.stage].saved
+    return most

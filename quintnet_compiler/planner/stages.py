@@ -1,0 +1,132 @@
+"""Units put together to pipeline stages, and what ranks hold of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost import RankCosts
+from ..errors import CompileError
+from ..mesh import Mesh
+from ..passes.partition import balanced_starts
+from .layouts import Layout
+from .pipeline import StageWork
+from .units import Held, Unit
+
+Stages = list[Sequence[Unit]]
+
+
+def cut(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Stages:
+    """Balanced stages, or those that begin where ``begins`` says.
+
+    Raises:
+        CompileError: QN206 if no unit begins where a stage should, or there are fewer units than stages.
+    """
+    count = layout.pp * layout.virtual_stages
+    if count > len(units):
+        raise CompileError("QN206", f"{count} stages of {len(units)} units", fix="use fewer stages")
+    starts = _named_starts(units, begins) if begins else _starts(units, count, costs, layout.mesh)
+    return [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
+
+
+def send_seconds(unit: Unit, costs: RankCosts, mesh: Mesh) -> float:
+    return costs.send_seconds(unit.received, 0, mesh.rank({"pp": 1})) if mesh["pp"] > 1 else 0.0
+
+
+def _named_starts(units: Sequence[Unit], begins: Sequence[str]) -> list[int]:
+    places = {unit.begin: index for index, unit in enumerate(units) if unit.begin}
+    for name in begins:
+        if name not in places:
+            raise CompileError(
+                "QN206", f"{name} lies inside a block, and estimates cut between blocks", fix="leave `stages` open"
+            )
+    return [places[name] for name in begins]
+
+
+def _starts(units: Sequence[Unit], count: int, costs: RankCosts, mesh: Mesh) -> list[int]:
+    if count == 1:
+        return []
+    work = np.concatenate([[0.0], np.cumsum([unit.forward + unit.backward for unit in units])])
+    sends = np.array([0.0, *(2 * send_seconds(unit, costs, mesh) for unit in units[1:]), 0.0])
+    seconds = work[None, :] - work[:, None] + sends[:, None]
+    seconds[[i for i, unit in enumerate(units) if i and not unit.begin]] = np.inf
+    return balanced_starts(seconds, count)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """ZeRO as prices: what of a rank's parameters is held in slices over ranks of ``layout.zero_axes``, and what that
+    moves (Rajbhandari et al. 2019)."""
+
+    layout: Layout
+    costs: RankCosts
+    mesh: Mesh
+
+    def _over(self, held: Held) -> tuple[str, ...]:
+        return (
+            tuple(a for a in self.layout.zero_axes if a in held.axes and self.mesh[a] > 1) if self.layout.zero else ()
+        )
+
+    def ways(self, held: Held) -> int:
+        """In how many slices the optimizer's state is."""
+        return int(np.prod([self.mesh[axis] for axis in self._over(held)], dtype=int))
+
+    def _seconds(self, name: str, held: Held) -> float:
+        ranks = self.mesh.peers(0, list(self._over(held)))
+        return self.costs.group_seconds(name, held.bytes, ranks) if len(ranks) > 1 else 0.0
+
+    def gather(self, parts: Sequence[Held]) -> float:
+        """Seconds of bringing parameters together."""
+        return sum(self._seconds("all_gather", held) for held in parts)
+
+    def scatter(self, parts: Sequence[Held]) -> float:
+        """Seconds of adding up gradients where each rank gets a slice."""
+        return sum(self._seconds("reduce_scatter", held) for held in parts)
+
+    def settle(self, parts: Sequence[Held]) -> float:
+        """Seconds of adding up gradients at the end of a step; ``pp`` is for what several ranks of stages have."""
+        total = self.scatter(parts) if self.layout.zero == 1 else 0.0
+        for held in parts:
+            over = self._over(held)
+            size = held.bytes / self.ways(held)
+            inside = self.mesh.peers(0, [axis for axis in held.axes if axis != "pp" and axis not in over])
+            if len(inside) > 1:
+                total += self.costs.group_seconds("all_reduce", size, inside)
+            if "pp" in held.axes:
+                ends = (0, self.mesh.rank({"pp": self.mesh["pp"] - 1}))
+                total += self.costs.group_seconds("all_reduce", size, ends)
+        return total
+
+
+def stage_work(stage: Sequence[Unit], first: bool, slices: Slices) -> StageWork:
+    """One microbatch of a stage; with ZeRO 2 gradients are scattered for each, with 3 parameters gathered before every
+    use."""
+    costs, zero = slices.costs, slices.layout.zero
+    parts = [one for unit in stage for one in (*unit.parameters, *unit.tied.values())]
+    gather = slices.gather(parts) if zero == 3 else 0.0
+    scatter = slices.scatter(parts) if zero >= 2 else 0.0
+    send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh)
+    busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
+    weight = sum(unit.weight for unit in stage)
+    return StageWork(
+        sum(unit.forward for unit in stage) + gather + busy,
+        sum(unit.backward for unit in stage) - weight + gather + busy,
+        weight + scatter,
+        send - busy,
+        sum(unit.saved for unit in stage),
+    )
+
+
+def held_by(stage: Sequence[Unit], owners: Mapping[str, int]) -> list[Held]:
+    """What a rank holds, by the axes over which gradients are summed: ``pp`` for what several ranks of it have.
+    ``owners``: how many have it, by name."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for unit in stage:
+        for one in unit.parameters:
+            found[one.axes] += one.bytes
+    for name, one in {name: one for unit in stage for name, one in unit.tied.items()}.items():
+        found[(*one.axes, "pp") if owners[name] > 1 else one.axes] += one.bytes
+    return [Held(size, axes) for axes, size in sorted(found.items())]
