@@ -29,7 +29,7 @@ def _compile(name: str, axes: dict[str, int], **options: Any) -> quintnet.Compil
 FAST: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("cnn", {"dp": 4}, {"zero": 3}),
     ("vit", {"tp": 2, "dp": 2}, {"zero": 1, "recompute": "full", "sequence_parallel": False}),
-    ("gpt", {"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 4}),
+    ("gpt", {"dp": 2, "pp": 2}, {"zero": 1, "microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
     ("gpt", {"pp": 2, "dp": 2}, {"zero": 3, "microbatches": 2, "schedule": "gpipe", "recompute": "full"}),
     ("gpt", {"cp": 2, "dp": 2}, {"zero": 1, "microbatches": 2, "zero_axes": ("dp", "cp")}),
     ("mixture", {"dp": 2, "ep": 2}, {"zero": 1, "microbatches": 2}),
@@ -40,6 +40,7 @@ FAST: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt", {"dp": 2}, {"microbatches": 2}),
+    ("gpt", {"dp": 2, "pp": 2}, {"microbatches": 4}),
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2}),
     ("gpt", {"dp": 2, "cp": 2}, {"microbatches": 2, "context": "ring"}),
     ("hf_llama_double", {"dp": 2, "tp": 2, "pp": 2}, {"microbatches": 2}),
