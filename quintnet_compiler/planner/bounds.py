@@ -63,18 +63,17 @@ class LessSplit:
         """Zeros where the model cannot be split less: a loss that couples rows has no microbatches."""
         key = replace(layout, tp=tp, cp=1, ep=1, dp=1, context="all_gather", experts=(), zero=0)
         if (key, rows) not in self.known:
-            units = self._units(layout, tp, rows)
-            self.known[key, rows] = _least(units, key, layout.rows / rows, self.costs) if units else Least(0.0, 0)
+            try:
+                self.known[key, rows] = _least(self._units(layout, tp, rows), key, layout.rows / rows, self.costs)
+            except CompileError:
+                self.known[key, rows] = Least(0.0, 0.0)
         return self.known[key, rows]
 
     def _units(self, layout: Layout, tp: int, rows: int) -> Sequence[Unit]:
         # data ranks where there may be: what such a layout costs inside is then known already
         dp = layout.dp if self.batch % (layout.dp * rows) == 0 else 1
         less = replace(layout, tp=tp, cp=1, ep=1, dp=dp, rows=rows, context="all_gather", experts=())
-        try:
-            return self.build(replace(less, microbatches=self.batch // (dp * rows)))
-        except CompileError:
-            return ()
+        return self.build(replace(less, microbatches=self.batch // (dp * rows)))
 
 
 def _least(units: Sequence[Unit], layout: Layout, share: float, costs: RankCosts) -> Least:

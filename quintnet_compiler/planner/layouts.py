@@ -131,7 +131,8 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
             limits.recompute,
             limits.zero if sliced else (0,),
         ):
-            if all(sizes[axis] > 1 for axis in experts):
+            even = virtual == 1 or microbatches % pp == 0  # rounds of unequal length only wait longer
+            if even and all(sizes[axis] > 1 for axis in experts):
                 rows = share // microbatches
                 yield Layout(
                     tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, virtual, recompute, zero,

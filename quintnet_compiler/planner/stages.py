@@ -25,9 +25,9 @@ def cut(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequenc
     Raises:
         CompileError: QN206 if no unit begins where a stage should, or there are fewer units than stages.
     """
-    count = layout.pp * layout.virtual_stages
-    if count > len(units):
-        raise CompileError("QN206", f"{count} stages of {len(units)} units", fix="use fewer stages")
+    count, most = layout.pp * layout.virtual_stages, 1 + sum(bool(unit.begin) for unit in units[1:])
+    if count > most:
+        raise CompileError("QN206", f"{count} stages, where the model can begin {most}", fix="use fewer stages")
     starts = _named_starts(units, begins) if begins else _starts(units, count, costs, layout.mesh)
     return [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
 

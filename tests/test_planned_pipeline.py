@@ -1,0 +1,57 @@
+"""The planner's pipeline: its times are those of the schedule's own simulation, for any number of microbatches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from quintnet_compiler.planner.pipeline import StageWork, least_seconds, pipeline
+from quintnet_compiler.schedule import RELEASES, Op, chain, simulate
+from quintnet_compiler.schedule_kinds import SCHEDULES
+
+KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
+
+
+def _stages(count: int, dice: random.Random, send: float) -> list[StageWork]:
+    work = [(dice.uniform(0.8, 1.2), dice.uniform(0.8, 1.2), dice.uniform(0.8, 1.2)) for _ in range(count)]
+    return [StageWork(*times, send if index else 0.0, dice.randrange(1, 9)) for index, times in enumerate(work)]
+
+
+@pytest.mark.parametrize(("name", "virtual"), KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: int, ranks: int) -> None:
+    dice = random.Random(f"{name} {ranks}")
+    for microbatches in (ranks, 4 * ranks + 1, 9 * ranks + 3, 16 * ranks):
+        stages = _stages(ranks * virtual, dice, 0.0)
+        schedule = SCHEDULES[name](ranks, microbatches, virtual)
+        times = {
+            (index, op): seconds
+            for index, one in enumerate(stages)
+            for op, seconds in (
+                (Op.FORWARD, one.forward),
+                (Op.BACKWARD, one.backward + one.weight),
+                (Op.BACKWARD_INPUT, one.backward),
+                (Op.BACKWARD_WEIGHT, one.weight),
+            )
+        }
+        lines = simulate(schedule, chain(len(stages)), lambda action, t=times: t[action.stage, action.op])
+        found = pipeline(name, ranks, microbatches, virtual, stages)
+        whole = max(line[-1].end for line in lines)
+        assert found.seconds == pytest.approx(whole, rel=5e-3 if microbatches > 4 * ranks else 1e-9)
+        assert least_seconds(name, microbatches, virtual, stages) <= whole * (1 + 1e-9)
+        for rank, row in enumerate(schedule.actions):
+            now, most = 0, 0
+            for action in row:
+                if action.op is Op.FORWARD:
+                    now += stages[action.stage].saved
+                elif action.op in RELEASES:
+                    now -= stages[action.stage].saved
+                most = max(most, now)
+            assert found.saved[rank] == most
+
+
+def test_sends_take_their_time_where_nothing_hides_them() -> None:
+    stages = [StageWork(1.0, 1.0, 1.0, 0.5 if index else 0.0, 1) for index in range(4)]
+    assert pipeline("gpipe", 4, 1, 1, stages).seconds == 4 * 3 + 2 * 3 * 0.5
+    assert pipeline("1f1b", 4, 64, 1, stages).seconds < 64 * 3 + 3 * 3 + 2 * 3 * 0.5 + 64 * 2 * 0.5
