@@ -154,14 +154,23 @@ def test_bytes_on_the_wire(zero: int, microbatches: int, monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_predicted_memory_is_that_of_the_closed_forms(zero: int) -> None:
+    """And after every action ranks hold what they hold where nothing is gathered."""
+    whole = 4 * 16 * 16 * 8
+    plain, found = (rehearse(_square(z, microbatches=2)._leader().program)[0] for z in (0, zero))
+    assert (plain.parameters, plain.gradients) == (whole, whole)
+    assert found.parameters == (whole // 4 if zero == 3 else whole)
+    assert found.gradients == (whole // 4 if zero >= 2 else whole)
+    assert [held for held, _ in found.points] == [held for held, _ in plain.points]
+
+
 def test_gathered_parameters_die_after_their_last_use() -> None:
-    """After every action ranks hold what they hold where nothing is gathered; kept, the gathered come on top."""
+    """A rank has one matrix whole at a time, and the gradient of one; kept, what the backward reads comes on top."""
     plain = rehearse(_square(0, microbatches=2)._leader().program)[0]
     again = rehearse(_square(3, microbatches=2)._leader().program)[0]
     kept = rehearse(_square(3, microbatches=2, regather=False)._leader().program)[0]
-    assert [held for held, _ in again.points] == [held for held, _ in plain.points]
     matrix = 16 * 16 * 8
-    # one matrix is whole at a time, and the gradient of one
     assert max(peak for _, peak in again.points) <= max(peak for _, peak in plain.points) + 2 * matrix
     assert kept.points[0][0] - again.points[0][0] == 3 * matrix
 
