@@ -135,7 +135,7 @@ class Planner:
 
     def search(
         self, top_k: int, objective: Objective, seconds: float, progress: Callable[[int, int], None] | None = None
-    ) -> Found:
+    ) -> Found[Layout, Estimate]:
         """The best layouts.
 
         Raises:
@@ -212,7 +212,7 @@ def plan_model(
     )
 
 
-def _infeasible(planner: Planner, found: Found, seconds: float) -> CompileError:
+def _infeasible(planner: Planner, found: Found[Layout, Estimate], seconds: float) -> CompileError:
     """Nothing fits: free what is pinned, one decision at a time, and then take more devices; the first change that
     another search finds a plan for is the suggestion."""
     closest = min(found.rejected, key=lambda one: one.lacks, default=None)

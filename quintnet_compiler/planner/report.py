@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 from ..plan import Plan
-from .estimate import gib, time_of
+from .estimate import Estimate, gib, time_of
+from .layouts import Layout
 from .search import Found
 
 
@@ -20,7 +21,7 @@ class PlanReport:
     cluster: str
     batch: int
     memory_bytes: float
-    found: Found
+    found: Found[Layout, Estimate]
     plans: tuple[Plan, ...]
     seconds: float
 

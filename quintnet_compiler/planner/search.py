@@ -7,47 +7,64 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ..errors import CompileError
-from .estimate import Estimate, gib
-from .layouts import Layout
+from .estimate import gib
 
 Objective = Literal["time", "memory", "cost"]
 
 
+class Priced(Protocol):
+    """A layout (anything that can be ordered and printed) with what it costs."""
+
+    @property
+    def layout(self) -> Any: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def memory_bytes(self) -> float: ...
+
+
+L = TypeVar("L")
+L_contra = TypeVar("L_contra", contravariant=True)
+E = TypeVar("E", bound=Priced)
+
+
 @dataclass(frozen=True)
-class Rejected:
+class Rejected(Generic[L]):
     """A layout that cannot be used, and why; with how many bytes it lacks, where that is the reason."""
 
-    layout: Layout
+    layout: L
     reason: str
     lacks: float = math.inf
 
 
 @dataclass(frozen=True)
-class Found:
+class Found(Generic[L, E]):
     """``ranked``: feasible layouts, best first. ``rejected``: the others that were looked at. ``left``: how many were
     never looked at, because they cost at least ``bound`` (or because time ran out: then ``complete`` is False)."""
 
-    ranked: tuple[Estimate, ...]
-    rejected: tuple[Rejected, ...]
+    ranked: tuple[E, ...]
+    rejected: tuple[Rejected[L], ...]
     left: int
     complete: bool
 
 
-class Bounds(Protocol):
+class Bounds(Protocol[L_contra]):
     """What a layout costs at least: never more than what it costs."""
 
-    def seconds(self, layout: Layout) -> float:
+    def seconds(self, layout: L_contra, /) -> float:
         """Of a step; cheap to ask."""
         ...
 
-    def closer(self, layout: Layout) -> float:
+    def closer(self, layout: L_contra, /) -> float:
         """The same, nearer to the truth, and dearer to ask; 0 where nothing more is known."""
         ...
 
-    def bytes(self, layout: Layout) -> float:
+    def bytes(self, layout: L_contra, /) -> float:
         """On the fullest rank."""
         ...
 
@@ -61,23 +78,23 @@ class Wanted:
     memory_bytes: float
     deadline: float
 
-    def value(self, found: Estimate) -> float:
+    def value(self, found: Priced) -> float:
         return float(found.memory_bytes) if self.objective == "memory" else found.seconds
 
 
 def search(
-    layouts: Iterable[Layout],
-    evaluate: Callable[[Layout], Estimate],
-    bounds: Bounds,
+    layouts: Iterable[L],
+    evaluate: Callable[[L], E],
+    bounds: Bounds[L],
     wanted: Wanted,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Found:
+) -> Found[L, E]:
     """Evaluate layouts until the best are known, or time is over.
 
     A layout that is taken up gets its closer bound first, and waits again with that.
     """
-    rejected: list[Rejected] = []
-    waiting: list[tuple[float, bool, Layout]] = []
+    rejected: list[Rejected[L]] = []
+    waiting: list[tuple[float, bool, L]] = []
     for layout in layouts:
         least = bounds.bytes(layout)
         if least > wanted.memory_bytes:
@@ -86,7 +103,7 @@ def search(
         else:
             waiting.append((least if wanted.objective == "memory" else bounds.seconds(layout), False, layout))
     heapq.heapify(waiting)
-    total, ranked = len(waiting), list[Estimate]()
+    total, ranked = len(waiting), list[E]()
     while waiting:
         progress(total - len(waiting), total)
         bound, near, layout = heapq.heappop(waiting)
