@@ -112,7 +112,7 @@ def _check_gathered(local: LocalProgram, node: fx.Node) -> None:
         steps = moves(local, end, (node, 0))
         between |= {step.node for step in steps}
         arrived = arrive(sharded, (node, 0), steps, grad=True, user=node)
-        direct = all(step.before == stored[step.axis] != held.sharding[step.axis] for step in steps)
+        direct = all(step.before == stored[step.axis] and step.after is held.sharding[step.axis] is R for step in steps)
         if not (held.deferred and direct and arrived == held.sharding and between <= local.once):
             raise _fail(f"{end.name} is not what {node.name} is gathered to at the start of a step", node)
     if held.deferred and start is not None and not between.issuperset(start.users):

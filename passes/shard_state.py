@@ -10,7 +10,7 @@ from torch import fx
 from ..annotations import Leaf, num_bytes, shape, value
 from ..errors import CompileError
 from ..program import Gathered, ShardedProgram, Strategy
-from ..sharding import AxisType, Shard, local_shape
+from ..sharding import AxisType, I, R, Shard, local_shape
 from .axis_view import stores_state
 from .strategies import leaf_factors, leaf_strategies, refine
 
@@ -70,7 +70,8 @@ class ShardState:
         """The leaf's types, with as many slices as the plan asks for."""
         kinds = list(program.produced(node))
         for position, axis in enumerate(program.axes):
-            if isinstance(kinds[position], Shard) or axis.role not in ("data", "context"):
+            # R: data is split over the axis; where a trained parameter is I, all ranks compute the same
+            if kinds[position] is not (R if found.trainable else I) or axis.role not in ("data", "context"):
                 continue
             fixed = self.fixed.get((found.name, axis.name))
             if fixed is not None:

@@ -330,7 +330,7 @@ class CompiledProgram:
     @property
     def unsplit(self) -> tuple[str, ...]:
         """What runs whole on every rank of a tensor or context axis because no size of it divides: exact, not faster
-        than one rank. A line for each kind of operator; empty where everything is split."""
+        than one rank. And parameters that ZeRO leaves whole. A line for each kind; empty where everything is split."""
         return self._leader().unsplit
 
     @property

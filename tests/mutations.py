@@ -82,6 +82,7 @@ def copied(program: Any) -> tuple[Any, dict[fx.Node, fx.Node]]:
     if isinstance(program, LocalProgram):
         moved["sharding"] = {new[n]: s for n, s in program.sharding.items()}
         moved["parts"] = {key: new[n] for key, n in program.parts.items()}
+        moved["deferred"] = {new[n]: new[start] for n, start in program.deferred.items()}
         moved["reads"] = {key: tuple(new[n] for n in found) for key, found in program.reads.items()}
     else:
         moved["outputs"] = tuple(new[n] for n in program.outputs)
@@ -139,6 +140,13 @@ def typed(program: LocalProgram, dice: Dice) -> Iterator[Change]:
         elif not isinstance(parse_type(str(before)), Shard):
             new[node].args = (*new[node].args[:3], dice.choice(kinds), after)
             yield Change("convert from another type", f"{node.name} {before} to {new[node].args[3]}", mutant)
+    for node in program.deferred:
+        mutant, new = copied(program)
+        fewer = {n: start for n, start in mutant.deferred.items() if n is not new[node]}
+        yield Change("scatter a gradient in each microbatch", node.name, replace(mutant, deferred=fewer))
+    for node in program.at_start:
+        mutant, new = copied(program)
+        yield Change("gather in each microbatch", node.name, replace(mutant, once=mutant.once - {new[node]}))
 
 
 # -- the differentiated graph
@@ -466,6 +474,10 @@ def _tables(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
                 label = "drop a gradient reduction" if kind is R else "reduce a gradient twice"
                 state = {**program.state, name: replace(spec, sharding=tuple(kinds))}
                 yield Change(label, f"{name} over {program.axes[index].name}", as_mutant(program, state=state))
+        for which in ("accumulated", "resident"):
+            if getattr(spec, which) != spec.sharding:
+                state = {**program.state, name: replace(spec, **{which: spec.sharding})}
+                yield Change(f"another {which} type", name, as_mutant(program, state=state))
         if len(spec.stages) > 1:
             state = {**program.state, name: replace(spec, stages=spec.stages[:1])}
             yield Change("a tied weight in one stage only", name, as_mutant(program, state=state))

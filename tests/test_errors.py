@@ -122,6 +122,8 @@ WRONG: dict[str, Callable[[], object]] = {
     "not a mesh": lambda: quintnet.compile(MLP(), 8),  # type: ignore[arg-type]
     "no microbatches": lambda: _compile(microbatches=0),
     "unknown schedule": lambda: _compile(schedule="zigzag"),
+    "zero without data ranks": lambda: _compile(mesh=Mesh(tp=2), zero=3),
+    "slices that do not divide": lambda: _compile(plan={"parameters": {"head.bias": {"dp": "S(0,3)"}}}),
     "no plan file": lambda: _compile(plan="/nowhere/plan.json"),
     "a plan of a name": lambda: _compile(plan="automatic"),
     "a cluster and no batch": lambda: quintnet.compile(MLP(), quintnet.Cluster("h100")),
@@ -178,6 +180,14 @@ MESSAGES: dict[str, str] = {
         "QN207 the plan document is not valid\n  microbatches: Input should be greater than or equal to 1\n"
         "  fix: a plan has the keys version, mesh, microbatches, schedule, virtual_stages, sequence_parallel, parameters, stages, "
         "context, balance_context, experts, zero, zero_axes, regather, recompute, seed, unknown_ops"
+    ),
+    "zero without data ranks": (
+        "QN201 the mesh is not valid\n  the plan has zero=3 over dp, which Mesh(tp=2) does not have\n"
+        "  fix: use zero=0, or give dp a size"
+    ),
+    "slices that do not divide": (
+        "QN203 the layout does not divide\n  head.bias of shape (8,) cannot be S(0,3) over dp=2\n"
+        "  fix: let the plan leave dp open for it"
     ),
     "unknown schedule": (
         "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe, interleaved, synthesized, zb-h1, zb-v"
@@ -381,6 +391,7 @@ def test_malformed_rules_are_refused() -> None:
 
 def test_suggestions_work() -> None:
     """What the messages above propose, where it is mechanical."""
+    assert _compile(mesh=Mesh(tp=2), zero=0).mesh["tp"] == 2 and _compile(mesh=Mesh(dp=2, tp=2), zero=3).plan.zero == 3
     assert _compile(batch=_batch(4), microbatches=2).step(_batch(4)) > 0
     plan = Plan(unknown_ops="replicate")
     program = quintnet.compile(Determinant(), Mesh(dp=2), (torch.randn(8, 16),), plan=plan)

@@ -114,5 +114,7 @@ def test_mutations_are_noticed() -> None:
         Victim.of("mixture", Mesh(dp=2, ep=2), 2),
         Victim.of("gpt", Mesh(dp=2, cp=2), 1, context="ring"),
         Victim.of("gpt", Mesh(pp=2, tp=2), 2, schedule="zb-v", virtual_stages=2),
+        Victim.of("mlp", Mesh(dp=2, tp=2), 2, zero=1),
+        Victim.of("mlp", Mesh(dp=2, pp=2), 2, zero=3),
     ]
     _judge(victims, None, 200)

@@ -72,7 +72,7 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 4, "schedule": "zb-h1", "recompute": "full"}),
     ("vit", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
     ("mlp", {"dp": 4}, {"microbatches": 2, "zero": 1}),
-    ("mixture", {"dp": 2, "ep": 2}, {"zero": 2}),
+    ("mixture", {"dp": 2}, {"zero": 2, "microbatches": 2}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 3}),
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "zero": 3, "regather": False}),
 ]

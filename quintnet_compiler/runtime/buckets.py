@@ -92,7 +92,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     shapes = {name: torch.Size(local_shape(spec.shape, spec.sharding, ranks)) for name, spec in specs.items()}
     sizes = [shape.numel() for shape in shapes.values()]
     buffer = torch.zeros(len(peers) * sum(sizes), dtype=first.dtype, device=device)
-    own = buffer.chunk(len(peers))[peers.index(rank)]
+    own = buffer.view(len(peers), sum(sizes))[peers.index(rank)]
     slots: dict[str, Tensor] = {}
     cuts: dict[str, tuple[Cut, ...]] = {}
     runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(sizes)), sizes, -1)
