@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import fx
 
 from ..annotations import annotate, facts, leaf
 from ..comm_ops import all_gather, microbatch
 from ..program import DifferentiatedProgram
+from .cheap_values import cheap_values
 from .repeated_blocks import block_of
 
 
@@ -21,15 +23,18 @@ class Recompute:
     Ensures: no value inside a block is saved; a copy stands right before its first use, and equals the original bit
     by bit: communication is repeated, and random masks depend on nothing but their place (Chen et al. 2016).
 
-    ``blocks``: whether to. ``parameters``: whether parameters that each microbatch gathers are gathered again, too,
-    wherever they are used; if not, they are kept.
+    ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory
+    (:mod:`.cheap_values`), or ``"none"``. ``parameters``: whether parameters that each microbatch gathers are gathered
+    again, too, wherever they are used; if not, they are kept.
     """
 
-    blocks: bool = True
+    blocks: Literal["none", "selective", "full"] = "full"
     parameters: bool = True
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        inside, gathered = _in_blocks(program) if self.blocks else set[fx.Node](), _of_gathered(program)
+        inside, gathered = set[fx.Node]() if self.blocks == "none" else _in_blocks(program), _of_gathered(program)
+        if self.blocks == "selective":
+            inside = cheap_values(program, inside)
         return _Copying(program, inside | gathered if self.parameters else inside - gathered).run()
 
 

@@ -69,7 +69,8 @@ def compile(
         zero: 1, 2 or 3: data ranks hold slices of optimizer state, and of gradients, and of parameters, see Plan.
         zero_axes: over which axes; by default ``dp``.
         regather: whether the backward gathers parameters again (it does by default) or the forward's are kept.
-        recompute: ``"full"`` computes the inside of repeated blocks again in the backward instead of keeping it.
+        recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
+            ``"selective"`` what is cheap, ``"full"`` everything.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
         check_finite: whether a step refuses a loss or gradients with NaN or Inf before an optimizer sees them.

@@ -180,10 +180,10 @@ def _lower(
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
     local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)
-    full, regather = request.plan.recompute == "full", request.plan.regather
+    again, regather = request.plan.recompute, request.plan.regather
     gathers = any(not held.once for held in staged.sharded.gathered.values())
-    if training and (full or (gathers and regather)):
-        differentiated = runner(Recompute(full, regather), differentiated)
+    if training and (again != "none" or (gathers and regather)):
+        differentiated = runner(Recompute(again, regather), differentiated)
     runner.check(check_backward, differentiated, training)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)

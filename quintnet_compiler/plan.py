@@ -52,7 +52,8 @@ class Plan(BaseModel):
     gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes.
     Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
     ``regather``: whether the backward gathers such parameters again instead of keeping them.
-    ``recompute``: what the backward computes again: nothing, or (``"full"``) everything inside repeated blocks.
+    ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
+    takes no more than passes over memory (no product, attention or communication), or ``"full"`` everything.
     ``seed``: of dropout masks, which are the same on every layout.
     ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
     """
@@ -73,7 +74,7 @@ class Plan(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
     regather: bool = True
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
     seed: int = Field(default=0, ge=0, lt=2**63)
     unknown_ops: Literal["error", "replicate"] = "error"
 

@@ -153,7 +153,7 @@ def random_program(
     check_types(local, RuleBook(RULES))
     differentiated = run(Differentiate(), local)
     if dice.random() < 0.5:
-        differentiated = run(Recompute(), differentiated)
+        differentiated = run(Recompute(dice.choice(["selective", "full"])), differentiated)
     check_backward(differentiated)
     program = run(GenerateRanks(mesh, schedule), differentiated)
     check_code(program)

@@ -62,8 +62,8 @@ class Builder:
 
     def _units(self, layout: Layout) -> tuple[Unit, ...]:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
-        if layout.recompute == "full":
-            differentiated = Recompute()(differentiated)
+        if layout.recompute != "none":
+            differentiated = Recompute(layout.recompute)(differentiated)
         mesh = self._mesh(layout)
         generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
         return unit_work(generate(differentiated), self.folded, self.costs)

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Literal
 
 from ..errors import CompileError
 from ..mesh import Mesh
 from ..plan import Plan
 from ..schedule_synthesis import check_schedule
 
+Again = Literal["none", "selective", "full"]
 ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp are closest
 
 
@@ -27,7 +29,7 @@ class Limits:
     experts: tuple[tuple[str, ...], ...]
     schedules: tuple[str, ...]
     virtual_stages: tuple[int, ...]
-    recompute: tuple[str, ...]
+    recompute: tuple[Again, ...]
     zero: tuple[int, ...]
     zero_axes: tuple[str, ...]
     microbatches: tuple[int, ...]
@@ -49,7 +51,7 @@ class Layout:
     experts: tuple[str, ...]
     schedule: str
     virtual_stages: int
-    recompute: str
+    recompute: Again
     zero: int
     zero_axes: tuple[str, ...]
 

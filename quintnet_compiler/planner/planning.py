@@ -29,7 +29,7 @@ from .bounds import LessSplit
 from .build import Builder
 from .estimate import Estimate
 from .evaluate import evaluate
-from .layouts import Layout, Limits, divisors, layouts
+from .layouts import Again, Layout, Limits, divisors, layouts
 from .report import PlanReport
 from .search import Found, Objective, Wanted, search
 from .units import unit_count
@@ -37,6 +37,7 @@ from .versus import Versus
 
 aten = torch.ops.aten
 ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
+AGAIN: tuple[Again, ...] = ("none", "selective", "full")  # the less is computed again, the faster
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
@@ -110,7 +111,7 @@ class Planner:
             virtual_stages=(pinned.virtual_stages,) if "virtual_stages" in given else STAGES_PER_RANK,
             zero=(pinned.zero,) if "zero" in given else (0, 1, 2, 3),
             zero_axes=pinned.zero_axes,
-            recompute=(pinned.recompute,) if "recompute" in given else ("none", "full"),
+            recompute=(pinned.recompute,) if "recompute" in given else AGAIN,
             microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
             units=unit_count(self.folded),
         )
@@ -190,8 +191,9 @@ class Planner:
 
 def faster(layout: Layout, limits: Limits) -> Iterator[tuple[Layout, str]]:
     """Layouts that do the same with less work and more memory."""
-    if layout.recompute != "none" and "none" in limits.recompute:
-        yield replace(layout, recompute="none"), "without recomputing"
+    for less in AGAIN[: AGAIN.index(layout.recompute)]:
+        if less in limits.recompute:
+            yield replace(layout, recompute=less), f"with recompute {less}"
     if layout.zero > 1 and layout.zero - 1 in limits.zero:
         yield replace(layout, zero=layout.zero - 1), f"with ZeRO {layout.zero - 1}"
 
