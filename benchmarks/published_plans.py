@@ -140,6 +140,8 @@ class Prices:
     def bytes(self, choice: Choice, /) -> float:
         return 0.0
 
+    closer_bytes = bytes
+
 
 def compare(row: Row, seconds: float) -> dict[str, Any]:
     """One row's result; ``skipped`` is the reason where there is none."""

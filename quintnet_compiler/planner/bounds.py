@@ -44,15 +44,23 @@ class LessSplit:
         return SLACK * self._less(layout, layout.tp, layout.rows).seconds / layout.cp
 
     def bytes(self, layout: Layout) -> float:
-        """Parameters, gradients and moments, split as far as anything can be, and the fullest stage's saved values."""
+        """The state, and the unsplit model's share of saved values."""
+        found = self._less(layout, 1, self._rounded(layout.rows))
+        return self._state(layout) + SLACK * found.saved / (layout.tp * layout.cp)
+
+    def closer_bytes(self, layout: Layout) -> float:
+        """The state, and the share of the saved values of the model that is split over tp alone."""
+        return self._state(layout) + SLACK * self._less(layout, layout.tp, layout.rows).saved / layout.cp
+
+    def _state(self, layout: Layout) -> float:
+        """Parameters, gradients and moments, split as far as anything can be."""
         ways = layout.tp * layout.pp * layout.ep
         for axis in layout.experts:
             ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
         sizes = {"dp": layout.dp, "cp": layout.cp, "ep": layout.ep}
         slices = prod(sizes[axis] for axis in layout.zero_axes if axis not in layout.experts)
         state = sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
-        saved = self._less(layout, 1, self._rounded(layout.rows)).saved / (layout.tp * layout.cp)
-        return state * self.parameters / ways + SLACK * saved
+        return state * self.parameters / ways
 
     def _rounded(self, rows: int) -> int:
         """Up to 1, 8, 64, ... where the batch divides so: more rows never take more time or memory each."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..schedule import RELEASES, Op, Schedule
+from ..schedule_kinds import SCHEDULES
 from ..schedule_synthesis import SYNTHESIZED, StageTimes, schedule_of
 
 
@@ -51,7 +53,10 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
         return [StageTimes(stage.forward, stage.backward, stage.weight) for stage in stages]
 
     def of(count: int) -> tuple[float, list[int], Schedule]:
-        schedule = schedule_of(name, ranks, count, virtual_stages, times)
+        if name == SYNTHESIZED:
+            schedule = schedule_of(name, ranks, count, virtual_stages, times)
+        else:
+            schedule = _named(name, ranks, count, virtual_stages)
         return _seconds(schedule, stages), [_peak(schedule, rank, stages) for rank in range(ranks)], schedule
 
     enough = 3 * ranks + microbatches % ranks
@@ -66,6 +71,12 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
     for stage, rank in zip(stages, schedule.placement, strict=True):
         busy[rank] += ranks * stage.seconds
     return Pipeline(before + rounds * max(after - before, *busy), tuple(saved), schedule.placement)
+
+
+@lru_cache(16)
+def _named(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Schedule:
+    """Layouts that follow each other in a search have the same order."""
+    return SCHEDULES[name](ranks, microbatches, virtual_stages)
 
 
 def least_seconds(name: str, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> float:

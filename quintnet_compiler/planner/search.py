@@ -65,7 +65,11 @@ class Bounds(Protocol[L_contra]):
         ...
 
     def bytes(self, layout: L_contra, /) -> float:
-        """On the fullest rank."""
+        """On the fullest rank; cheap to ask."""
+        ...
+
+    def closer_bytes(self, layout: L_contra, /) -> float:
+        """The same, nearer to the truth, and dearer to ask."""
         ...
 
 
@@ -96,12 +100,11 @@ def search(
     rejected: list[Rejected[L]] = []
     waiting: list[tuple[float, bool, L]] = []
     for layout in layouts:
-        least = bounds.bytes(layout)
-        if least > wanted.memory_bytes:
-            reason = f"state alone takes at least {gib(least)} of {gib(wanted.memory_bytes)}"
-            rejected.append(Rejected(layout, reason, least - wanted.memory_bytes))
+        if short := _lack(layout, bounds.bytes(layout), wanted):
+            rejected.append(short)
         else:
-            waiting.append((least if wanted.objective == "memory" else bounds.seconds(layout), False, layout))
+            least = bounds.bytes(layout) if wanted.objective == "memory" else bounds.seconds(layout)
+            waiting.append((least, False, layout))
     heapq.heapify(waiting)
     total, ranked = len(waiting), list[E]()
     while waiting:
@@ -111,8 +114,12 @@ def search(
         if enough or time.monotonic() > wanted.deadline:
             return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), len(waiting) + 1, complete=enough)
         try:
-            if not near and wanted.objective != "memory":
-                heapq.heappush(waiting, (max(bound, bounds.closer(layout)), True, layout))
+            if not near:
+                if short := _lack(layout, bounds.closer_bytes(layout), wanted):
+                    rejected.append(short)
+                    continue
+                closer = bounds.closer_bytes(layout) if wanted.objective == "memory" else bounds.closer(layout)
+                heapq.heappush(waiting, (max(bound, closer), True, layout))
                 continue
             found = evaluate(layout)
         except CompileError as error:
@@ -127,3 +134,10 @@ def search(
         ranked.sort(key=lambda e: (wanted.value(e), e.seconds, e.layout))
     progress(total, total)
     return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), 0, complete=True)
+
+
+def _lack(layout: L, least: float, wanted: Wanted) -> Rejected[L] | None:
+    if least <= wanted.memory_bytes:
+        return None
+    reason = f"takes at least {gib(least)} of {gib(wanted.memory_bytes)}"
+    return Rejected(layout, reason, least - wanted.memory_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class Slices:
     layout: Layout
     costs: RankCosts
     mesh: Mesh
+    known: dict[tuple[str, Held], float] = field(default_factory=dict)  # equal blocks ask for the same
 
     def _over(self, held: Held) -> tuple[str, ...]:
         return (
@@ -75,8 +76,11 @@ class Slices:
         return int(np.prod([self.mesh[axis] for axis in self._over(held)], dtype=int))
 
     def _seconds(self, name: str, held: Held) -> float:
-        ranks = self.mesh.peers(0, list(self._over(held)))
-        return self.costs.group_seconds(name, held.bytes, ranks) if len(ranks) > 1 else 0.0
+        over = list(self._over(held))
+        if (name, held) not in self.known:
+            found = self.costs.group_seconds(name, held.bytes, self.mesh.peers(0, over)) if over else 0.0
+            self.known[name, held] = found
+        return self.known[name, held]
 
     def gather(self, parts: Sequence[Held]) -> float:
         """Seconds of bringing parameters together."""
