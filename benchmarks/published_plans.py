@@ -17,7 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
@@ -80,7 +80,7 @@ class Space:
         return Choice(**{name: getattr(self.run.layout, name) for name in CHOICES})
 
     def layout(self, choice: Choice) -> Layout:
-        return replace(self.run.layout, **asdict(choice))
+        return replace(self.run.layout, **vars(choice))
 
     def __iter__(self) -> Iterator[Choice]:
         run, known = self.run, self.published
@@ -138,6 +138,8 @@ class Prices:
     closer = seconds
 
     def bytes(self, choice: Choice, /) -> float:
+        with suppress(CompileError):
+            return peak_memory(self.run.model, self.space.layout(choice)).used
         return 0.0
 
     closer_bytes = bytes
