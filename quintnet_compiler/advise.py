@@ -48,8 +48,8 @@ def plan(
         plan: decisions that are made already; the planner fills in the rest.
         rules: sharding rules for further operators.
         top_k: how many plans.
-        objective: what counts: seconds of a step (``"time"``; on a cluster of a given size the ``"cost"`` of a token is
-            the same), or bytes on the fullest rank (``"memory"``).
+        objective: what counts: seconds of a step (``"time"``), bytes on the fullest rank (``"memory"``), or
+            device-seconds of a token (``"cost"``), for which plans may use fewer nodes.
         seconds: when to stop searching; the report says whether anything was left.
         progress: whether to show a bar; by default on a terminal.
 

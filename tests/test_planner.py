@@ -300,3 +300,14 @@ def test_grouped_heads_are_not_taken_for_a_causal_mask() -> None:
     whole = [graph.call_function(attend, tuple(inputs), {"enable_gqa": flag}) for flag in (False, True)]
     causal = graph.call_function(attend, (*inputs, None, 0.0, True))
     assert attention_flops(whole[0]) == attention_flops(whole[1]) == 2 * attention_flops(causal)
+
+
+def test_cost_counts_device_seconds() -> None:
+    model, batch = _gpt(4, 64)
+    cluster = quintnet.Cluster("h100", nodes=4, gpus_per_node=1)
+    fast = quintnet.plan(model, cluster, batch, top_k=1).found.ranked[0]
+    cheap = quintnet.plan(model, cluster, batch, top_k=1, objective="cost").found.ranked[0]
+    alone = quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 1}})
+    devices = cheap.layout.mesh.size
+    assert fast.layout.mesh.size == 4 and devices < 4
+    assert cheap.seconds * devices <= min(alone.seconds, 4 * fast.seconds)

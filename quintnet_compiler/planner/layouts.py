@@ -20,9 +20,9 @@ ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp a
 @dataclass(frozen=True)
 class Limits:
     """What a model and a cluster allow. ``ways[axis]``: the sizes that the axis may have; ``units``: how many stages
-    there can be at most."""
+    there can be at most; ``devices``: how many may be used."""
 
-    devices: int
+    devices: tuple[int, ...]
     batch: int
     ways: dict[str, tuple[int, ...]]
     contexts: tuple[str, ...]
@@ -104,15 +104,20 @@ class Layout:
 
 
 def layouts(limits: Limits) -> Iterator[Layout]:
-    """Every layout that uses all devices and the whole batch."""
+    """Every layout that uses so many devices and the whole batch."""
+    for devices in limits.devices:
+        yield from _on(devices, limits)
+
+
+def _on(devices: int, limits: Limits) -> Iterator[Layout]:
     for tp in limits.ways["tp"]:
         for cp in limits.ways["cp"]:
             for ep in limits.ways["ep"]:
                 for pp in limits.ways["pp"]:
                     inner = tp * cp * ep * pp
-                    if limits.devices % inner or pp > limits.units:
+                    if devices % inner or pp > limits.units:
                         continue
-                    dp = limits.devices // inner
+                    dp = devices // inner
                     if dp in limits.ways["dp"]:
                         yield from _in_time(limits, tp, cp, ep, pp, dp)
 

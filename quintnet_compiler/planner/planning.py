@@ -87,10 +87,11 @@ class Planner:
         marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
         return cls(FoldBlocks(marks)(program), machine, pinned, rules)
 
-    def limits(self) -> Limits:
-        """The space: what is pinned has one choice, the rest what divides."""
+    def limits(self, objective: Objective = "time") -> Limits:
+        """The space: what is pinned has one choice, the rest what divides. Where cost counts, fewer nodes may do."""
         devices, batch, pinned = self.machine.cluster.size, self.folded.program.batch_size, self.pinned
-        given = pinned.model_fields_set
+        given, cluster = pinned.model_fields_set, self.machine.cluster
+        nodes = divisors(cluster.nodes) if objective == "cost" else (cluster.nodes,)
         ways = {
             "tp": divisors(self.machine.cluster.gpus_per_node),
             "cp": self._context_ways(),
@@ -102,7 +103,7 @@ class Planner:
             ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
         spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()
         return Limits(
-            devices=devices,
+            devices=tuple(cluster.gpus_per_node * n for n in nodes),
             batch=batch,
             ways=ways,
             contexts=(pinned.context,) if "context" in given else ("all_gather", "ulysses", "ring"),
@@ -148,7 +149,7 @@ class Planner:
         """
         build, costs = self.builder(), self.machine.costs
         memory = self.machine.memory_bytes * self.machine.usable
-        limits = self.limits()
+        limits = self.limits(objective)
 
         @cache
         def price(layout: Layout) -> Estimate:
@@ -164,7 +165,7 @@ class Planner:
             layouts(limits),
             useful,
             LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size),
-            Wanted(top_k, objective, memory, time.monotonic() + seconds),
+            Wanted(top_k, objective, memory, time.monotonic() + seconds, lambda layout: layout.mesh.size),
             progress or (lambda done, total: None),
         )
 

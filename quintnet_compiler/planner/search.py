@@ -75,15 +75,22 @@ class Bounds(Protocol[L_contra]):
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many plans, by what, from how much memory, until when (of time.monotonic)."""
+    """How many plans, by what, from how much memory, until when (of time.monotonic). ``devices``: how many a layout
+    uses, where its cost counts."""
 
     top_k: int
     objective: Objective
     memory_bytes: float
     deadline: float
+    devices: Callable[[Any], int] = lambda layout: 1
 
     def value(self, found: Priced) -> float:
-        return float(found.memory_bytes) if self.objective == "memory" else found.seconds
+        if self.objective == "memory":
+            return float(found.memory_bytes)
+        return self.weighed(found.layout, found.seconds)
+
+    def weighed(self, layout: Any, seconds: float) -> float:
+        return seconds * self.devices(layout) if self.objective == "cost" else seconds
 
 
 def search(
@@ -103,7 +110,9 @@ def search(
         if short := _lack(layout, bounds.bytes(layout), wanted):
             rejected.append(short)
         else:
-            least = bounds.bytes(layout) if wanted.objective == "memory" else bounds.seconds(layout)
+            least = (
+                bounds.bytes(layout) if wanted.objective == "memory" else wanted.weighed(layout, bounds.seconds(layout))
+            )
             waiting.append((least, False, layout))
     heapq.heapify(waiting)
     total, ranked = len(waiting), list[E]()
@@ -118,7 +127,11 @@ def search(
                 if short := _lack(layout, bounds.closer_bytes(layout), wanted):
                     rejected.append(short)
                     continue
-                closer = bounds.closer_bytes(layout) if wanted.objective == "memory" else bounds.closer(layout)
+                closer = (
+                    bounds.closer_bytes(layout)
+                    if wanted.objective == "memory"
+                    else wanted.weighed(layout, bounds.closer(layout))
+                )
                 heapq.heappush(waiting, (max(bound, closer), True, layout))
                 continue
             found = evaluate(layout)
