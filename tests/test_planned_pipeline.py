@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quintnet_compiler.planner.pipeline import StageWork, least_seconds, pipeline
+from quintnet_compiler.planner.pipeline import StageWork, least_saved, least_seconds, pipeline
 from quintnet_compiler.schedule import RELEASES, Op, chain, simulate
 from quintnet_compiler.schedule_kinds import SCHEDULES
 
@@ -49,6 +49,7 @@ def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: i
                     now -= stages[action.stage].saved
                 most = max(most, now)
             assert found.saved[rank] == most
+        assert least_saved(name, ranks, microbatches, virtual, stages) <= found.saved[0]
 
 
 def test_sends_take_their_time_where_nothing_hides_them() -> None:

@@ -11,7 +11,7 @@ from ..cost import RankCosts
 from ..errors import CompileError
 from .estimate import MOMENTS
 from .layouts import Layout
-from .pipeline import least_seconds
+from .pipeline import StageWork, least_saved, least_seconds
 from .stages import Slices, cut, stage_work
 from .units import Unit
 
@@ -34,6 +34,7 @@ class LessSplit:
     ) -> None:
         self.build, self.costs, self.parameters, self.batch = build, costs, parameters, batch
         self.known: dict[tuple[Layout, int], Least] = {}
+        self.stages: dict[tuple[Layout, int], list[StageWork]] = {}
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages."""
@@ -72,24 +73,26 @@ class LessSplit:
         key = replace(layout, tp=tp, cp=1, ep=1, dp=1, context="all_gather", experts=(), zero=0)
         if (key, rows) not in self.known:
             try:
-                self.known[key, rows] = _least(self._units(layout, tp, rows), key, layout.rows / rows, self.costs)
+                self.known[key, rows] = _least(self._work(layout, tp, rows), key, layout.rows / rows)
             except CompileError:
                 self.known[key, rows] = Least(0.0, 0.0)
         return self.known[key, rows]
 
-    def _units(self, layout: Layout, tp: int, rows: int) -> Sequence[Unit]:
-        # data ranks where there may be: what such a layout costs inside is then known already
-        dp = layout.dp if self.batch % (layout.dp * rows) == 0 else 1
-        less = replace(layout, tp=tp, cp=1, ep=1, dp=dp, rows=rows, context="all_gather", experts=())
-        return self.build(replace(less, microbatches=self.batch // (dp * rows)))
+    def _work(self, layout: Layout, tp: int, rows: int) -> list[StageWork]:
+        # data ranks where such a layout may be asked for itself: what it costs inside is then known already
+        dp = layout.dp if tp > 1 and self.batch % (layout.dp * rows) == 0 else 1
+        less = replace(layout, tp=tp, cp=1, ep=1, dp=dp, rows=rows, context="all_gather", experts=(), zero=0)
+        less = replace(less, microbatches=self.batch // (dp * rows))
+        key = replace(less.inside, pp=layout.pp), layout.virtual_stages
+        if key not in self.stages:
+            slices = Slices(less, self.costs, replace(less, dp=1).mesh)
+            stages = cut(self.build(less), less, self.costs)
+            self.stages[key] = [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)]
+        return self.stages[key]
 
 
-def _least(units: Sequence[Unit], layout: Layout, share: float, costs: RankCosts) -> Least:
-    """Of ``units`` for more rows, ``share`` of the time and memory for each."""
-    slices = Slices(layout, costs, layout.mesh)
-    work = [stage_work(stage, index == 0, slices) for index, stage in enumerate(cut(units, layout, costs))]
+def _least(work: Sequence[StageWork], layout: Layout, share: float) -> Least:
+    """Of stages for more rows, ``share`` of the time and memory for each."""
     seconds = least_seconds(layout.schedule, layout.microbatches, layout.virtual_stages, work)
-    # the first rank holds as many microbatches as there are ranks, whatever the order
-    first = min(stage.saved for stage in work[:: layout.pp])
-    held = min(layout.microbatches, layout.pp) * layout.virtual_stages
-    return Least(share * seconds, share * held * first)
+    saved = least_saved(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, work)
+    return Least(share * seconds, share * saved)

@@ -88,6 +88,19 @@ def least_seconds(name: str, microbatches: int, virtual_stages: int, stages: Seq
     return found
 
 
+def least_saved(name: str, ranks: int, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> float:
+    """Bytes that the first rank holds at least, in the orders that have a name."""
+    mine = [stage.saved for stage in stages[::ranks]]
+    once = min(microbatches, ranks)
+    if name == "gpipe":
+        return microbatches * sum(mine)
+    if name == "interleaved":  # one round of all its stages, and all but one microbatch of the next round
+        return once * sum(mine) + max(0, min(microbatches - once, ranks - 1)) * mine[0]
+    if name == "zb-v":
+        return once * virtual_stages * min(stages[0].saved, stages[-1].saved)
+    return once * min(mine)
+
+
 def _seconds(schedule: Schedule, stages: Sequence[StageWork]) -> float:
     """The last end of an action."""
     last, placement = len(stages) - 1, schedule.placement

@@ -102,49 +102,67 @@ def search(
 ) -> Found[L, E]:
     """Evaluate layouts until the best are known, or time is over.
 
-    A layout that is taken up gets its closer bound first, and waits again with that.
+    A layout that is taken up gets its closer bound first, and waits again with that. Until something fits, every
+    other one is the fastest of those that leave room, and each that does not fit asks for more of it.
     """
     rejected: list[Rejected[L]] = []
     waiting: list[tuple[float, bool, L]] = []
+    sizes: dict[L, float] = {}
     for layout in layouts:
-        if short := _lack(layout, bounds.bytes(layout), wanted):
+        size = bounds.bytes(layout)
+        if short := _lack(layout, size, wanted):
             rejected.append(short)
-        else:
-            least = (
-                bounds.bytes(layout) if wanted.objective == "memory" else wanted.weighed(layout, bounds.seconds(layout))
-            )
-            waiting.append((least, False, layout))
+            continue
+        least = size if wanted.objective == "memory" else wanted.weighed(layout, bounds.seconds(layout))
+        waiting.append((least, False, layout))
+        sizes[layout] = size
     heapq.heapify(waiting)
-    total, ranked = len(waiting), list[E]()
-    while waiting:
-        progress(total - len(waiting), total)
-        bound, near, layout = heapq.heappop(waiting)
-        enough = len(ranked) >= wanted.top_k and bound > wanted.value(ranked[wanted.top_k - 1])
-        if enough or time.monotonic() > wanted.deadline:
-            return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), len(waiting) + 1, complete=enough)
+    total, ranked, settled = len(waiting), list[E](), set[L]()
+    room, turn = 0.5, False
+
+    def settle(layout: L) -> bool:
+        """Whether it fits."""
+        settled.add(layout)
         try:
-            if not near:
-                if short := _lack(layout, bounds.closer_bytes(layout), wanted):
-                    rejected.append(short)
-                    continue
-                closer = (
-                    bounds.closer_bytes(layout)
-                    if wanted.objective == "memory"
-                    else wanted.weighed(layout, bounds.closer(layout))
-                )
-                heapq.heappush(waiting, (max(bound, closer), True, layout))
-                continue
             found = evaluate(layout)
         except CompileError as error:
             rejected.append(Rejected(layout, f"{error.code} {error.message}"))
-            continue
+            return False
         lacks = found.memory_bytes - wanted.memory_bytes
         if lacks > 0:
             reason = f"needs {gib(found.memory_bytes)} of {gib(wanted.memory_bytes)}"
             rejected.append(Rejected(layout, reason, lacks))
-            continue
+            return False
         ranked.append(found)
         ranked.sort(key=lambda e: (wanted.value(e), e.seconds, e.layout))
+        return True
+
+    while waiting:
+        progress(total - len(waiting), total)
+        turn = not turn and not ranked
+        if turn and (chosen := _roomiest(sizes, bounds, wanted, room)):
+            del sizes[chosen]
+            room *= 1.0 if settle(chosen) else 0.7
+            continue
+        bound, near, layout = heapq.heappop(waiting)
+        if layout in settled:
+            continue
+        enough = len(ranked) >= wanted.top_k and bound > wanted.value(ranked[wanted.top_k - 1])
+        if enough or time.monotonic() > wanted.deadline:
+            return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), len(waiting) + 1, complete=enough)
+        if near:
+            settle(layout)
+            continue
+        try:
+            size = bounds.closer_bytes(layout)
+            least = size if wanted.objective == "memory" else wanted.weighed(layout, bounds.closer(layout))
+        except CompileError as error:
+            rejected.append(Rejected(layout, f"{error.code} {error.message}"))
+            continue
+        if short := _lack(layout, size, wanted):
+            rejected.append(short)
+        else:
+            heapq.heappush(waiting, (max(bound, least), True, layout))
     progress(total, total)
     return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), 0, complete=True)
 
@@ -154,3 +172,19 @@ def _lack(layout: L, least: float, wanted: Wanted) -> Rejected[L] | None:
         return None
     reason = f"takes at least {gib(least)} of {gib(wanted.memory_bytes)}"
     return Rejected(layout, reason, least - wanted.memory_bytes)
+
+
+def _roomiest(sizes: dict[L, float], bounds: Bounds[L], wanted: Wanted, room: float) -> L | None:
+    """The fastest of the layouts that leave all but ``room`` of the memory free, as far as is known of them. ``sizes``:
+    what each takes at least; brought nearer to the truth for those that are looked at."""
+    limit = room * wanted.memory_bytes
+    while time.monotonic() <= wanted.deadline:
+        found = min(
+            (layout for layout, size in sizes.items() if size <= limit),
+            key=lambda layout: (bounds.seconds(layout), layout),
+            default=None,
+        )
+        if found is None or bounds.closer_bytes(found) <= limit:
+            return found
+        sizes[found] = bounds.closer_bytes(found)
+    return None
