@@ -96,8 +96,8 @@ def least_saved(name: str, ranks: int, microbatches: int, virtual_stages: int, s
         return microbatches * sum(mine)
     if name == "interleaved":  # one round of all its stages, and all but one microbatch of the next round
         return once * sum(mine) + max(0, min(microbatches - once, ranks - 1)) * mine[0]
-    if name == "zb-v":
-        return once * virtual_stages * min(stages[0].saved, stages[-1].saved)
+    if name == "zb-v":  # the way to the last rank and back
+        return min(microbatches, 2 * ranks - 1) * mine[0]
     return once * min(mine)
 
 
