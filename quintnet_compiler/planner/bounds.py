@@ -9,6 +9,7 @@ from math import prod
 
 from ..cost import RankCosts
 from ..errors import CompileError
+from ..mesh import Mesh
 from .estimate import MOMENTS
 from .layouts import Layout
 from .pipeline import StageWork, least_saved, least_seconds
@@ -35,14 +36,17 @@ class LessSplit:
         self.build, self.costs, self.parameters, self.batch = build, costs, parameters, batch
         self.known: dict[tuple[Layout, int], Least] = {}
         self.stages: dict[tuple[Layout, int], list[StageWork]] = {}
+        self.moved: dict[tuple[Mesh, tuple[str, ...], int], tuple[float, float]] = {}
 
     def seconds(self, layout: Layout) -> float:
-        """The unsplit model's share, in as many stages."""
-        return SLACK * self._less(layout, 1, self._rounded(layout.rows)).seconds / (layout.tp * layout.cp)
+        """The unsplit model's share, in as many stages, and what slices of its state move."""
+        share = self._less(layout, 1, self._rounded(layout.rows)).seconds / (layout.tp * layout.cp)
+        return SLACK * (share + self._moved(layout))
 
     def closer(self, layout: Layout) -> float:
         """The share of the model that is split over tp alone, whose communication is in it."""
-        return SLACK * self._less(layout, layout.tp, layout.rows).seconds / layout.cp
+        share = self._less(layout, layout.tp, layout.rows).seconds / layout.cp
+        return SLACK * (share + self._moved(layout))
 
     def bytes(self, layout: Layout) -> float:
         """The state, and the unsplit model's share of saved values."""
@@ -53,15 +57,32 @@ class LessSplit:
         """The state, and the share of the saved values of the model that is split over tp alone."""
         return self._state(layout) + SLACK * self._less(layout, layout.tp, layout.rows).saved / layout.cp
 
+    def _split(self, layout: Layout) -> int:
+        """In how many parts parameters may be, but for slices of state."""
+        return layout.tp * layout.pp * layout.ep * prod({"dp": layout.dp, "cp": layout.cp}[a] for a in layout.experts)
+
+    def _slicing(self, layout: Layout) -> tuple[str, ...]:
+        return tuple(a for a in layout.zero_axes if a not in layout.experts and layout.mesh[a] > 1)
+
     def _state(self, layout: Layout) -> float:
         """Parameters, gradients and moments, split as far as anything can be."""
-        ways = layout.tp * layout.pp * layout.ep
-        for axis in layout.experts:
-            ways *= {"dp": layout.dp, "cp": layout.cp}[axis]
-        sizes = {"dp": layout.dp, "cp": layout.cp, "ep": layout.ep}
-        slices = prod(sizes[axis] for axis in layout.zero_axes if axis not in layout.experts)
+        slices = prod(layout.mesh[axis] for axis in self._slicing(layout))
         state = sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
-        return state * self.parameters / ways
+        return state * self.parameters / self._split(layout)
+
+    def _moved(self, layout: Layout) -> float:
+        """Seconds of a stage's gradients that are scattered, and parameters gathered, for each microbatch."""
+        over = self._slicing(layout)
+        if layout.zero < 2 or not over:
+            return 0.0
+        size = self.parameters // self._split(layout)
+        key = layout.mesh, over, size
+        if key not in self.moved:
+            ranks = layout.mesh.peers(0, over)
+            found = [self.costs.group_seconds(name, size, ranks) for name in ("reduce_scatter", "all_gather")]
+            self.moved[key] = found[0], found[1]
+        scatter, gather = self.moved[key]
+        return layout.microbatches * (scatter + (2 * gather if layout.zero == 3 else 0.0))
 
     def _rounded(self, rows: int) -> int:
         """Up to 1, 8, 64, ... where the batch divides so: more rows never take more time or memory each."""
