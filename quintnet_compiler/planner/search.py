@@ -102,89 +102,102 @@ def search(
 ) -> Found[L, E]:
     """Evaluate layouts until the best are known, or time is over.
 
-    A layout that is taken up gets its closer bound first, and waits again with that. Until something fits, every
-    other one is the fastest of those that leave room, and each that does not fit asks for more of it.
+    A layout that is taken up gets its closer bound first, and waits again with that. Every other one is the fastest of
+    those that leave room in memory, of which each that does not fit asks for more: so that good ones are found early.
     """
-    rejected: list[Rejected[L]] = []
-    waiting: list[tuple[float, bool, L]] = []
-    sizes: dict[L, float] = {}
-    for layout in layouts:
-        size = bounds.bytes(layout)
-        if short := _lack(layout, size, wanted):
-            rejected.append(short)
-            continue
-        least = size if wanted.objective == "memory" else wanted.weighed(layout, bounds.seconds(layout))
-        waiting.append((least, False, layout))
-        sizes[layout] = size
-    heapq.heapify(waiting)
-    total, ranked, settled = len(waiting), list[E](), set[L]()
-    room, turn = 0.5, False
+    return _Search(evaluate, bounds, wanted).run(layouts, progress)
 
-    def settle(layout: L) -> bool:
-        """Whether it fits."""
-        settled.add(layout)
+
+class _Search(Generic[L, E]):
+    def __init__(self, evaluate: Callable[[L], E], bounds: Bounds[L], wanted: Wanted) -> None:
+        self.evaluate, self.bounds, self.wanted = evaluate, bounds, wanted
+        self.ranked: list[E] = []
+        self.rejected: list[Rejected[L]] = []
+        self.sizes: dict[L, float] = {}  # what each layout that is open takes at least
+        self.room = 0.5  # the share of memory that the next roomy one may take, as far as is known
+
+    def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> Found[L, E]:
+        for layout in layouts:
+            size = self.bounds.bytes(layout)
+            if not self._too_large(layout, size):
+                self.sizes[layout] = size
+        order = sorted((self._least(layout, near=False), layout) for layout in self.sizes)
+        waiting = [(least, False, layout) for least, layout in order]
+        total, turn = len(waiting), False
+        while waiting:
+            progress(total - len(self.sizes), total)
+            turn = not turn
+            if turn and (chosen := self._roomiest(order)) is not None:
+                self.room = min(1.0, self.room * 1.1) if self._settle(chosen) else self.room * 0.7
+                continue
+            bound, near, layout = heapq.heappop(waiting)
+            if layout not in self.sizes:
+                continue
+            enough = bound > self._worst()
+            if enough or time.monotonic() > self.wanted.deadline:
+                return self._found(len(self.sizes), complete=enough)
+            if near:
+                self._settle(layout)
+            elif (least := self._closer(layout)) is not None:
+                heapq.heappush(waiting, (max(bound, least), True, layout))
+        progress(total, total)
+        return self._found(0, complete=True)
+
+    def _found(self, left: int, *, complete: bool) -> Found[L, E]:
+        return Found(tuple(self.ranked[: self.wanted.top_k]), tuple(self.rejected), left, complete)
+
+    def _worst(self) -> float:
+        """What a layout must cost less than to be among the best."""
+        top_k = self.wanted.top_k
+        return self.wanted.value(self.ranked[top_k - 1]) if len(self.ranked) >= top_k else math.inf
+
+    def _least(self, layout: L, *, near: bool) -> float:
+        if self.wanted.objective == "memory":
+            return self.bounds.closer_bytes(layout) if near else self.sizes[layout]
+        seconds = self.bounds.closer(layout) if near else self.bounds.seconds(layout)
+        return self.wanted.weighed(layout, seconds)
+
+    def _closer(self, layout: L) -> float | None:
+        """The closer bound; None for what cannot be."""
         try:
-            found = evaluate(layout)
+            if not self._too_large(layout, self.bounds.closer_bytes(layout)):
+                return self._least(layout, near=True)
         except CompileError as error:
-            rejected.append(Rejected(layout, f"{error.code} {error.message}"))
+            self._reject(layout, f"{error.code} {error.message}")
+        return None
+
+    def _roomiest(self, order: Iterable[tuple[float, L]]) -> L | None:
+        """The fastest layout that leaves all but ``room`` of the memory free."""
+        limit, worst = self.room * self.wanted.memory_bytes, self._worst()
+        for least, layout in order:
+            if least >= worst or time.monotonic() > self.wanted.deadline:
+                return None
+            if self.sizes.get(layout, math.inf) <= limit and self._closer(layout) is not None:
+                self.sizes[layout] = self.bounds.closer_bytes(layout)
+                if self.sizes[layout] <= limit:
+                    return layout
+        return None
+
+    def _settle(self, layout: L) -> bool:
+        """Whether memory was no reason against it."""
+        try:
+            found = self.evaluate(layout)
+        except CompileError as error:
+            self._reject(layout, f"{error.code} {error.message}")
+            return True
+        if self._too_large(layout, found.memory_bytes, "needs"):
             return False
-        lacks = found.memory_bytes - wanted.memory_bytes
-        if lacks > 0:
-            reason = f"needs {gib(found.memory_bytes)} of {gib(wanted.memory_bytes)}"
-            rejected.append(Rejected(layout, reason, lacks))
-            return False
-        ranked.append(found)
-        ranked.sort(key=lambda e: (wanted.value(e), e.seconds, e.layout))
+        self.sizes.pop(layout, None)
+        self.ranked.append(found)
+        self.ranked.sort(key=lambda e: (self.wanted.value(e), e.seconds, e.layout))
         return True
 
-    while waiting:
-        progress(total - len(waiting), total)
-        turn = not turn and not ranked
-        if turn and (chosen := _roomiest(sizes, bounds, wanted, room)):
-            del sizes[chosen]
-            room *= 1.0 if settle(chosen) else 0.7
-            continue
-        bound, near, layout = heapq.heappop(waiting)
-        if layout in settled:
-            continue
-        enough = len(ranked) >= wanted.top_k and bound > wanted.value(ranked[wanted.top_k - 1])
-        if enough or time.monotonic() > wanted.deadline:
-            return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), len(waiting) + 1, complete=enough)
-        if near:
-            settle(layout)
-            continue
-        try:
-            size = bounds.closer_bytes(layout)
-            least = size if wanted.objective == "memory" else wanted.weighed(layout, bounds.closer(layout))
-        except CompileError as error:
-            rejected.append(Rejected(layout, f"{error.code} {error.message}"))
-            continue
-        if short := _lack(layout, size, wanted):
-            rejected.append(short)
-        else:
-            heapq.heappush(waiting, (max(bound, least), True, layout))
-    progress(total, total)
-    return Found(tuple(ranked[: wanted.top_k]), tuple(rejected), 0, complete=True)
+    def _too_large(self, layout: L, size: float, takes: str = "takes at least") -> bool:
+        lacks = size - self.wanted.memory_bytes
+        if lacks > 0:
+            self._reject(layout, f"{takes} {gib(size)} of {gib(self.wanted.memory_bytes)}", lacks)
+        return lacks > 0
 
-
-def _lack(layout: L, least: float, wanted: Wanted) -> Rejected[L] | None:
-    if least <= wanted.memory_bytes:
-        return None
-    reason = f"takes at least {gib(least)} of {gib(wanted.memory_bytes)}"
-    return Rejected(layout, reason, least - wanted.memory_bytes)
-
-
-def _roomiest(sizes: dict[L, float], bounds: Bounds[L], wanted: Wanted, room: float) -> L | None:
-    """The fastest of the layouts that leave all but ``room`` of the memory free, as far as is known of them. ``sizes``:
-    what each takes at least; brought nearer to the truth for those that are looked at."""
-    limit = room * wanted.memory_bytes
-    while time.monotonic() <= wanted.deadline:
-        found = min(
-            (layout for layout, size in sizes.items() if size <= limit),
-            key=lambda layout: (bounds.seconds(layout), layout),
-            default=None,
-        )
-        if found is None or bounds.closer_bytes(found) <= limit:
-            return found
-        sizes[found] = bounds.closer_bytes(found)
-    return None
+    def _reject(self, layout: L, reason: str, lacks: float = math.inf) -> None:
+        self.sizes.pop(layout, None)
+        self.rejected.append(Rejected(layout, reason, lacks))
