@@ -268,7 +268,7 @@ def lowered(program: ShardedProgram, rules: Mapping[Any, Rule]) -> Differentiate
     # what the passes InsertCommunication and Differentiate run
     lowering = _Lowering(StagedProgram(program, 1, dict.fromkeys(calls, 0)), dict(rules))
     lowering.builder.results = RESULTS
-    tape = _Tape(lowering.run(), training=any(needs_grad(n) for n in calls))
+    tape = _Tape(lowering.run(), any(needs_grad(n) for n in calls), {})
     tape.operators.templates, tape.builder.results = TRACES, RESULTS
     return tape.run()
 
