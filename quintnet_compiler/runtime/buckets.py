@@ -97,7 +97,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     cuts: dict[str, tuple[Cut, ...]] = {}
     runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(sizes)), sizes, -1)
     for (name, spec), run in zip(specs.items(), runs, strict=True):
-        slots[name], cuts[name] = run.view(*run.shape[:-1], *shapes[name]), _cuts(spec, program)
+        slots[name], cuts[name] = run.view((*run.shape[:-1], *shapes[name])), _cuts(spec, program)
         if len(names) == len(cuts[name]) == 1 and (cuts[name][0].dim, cuts[name][0].parts) == (0, 1):
             slots[name], cuts[name] = slots[name].flatten(0, 1), ()  # the slices of all ranks, in order
     views = {name: run.view(shapes[name]) for name, run in zip(names, torch.split(own, sizes), strict=True)}
