@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 
 from .repetition import longest_repetition
 
+# What every module has of torch's own: what of it matters (parameters, parts, hooks) is compared by itself.
+_TORCHS = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -105,9 +108,8 @@ Setting = tuple[str, str]  # path of a module in its block, name of an attribute
 
 def _settings(block: nn.Module) -> Iterator[tuple[Setting, Any]]:
     for path, part in block.named_modules():
-        for name, value in vars(part).items():
-            if not name.startswith("_"):
-                yield (path, name), value
+        yield from (((path, name), value) for name, value in vars(part).items() if name not in _TORCHS)
+        yield from (((path, name), tuple(vars(part)[name].values())) for name in _HOOKS)
 
 
 def _own_numbers(blocks: Blocks) -> frozenset[Setting]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -207,39 +208,71 @@ class Span(NamedTuple):
 
 
 def simulate(
-    schedule: Schedule, edges: Iterable[Edge], duration: Callable[[Action], float]
+    schedule: Schedule,
+    edges: Iterable[Edge],
+    duration: Callable[[Action], float],
+    transfer: Callable[[int, int], float] = lambda source, target: 0.0,
 ) -> tuple[tuple[Span, ...], ...]:
-    """Per rank, when each compute action runs if all start as early as they can and transfers take no time.
+    """Per rank, when each compute action runs if all start as early as they can.
+
+    ``transfer``: what a value's way between two stages on different ranks takes; by default no time.
 
     Raises:
         ScheduleError: QN208 when some action can never start, or its stage is not there.
     """
-    flow = Flow.of(edges, schedule.num_stages)
+    flow, home = Flow.of(edges, schedule.num_stages), schedule.placement
     rows = [[action for action in row if action.op in COMPUTE] for row in schedule.actions]
+    if strange := next((a for row in rows for a in row if a.stage >= schedule.num_stages), None):
+        raise ScheduleError("QN208", f"{strange} is not of {schedule.num_stages} stages")
+    # when each microbatch's value of a direction and stage is there, and the way of those that an action reads
+    made: dict[tuple[Op, int], dict[int, float]] = defaultdict(dict)
+    reads: dict[tuple[Op, int], list[tuple[dict[int, float], float]]] = {}
+    for key in {(action.op, action.stage): action for row in rows for action in row}.values():
+        ways = [(need, 0.0 if home[need[1]] == home[key.stage] else transfer(need[1], key.stage))
+                for need in flow.needs(key)]  # fmt: skip
+        reads[key.op, key.stage] = [(made[need], way) for need, way in ways]
     lines: list[list[Span]] = [[] for _ in rows]
-    made: dict[tuple[Op, int, int], float] = {}
     moved = True
     while moved:
         moved = False
         for row, line in zip(rows, lines, strict=True):
-            while len(line) < len(row):
-                action = row[len(line)]
-                if action.stage >= schedule.num_stages:
-                    raise ScheduleError("QN208", f"{action} is not of {schedule.num_stages} stages")
-                needs = [(*need, action.microbatch) for need in flow.needs(action)]
-                if not all(need in made for need in needs):
-                    break
-                start = max([line[-1].end if line else 0.0, *(made[need] for need in needs)])
-                line.append(Span(start, start + duration(action), action))
-                if action.op in MAKES:
-                    made[MAKES[action.op], action.stage, action.microbatch] = line[-1].end
-                moved = True
+            end = line[-1].end if line else 0.0
+            for action in row[len(line) :] if len(line) < len(row) else ():
+                start = end
+                for times, way in reads[action.op, action.stage]:
+                    there = times.get(action.microbatch)
+                    if there is None:
+                        break
+                    start = max(start, there + way)
+                else:
+                    end = start + duration(action)
+                    line.append(Span(start, end, action))
+                    if action.op in MAKES:
+                        made[MAKES[action.op], action.stage][action.microbatch] = end
+                    moved = True
+                    continue
+                break
     rest = [row[len(line) :] for row, line in zip(rows, lines, strict=True)]
     if stuck := [(rank, row[0]) for rank, row in enumerate(rest) if row]:
         problem = ", ".join(f"rank {rank} at {action}" for rank, action in stuck)
         places = [(rank, schedule.actions[rank].index(action)) for rank, action in stuck]
         raise schedule.error(f"some actions can never start: {problem}", *places)
     return tuple(map(tuple, lines))
+
+
+def most_held(schedule: Schedule, size: Callable[[int], int] = lambda stage: 1) -> tuple[int, ...]:
+    """Per rank, the most that activations of its stages take at once; ``size``: of one microbatch of a stage."""
+    peaks = []
+    for row in schedule.actions:
+        now = most = 0
+        for action in row:
+            if action.op is Op.FORWARD:
+                now += size(action.stage)
+                most = max(most, now)
+            elif action.op in RELEASES:
+                now -= size(action.stage)
+        peaks.append(most)
+    return tuple(peaks)
 
 
 def _durations(forward: float, backward: float) -> Callable[[Action], float]:

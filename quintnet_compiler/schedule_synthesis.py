@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .schedule import RELEASES, Action, Op, Schedule, ScheduleError, chain, simulate
+from .schedule import RELEASES, Action, Op, Schedule, ScheduleError, chain, most_held, simulate
 from .schedule_kinds import SCHEDULES, looped, there_and_back
 
 SYNTHESIZED = "synthesized"
@@ -94,7 +94,7 @@ def synthesized(
     best: tuple[float, Schedule] | None = None
     for found in _candidates(times, num_ranks, num_microbatches, virtual_stages, max_live):
         moved = placement is not None and found.placement != placement
-        if not moved and (max_live is None or max(_live(found)) <= max_live):
+        if not moved and (max_live is None or max(most_held(found)) <= max_live):
             end = seconds(found, times)
             if best is None or end < best[0] * (1 - 1e-12):
                 best = end, found
@@ -110,17 +110,6 @@ def seconds(schedule: Schedule, times: Sequence[StageTimes]) -> float:
     """When the last action of a plain pipeline ends, in the unit of ``times``."""
     lines = simulate(schedule, chain(schedule.num_stages), lambda action: times[action.stage].of(action.op))
     return max(line[-1].end for line in lines)
-
-
-def _live(schedule: Schedule) -> list[int]:
-    peaks = []
-    for row in schedule.actions:
-        now = most = 0
-        for action in row:
-            now += (action.op is Op.FORWARD) - (action.op in RELEASES)
-            most = max(most, now)
-        peaks.append(most)
-    return peaks
 
 
 def _candidates(

@@ -128,3 +128,16 @@ def test_blocks_that_share_a_weight_are_traced() -> None:
     model = Stack(9, lambda i: 0, lambda i: 0.5)
     model.layers[5].linear.weight = model.layers[3].linear.weight
     assert not capture(model, (torch.randn(ROWS, 16),), once=True).like
+
+
+def test_blocks_that_differ_in_private_settings_or_hooks_are_traced() -> None:
+    batch = (torch.randn(ROWS, 16),)
+    for change in (
+        lambda block: setattr(block, "_slope", 0.5),
+        lambda block: block.linear.register_forward_hook(lambda module, given, made: 2 * made),
+    ):
+        model = Stack(9, lambda i: 0, lambda i: 0.5)
+        assert "layers.4" in capture(model, batch, once=True).like["layers.1"]
+        change(model.layers[4])
+        like = capture(model, batch, once=True).like
+        assert not any("layers.4" in (kept, *names) for kept, names in like.items())

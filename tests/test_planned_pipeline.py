@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quintnet_compiler.planner.pipeline import StageWork, least_saved, least_seconds, pipeline
-from quintnet_compiler.schedule import RELEASES, Op, chain, simulate
+from quintnet_compiler.schedule import Op, chain, most_held, simulate
 from quintnet_compiler.schedule_kinds import SCHEDULES
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
@@ -40,15 +40,7 @@ def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: i
         whole = max(line[-1].end for line in lines)
         assert found.seconds == pytest.approx(whole, rel=5e-3 if microbatches > 4 * ranks else 1e-9)
         assert least_seconds(name, microbatches, virtual, stages) <= whole * (1 + 1e-9)
-        for rank, row in enumerate(schedule.actions):
-            now, most = 0, 0
-            for action in row:
-                if action.op is Op.FORWARD:
-                    now += stages[action.stage].saved
-                elif action.op in RELEASES:
-                    now -= stages[action.stage].saved
-                most = max(most, now)
-            assert found.saved[rank] == most
+        assert found.saved == most_held(schedule, lambda stage, s=stages: s[stage].saved)
         assert least_saved(name, ranks, microbatches, virtual, stages) <= found.saved[0]
 
 

@@ -312,3 +312,9 @@ def test_cost_counts_device_seconds() -> None:
     devices = cheap.layout.mesh.size
     assert fast.layout.mesh.size == 4 and devices < 4
     assert cheap.seconds * devices <= min(alone.seconds, 4 * fast.seconds)
+
+
+def test_time_that_ran_out_is_not_taken_for_a_model_that_does_not_fit() -> None:
+    model, batch = _gpt(4, 64)
+    with pytest.raises(quintnet.CompileError, match=r"QN212(?s:.*)in 0 s no layout was found(?s:.*)search longer"):
+        quintnet.plan(model, CLUSTERS["2 of a node"], batch, seconds=0)

@@ -10,7 +10,7 @@ from ..cost import RankCosts
 from .estimate import MOMENTS, Estimate, StageMemory
 from .layouts import Layout
 from .pipeline import pipeline
-from .stages import Slices, cut, held_by, stage_work
+from .stages import Slices, cut, held_by, send_seconds, stage_work
 from .units import Held, Unit
 
 
@@ -34,8 +34,13 @@ def evaluate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
     for unit in parts[fullest]:
         for axis, seconds in unit.communication.items():
             moved[axis] += seconds * layout.microbatches  # type: ignore[assignment]
-    if sends := sum(work[stage].send for stage in mine[fullest]):
-        moved["pp"] = 2 * sends * layout.microbatches  # type: ignore[assignment]
+    sends = [send_seconds(stages[stage][0], costs, slices.mesh) for stage in mine[fullest] if stage]
+    if sends and not costs.overlaps:  # else the way of a value is in the bubble, where anything waits for it
+        moved["pp"] = 2 * sum(sends) * layout.microbatches  # type: ignore[assignment]
+    uses = [slices.each_use(stages[stage]) for stage in mine[fullest]]
+    if sliced := sum(2 * gather + scatter for gather, scatter in uses):
+        name = " x ".join(layout.zero_axes)
+        moved[name] += sliced * layout.microbatches  # type: ignore[assignment]
     once = max(sum(unit.once for unit in part) for part in parts)
     if layout.zero in (1, 2):
         once += max(slices.gather(found) for found in held)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..schedule import RELEASES, Op, Schedule
+from ..schedule import Op, Schedule, chain, most_held, simulate
 from ..schedule_kinds import SCHEDULES
 from ..schedule_synthesis import SYNTHESIZED, StageTimes, schedule_of
 
@@ -52,25 +52,25 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
     def times() -> list[StageTimes]:
         return [StageTimes(stage.forward, stage.backward, stage.weight) for stage in stages]
 
-    def of(count: int) -> tuple[float, list[int], Schedule]:
+    def of(count: int) -> tuple[float, tuple[int, ...], Schedule]:
         if name == SYNTHESIZED:
             schedule = schedule_of(name, ranks, count, virtual_stages, times)
         else:
             schedule = _named(name, ranks, count, virtual_stages)
-        return _seconds(schedule, stages), [_peak(schedule, rank, stages) for rank in range(ranks)], schedule
+        return *_run(schedule, stages), schedule
 
     enough = 3 * ranks + microbatches % ranks
     uneven = name == SYNTHESIZED or (virtual_stages > 1 and microbatches % ranks)
     if microbatches <= enough + ranks or uneven:
         seconds, saved, schedule = of(microbatches)
-        return Pipeline(seconds, tuple(saved), schedule.placement)
+        return Pipeline(seconds, saved, schedule.placement)
     (before, held, schedule), (after, more, _) = of(enough), of(enough + ranks)
     rounds = (microbatches - enough) // ranks
-    saved = [a + rounds * (b - a) for a, b in zip(held, more, strict=True)]
+    saved = tuple(a + rounds * (b - a) for a, b in zip(held, more, strict=True))
     busy = [0.0] * ranks
     for stage, rank in zip(stages, schedule.placement, strict=True):
         busy[rank] += ranks * stage.seconds
-    return Pipeline(before + rounds * max(after - before, *busy), tuple(saved), schedule.placement)
+    return Pipeline(before + rounds * max(after - before, *busy), saved, schedule.placement)
 
 
 @lru_cache(16)
@@ -101,50 +101,22 @@ def least_saved(name: str, ranks: int, microbatches: int, virtual_stages: int, s
     return once * min(mine)
 
 
-def _seconds(schedule: Schedule, stages: Sequence[StageWork]) -> float:
-    """The last end of an action."""
-    last, placement = len(stages) - 1, schedule.placement
-    forward: dict[tuple[int, int], float] = {}
-    backward: dict[tuple[int, int], float] = {}
-    sends = [0.0 if s and placement[s] == placement[s - 1] else stage.send for s, stage in enumerate(stages)]
-    free, at = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
-    left = sum(map(len, schedule.actions))
-    while left:
-        before = left
-        for rank, row in enumerate(schedule.actions):
-            now, index = free[rank], at[rank]
-            while index < len(row):
-                action = row[index]
-                stage, here, op = action.stage, (action.stage, action.microbatch), action.op
-                work = stages[stage]
-                if op is Op.FORWARD:
-                    ready = forward.get((stage - 1, action.microbatch)) if stage else 0.0
-                    if ready is None:
-                        break
-                    now = forward[here] = max(now, ready + sends[stage]) + work.forward
-                elif op is Op.BACKWARD_WEIGHT:
-                    now += work.weight
-                else:
-                    ready = backward.get((stage + 1, action.microbatch)) if stage < last else 0.0
-                    if ready is None:
-                        break
-                    now = max(now, ready + (sends[stage + 1] if stage < last else 0.0)) + work.backward
-                    if op is Op.BACKWARD:  # gradients are handed over when all of it is done
-                        now += work.weight
-                    backward[here] = now
-                index += 1
-            left -= index - at[rank]
-            free[rank], at[rank] = now, index
-        assert left < before, f"{schedule.name} cannot run"
-    return max(free)
-
-
-def _peak(schedule: Schedule, rank: int, stages: Sequence[StageWork]) -> int:
-    now = most = 0
-    for action in schedule.actions[rank]:
-        if action.op is Op.FORWARD:
-            now += stages[action.stage].saved
-            most = max(most, now)
-        elif action.op in RELEASES:
-            now -= stages[action.stage].saved
-    return most
+def _run(schedule: Schedule, stages: Sequence[StageWork]) -> tuple[float, tuple[int, ...]]:
+    """When the last action ends, and what each rank holds at most."""
+    times = {
+        (index, op): seconds
+        for index, one in enumerate(stages)
+        for op, seconds in (
+            (Op.FORWARD, one.forward),
+            (Op.BACKWARD, one.backward + one.weight),
+            (Op.BACKWARD_INPUT, one.backward),
+            (Op.BACKWARD_WEIGHT, one.weight),
+        )
+    }
+    lines = simulate(
+        schedule,
+        chain(len(stages)),
+        lambda action: times[action.stage, action.op],
+        lambda source, target: stages[max(source, target)].send,
+    )
+    return max(line[-1].end for line in lines), most_held(schedule, lambda stage: stages[stage].saved)

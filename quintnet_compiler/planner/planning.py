@@ -206,10 +206,13 @@ def plan_model(
     """Search, and say what came of it.
 
     Raises:
-        CompileError: QN212 if nothing fits, with the smallest change that makes it fit.
+        CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
+            anything was found.
     """
     started = time.monotonic()
     found = planner.search(top_k, objective, seconds, progress)
+    if not found.ranked and not found.complete:
+        raise CompileError("QN212", _unfinished(found, seconds), fix="search longer (seconds=), or pin the mesh")
     if not found.ranked:
         raise _infeasible(planner, found, seconds)
     plans = tuple(planner.complete(one) for one in found.ranked)
@@ -221,6 +224,8 @@ def plan_model(
         made = other.search(1, objective, seconds)
         if made.ranked:
             return Versus(found.ranked[0], made.ranked[0])
+        if not made.complete:
+            return Versus(found.ranked[0], None, _unfinished(made, seconds))
         nearest = min(made.rejected, key=lambda one: one.lacks, default=None)
         return Versus(found.ranked[0], None, f"{nearest.layout}: {nearest.reason}" if nearest else "no such layout")
 
@@ -228,6 +233,11 @@ def plan_model(
         machine.name, planner.folded.program.batch_size, machine.memory_bytes, found, plans, time.monotonic() - started,
         ask,
     )  # fmt: skip
+
+
+def _unfinished(found: Found[Layout, Estimate], seconds: float) -> str:
+    seen = f"{len(found.rejected)} do not, and {found.left} were not looked at"
+    return f"in {seconds:g} s no layout was found that fits: {seen}"
 
 
 def _infeasible(planner: Planner, found: Found[Layout, Estimate], seconds: float) -> CompileError:

@@ -90,6 +90,13 @@ class Slices:
         """Seconds of adding up gradients where each rank gets a slice."""
         return sum(self._seconds("reduce_scatter", held) for held in parts)
 
+    def each_use(self, stage: Sequence[Unit]) -> tuple[float, float]:
+        """Seconds of a microbatch's gathers, before its forward and again before its backward, and of the scatter of
+        its gradients."""
+        parts = [one for unit in stage for one in (*unit.parameters, *unit.tied.values())]
+        gather = self.gather(parts) if self.layout.zero == 3 else 0.0
+        return gather, self.scatter(parts) if self.layout.zero >= 2 else 0.0
+
     def settle(self, parts: Sequence[Held]) -> float:
         """Seconds of adding up gradients at the end of a step; ``pp`` is for what several ranks of stages have."""
         total = self.scatter(parts) if self.layout.zero == 1 else 0.0
@@ -108,10 +115,7 @@ class Slices:
 def stage_work(stage: Sequence[Unit], first: bool, slices: Slices) -> StageWork:
     """One microbatch of a stage; with ZeRO 2 gradients are scattered for each, with 3 parameters gathered before every
     use."""
-    costs, zero = slices.costs, slices.layout.zero
-    parts = [one for unit in stage for one in (*unit.parameters, *unit.tied.values())]
-    gather = slices.gather(parts) if zero == 3 else 0.0
-    scatter = slices.scatter(parts) if zero >= 2 else 0.0
+    costs, (gather, scatter) = slices.costs, slices.each_use(stage)
     send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
     weight = sum(unit.weight for unit in stage)
