@@ -178,7 +178,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--only", default="", help="models whose name has this in it")
     options.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    options.add_argument("--seconds", type=float, default=40.0, help="how long to search")
+    options.add_argument("--seconds", type=float, default=35.0, help="how long to search")
     options.add_argument("--scaling", type=Path, help="write a picture of the planning time over the number of GPUs")
     options.add_argument("--one", help=argparse.SUPPRESS)
     options.add_argument("--gpus", type=int, help=argparse.SUPPRESS)

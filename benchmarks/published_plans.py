@@ -91,7 +91,8 @@ class Space:
             if left or pp > run.model.layers or batch % dp:
                 continue
             deeper = {*STAGES_PER_RANK, known.vpp} if pp > 1 else {1}
-            stages = [v for v in deeper if v == 1 or run.model.layers % (pp * v) == 0]
+            layers = run.model.layers  # the embedding and the head may count as one each
+            stages = [v for v in deeper if v == 1 or 0 in (layers % (pp * v), (layers + 2) % (pp * v))]
             experts = [(1, 1)]
             if run.model.experts:
                 experts = [(ep, etp) for ep in divisors(run.model.experts) for etp in {1, tp, known.expert_tp}
@@ -143,6 +144,8 @@ class Prices:
         return 0.0
 
     closer_bytes = bytes
+
+    guess = seconds
 
 
 def compare(row: Row, seconds: float) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import fx
 
-from ..annotations import facts, leaf, shape, tensor_inputs
+from ..annotations import facts, leaf, num_bytes, shape, tensor_inputs, values
 from ..comm_ops import own_experts, route, route_plan, unroute
 from ..errors import CompileError
 from ..expert_ops import expert_linear
@@ -18,6 +19,17 @@ def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
     """The parameters that have one part per expert: weights and biases of ``expert_linear``."""
     layers = [node for node in graph.nodes if node.op == "call_function" and node.target is expert_linear]
     return frozenset(given for node in layers for given in tensor_inputs(node)[2:] if leaf(given) is not None)
+
+
+def routed_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
+    """Of the rows that go to experts, and of what comes back: in a mixture of layers with the same ids, those of the
+    first and the results of the last. ``repeats``: how many nodes a node stands for."""
+    mixtures: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is expert_linear:
+            mixtures[node.all_input_nodes[1]].append(node)
+    ends = [(layers[0].all_input_nodes[0], layers[-1]) for layers in mixtures.values()]
+    return sum(num_bytes(values(node)[0]) * repeats.get(last, 1) for first, last in ends for node in (first, last))
 
 
 def check_experts(graph: fx.Graph, asked: Sequence[str]) -> None:

@@ -57,7 +57,7 @@ class LowerAttention:
             if isinstance(kind := s.outputs[0], Shard) and kind.dim == QUERIES
         ]
         if not (window or found or (causal and cuts)):
-            return call(aten.scaled_dot_product_attention.default, q, k, v, None, 0.0, causal, scale=scale, **grouped)
+            return self._kernel(q, k, v, None, causal, scale=scale, **grouped)
         mask = self._mask(q, k, cuts, found, causal, window, shape(node)[QUERIES])
         if grouped:  # with a mask, kernels want as many heads of keys as of queries
             k, v = (call(aten.repeat_interleave.self_int, x, shape(q)[1] // shape(k)[1], 1) for x in (k, v))
@@ -65,8 +65,20 @@ class LowerAttention:
         if "padding" in found:
             blind = call(aten.logical_not.default, call(aten.any.dim, mask, -1, True))
             mask = call(aten.logical_or.default, mask, blind)
-        out = call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, False, scale=scale)
+        out = self._kernel(q, k, v, mask, False, scale=scale)
         return out if blind is None else call(aten.masked_fill.Scalar, out, blind, 0.0)
+
+    def _kernel(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, causal: Any, **how: Any) -> fx.Node:
+        """Flash kernels take one width: zeros add nothing to a score, and are cut off the result. Without them, scores
+        would be written out."""
+        call, width = self.builder.call, shape(v)[-1]
+        most = max(width, shape(q)[-1])
+        q, k, v = (
+            call(aten.constant_pad_nd.default, x, [0, most - shape(x)[-1]]) if shape(x)[-1] < most else x
+            for x in (q, k, v)
+        )
+        out = call(aten.scaled_dot_product_attention.default, q, k, v, mask, 0.0, causal, **how)
+        return call(aten.slice.Tensor, out, 3, 0, width) if width < most else out
 
     def _mask(
         self,

@@ -21,6 +21,7 @@ from ..errors import CompileError, Where
 from ..program import Captured, Program
 
 aten = torch.ops.aten
+ONE_DOCUMENT = "one_document"  # in a node's meta: whether these ids of documents are the same everywhere
 Rewrite = Callable[[GraphBuilder, fx.Node, list[Any], dict[str, Any]], Any]
 
 
@@ -273,6 +274,12 @@ def _masked_attention(builder: GraphBuilder, node: fx.Node, args: list[Any], kwa
 def _one_document(segments: fx.Node) -> bool:
     """Whether ids are equal in every row, for any batch: Hugging Face models derive them from positions, which they
     make themselves where the user gives none."""
+    if ONE_DOCUMENT not in segments.meta:  # all blocks ask for the same
+        segments.meta[ONE_DOCUMENT] = _equal_in_rows(segments)
+    return bool(segments.meta[ONE_DOCUMENT])
+
+
+def _equal_in_rows(segments: fx.Node) -> bool:
     needed, todo = set[fx.Node](), [segments]
     while todo:
         node = todo.pop()

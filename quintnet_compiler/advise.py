@@ -35,7 +35,7 @@ def plan(
     rules: Sequence[Rule] = (),
     top_k: int = 5,
     objective: Objective = "time",
-    seconds: float = 40.0,
+    seconds: float = 35.0,
     progress: bool | None = None,
 ) -> PlanReport:
     """The best ways to train ``model`` on ``cluster`` with batches like ``batch``.

@@ -69,7 +69,7 @@ def plan(
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")] = None,
     plan: Annotated[Path | None, typer.Option(help="a plan file with decisions that are made already")] = None,
     top: Annotated[int, typer.Option(min=1, help="how many plans to show")] = 5,
-    seconds: Annotated[float, typer.Option(help="when to stop searching")] = 40.0,
+    seconds: Annotated[float, typer.Option(help="when to stop searching")] = 35.0,
     out: Annotated[Path | None, typer.Option(help="write the best plan here, for compile(plan=...)")] = None,
     json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
 ) -> None:

@@ -198,3 +198,30 @@ def test_nothing_is_left_behind() -> None:
         capture(model, (torch.zeros(2, 8), torch.zeros(2, 8)), _loss)  # ids that are no ids
     assert (functions["sdpa"], masks["sdpa"]) == before
     assert (model.model.config.to_dict(), model.model.config._attn_implementation) == config
+
+
+class Narrow(nn.Module):
+    """Attention whose values have fewer features than its keys, as in DeepSeek."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.v, self.out = nn.Linear(8, 64), nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qk(x).chunk(2, -1))
+        v = self.v(x).unflatten(-1, (4, 4)).transpose(1, 2)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("context", ["all_gather", "ring"])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_values_of_another_width_than_keys_have_a_kernel_too(mesh: quintnet.Mesh, context: str) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(ROWS, LENGTH, 8, dtype=torch.float64), torch.randint(3, (ROWS, LENGTH))
+    loss = nn.CrossEntropyLoss()
+    program = quintnet.compile(
+        Narrow().double(), mesh, batch, loss_fn=lambda out, y: loss(out.flatten(0, 1), y.flatten()), context=context
+    )
+    assert "safe_softmax" not in program.ranks[0].forward.code
+    report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)

@@ -39,9 +39,9 @@ def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: i
         found = pipeline(name, ranks, microbatches, virtual, stages)
         whole = max(line[-1].end for line in lines)
         assert found.seconds == pytest.approx(whole, rel=5e-3 if microbatches > 4 * ranks else 1e-9)
-        assert least_seconds(name, microbatches, virtual, stages) <= whole * (1 + 1e-9)
+        assert least_seconds(name, ranks, microbatches, stages) <= whole * (1 + 1e-9)
         assert found.saved == most_held(schedule, lambda stage, s=stages: s[stage].saved)
-        assert least_saved(name, ranks, microbatches, virtual, stages) <= found.saved[0]
+        assert least_saved(name, ranks, microbatches, stages) <= max(found.saved)
 
 
 def test_sends_take_their_time_where_nothing_hides_them() -> None:

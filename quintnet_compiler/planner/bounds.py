@@ -3,15 +3,15 @@ than its share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 
 from ..cost import RankCosts
 from ..errors import CompileError
-from ..mesh import Mesh
 from .estimate import MOMENTS
-from .layouts import Layout
+from .layouts import ORDER, Layout
 from .pipeline import StageWork, least_saved, least_seconds
 from .stages import Slices, cut, stage_work
 from .units import Unit
@@ -19,43 +19,91 @@ from .units import Unit
 # What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
 # whole.
 SLACK = 0.95
+FEW = (1, 8, 64)  # rows of a microbatch; more cost their share
 
 
 @dataclass(frozen=True)
 class Least:
-    seconds: float
-    saved: float
+    """Seconds of a step; bytes that the fullest rank saves, that every rank works with, and of a block's parameters."""
+
+    seconds: float = 0.0
+    saved: float = 0.0
+    working: float = 0.0
+    block: float = 0.0
 
 
 class LessSplit:
-    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them."""
+    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them; ``routed``: bytes of what a batch sends
+    to experts and gets back."""
 
     def __init__(
-        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, batch: int
+        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, routed: int, batch: int
     ) -> None:
-        self.build, self.costs, self.parameters, self.batch = build, costs, parameters, batch
-        self.known: dict[tuple[Layout, int], Least] = {}
-        self.stages: dict[tuple[Layout, int], list[StageWork]] = {}
-        self.moved: dict[tuple[Mesh, tuple[str, ...], int], tuple[float, float]] = {}
+        self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
+        self.known: dict[Layout, Least] = {}
+        self.stages: dict[tuple[Layout, int], tuple[list[StageWork], float, float]] = {}
+        self.moved: dict[Hashable, float] = {}
+        self.dearer: dict[int, float] = {}
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages, and what slices of its state move."""
-        share = self._less(layout, 1, self._rounded(layout.rows)).seconds / (layout.tp * layout.cp)
-        return SLACK * (share + self._moved(layout))
+        return SLACK * (self._unsplit(layout).seconds / (layout.tp * layout.cp) + self._sliced(layout))
 
     def closer(self, layout: Layout) -> float:
-        """The share of the model that is split over tp alone, whose communication is in it."""
-        share = self._less(layout, layout.tp, layout.rows).seconds / layout.cp
-        return SLACK * (share + self._moved(layout))
+        """The share of the model that is split as it is, but not over cp: with the communication of tp and ep."""
+        return SLACK * (self._uncut(layout).seconds / layout.cp + self._sliced(layout))
 
     def bytes(self, layout: Layout) -> float:
-        """The state, and the unsplit model's share of saved values."""
-        found = self._less(layout, 1, self._rounded(layout.rows))
-        return self._state(layout) + SLACK * found.saved / (layout.tp * layout.cp)
+        """The state, and the unsplit model's share of what is saved and worked with."""
+        found, parts = self._unsplit(layout), layout.tp * layout.cp
+        whole = found.block * layout.pp / self._split(layout) if layout.zero == 3 else 0.0
+        return self._state(layout) + SLACK * ((found.saved + found.working) / parts + whole)
 
     def closer_bytes(self, layout: Layout) -> float:
-        """The state, and the share of the saved values of the model that is split over tp alone."""
-        return self._state(layout) + SLACK * self._less(layout, layout.tp, layout.rows).saved / layout.cp
+        """The state, and the share of what is saved and worked with by the model that is not split over cp."""
+        found = self._uncut(layout)
+        whole = found.block if layout.zero == 3 else 0.0
+        return self._state(layout) + SLACK * (found.saved + found.working + whole) / layout.cp
+
+    def guess(self, layout: Layout) -> float:
+        """With what splits move, roughly: a block's input, added up over tp and gathered over cp twice, and the rows of
+        experts once, there and back, in every pass. And with what few rows cost more than their share of many."""
+        if not self._unsplit(layout).seconds:
+            return 0.0
+        over = layout.experts or ("ep",)
+        ranks = prod(layout.mesh[axis] for axis in over)
+        size = sum(unit.received for unit in self.build(self._whole(layout)) if unit.begin)
+        moved = 2 * self._group("all_reduce", size, layout, ("tp",))
+        moved += 2 * self._group("all_gather", size, layout, ("cp",))
+        moved += ranks * self._group("all_to_all", self.routed, layout, over)  # sizes are those of all ranks together
+        passes = (3 if layout.recompute == "full" else 2) * layout.microbatches / layout.pp
+        few = self._dearer(layout, layout.rows * ranks)  # as many rows as an expert sees, in equal shares
+        return few * self.seconds(layout) + passes * layout.rows / (self.batch * layout.cp) * moved
+
+    def _dearer(self, layout: Layout, rows: int) -> float:
+        """How much more a row costs in a microbatch of so many (up to 1, 8 or 64, where the batch divides so) than in
+        one of all."""
+        most = next((n for n in FEW if n >= rows), self.batch)
+        rows = next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
+        if rows not in self.dearer:
+            whole = self._whole(layout).sharded
+            some = replace(whole, rows=rows, microbatches=self.batch // rows)
+            self.dearer[rows] = 1.0
+            with suppress(CompileError):
+                least, found = (
+                    sum(unit.forward + unit.backward for unit in self.build(one)) / one.rows for one in (whole, some)
+                )
+                self.dearer[rows] = found / least
+        return self.dearer[rows]
+
+    def _group(self, name: str, size: float, layout: Layout, over: tuple[str, ...]) -> float:
+        """Seconds of all bytes at once, so that what a call takes however small it is does not count."""
+        mesh = layout.mesh
+        over = tuple(axis for axis in over if mesh[axis] > 1)
+        key = name, size, over, tuple((axis, mesh[axis]) for axis in ORDER[1:])
+        if key not in self.moved:
+            self.moved[key] = self.costs.group_seconds(name, size, mesh.peers(0, over)) if over and size else 0.0
+        return self.moved[key]
 
     def _split(self, layout: Layout) -> int:
         """In how many parts parameters may be, but for slices of state."""
@@ -70,50 +118,53 @@ class LessSplit:
         state = sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
         return state * self.parameters / self._split(layout)
 
-    def _moved(self, layout: Layout) -> float:
+    def _sliced(self, layout: Layout) -> float:
         """Seconds of a stage's gradients that are scattered, and parameters gathered, for each microbatch."""
         over = self._slicing(layout)
         if layout.zero < 2 or not over:
             return 0.0
         size = self.parameters // self._split(layout)
-        key = layout.mesh, over, size
-        if key not in self.moved:
-            ranks = layout.mesh.peers(0, over)
-            found = [self.costs.group_seconds(name, size, ranks) for name in ("reduce_scatter", "all_gather")]
-            self.moved[key] = found[0], found[1]
-        scatter, gather = self.moved[key]
+        scatter, gather = (self._group(name, size, layout, over) for name in ("reduce_scatter", "all_gather"))
         return layout.microbatches * (scatter + (2 * gather if layout.zero == 3 else 0.0))
 
-    def _rounded(self, rows: int) -> int:
-        """Up to 1, 8, 64, ... where the batch divides so: more rows never take more time or memory each."""
-        most = 8 ** -(-(rows - 1).bit_length() // 3)
-        return next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
+    def _whole(self, layout: Layout) -> Layout:
+        """The whole batch at once on each stage: more rows never take more time or memory each."""
+        less = replace(layout, tp=1, cp=1, ep=1, dp=1, context="all_gather", experts=(), zero=0)
+        return replace(less, rows=self.batch, microbatches=1)
 
-    def _less(self, layout: Layout, tp: int, rows: int) -> Least:
-        """Zeros where the model cannot be split less: a loss that couples rows has no microbatches."""
-        key = replace(layout, tp=tp, cp=1, ep=1, dp=1, context="all_gather", experts=(), zero=0)
-        if (key, rows) not in self.known:
-            try:
-                self.known[key, rows] = _least(self._work(layout, tp, rows), key, layout.rows / rows)
-            except CompileError:
-                self.known[key, rows] = Least(0.0, 0.0)
-        return self.known[key, rows]
+    def _unsplit(self, layout: Layout) -> Least:
+        return self._least(layout, self._whole(layout))
 
-    def _work(self, layout: Layout, tp: int, rows: int) -> list[StageWork]:
-        # data ranks where such a layout may be asked for itself: what it costs inside is then known already
-        dp = layout.dp if tp > 1 and self.batch % (layout.dp * rows) == 0 else 1
-        less = replace(layout, tp=tp, cp=1, ep=1, dp=dp, rows=rows, context="all_gather", experts=(), zero=0)
-        less = replace(less, microbatches=self.batch // (dp * rows))
-        key = replace(less.inside, pp=layout.pp), layout.virtual_stages
+    def _uncut(self, layout: Layout) -> Least:
+        experts = tuple(axis for axis in layout.experts if axis != "cp")
+        return self._least(layout, replace(layout, cp=1, context="all_gather", experts=experts, zero=0))
+
+    def _least(self, layout: Layout, less: Layout) -> Least:
+        """Of ``less`` with as many microbatches of as many rows as ``layout``; zeros where the model cannot be split
+        so."""
+        key = replace(less, rows=layout.rows, microbatches=layout.microbatches)
+        if key not in self.known:
+            self.known[key] = Least()
+            with suppress(CompileError):
+                self.known[key] = self._of(less, key, layout.rows / less.rows)
+        return self.known[key]
+
+    def _of(self, less: Layout, layout: Layout, share: float) -> Least:
+        """Of stages for more rows, ``share`` of the time and memory for each."""
+        work, working, block = self._stages(less)
+        seconds = least_seconds(layout.schedule, layout.pp, layout.microbatches, work)
+        saved = least_saved(layout.schedule, layout.pp, layout.microbatches, work)
+        return Least(share * seconds, share * saved, share * working, block)
+
+    def _stages(self, less: Layout) -> tuple[list[StageWork], float, float]:
+        """What stages do, and the least of what they work with, and of their largest block's parameters."""
+        key = replace(less.inside, pp=less.pp), less.virtual_stages
         if key not in self.stages:
-            slices = Slices(less, self.costs, replace(less, dp=1).mesh)
+            slices = Slices(less, self.costs, less.mesh)
             stages = cut(self.build(less), less, self.costs)
-            self.stages[key] = [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)]
+            self.stages[key] = (
+                [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)],
+                min(max(unit.working for unit in stage) for stage in stages),
+                min(max(sum(held.bytes for held in unit.parameters) for unit in stage) for stage in stages),
+            )
         return self.stages[key]
-
-
-def _least(work: Sequence[StageWork], layout: Layout, share: float) -> Least:
-    """Of stages for more rows, ``share`` of the time and memory for each."""
-    seconds = least_seconds(layout.schedule, layout.microbatches, layout.virtual_stages, work)
-    saved = least_saved(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, work)
-    return Least(share * seconds, share * saved)

@@ -79,26 +79,29 @@ def _named(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Sch
     return SCHEDULES[name](ranks, microbatches, virtual_stages)
 
 
-def least_seconds(name: str, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> float:
-    """What no order undercuts: a stage's own work, after the first microbatch came to it through those before."""
+def least_seconds(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
+    """What no order undercuts: a rank's own work, after the first microbatch came to it through those before."""
     split, found, before = name.startswith("zb") or name == SYNTHESIZED, 0.0, 0.0
-    for stage in stages:
-        found = max(found, microbatches * stage.seconds + before / virtual_stages)
-        before += stage.forward if split else stage.seconds
+    for rank, first in enumerate(stages[:ranks]):
+        mine = [first, stages[-1 - rank]] if name == "zb-v" else stages[rank::ranks]
+        found = max(found, microbatches * sum(stage.seconds for stage in mine) + before)
+        before += first.forward if split else first.seconds
     return found
 
 
-def least_saved(name: str, ranks: int, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> float:
-    """Bytes that the first rank holds at least, in the orders that have a name."""
-    mine = [stage.saved for stage in stages[::ranks]]
+def least_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
+    """Bytes that the fullest rank holds at least, in the orders that have a name."""
+    first = [stage.saved for stage in stages[::ranks]]
     once = min(microbatches, ranks)
     if name == "gpipe":
-        return microbatches * sum(mine)
+        return microbatches * sum(first)
     if name == "interleaved":  # one round of all its stages, and all but one microbatch of the next round
-        return once * sum(mine) + max(0, min(microbatches - once, ranks - 1)) * mine[0]
+        return once * sum(first) + max(0, min(microbatches - once, ranks - 1)) * first[0]
     if name == "zb-v":  # the way to the last rank and back
-        return min(microbatches, 2 * ranks - 1) * mine[0]
-    return once * min(mine)
+        return min(microbatches, 2 * ranks - 1) * first[0]
+    if name == SYNTHESIZED:
+        return max(stage.saved for stage in stages)
+    return max(min(microbatches, ranks - rank) * stage.saved for rank, stage in enumerate(stages))
 
 
 def _run(schedule: Schedule, stages: Sequence[StageWork]) -> tuple[float, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
 from ..errors import CompileError
 from ..mesh import AXES
-from ..passes.expert_axes import expert_parameters
+from ..passes.expert_axes import expert_parameters, routed_bytes
 from ..passes.fold_blocks import FoldBlocks, Folded
 from ..passes.normalize import Normalize
 from ..passes.rule_notation import Rule
@@ -149,7 +149,10 @@ class Planner:
         """
         build, costs = self.builder(), self.machine.costs
         memory = self.machine.memory_bytes * self.machine.usable
-        limits = self.limits(objective)
+        limits, program = self.limits(objective), self.folded.program
+        routed = routed_bytes(program.graph, self.folded.repeats)
+
+        bounds = LessSplit(build, costs, self.parameter_bytes(), routed, program.batch_size)
 
         @cache
         def price(layout: Layout) -> Estimate:
@@ -157,14 +160,14 @@ class Planner:
 
         def useful(layout: Layout) -> Estimate:
             for sooner, reason in faster(layout, limits) if objective != "memory" else ():
-                if price(sooner).memory_bytes <= memory:
+                if bounds.bytes(sooner) <= memory and price(sooner).memory_bytes <= memory:
                     raise CompileError("QN212", f"fits {reason}, which is faster")
             return price(layout)
 
         return search(
             layouts(limits),
             useful,
-            LessSplit(build, costs, self.parameter_bytes(), self.folded.program.batch_size),
+            bounds,
             Wanted(top_k, objective, memory, time.monotonic() + seconds, lambda layout: layout.mesh.size),
             progress or (lambda done, total: None),
         )

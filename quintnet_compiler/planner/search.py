@@ -28,6 +28,7 @@ class Priced(Protocol):
     def memory_bytes(self) -> float: ...
 
 
+NEARLY = 1.1  # a layout that takes no more than this times what was guessed is tried at once
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
 E = TypeVar("E", bound=Priced)
@@ -62,6 +63,10 @@ class Bounds(Protocol[L_contra]):
 
     def closer(self, layout: L_contra, /) -> float:
         """The same, nearer to the truth, and dearer to ask; 0 where nothing more is known."""
+        ...
+
+    def guess(self, layout: L_contra, /) -> float:
+        """What a step takes, roughly: for the order in which layouts are tried, not for leaving one out."""
         ...
 
     def bytes(self, layout: L_contra, /) -> float:
@@ -102,8 +107,8 @@ def search(
 ) -> Found[L, E]:
     """Evaluate layouts until the best are known, or time is over.
 
-    A layout that is taken up gets its closer bound first, and waits again with that. Every other one is the fastest of
-    those that leave room in memory, of which each that does not fit asks for more: so that good ones are found early.
+    A layout that is taken up gets its closer bound first, and waits again with that. Every other one is the fastest,
+    roughly, of those that are likely to fit: so that good ones are found early.
     """
     return _Search(evaluate, bounds, wanted).run(layouts, progress)
 
@@ -114,21 +119,24 @@ class _Search(Generic[L, E]):
         self.ranked: list[E] = []
         self.rejected: list[Rejected[L]] = []
         self.sizes: dict[L, float] = {}  # what each layout that is open takes at least
-        self.room = 0.5  # the share of memory that the next roomy one may take, as far as is known
+        self.near: set[L] = set()  # those of which the closer bounds are known
+        self.queue: list[tuple[float, L]] = []  # by what they take roughly
+        self.parked: list[tuple[float, L]] = []  # those that do not seem to fit
+        self.growth = {False: 1.0, True: 1.0}  # how much more it turned out to be, lately: than a bound, than a closer
 
     def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> Found[L, E]:
         for layout in layouts:
             size = self.bounds.bytes(layout)
             if not self._too_large(layout, size):
                 self.sizes[layout] = size
-        order = sorted((self._least(layout, near=False), layout) for layout in self.sizes)
-        waiting = [(least, False, layout) for least, layout in order]
+        waiting = sorted((self._least(layout, near=False), False, layout) for layout in self.sizes)
+        self.queue = sorted((max(least, self._guess(layout)), layout) for least, _, layout in waiting)
         total, turn = len(waiting), False
         while waiting:
             progress(total - len(self.sizes), total)
             turn = not turn
-            if turn and (chosen := self._roomiest(order)) is not None:
-                self.room = min(1.0, self.room * 1.1) if self._settle(chosen) else self.room * 0.7
+            if turn and (chosen := self._likely()) is not None:
+                self._settle(chosen)
                 continue
             bound, near, layout = heapq.heappop(waiting)
             if layout not in self.sizes:
@@ -160,37 +168,66 @@ class _Search(Generic[L, E]):
     def _closer(self, layout: L) -> float | None:
         """The closer bound; None for what cannot be."""
         try:
-            if not self._too_large(layout, self.bounds.closer_bytes(layout)):
+            size = self.bounds.closer_bytes(layout)
+            if layout not in self.near:
+                self._learn(layout, size)
+            if not self._too_large(layout, size):
+                self.near.add(layout)
+                self.sizes[layout] = size
                 return self._least(layout, near=True)
         except CompileError as error:
             self._reject(layout, f"{error.code} {error.message}")
         return None
 
-    def _roomiest(self, order: Iterable[tuple[float, L]]) -> L | None:
-        """The fastest layout that leaves all but ``room`` of the memory free."""
-        limit, worst = self.room * self.wanted.memory_bytes, self._worst()
-        for least, layout in order:
-            if least >= worst or time.monotonic() > self.wanted.deadline:
-                return None
-            if self.sizes.get(layout, math.inf) <= limit and self._closer(layout) is not None:
-                self.sizes[layout] = self.bounds.closer_bytes(layout)
-                if self.sizes[layout] <= limit:
+    def _guess(self, layout: L) -> float:
+        return 0.0 if self.wanted.objective == "memory" else self.wanted.weighed(layout, self.bounds.guess(layout))
+
+    def _likely(self) -> L | None:
+        """The layout that is fastest, roughly, of those that fit if they take as much beyond their bounds as others."""
+        worst = self._worst()
+        while self.queue and time.monotonic() <= self.wanted.deadline:
+            guess, layout = heapq.heappop(self.queue)
+            if layout not in self.sizes or self._least(layout, near=False) >= worst:
+                continue
+            if not self._fits(layout):
+                self.parked.append((guess, layout))
+            elif layout in self.near:
+                return layout
+            elif (closer := self._closer(layout)) is not None:
+                if self._fits(layout) and closer < min(worst, NEARLY * guess):
                     return layout
+                heapq.heappush(self.queue, (max(guess, closer), layout))
+        if not self.queue:  # nothing is likely: what is possible comes next
+            self.growth = {False: 1.0, True: 1.0}
+            self._unpark()
         return None
 
-    def _settle(self, layout: L) -> bool:
-        """Whether memory was no reason against it."""
+    def _unpark(self) -> None:
+        self.queue, self.parked = [*self.queue, *self.parked], []
+        heapq.heapify(self.queue)
+
+    def _fits(self, layout: L) -> bool:
+        near = layout in self.near
+        growth = self.growth[True] * (1.0 if near else self.growth[False])
+        return self.sizes.get(layout, math.inf) * growth <= self.wanted.memory_bytes
+
+    def _learn(self, layout: L, size: float) -> None:
+        near, known = layout in self.near, self.sizes[layout]
+        if known > 0:
+            self.growth[near] = max(1.0, self.growth[near] ** 0.7 * (size / known) ** 0.3)
+
+    def _settle(self, layout: L) -> None:
         try:
             found = self.evaluate(layout)
         except CompileError as error:
             self._reject(layout, f"{error.code} {error.message}")
-            return True
-        if self._too_large(layout, found.memory_bytes, "needs"):
-            return False
-        self.sizes.pop(layout, None)
-        self.ranked.append(found)
-        self.ranked.sort(key=lambda e: (self.wanted.value(e), e.seconds, e.layout))
-        return True
+            return
+        self._learn(layout, found.memory_bytes)
+        if not self._too_large(layout, found.memory_bytes, "needs"):
+            self.sizes.pop(layout, None)
+            self.ranked.append(found)
+            self.ranked.sort(key=lambda e: (self.wanted.value(e), e.seconds, e.layout))
+            self._unpark()
 
     def _too_large(self, layout: L, size: float, takes: str = "takes at least") -> bool:
         lacks = size - self.wanted.memory_bytes
