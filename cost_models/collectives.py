@@ -21,6 +21,19 @@ START_SECONDS = 8e-6
 RAMP_BYTES = 1 << 20
 
 
+def volume(name: str, num_bytes: float, ranks: int) -> float:
+    """Bytes that leave each rank, where no rank sends more than it must.
+
+    Raises:
+        CompileError: QN210 for a collective that has no price.
+    """
+    others = (ranks - 1) / ranks
+    shares = {"all_reduce": 2 * others, "all_to_all": others / ranks, "send": 1.0}
+    if name not in ALGORITHMS:
+        raise CompileError("QN210", f"no price for the collective {name!r}", fix=f"use one of {', '.join(ALGORITHMS)}")
+    return num_bytes * shares.get(name.removesuffix("_max"), others)
+
+
 def _slowest(group: Group) -> float:
     return min(hop.bytes_per_second for hop in group.hops)
 
@@ -31,7 +44,7 @@ def _steps(group: Group, tree: bool) -> float:
 
 
 def _ring(group: Group, num_bytes: float, passes: int) -> float:
-    share = num_bytes * (group.size - 1) / group.size
+    share = volume("all_gather", num_bytes, group.size)
     return passes * (_steps(group, tree=False) + (share + RAMP_BYTES) / _slowest(group))
 
 
@@ -85,8 +98,6 @@ def collective_seconds(name: str, group: Group, num_bytes: float) -> float:
     Raises:
         CompileError: QN210 for a collective that has no price.
     """
-    if name not in ALGORITHMS:
-        raise CompileError("QN210", f"no price for the collective {name!r}", fix=f"use one of {', '.join(ALGORITHMS)}")
-    if group.size == 1 or num_bytes == 0:
+    if not volume(name, num_bytes, group.size) or group.size == 1:
         return 0.0
     return START_SECONDS + ALGORITHMS[name](group, num_bytes)

@@ -1,4 +1,4 @@
-"""The cost model that the passes use: nodes as kernels, collectives as alpha-beta over one node's links."""
+"""The cost model that the passes use: nodes as kernels, collectives as what leaves a rank over its links."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..annotations import is_getitem, needs_grad
-from ..errors import CompileError
+from .collectives import volume
 from .hardware import H100, Hardware
 from .kernels import work_seconds
 from .operators import kernel_of
@@ -35,17 +35,7 @@ class Roofline:
         hw = self.hardware
         if name in ("shard_slice", "shard_pad"):  # no communication: read and write one part
             return 2 * num_bytes / ranks / hw.memory_bytes_per_second
-        share = num_bytes * (ranks - 1) / ranks
-        volume = {
-            "all_reduce": 2 * share,
-            "all_gather": share,
-            "reduce_scatter": share,
-            "all_to_all": share / ranks,
-            "send": num_bytes,
-        }
-        if name not in volume:
-            raise CompileError("QN210", f"no price for the collective {name!r}", fix=f"use one of {', '.join(volume)}")
-        return volume[name] / hw.link_bytes_per_second
+        return volume(name, num_bytes, ranks) / hw.link_bytes_per_second
 
     def parameter_seconds(self, num_bytes: float) -> float:
         # AdamW reads gradient, parameter and two moments and writes three of them
