@@ -101,12 +101,14 @@ def capture(
     *,
     want: str = "loss",
     training: bool = True,
+    trained: bool = True,
     once: bool = False,
 ) -> Captured:
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
-    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns). ``once``: equal blocks are
-    traced once, see :mod:`.capture_once`; such a program is for planning.
+    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns). ``trained``: whether any
+    program will train the parameters. ``once``: equal blocks are traced once, see :mod:`.capture_once`; such a program
+    is for planning.
 
     Raises:
         CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
@@ -123,7 +125,7 @@ def capture(
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
     step = _Step(model, loss_fn, want)
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
-    with _mode(model, training), _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
+    with _mode(model, training, trained), _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
         rows = None
         try:
             exported = _export(step, sample, dynamic)
@@ -141,10 +143,10 @@ def capture(
                 raise
             except Exception:
                 raise _untraceable(error) from error
-    captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
+        captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
         return captured
-    return capture(model, batch, loss_fn, want=want, training=training)
+    return capture(model, batch, loss_fn, want=want, training=training, trained=trained)
 
 
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
@@ -194,14 +196,19 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+def _mode(model: nn.Module, training: bool, trained: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
+    frozen = [p for p in model.parameters() if p.requires_grad and not trained]
     model.train(training)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     try:
         yield
     finally:
         for module, was in modes:
             module.training = was
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager

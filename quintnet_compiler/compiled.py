@@ -31,6 +31,7 @@ from .pretrained import Subject as Pretrained
 from .pretrained_save import save_weights
 from .program import Captured, DistributedProgram, RankProgram
 from .runtime.backends import Backend, open_backend
+from .runtime.engines import ENGINES
 from .runtime.executor import Run
 from .schedule import Schedule
 from .simulation.faults import Faults
@@ -50,6 +51,13 @@ class Task:
     rules: Mapping[Any, Rule]
     device: torch.device
     check_finite: bool = True
+    training: bool = True
+    backend: str = "eager"
+
+    @property
+    def leads(self) -> str:
+        """The kind of program that decides where parameters live."""
+        return "train" if self.training else "outputs"
 
 
 class CompiledProgram:
@@ -86,6 +94,7 @@ class CompiledProgram:
                 microbatch that made the first one. No parameter or gradient was changed.
             CompileError: if this is the first step, see :func:`quintnet.compile`.
         """
+        self._require_training("step")
         return self._run("train", batch, batch_is_local)[0]
 
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
@@ -169,7 +178,7 @@ class CompiledProgram:
         save_weights(self._pretrained(), Path(folder), max_file_bytes)
 
     def _pretrained(self) -> Pretrained:
-        program, aliases = self._leader().program, self._captured["train"].aliases
+        program, aliases = self._leader().program, self._captured[self._task.leads].aliases
         return Pretrained(self._task.model, program, self._state(), aliases)
 
     def zero_grad(self) -> None:
@@ -210,6 +219,7 @@ class CompiledProgram:
         Raises:
             CompileError: QN102 if there is no batch yet, QN604 if the module is on the meta device.
         """
+        self._require_training("verify")
         batch = self._batch if batch is None else plain_batch(batch)
         if batch is None:
             raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
@@ -257,7 +267,7 @@ class CompiledProgram:
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
             rows = leader.program.source.local.staged.sharded.program.batch_size
             request = Request(task.mesh, plan, rows, task.device, task.rules)
-            other = compile_program(self._captured["train"], request, Runner())
+            other = compile_program(self._captured[task.leads], request, Runner(), training=task.training)
             return other.program, other.plan
 
         return Explain(leader.program, task.plan, leader.plan, task.rules, self._prices(costs), recompile)(
@@ -349,10 +359,15 @@ class CompiledProgram:
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything."""
         self._batch = plain_batch(batch)
-        self._program("train", self._batch, batch_size_of(batch))
+        self._program(self._task.leads, self._batch, batch_size_of(batch))
         return self
 
     # -- how
+
+    def _require_training(self, what: str) -> None:
+        if not self._task.training:
+            message = f"{what} was called, and the program has no backward"
+            raise CompileError("QN107", message, fix="compile without training=False")
 
     def _leader(self) -> Compiled:
         if self._compiled is None:
@@ -366,9 +381,10 @@ class CompiledProgram:
     def _state(self) -> Backend:
         if self._backend is None:
             leader = self._leader()
-            tensors = with_buffers(self._task.model, self._captured["train"].tensors)
+            tensors = with_buffers(self._task.model, self._captured[self._task.leads].tensors)
             plan = leader.plan.to_json()
-            self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan)
+            engine = ENGINES[self._task.backend]()
+            self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan, engine)
         return self._backend
 
     def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
@@ -393,8 +409,8 @@ class CompiledProgram:
             return found
         check_divides(self.mesh, self._task.plan.microbatches if kind == "train" else 1, size)
         if self._compiled is None:
-            self._lead(batch, size) if kind == "train" else self._lead_for(kind, batch, size)
-            if kind == "train":
+            self._lead(batch, size) if kind == self._task.leads else self._lead_for(kind, batch, size)
+            if kind == self._task.leads:
                 return self._programs[kind, size]
         task, leader = self._task, self._leader()
         plan = leader.plan
@@ -406,25 +422,30 @@ class CompiledProgram:
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
         """Evaluation came first: the training program still decides where parameters live."""
-        if kind == "outputs":
+        if not self._task.training:
+            batch = model_inputs(batch, self._task.loss_fn)
+        elif kind == "outputs":
             raise CompileError(
                 "QN102",
                 "the model's outputs were asked for before a training batch was seen",
-                fix="pass batch= to quintnet.compile",
+                fix="pass batch= to quintnet.compile, or training=False",
             )
         self._lead(batch, size)
 
     def _lead(self, batch: Any, size: int) -> None:
         task = self._task
         request = Request(task.mesh, task.plan, size, task.device, task.rules)
-        self._compiled = compile_program(self._capture("train", batch), request, Runner(keep=True))
-        self._programs["train", size] = self._compiled.program
+        captured = self._capture(task.leads, batch)
+        self._compiled = compile_program(captured, request, Runner(keep=True), training=task.training)
+        self._programs[task.leads, size] = self._compiled.program
 
     def _capture(self, kind: str, batch: Any) -> Captured:
         if kind not in self._captured:
             task = self._task
             want = "outputs" if kind == "outputs" else "loss"
-            self._captured[kind] = capture(task.model, batch, task.loss_fn, want=want, training=kind == "train")
+            self._captured[kind] = capture(
+                task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
+            )
         return self._captured[kind]
 
     def _inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:

@@ -105,17 +105,20 @@ class Compiled:
     unsplit: tuple[str, ...] = ()
 
 
-def compile_program(captured: Captured, request: Request, runner: Runner) -> Compiled:
-    """Captured model -> programs of all ranks, for training.
+def compile_program(captured: Captured, request: Request, runner: Runner, *, training: bool = True) -> Compiled:
+    """Captured model -> programs of all ranks; not ``training``: forwards alone, in the order of the plan's stages.
 
     Raises:
         CompileError: see the passes.
     """
     mesh, plan = request.mesh, request.plan
-    sharded = _shard(captured, request, runner, plan.microbatches)
+    microbatches = plan.microbatches if training else _fitting(request, plan.microbatches)
+    sharded = _shard(captured, request, runner, microbatches)
     staged = runner(CutStages(mesh["pp"] * plan.virtual_stages, _prices(request), plan.stages), sharded)
-    schedule = _schedule(request, staged, plan.microbatches)
-    program = _lower(staged, request, runner, schedule, training=True)
+    schedule = _schedule(request, staged, microbatches)
+    if not training:
+        schedule = forward_only(schedule.placement, microbatches)
+    program = _lower(staged, request, runner, schedule, training=training)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
@@ -127,7 +130,7 @@ def follow_program(
     """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
     microbatches = leader.plan.microbatches
     if not training:
-        microbatches = math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
+        microbatches = _fitting(request, microbatches)
     sharded = _shard(captured, request, runner, microbatches)
     placement = leader.program.schedule.placement
     staged = runner(FollowStages(len(placement), leader.stages), sharded)
@@ -136,6 +139,11 @@ def follow_program(
     else:
         schedule = forward_only(placement, microbatches)
     return _lower(staged, request, runner, schedule, training=training)
+
+
+def _fitting(request: Request, microbatches: int) -> int:
+    """As many of ``microbatches`` as the rows of a data rank divide into."""
+    return math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
 
 
 def _schedule(

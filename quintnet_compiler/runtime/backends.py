@@ -17,6 +17,7 @@ from ..program import Axis, DistributedProgram, StateSpec
 from ..sharding import I, Shard
 from .buckets import reduced_axes, scattered_axes
 from .distributed import DistributedTransport, device_mesh, gradient_groups
+from .engines import Engine, eager
 from .executor import Executor, Run
 from .finite import require_finite
 from .gradients import GradientStore, shared_by
@@ -67,18 +68,23 @@ class Backend(Protocol):
 
 
 def open_backend(
-    mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str = ""
+    mesh: Mesh,
+    program: DistributedProgram,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    plan: str = "",
+    engine: Engine = eager,
 ) -> Backend:
     """One rank per process inside an initialised process group of more than one rank, else all ranks here.
 
-    ``plan``: as text, for ranks to compare.
+    ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions.
 
     Raises:
         RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ProcessBackend(mesh, program, tensors, device, plan)
-    return LocalBackend(mesh, program, tensors, device)
+        return ProcessBackend(mesh, program, tensors, device, plan, engine)
+    return LocalBackend(mesh, program, tensors, device, engine)
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -90,9 +96,14 @@ class LocalBackend:
     """All ranks in this process. Parameters are whole and share the module's memory."""
 
     def __init__(
-        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
+        self,
+        mesh: Mesh,
+        program: DistributedProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        engine: Engine = eager,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.engine = mesh, engine
         self.devices = one_rank_mesh(device.type)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         self.tensors = {
@@ -171,7 +182,7 @@ class LocalBackend:
                 part_of(x, spec.sharding, program.axes, part.coordinate)
                 for x, spec in zip(inputs, program.inputs, strict=True)
             ]
-            executor = Executor(program, part, transport, device, store)
+            executor = Executor(program, part, transport, device, store, self.engine)
             results = executor.step(state, mine, how, watch)
             if not executor.finite:
                 require_finite(executor, state, mine, how, results[0])
@@ -200,9 +211,15 @@ class ProcessBackend:
     """One rank per process."""
 
     def __init__(
-        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str
+        self,
+        mesh: Mesh,
+        program: DistributedProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        plan: str,
+        engine: Engine = eager,
     ) -> None:
-        self.mesh, self.device = mesh, device
+        self.mesh, self.device, self.engine = mesh, device, engine
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         rank = dist.get_rank()
         if dist.get_world_size() != mesh.size:
@@ -332,7 +349,7 @@ class ProcessBackend:
                 name: sharded_dtensor(bucket.views[name], program.state[name], program, self.stage_mesh)
                 for name, bucket in (store.where.items() if store else ())
             }
-            executor = Executor(program, program.rank(rank), self.transport, self.device, store)
+            executor = Executor(program, program.rank(rank), self.transport, self.device, store, self.engine)
             found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
         return found
 
