@@ -30,17 +30,20 @@ from .program import Captured
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 LossFn = Callable[..., Tensor]
+Call = Callable[[nn.Module, Any], Any]
 _aten = torch.ops.aten
 
 
 class _Step(nn.Module):
     """The user's model and loss as one function of the batch."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, want: str) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, want: str, call: Call | None) -> None:
         super().__init__()
-        self.model, self.loss_fn, self.want = model, loss_fn, want
+        self.model, self.loss_fn, self.want, self.call = model, loss_fn, want, call
 
     def forward(self, batch: Any) -> Any:
+        if self.call is not None:
+            return self.call(self.model, batch)
         if isinstance(batch, dict):
             out = self.model(**batch)
         elif self.want == "loss" and self.loss_fn is not None:
@@ -102,13 +105,14 @@ def capture(
     want: str = "loss",
     training: bool = True,
     trained: bool = True,
+    call: Call | None = None,
     once: bool = False,
 ) -> Captured:
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
-    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns). ``trained``: whether any
-    program will train the parameters. ``once``: equal blocks are traced once, see :mod:`.capture_once`; such a program
-    is for planning.
+    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
+    does). ``trained``: whether any program will train the parameters. ``once``: equal blocks are traced once, see
+    :mod:`.capture_once`; such a program is for planning.
 
     Raises:
         CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
@@ -123,7 +127,7 @@ def capture(
     # A batch of one would be taken for a constant; two stands for any size.
     sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
-    step = _Step(model, loss_fn, want)
+    step = _Step(model, loss_fn, want, call)
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
     with _mode(model, training, trained), _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
         rows = None
@@ -146,7 +150,7 @@ def capture(
         captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
         return captured
-    return capture(model, batch, loss_fn, want=want, training=training, trained=trained)
+    return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call)
 
 
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:

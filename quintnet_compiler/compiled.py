@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .cost_models.cluster_costs import ClusterCosts
 from .dump import dump_program
 from .errors import CompileError, InputError
 from .explain import Difference, Explain, Explanation, difference
+from .generation import Decoding, Held, Sampling, ends_of
 from .initialize import Init, chosen, key_of
 from .mesh import Mesh
 from .meta_buffers import with_buffers
@@ -75,6 +77,7 @@ class CompiledProgram:
         self._backend: Backend | None = None
         self._batch: Any = None
         self._steps = 0
+        self._decoding: Decoding | None = None
 
     # -- training
 
@@ -106,6 +109,50 @@ class CompiledProgram:
         batch = kwargs if kwargs else inputs
         leaves = self._run("outputs", batch, False)
         return pytree.tree_unflatten(leaves, self._captured["outputs"].output_spec)
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 20,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue texts, as transformers' ``generate`` does: greedily, or sampled. The keys and values of earlier
+        tokens stay on the ranks that made them: rows over dp, heads over tp, layers over pp.
+
+        For Hugging Face decoders whose attention is ``sdpa``, and modules whose ``forward(ids, positions)`` returns
+        logits and calls ``F.scaled_dot_product_attention(..., is_causal=True)``, which then also sees what came before.
+
+        Args:
+            ids: the global batch of prompts [rows, length], on every rank; padded on the left.
+            attention_mask: [rows, length], 0 for padding.
+            temperature, top_k, top_p: for ``do_sample``: divide logits by it; of the most likely so many; as many of
+                the most likely as have this probability together.
+            eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
+            pad_token_id: what follows the end; by default the (first) eos_token_id.
+            seed: of the samples, by default the program's. Equal seeds give equal samples on every layout.
+
+        Returns:
+            Prompts and what follows them [rows, length + at most max_new_tokens], the same on every rank.
+
+        Raises:
+            CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
+            InputError: QN102 or QN106 if the prompts do not fit.
+        """
+        self._leader()
+        sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
+        ends = ends_of(self._task.model, eos_token_id, pad_token_id)
+        check_divides(self.mesh, 1, ids.shape[0])
+        if self._decoding is None:
+            self._decoding = Decoding(self._task.model, self._state(), self._follow)
+        return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
 
     # -- state
 
@@ -412,13 +459,15 @@ class CompiledProgram:
             self._lead(batch, size) if kind == self._task.leads else self._lead_for(kind, batch, size)
             if kind == self._task.leads:
                 return self._programs[kind, size]
-        task, leader = self._task, self._leader()
-        plan = leader.plan
-        request = Request(task.mesh, plan, size, task.device, task.rules)
-        captured = self._capture(kind, batch)
-        found = follow_program(captured, request, leader, Runner(), training=kind == "train")
-        self._programs[kind, size] = found
+        found = self._programs[kind, size] = self._follow(self._capture(kind, batch), size, training=kind == "train")
         return found
+
+    def _follow(
+        self, captured: Captured, size: int, held: Held = MappingProxyType({}), *, training: bool = False
+    ) -> DistributedProgram:
+        task, leader = self._task, self._leader()
+        request = Request(task.mesh, leader.plan, size, task.device, task.rules, held)
+        return follow_program(captured, request, leader, Runner(), training=training)
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
         """Evaluation came first: the training program still decides where parameters live."""

@@ -73,13 +73,14 @@ class Runner:
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile for: everything but the model."""
+    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already."""
 
     mesh: Mesh
     plan: Plan
     batch_size: int
     device: torch.device
     rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
+    held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
 
 
 def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
@@ -169,7 +170,8 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
     check_experts(program.graph, request.plan.experts)
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     axes = axes_of(request.mesh, microbatches)
-    plan, fixed = request.plan, fixed_types(request.plan, names, request.mesh)
+    plan = request.plan
+    fixed = {**fixed_types(plan, names, request.mesh), **request.held}
     experts = _experts(plan)
     choose = ChooseSharding(
         axes,

@@ -23,8 +23,10 @@ from .finite import require_finite
 from .gradients import GradientStore, shared_by
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
-from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
+from .state import new_caches, one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
 from .watch import Watch
+
+Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
 
 class Backend(Protocol):
@@ -35,8 +37,15 @@ class Backend(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
-    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
-        """One step over the whole batch. The result is the same on every rank."""
+    def run(
+        self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run, *, caches: Caches | None = None
+    ) -> list[Tensor]:
+        """One step over the whole batch. The result is the same on every rank. What the program keeps from run to run
+        is in ``caches``."""
+        ...
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        """Room for what the ranks of this process keep from one run of ``program`` to the next."""
         ...
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
@@ -122,6 +131,8 @@ class LocalBackend:
         inputs: Sequence[Tensor],
         how: Run,
         watch: Sequence[Watch] | None = None,
+        *,
+        caches: Caches | None = None,
     ) -> list[Tensor]:
         """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
         if how.local and self.mesh.data_ways > 1:
@@ -135,11 +146,18 @@ class LocalBackend:
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
             watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
-            outputs = world.run({r: self._rank(program, r, inputs, how, w) for r, w in enumerate(watches)})
+            given = caches or {}
+            outputs = world.run(
+                {r: self._rank(program, r, inputs, how, w, given.get(r, {})) for r, w in enumerate(watches)}
+            )
             if how.train:
                 self._gather([gradients for _, gradients in outputs.values()], program)
         results: list[Tensor] = outputs[0][0]
         return results
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        device = _device_of(self.tensors)
+        return {rank: new_caches(program, program.rank(rank), device) for rank in range(self.mesh.size)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
@@ -169,7 +187,13 @@ class LocalBackend:
         return True
 
     def _rank(  # type: ignore[no-untyped-def]
-        self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], how: Run, watch: Watch | None
+        self,
+        program: DistributedProgram,
+        rank: int,
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Watch | None,
+        caches: Mapping[str, Tensor],
     ):
         def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
             part, device = program.rank(rank), _device_of(self.tensors)
@@ -177,7 +201,8 @@ class LocalBackend:
             state = {
                 name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
                 for name, spec in program.state.items()
-            }
+                if spec.kind != "cache"
+            } | dict(caches)
             mine = [
                 part_of(x, spec.sharding, program.axes, part.coordinate)
                 for x, spec in zip(inputs, program.inputs, strict=True)
@@ -255,7 +280,9 @@ class ProcessBackend:
             if any(program.schedule.placement[stage] == here for stage in spec.stages):
                 yield name
 
-    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
+    def run(
+        self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run, *, caches: Caches | None = None
+    ) -> list[Tensor]:
         _refuse_unset(self.unset, program)
         ready = self._ready(program, how.train)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
@@ -266,11 +293,12 @@ class ProcessBackend:
             part_of(x, spec.sharding, axes, place).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
+        state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad():
             try:
-                results = ready.executor.step(self.state, mine, how)
+                results = ready.executor.step(state, mine, how)
                 if not ready.executor.finite:
-                    require_finite(ready.executor, self.state, mine, how, results[0])
+                    require_finite(ready.executor, state, mine, how, results[0])
             except RunError:
                 for name, gradient in old.items():
                     self.parameters[name].grad = gradient
@@ -278,6 +306,10 @@ class ProcessBackend:
             for name, gradient in ready.gradients.items():
                 self.parameters[name].grad = gradient if name not in old else old[name] + gradient
         return results
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        rank = self.transport.rank
+        return {rank: new_caches(program, program.rank(rank), self.device)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = {n: p.grad.to_local() for n, p in self.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]

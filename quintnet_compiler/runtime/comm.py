@@ -14,6 +14,7 @@ from ..mesh import Mesh
 from ..noise import Key, keep_mask
 from ..sharding import Shard
 from .gradients import GradientStore
+from .kept_attention import attend_kept
 from .ring import Ring, ring_backward, ring_forward
 from .routing import Router
 from .transport import Transport
@@ -167,6 +168,22 @@ class Comm:
     def _ring(self, axis: str, scale: float, causal: bool, window: int, balance: bool, at: int) -> Ring:
         size, index = self.mesh[axis], self.coordinate[axis]
         return Ring(self.transport, axis, size, index, at, scale, causal, window, balance)
+
+    def cached_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        seen: Tensor,
+        scale: float,
+        window: int,
+        at: int,
+    ) -> Tensor:
+        """Attention to what was kept, see :mod:`.kept_attention`."""
+        return attend_kept((q, k, v), (keys, values), int(start), seen, scale, window)
 
     def keep_mask(
         self,
