@@ -67,10 +67,13 @@ def measure(size: str, rows: int, rounds: int) -> dict[str, float]:
     floor = 1e-3 * max(float(x.abs().max()) for x in expected.values())
     for name, side in sides.items():
         found = _gradients(side)
+        worst = 0.0
         for key, want in expected.items():
             error = float((found[key] - want).abs().max()) / max(float(want.abs().max()), floor)
             if not error <= TOLERANCE:
                 raise AssertionError(f"{name}: the gradient of {key} is off by {error:.1e}")
+            worst = max(worst, error)
+        report[f"gradient error, {name}"] = worst
     times: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(rounds + 2):  # two to warm up
         for name, side in sides.items():
@@ -92,7 +95,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     report = measure(args.size, args.rows, args.rounds or ROUNDS[args.size])
-    print(json.dumps(report, indent=2) if args.json else "\n".join(f"{k:<28} {v:8.3f}" for k, v in report.items()))
+    print(json.dumps(report, indent=2) if args.json else "\n".join(f"{k:<32} {v:10.3g}" for k, v in report.items()))
 
 
 if __name__ == "__main__":

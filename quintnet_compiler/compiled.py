@@ -274,10 +274,11 @@ class CompiledProgram:
         if float64:
             return self._in_float64(batch).verify(steps=steps, limit=limit)
         program = self._program("train", batch, batch_size_of(batch))
-        task, tensors = self._task, self._captured["train"].tensors
+        task, tensors = self._task, dict(self._captured["train"].tensors)
         try:
             inputs = model_inputs(batch, task.loss_fn)
             outputs: DistributedProgram | str = self._program("outputs", inputs, batch_size_of(inputs))
+            tensors = {**self._captured["outputs"].tensors, **tensors}
         except CompileError as error:
             outputs = error.message
         subject = Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
@@ -442,6 +443,8 @@ class CompiledProgram:
         if kind == "train" and not local:
             self._batch = batch
         backend = self._state()
+        if kind != self._task.leads:
+            backend.learn(program, self._captured[kind].tensors)
         found = backend.run(program, inputs, self._how(kind, local))
         self._steps += kind == "train"
         return found

@@ -99,7 +99,9 @@ class Decoding:
         if key not in self.programs:
             alike = (p for (r, _, n), p in self.programs.items() if (r, n) == (rows, length))
             held = _held(next(alike, None))
-            self.programs[key] = self.compile(capture_call(self.model, self.shapes, rows, tokens, length), rows, held)
+            captured = capture_call(self.model, self.shapes, rows, tokens, length)
+            self.programs[key] = self.compile(captured, rows, held)
+            self.backend.learn(self.programs[key], captured.tensors)
         return self.programs[key]
 
     def generate(self, ids: Tensor, mask: Tensor | None, most: int, sampling: Sampling, ends: Ends) -> Tensor:

@@ -45,16 +45,27 @@ def _theirs(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
 
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
+    ("GPT-2", {"pp": 2, "tp": 2}, {}),
+    ("Mistral", {"tp": 2, "dp": 2}, {"zero": 3}),
+]
+MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("Llama", {"tp": 2}, {}),
     ("Llama", {"pp": 2}, {"microbatches": 2}),
     ("Llama", {"dp": 2, "tp": 2}, {}),
-    ("GPT-2", {"pp": 2, "tp": 2}, {}),
-    ("Mistral", {"tp": 2, "dp": 2}, {"zero": 3}),
     ("Qwen2", {"cp": 2, "pp": 2}, {}),
+    ("Qwen3", {"tp": 4}, {}),
+    ("GPT-NeoX", {"tp": 2, "pp": 2}, {}),
+    ("Phi-3", {"tp": 2}, {}),
+    ("OPT", {"tp": 2}, {}),
+    ("Mixtral", {"ep": 2, "tp": 2}, {}),
 ]
 
 
-@pytest.mark.parametrize(("name", "axes", "options"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ids=str,
+)
 def test_tokens_are_those_of_transformers(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
     model, (ids, mask) = _model(name), _prompts()
     program = quintnet.compile(model, quintnet.Mesh(**axes), {"input_ids": ids}, training=False, **options)
@@ -75,11 +86,15 @@ def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
         program = quintnet.compile(model, mesh, {"input_ids": ids}, training=False, microbatches=microbatches)
         how = {"do_sample": True, "temperature": 5.0, "top_k": 20, "top_p": 0.9, "seed": 3, "eos_token_id": 63}
         texts.append(program.generate(ids, attention_mask=mask, max_new_tokens=NEW, **how))  # type: ignore[arg-type]
+        greedy = program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
+        assert torch.equal(greedy, _theirs(model, ids, mask))
         decoding = program._decoding
         assert decoding is not None and len(decoding.programs) == 2  # the prompt's, and one token's
         kept = [decoding.backend.new_caches(one) for one in decoding.programs.values()]
         length = next(n for _, _, n in decoding.programs)
-        share = config.num_key_value_heads * config.head_dim * config.num_hidden_layers * ROWS / math.prod(axes.values())
+        share = (
+            config.num_key_value_heads * config.head_dim * config.num_hidden_layers * ROWS / math.prod(axes.values())
+        )
         for rank in range(mesh.size):
             shapes = [{name: tuple(x.shape) for name, x in caches[rank].items()} for caches in kept]
             assert shapes[0] == shapes[1]
@@ -159,7 +174,7 @@ def _generate(axes: dict[str, int]) -> Tensor:
     return program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_processes_write_the_same_text(axes: dict[str, int]) -> None:
     expected = _theirs(_model("Llama"), *_prompts())
     for found in quintnet.launch(_generate, 2, (axes,), timeout=240):

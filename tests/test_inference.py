@@ -50,21 +50,27 @@ def _outputs(found: Any) -> list[Tensor]:
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("statistics", {"dp": 2, "tp": 2}, {}),
+    ("vit", {"dp": 2, "pp": 2}, {"zero": 3, "microbatches": 2}),
+    ("hf_llama_double", {"cp": 2, "tp": 2}, {"context": "ring"}),
+    ("hf_gpt2_double", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
+    ("mixture", {"ep": 2, "dp": 2}, {}),
+]
+MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("statistics", {"pp": 2}, {"microbatches": 4}),
     ("vit", {"pp": 2, "tp": 2}, {"microbatches": 2}),
     ("vit", {"dp": 2}, {"zero": 3}),
-    ("vit", {"dp": 2, "pp": 2}, {"zero": 3, "microbatches": 2}),
     ("encoder", {"tp": 2}, {"sequence_parallel": False}),
     ("gpt", {"cp": 2, "dp": 2}, {}),
-    ("hf_llama_double", {"cp": 2, "tp": 2}, {"context": "ring"}),
     ("hf_llama_double", {"pp": 2, "dp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2}),
-    ("hf_gpt2_double", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
-    ("mixture", {"ep": 2, "dp": 2}, {}),
     ("cnn", {"pp": 3}, {"microbatches": 2}),
 ]
 
 
-@pytest.mark.parametrize(("name", "axes", "options"), LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+    ids=str,
+)
 def test_outputs_are_the_models_own(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
     model, inputs = _model(name)
     with torch.no_grad():
@@ -80,6 +86,31 @@ def test_outputs_are_the_models_own(name: str, axes: dict[str, int], options: di
             assert "accumulate" not in "".join(piece.code for piece in stage.pieces.values())
     assert not any(p.requires_grad for p in program.parameters())
     assert all(p.requires_grad for p in model.parameters())  # the model itself is as before
+
+
+class Scaled(nn.Module):
+    """Has constants of its own in either mode, which export gives the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.tensor([1.0, 2.0, 3.0, 4.0]) if self.training else torch.tensor([10.0, 20.0, 30.0, 40.0])
+        return self.linear(x) * scale
+
+
+def test_evaluation_has_constants_of_its_own() -> None:
+    torch.manual_seed(0)
+    model, x, y = Scaled(), torch.randn(4, 4), torch.randn(4, 4)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), (x, y), loss_fn=F.mse_loss)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(program.evaluate((x, y)), F.mse_loss(model(x), y))
+        torch.testing.assert_close(program(x), model(x))
+        model.train()
+        torch.testing.assert_close(program.step((x, y)), F.mse_loss(model(x), y))
+    assert program.verify().ok
 
 
 def test_other_numbers_of_rows_and_the_loss_follow() -> None:

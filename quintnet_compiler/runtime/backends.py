@@ -44,6 +44,10 @@ class Backend(Protocol):
         is in ``caches``."""
         ...
 
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        """Take those constants of ``program`` that the first program did not have; ``tensors``: their values."""
+        ...
+
     def new_caches(self, program: DistributedProgram) -> Caches:
         """Room for what the ranks of this process keep from one run of ``program`` to the next."""
         ...
@@ -154,6 +158,11 @@ class LocalBackend:
                 self._gather([gradients for _, gradients in outputs.values()], program)
         results: list[Tensor] = outputs[0][0]
         return results
+
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        device = _device_of(self.tensors)
+        for name in _unknown(program, self.tensors):
+            self.tensors[name] = tensors[name].detach().to(device)
 
     def new_caches(self, program: DistributedProgram) -> Caches:
         device = _device_of(self.tensors)
@@ -307,6 +316,11 @@ class ProcessBackend:
                 self.parameters[name].grad = gradient if name not in old else old[name] + gradient
         return results
 
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        for name in _unknown(program, self.state):
+            spec = program.state[name]
+            self.state[name] = _kept(tensors[name].detach(), spec, program.axes, self.place, self.device)
+
     def new_caches(self, program: DistributedProgram) -> Caches:
         rank = self.transport.rank
         return {rank: new_caches(program, program.rank(rank), self.device)}
@@ -413,6 +427,11 @@ def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
     return next((x.device for x in tensors.values()), torch.device("cpu"))
+
+
+def _unknown(program: DistributedProgram, known: Mapping[str, Tensor]) -> list[str]:
+    kinds = ("buffer", "constant")
+    return [spec.name for spec in program.state.values() if spec.kind in kinds and spec.name not in known]
 
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from ..program import outputs
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -40,18 +42,18 @@ def split(graph: fx.Graph) -> list[fx.Node | Segment]:
     for node in graph.nodes:
         if node.op == "call_method" and node.target == "accumulate":
             waiting.append(node)
-        elif node.op == "call_method" or _chooses(node):
+        elif node.op == "call_method" or (_chooses(node) and node.all_input_nodes[0].op == "call_method"):
             close()
             steps.append(node)
-        elif node.op == "call_function":
-            run.append(node)
+        elif node.op == "call_function" and not _chooses(node):
+            # what picks among several results comes at once: no step takes them as one
+            run += [node, *filter(_chooses, node.users)]
     close()
     return steps
 
 
 def _chooses(node: fx.Node) -> bool:
-    """Whether a node picks one of the results of a call of ``comm``: no operator takes several as one."""
-    return node.target is operator.getitem and node.all_input_nodes[0].op == "call_method"
+    return node.target is operator.getitem
 
 
 def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
@@ -95,7 +97,7 @@ class Stepper:
     ) -> Stepper:
         """``kernel``: what runs a segment."""
         slot = {node: i for i, node in enumerate(graph.nodes)}
-        returned = tuple(slot[node] for node in graph.output_node().args[0])  # type: ignore[index,union-attr]
+        returned = tuple(slot[node] for node in outputs(graph))
         steps: list[_Step] = []
         used = set(returned)
         for part in reversed(parts):
@@ -125,7 +127,8 @@ def _call(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
     """A call of a method of ``comm``, or a choice among its results."""
     order = {n: i for i, n in enumerate(dict.fromkeys(node.all_input_nodes))}
     places = [order[a] if isinstance(a, fx.Node) else None for a in node.args]
-    fixed, name = list(node.args), str(node.target)
+    fixed: list[Any] = list(node.args)
+    name = str(node.target)
 
     def run(given: list[Any]) -> Sequence[Any]:
         args = [a if at is None else given[at] for at, a in zip(places, fixed, strict=True)]
