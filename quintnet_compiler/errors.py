@@ -27,6 +27,7 @@ SUMMARIES = MappingProxyType(
         "QN210": "the cost model has no price for this",
         "QN211": "the calibration is not valid",
         "QN212": "no layout fits the cluster",
+        "QN213": "the budget of saved values is too small",
         "QN301": "the mesh does not fit the world",
         "QN302": "a launched process failed",
         "QN401": "ranks disagree about communication",

@@ -90,7 +90,7 @@ class Planner:
     def limits(self, objective: Objective = "time") -> Limits:
         """The space: what is pinned has one choice, the rest what divides. Where cost counts, fewer nodes may do."""
         devices, batch, pinned = self.machine.cluster.size, self.folded.program.batch_size, self.pinned
-        given, cluster = pinned.model_fields_set, self.machine.cluster
+        given, cluster, again = pinned.model_fields_set, self.machine.cluster, pinned.recompute
         nodes = divisors(cluster.nodes) if objective == "cost" else (cluster.nodes,)
         ways = {
             "tp": divisors(self.machine.cluster.gpus_per_node),
@@ -112,7 +112,7 @@ class Planner:
             virtual_stages=(pinned.virtual_stages,) if "virtual_stages" in given else STAGES_PER_RANK,
             zero=(pinned.zero,) if "zero" in given else (0, 1, 2, 3),
             zero_axes=pinned.zero_axes,
-            recompute=(pinned.recompute,) if "recompute" in given else AGAIN,
+            recompute=(again,) if "recompute" in given and again != "auto" else AGAIN,
             microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
             units=unit_count(self.folded),
         )
@@ -184,6 +184,11 @@ class Planner:
     def estimate(self) -> Estimate:
         """What the pinned plan costs."""
         plan, sizes = self.pinned, {axis: self.pinned.mesh.get(axis, 1) for axis in AXES}
+        if plan.recompute == "auto":
+            raise CompileError(
+                "QN207", "an estimate is of one of none, selective and full recomputing, and the plan leaves it open",
+                fix="decide `recompute`; or compile, and ask simulate()",
+            )  # fmt: skip
         rows = self.folded.program.batch_size // (sizes["dp"] * sizes["ep"] * plan.microbatches)
         layout = Layout(
             **sizes, microbatches=plan.microbatches, rows=rows, context=plan.context, experts=plan.experts,
