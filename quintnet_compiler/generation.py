@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from .decoder import Shape, cache_shapes, capture_call
 from .errors import CompileError, InputError
 from .program import Captured, DistributedProgram
-from .runtime.backends import Backend
+from .reference import differs
+from .runtime.backends import Backend, Caches
 from .runtime.executor import Run
 from .sharding import AxisType
 
+SAME = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # how far equal logits are apart, relative to the largest
 STEP = 32  # prompts are padded, and caches made, to multiples of it: so that few lengths are ever compiled
 Held = Mapping[tuple[str, str], AxisType]  # (cache, axis) -> how it is split
 
@@ -91,6 +93,7 @@ class Decoding:
     compile: Compile
     shapes: tuple[Shape, ...] = ()
     programs: dict[tuple[int, int, int], DistributedProgram] = field(default_factory=dict)
+    proven: bool = False
 
     def program(self, rows: int, tokens: int, length: int) -> DistributedProgram:
         """One call with ``tokens`` further tokens; caches are split as in every other program of this length."""
@@ -104,6 +107,36 @@ class Decoding:
             self.backend.learn(self.programs[key], captured.tensors)
         return self.programs[key]
 
+    def _call(
+        self, program: DistributedProgram, ids: Tensor, positions: Tensor, start: int, seen: Tensor, caches: Caches
+    ) -> Tensor:
+        """The logits after ``ids``, which stand in the caches from ``start`` on."""
+        here = positions[:, start : start + ids.shape[1]].contiguous()
+        inputs = [ids, here, torch.tensor(start, device=ids.device), seen]
+        return self.backend.run(program, inputs, Run(), caches=caches)[0]
+
+    def _prove(self, rows: int, prompt: int, length: int, device: torch.device) -> None:
+        """A token alone must have the logits that it has within its text: then nothing but attention reads what came
+        before it. Raises: CompileError QN105."""
+        whole, one = self.program(rows, prompt, length), self.program(rows, 1, length)
+        caches, vocabulary = self.backend.new_caches(whole), whole.results[0].shape[-1]
+        ids = (7 * torch.arange(rows * prompt, device=device)).reshape(rows, prompt) % vocabulary
+        positions = torch.arange(length, device=device).clamp(max=prompt - 1).expand(rows, -1)
+        seen = torch.ones(rows, length, dtype=torch.bool, device=device)
+        expected = self._call(whole, ids, positions, 0, seen, caches)
+        found = self._call(one, ids[:, -1:].contiguous(), positions, prompt - 1, seen, caches)
+        # rounding may send a row to another expert; what is carried past attention shows in every row
+        error = min(differs(a, b) for a, b in zip(found, expected, strict=True))
+        if not error <= SAME.get(expected.dtype, 1e-3):
+            raise CompileError(
+                "QN105",
+                f"the model cannot generate with a cache: the logits of a token alone are off by {error:.1e} from "
+                "those within its text, so something else than causal attention carries what came before (a "
+                "convolution, a recurrence, positions that are counted)",
+                fix="take positions from the second argument; generate models with other state on one device",
+            )
+        self.proven = True
+
     def generate(self, ids: Tensor, mask: Tensor | None, most: int, sampling: Sampling, ends: Ends) -> Tensor:
         """See :meth:`CompiledProgram.generate`."""
         seen = _check(ids, mask, most)
@@ -112,13 +145,13 @@ class Decoding:
         noise = torch.Generator().manual_seed(sampling.seed)
         places = F.pad(F.pad(seen, (prompt - count, 0)), (0, length - prompt), value=True)
         given, positions = F.pad(ids, (prompt - count, 0)), (places.cumsum(1) - 1).clamp(min=0)
+        if not self.proven:
+            self._prove(rows, prompt, length, ids.device)
         program = self.program(rows, prompt, length)
         caches = self.backend.new_caches(program)
         made, ended, start = [ids], torch.zeros(rows, dtype=torch.bool), 0
         for index in range(most):
-            here = positions[:, start : start + given.shape[1]].contiguous()
-            at = torch.tensor(start, device=ids.device)
-            (logits,) = self.backend.run(program, [given, here, at, places], Run(), caches=caches)
+            logits = self._call(program, given, positions, start, places, caches)
             token = sampling.choose(logits, noise).masked_fill(ended, ends.then)
             ended |= torch.isin(token, torch.tensor(ends.ends, dtype=token.dtype))
             made.append(token[:, None].to(ids.device))

@@ -146,12 +146,31 @@ def test_a_plain_module_generates_between_training_steps() -> None:
     assert not torch.equal(texts[0], texts[1])
 
 
+class Counting(Plain):
+    """Tells its positions by counting."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(ids, torch.arange(ids.shape[1], device=ids.device).expand_as(positions))
+
+
+class Averaging(Plain):
+    """Has a memory beside attention's."""
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        made = super().forward(ids, positions)
+        return made + made.cumsum(1) / 8
+
+
 def test_what_cannot_generate_is_refused() -> None:
     ids = _prompts()[0]
-    capped = quintnet.compile(ZOO["Gemma 2"].build(), quintnet.Mesh(tp=2), {"input_ids": ids}, training=False)
+    for model in (Counting(64), Averaging(64)):
+        other = quintnet.compile(model, quintnet.Mesh(dp=1), (ids, torch.zeros_like(ids)), training=False)
+        with pytest.raises(quintnet.CompileError, match=r"(?s)QN105.*logits of a token alone are off by"):
+            other.generate(ids)
+    capped = quintnet.compile(ZOO["Gemma 2"].build(), quintnet.Mesh(dp=1), {"input_ids": ids}, training=False)
     with pytest.raises(quintnet.CompileError, match="QN105"):
         capped.generate(ids)
-    program = quintnet.compile(_model("Llama"), quintnet.Mesh(dp=2), {"input_ids": ids}, training=False)
+    program = quintnet.compile(Plain(64), quintnet.Mesh(dp=2), (ids, torch.zeros_like(ids)), training=False)
     right = torch.ones_like(ids)
     right[0, -1] = 0
     for given, options, code in (

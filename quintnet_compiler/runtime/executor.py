@@ -51,7 +51,10 @@ class Executor:
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {
-            (stage.index, label): engine(piece.module, f"the {label} of stage {stage.index}")
+            # what runs once a step is not worth compiling
+            (stage.index, label): (eager if label == "once" else engine)(
+                piece.module, f"the {label} of stage {stage.index}"
+            )
             for stage in self.part.stages
             for label, piece in stage.pieces.items()
         }
