@@ -10,11 +10,11 @@ from torch import Tensor
 
 from .. import layout
 from ..comm_ops import widened
+from ..kept_attention import attend_kept
 from ..mesh import Mesh
 from ..noise import Key, keep_mask
 from ..sharding import Shard
 from .gradients import GradientStore
-from .kept_attention import attend_kept
 from .ring import Ring, ring_backward, ring_forward
 from .routing import Router
 from .transport import Transport
@@ -182,7 +182,7 @@ class Comm:
         window: int,
         at: int,
     ) -> Tensor:
-        """Attention to what was kept, see :mod:`.kept_attention`."""
+        """Attention to what was kept, see :func:`quintnet_compiler.kept_attention.attend_kept`."""
         return attend_kept((q, k, v), (keys, values), int(start), seen, scale, window)
 
     def keep_mask(

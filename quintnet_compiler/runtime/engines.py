@@ -72,7 +72,7 @@ class Kernel:
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
             if reason not in self.warned:
                 self.warned.add(reason)
-                text = f"inductor cannot compile a part of {self.name}, which runs eager: {reason}"
+                text = f"inductor cannot compile a part of the {self.name}, which runs eager: {reason}"
                 warnings.warn(BackendWarning(text), stacklevel=2)
             return self.module
 

@@ -51,13 +51,12 @@ class Executor:
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {
-            # what runs once a step is not worth compiling
-            (stage.index, label): (eager if label == "once" else engine)(
-                piece.module, f"the {label} of stage {stage.index}"
-            )
+            (stage.index, label): engine(piece.module, f"{label} of stage {stage.index}")
             for stage in self.part.stages
             for label, piece in stage.pieces.items()
         }
+        # what runs once a step is not worth compiling
+        self.functions |= {(stage.index, "once"): stage.once.module for stage in self.part.stages}
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
         self.backward = {(t.source, t.target): t.backward for t in program.transfers}

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention_ops import visible
+from .attention_ops import visible
 
 
 def attend_kept(
