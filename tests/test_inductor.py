@@ -145,6 +145,35 @@ def test_what_cannot_be_compiled_runs_eager_with_one_warning(monkeypatch: pytest
     assert abs(loss - expected) / expected < LIMIT
 
 
+def test_sizes_that_never_stay_the_same_are_not_compiled_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.exp, (graph.placeholder("x"),)),))
+    module = fx.GraphModule({}, graph)
+    kernel = Kernel(module, "forward of stage 0", set())
+    monkeypatch.setattr(Kernel, "_compiled", lambda self, args: lambda given: (given.pop().exp(),))
+    monkeypatch.setattr(engines, "eager", lambda module, name: lambda given: (given.pop().exp() + 1,))
+    for rows in range(engines.MOST_VARIANTS):
+        assert torch.equal(kernel([torch.zeros(rows)])[0], torch.ones(rows))
+    with pytest.warns(quintnet.BackendWarning, match="more than 8 sizes"):
+        assert torch.equal(kernel([torch.zeros(20)])[0], 2 * torch.ones(20))
+    assert torch.equal(kernel([torch.zeros(3)])[0], torch.ones(3))  # those that it knows stay compiled
+
+
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(quintnet.CompileError, match="QN108"):
         _program("mlp", {"tp": 2}, backend="inducter")
+
+
+def _train(backend: str) -> tuple[float, dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    program = _program("mlp", {"dp": 2}, backend=backend)
+    loss = float(program.step(CASES["mlp"].batch(8)))
+    return loss, {n: p.grad.full_tensor() for n, p in program.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_each_process_compiles_for_itself() -> None:
+    expected, gradients = _train("eager")
+    for loss, found in quintnet.launch(_train, 2, ("inductor",), timeout=240):
+        assert loss == pytest.approx(expected, rel=LIMIT)
+        assert worst_error(found, gradients)[0] < LIMIT

@@ -58,23 +58,25 @@ class Kernel:
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
         key = tuple((x.dtype, x.shape, x.stride()) for x in args)
-        found = self.variants.get(key)
-        if found is None:
-            found = self._compiled(args) if len(self.variants) < MOST_VARIANTS else self.module
-            if len(self.variants) < MOST_VARIANTS:
-                self.variants[key] = found
-        return found(args)
+        if key not in self.variants:
+            if len(self.variants) == MOST_VARIANTS:
+                self._warn(f"it met inputs of more than {MOST_VARIANTS} sizes")
+                return eager(self.module, self.name)(args)
+            self.variants[key] = self._compiled(args)
+        return self.variants[key](args)
 
     def _compiled(self, args: Sequence[Tensor]) -> Function:
         try:
             return compiled(self.module, args) or self.module
         except Exception as error:  # of many kinds: no compiler, an operator that it cannot lower, its own bugs
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
-            if reason not in self.warned:
-                self.warned.add(reason)
-                text = f"inductor cannot compile a part of the {self.name}, which runs eager: {reason}"
-                warnings.warn(BackendWarning(text), stacklevel=2)
+            self._warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return self.module
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self.warned:
+            self.warned.add(reason)
+            text = f"inductor cannot compile a part of the {self.name}, which runs eager: {reason}"
+            warnings.warn(BackendWarning(text), stacklevel=2)
 
 
 def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
