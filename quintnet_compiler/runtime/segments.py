@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,16 +126,23 @@ class Stepper:
 def _call(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
     """A call of a method of ``comm``, or a choice among its results."""
     order = {n: i for i, n in enumerate(dict.fromkeys(node.all_input_nodes))}
-    places = [order[a] if isinstance(a, fx.Node) else None for a in node.args]
-    fixed: list[Any] = list(node.args)
+    receiver, *rest = (_argument(a, order) for a in node.args)
     name = str(node.target)
 
     def run(given: list[Any]) -> Sequence[Any]:
-        args = [a if at is None else given[at] for at, a in zip(places, fixed, strict=True)]
+        args = [argument(given) for argument in rest]
+        found = receiver(given)
         given.clear()
-        if node.op == "call_function":
-            return (args[0][args[1]],)
-        receiver, *rest = args
-        return (getattr(receiver, name)(*rest),)
+        return (found[args[0]],) if node.op == "call_function" else (getattr(found, name)(*args),)
 
     return run
+
+
+def _argument(argument: Any, order: Mapping[fx.Node, int]) -> Callable[[list[Any]], Any]:
+    """What takes an argument of a node from the values of its inputs."""
+    if isinstance(argument, fx.Node):
+        return operator.itemgetter(order[argument])
+    if isinstance(argument, (list, tuple)) and any(isinstance(a, (fx.Node, list, tuple)) for a in argument):
+        parts = [_argument(a, order) for a in argument]
+        return lambda given: [part(given) for part in parts]
+    return lambda given: argument
