@@ -12,7 +12,7 @@ from torch import fx
 
 from ..annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..attention_ops import attention
-from ..comm_ops import ring_attention, ring_attention_backward
+from ..comm_ops import cached_attention, ring_attention, ring_attention_backward
 from ..errors import CompileError
 from ..expert_ops import expert_linear, expert_weight_grad
 from .kernels import Kernel
@@ -101,6 +101,7 @@ FLASH_BACKWARD = frozenset(
 ATTENTION = frozenset(
     {
         aten.scaled_dot_product_attention.default, attention, ring_attention, ring_attention_backward,
+        cached_attention,
         aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
         *FLASH_BACKWARD,

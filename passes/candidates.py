@@ -77,10 +77,13 @@ class Candidates:
         if self.axis.role in ("time", "context"):
             wanted: AxisType = R if found.trainable else I
         elif self.axis.role == "data":
-            wanted = S(0) if found.kind == "input" and found.batched else R if found.trainable else I
+            rows = found.kind in ("input", "cache") and found.batched
+            wanted = S(0) if rows else R if found.trainable else I
         elif found.kind == "parameter":
             shards = tuple(s for s in options if isinstance(s.outputs[0], Shard))
             return shards if node in self.weights and shards else options
+        elif found.kind == "cache":
+            return options
         else:
             wanted = I
         return tuple(s for s in options if s.outputs[0] == wanted) or self._indivisible(node)

@@ -131,6 +131,18 @@ def attention(node: fx.Node) -> Factors:
     return Factors(tuple(ins), outs, sizes, frozenset(whole), linear=((2,),))
 
 
+def cached_attention(node: fx.Node) -> Factors:
+    """Batch and heads, of caches as of all else; positions are whole."""
+    q, k, v, keys, *_ = (shape(n) for n in tensor_inputs(node))
+    sizes = {"b": q[0], "g": k[1], "r": q[1] // k[1], "s": q[2], "d": q[3], "e": v[3], "l": keys[2]}
+    heads = ("g", "r") if sizes["r"] > 1 else ("g",)
+    new: Dims = (("b",), ("g",), ("s",))
+    kept: Dims = (("b",), ("g",), ("l",))
+    ins = ((("b",), heads, ("s",), ("d",)), (*new, ("d",)), (*new, ("e",)), (*kept, ("d",)), (*kept, ("e",)))
+    out: Dims = (("b",), heads, ("s",), ("e",))
+    return Factors((*ins, (), (("b",), ("l",))), (out,), sizes, frozenset({"s", "d", "e", "l"}))
+
+
 def masked_attention(node: fx.Node) -> Factors:
     """quintnet.attention: batch, heads and queries, which are told their positions (see LowerAttention). Or queries and
     keys at once, where these are as many: then the operator sends keys and values around itself."""

@@ -31,6 +31,9 @@ class ConversionPrices:
         """Seconds of a conversion, forward and backward; None where it has no meaning or must never be used."""
         if a == b or (not edge.grad and plain(a) == plain(b)):
             return 0.0
+        source = leaf(edge.source)
+        if source is not None and source.kind == "cache" and self.axis.role != "time":
+            return None  # what is written to a copy would be lost
         if not edge.grad and (b is P and not edge.additive):
             return None
         if isinstance(a, Shard) and b is P:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..annotations import is_float, tensor_inputs, value
 from ..attention_ops import attention
-from ..comm_ops import dropout, row_nll
+from ..comm_ops import cached_attention, dropout, row_nll
 from ..expert_ops import expert_linear
 from . import contraction_rules as c
 from . import lookup_rules as look
@@ -126,6 +126,7 @@ RULES = MappingProxyType(
         ),
         _each([aten.scaled_dot_product_attention.default], c.attention),
         _each([attention], c.masked_attention),
+        _each([cached_attention], c.cached_attention),
         rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k"),
         rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k"),
         # views

@@ -6,7 +6,7 @@ from .advise import estimate, plan
 from .api import compile
 from .compiled import CompiledProgram
 from .cost_models.cluster import Cluster
-from .errors import CheckpointError, CompileError, InputError, QuintNetError, RunError
+from .errors import BackendWarning, CheckpointError, CompileError, InputError, QuintNetError, RunError
 from .experts import expert_linear
 from .hf_plan import HuggingFacePlan, hf_plan
 from .initialize import Constant, Normal, Uniform
@@ -20,6 +20,7 @@ from .schedule import Schedule
 from .verification import VerifyReport
 
 __all__ = [
+    "BackendWarning",
     "Cluster",
     "Estimate",
     "PlanReport",

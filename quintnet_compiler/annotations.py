@@ -19,10 +19,10 @@ class Leaf:
     """What a placeholder stands for.
 
     ``name`` is the original name (parameters, buffers) or the path in the batch (inputs); ``batched``: an input
-    whose dim 0 is the batch.
+    whose dim 0 is the batch. A ``cache`` stays on its ranks from one run to the next; one operator writes to it.
     """
 
-    kind: Literal["parameter", "buffer", "constant", "input"]
+    kind: Literal["parameter", "buffer", "constant", "input", "cache"]
     name: str
     trainable: bool = False
     batched: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from .mesh import AXES, Mesh
 from .passes.rule_notation import Rule, table
 from .passes.sharding_rules import RULES
 from .plan import Plan, check_plan, read_plan
+from .runtime.engines import ENGINES
 from .runtime.world import check_world, default_device
 
 
@@ -43,6 +44,8 @@ def compile(
     seed: int | None = None,
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
+    training: bool = True,
+    backend: Literal["eager", "inductor"] = "eager",
     device: torch.device | str | None = None,
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
@@ -74,6 +77,10 @@ def compile(
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
         check_finite: whether a step refuses a loss or gradients with NaN or Inf before an optimizer sees them.
+        training: False for a program that only computes outputs: ``batch`` then is what the model itself takes. No
+            gradient is kept or communicated for, and models that only train on one device (BatchNorm) are fine.
+        backend: ``"inductor"``: what lies between two calls of communication runs as code that torch's compiler made
+            of it; it is compiled when it first runs. What cannot be compiled runs eager, with a BackendWarning.
         device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
 
     Raises:
@@ -84,6 +91,8 @@ def compile(
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
     if not isinstance(mesh, (Mesh, Cluster)):
         raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
+    if backend not in ENGINES:
+        raise CompileError("QN108", f"there is no backend {backend!r}", fix=f"use one of {', '.join(ENGINES)}")
     given = {
         "microbatches": microbatches,
         "schedule": schedule,
@@ -109,7 +118,7 @@ def compile(
     check_world(mesh)
     book = {**RULES, **table(rules)}
     where = default_device(model, device)
-    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite))
+    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend))
     return program if batch is None else program.prepare(batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import re
 import types
@@ -162,6 +163,14 @@ def canonical(
     return Captured(graph, state, aliases, input_spec, output_spec, training, only_rows, literals, like)
 
 
+def _mark(constant: Tensor) -> str:
+    """Export numbers the constants of each trace: what tells those of training from those of evaluation."""
+    if constant.is_meta:
+        return ""
+    values = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return "_" + hashlib.sha256(f"{constant.dtype} {tuple(constant.shape)} ".encode() + values).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class _Lifted:
     """The names of inputs that are the model's own (the signature's properties search for them at every use)."""
@@ -196,7 +205,8 @@ def _leaf(
         found = exported.state_dict.get(full, exported.constants.get(full))
         return Leaf("buffer", full.removeprefix("model.")), found
     if full := lifted.constants.get(node.name):
-        return Leaf("constant", full.removeprefix("model.")), exported.constants[full]
+        constant = exported.constants[full]
+        return Leaf("constant", f"{full.removeprefix('model.')}{_mark(constant)}"), constant
     path, sample = flat_inputs.get(node.name, ((), None))
     rows = sample.shape[0] if isinstance(sample, Tensor) and sample.dim() > 0 else None
     batched = rows is not None and (isinstance(node.meta["val"].shape[0], torch.SymInt) or rows == only_rows)

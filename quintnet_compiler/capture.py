@@ -30,17 +30,20 @@ from .program import Captured
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 LossFn = Callable[..., Tensor]
+Call = Callable[[nn.Module, Any], Any]
 _aten = torch.ops.aten
 
 
 class _Step(nn.Module):
     """The user's model and loss as one function of the batch."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, want: str) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, want: str, call: Call | None) -> None:
         super().__init__()
-        self.model, self.loss_fn, self.want = model, loss_fn, want
+        self.model, self.loss_fn, self.want, self.call = model, loss_fn, want, call
 
     def forward(self, batch: Any) -> Any:
+        if self.call is not None:
+            return self.call(self.model, batch)
         if isinstance(batch, dict):
             out = self.model(**batch)
         elif self.want == "loss" and self.loss_fn is not None:
@@ -101,12 +104,15 @@ def capture(
     *,
     want: str = "loss",
     training: bool = True,
+    trained: bool = True,
+    call: Call | None = None,
     once: bool = False,
 ) -> Captured:
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
-    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns). ``once``: equal blocks are
-    traced once, see :mod:`.capture_once`; such a program is for planning.
+    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
+    does). ``trained``: whether any program will train the parameters. ``once``: equal blocks are traced once, see
+    :mod:`.capture_once`; such a program is for planning.
 
     Raises:
         CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
@@ -121,9 +127,9 @@ def capture(
     # A batch of one would be taken for a constant; two stands for any size.
     sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
-    step = _Step(model, loss_fn, want)
+    step = _Step(model, loss_fn, want, call)
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
-    with _mode(model, training), _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
+    with _mode(model, training, trained), _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
         rows = None
         try:
             exported = _export(step, sample, dynamic)
@@ -141,10 +147,10 @@ def capture(
                 raise
             except Exception:
                 raise _untraceable(error) from error
-    captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
+        captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
         return captured
-    return capture(model, batch, loss_fn, want=want, training=training)
+    return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call)
 
 
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
@@ -194,14 +200,19 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 @contextlib.contextmanager
-def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+def _mode(model: nn.Module, training: bool, trained: bool) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
+    frozen = [p for p in model.parameters() if p.requires_grad and not trained]
     model.train(training)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
     try:
         yield
     finally:
         for module, was in modes:
             module.training = was
+        for parameter in frozen:
+            parameter.requires_grad_(True)
 
 
 @contextlib.contextmanager

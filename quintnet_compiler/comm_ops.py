@@ -147,6 +147,26 @@ rows_of = define_operator(
     "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
     lambda x, dim, whole, axes, sizes, parts: x.new_empty([x.shape[dim]], dtype=torch.int64),
 )
+
+
+def _cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: Tensor, seen: Tensor, *how: Any
+) -> Tensor:
+    """With caches of its own: only a rank's program writes to those that it is given."""
+    from .kept_attention import attend_kept
+
+    return attend_kept((q, k, v), (keys.clone(), values.clone()), int(start), seen, *how)
+
+
+# Causal attention [B, H, S, E] of S positions from ``start`` on to all up to themselves, whose keys and values a rank
+# keeps in ``keys`` [B, G, L, D] and ``values`` [B, G, L, E]: first it writes ``k`` and ``v`` there. ``seen`` [B, L]:
+# whether a position holds a token (one that does not sees itself alone). ``window``: how far back a query sees, or 0.
+cached_attention = define_operator(
+    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor start, Tensor seen, "
+    "float scale, int window) -> Tensor",
+    lambda q, k, v, *_: q.new_empty([*q.shape[:3], v.shape[3]]),
+    _cached_attention,
+)
 # dropout as the model has it: ``op`` numbers the model's random operators in order
 dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
 # this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
@@ -198,7 +218,7 @@ COMMUNICATION = frozenset(
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        rows_of, own_experts,
+        rows_of, own_experts, cached_attention,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL

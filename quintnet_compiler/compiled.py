@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from .cost_models.cluster_costs import ClusterCosts
 from .dump import dump_program
 from .errors import CompileError, InputError
 from .explain import Difference, Explain, Explanation, difference
+from .generation import Decoding, Held, Sampling, ends_of
 from .initialize import Init, chosen, key_of
 from .mesh import Mesh
 from .meta_buffers import with_buffers
@@ -31,6 +33,7 @@ from .pretrained import Subject as Pretrained
 from .pretrained_save import save_weights
 from .program import Captured, DistributedProgram, RankProgram
 from .runtime.backends import Backend, open_backend
+from .runtime.engines import ENGINES
 from .runtime.executor import Run
 from .schedule import Schedule
 from .simulation.faults import Faults
@@ -50,6 +53,13 @@ class Task:
     rules: Mapping[Any, Rule]
     device: torch.device
     check_finite: bool = True
+    training: bool = True
+    backend: str = "eager"
+
+    @property
+    def leads(self) -> str:
+        """The kind of program that decides where parameters live."""
+        return "train" if self.training else "outputs"
 
 
 class CompiledProgram:
@@ -67,6 +77,7 @@ class CompiledProgram:
         self._backend: Backend | None = None
         self._batch: Any = None
         self._steps = 0
+        self._decoding: Decoding | None = None
 
     # -- training
 
@@ -86,6 +97,7 @@ class CompiledProgram:
                 microbatch that made the first one. No parameter or gradient was changed.
             CompileError: if this is the first step, see :func:`quintnet.compile`.
         """
+        self._require_training("step")
         return self._run("train", batch, batch_is_local)[0]
 
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
@@ -97,6 +109,50 @@ class CompiledProgram:
         batch = kwargs if kwargs else inputs
         leaves = self._run("outputs", batch, False)
         return pytree.tree_unflatten(leaves, self._captured["outputs"].output_spec)
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 20,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue texts, as transformers' ``generate`` does: greedily, or sampled. The keys and values of earlier
+        tokens stay on the ranks that made them: rows over dp, heads over tp, layers over pp.
+
+        For Hugging Face decoders whose attention is ``sdpa``, and modules whose ``forward(ids, positions)`` returns
+        logits and calls ``F.scaled_dot_product_attention(..., is_causal=True)``, which then also sees what came before.
+
+        Args:
+            ids: the global batch of prompts [rows, length], on every rank; padded on the left.
+            attention_mask: [rows, length], 0 for padding.
+            temperature, top_k, top_p: for ``do_sample``: divide logits by it; of the most likely so many; as many of
+                the most likely as have this probability together.
+            eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
+            pad_token_id: what follows the end; by default the (first) eos_token_id.
+            seed: of the samples, by default the program's. Equal seeds give equal samples on every layout.
+
+        Returns:
+            Prompts and what follows them [rows, length + at most max_new_tokens], the same on every rank.
+
+        Raises:
+            CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
+            InputError: QN102 or QN106 if the prompts do not fit.
+        """
+        self._leader()
+        sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
+        ends = ends_of(self._task.model, eos_token_id, pad_token_id)
+        check_divides(self.mesh, 1, ids.shape[0])
+        if self._decoding is None:
+            self._decoding = Decoding(self._task.model, self._state(), self._follow)
+        return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
 
     # -- state
 
@@ -169,7 +225,7 @@ class CompiledProgram:
         save_weights(self._pretrained(), Path(folder), max_file_bytes)
 
     def _pretrained(self) -> Pretrained:
-        program, aliases = self._leader().program, self._captured["train"].aliases
+        program, aliases = self._leader().program, self._captured[self._task.leads].aliases
         return Pretrained(self._task.model, program, self._state(), aliases)
 
     def zero_grad(self) -> None:
@@ -210,6 +266,7 @@ class CompiledProgram:
         Raises:
             CompileError: QN102 if there is no batch yet, QN604 if the module is on the meta device.
         """
+        self._require_training("verify")
         batch = self._batch if batch is None else plain_batch(batch)
         if batch is None:
             raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
@@ -217,10 +274,11 @@ class CompiledProgram:
         if float64:
             return self._in_float64(batch).verify(steps=steps, limit=limit)
         program = self._program("train", batch, batch_size_of(batch))
-        task, tensors = self._task, self._captured["train"].tensors
+        task, tensors = self._task, dict(self._captured["train"].tensors)
         try:
             inputs = model_inputs(batch, task.loss_fn)
             outputs: DistributedProgram | str = self._program("outputs", inputs, batch_size_of(inputs))
+            tensors = {**self._captured["outputs"].tensors, **tensors}
         except CompileError as error:
             outputs = error.message
         subject = Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
@@ -257,7 +315,7 @@ class CompiledProgram:
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
             rows = leader.program.source.local.staged.sharded.program.batch_size
             request = Request(task.mesh, plan, rows, task.device, task.rules)
-            other = compile_program(self._captured["train"], request, Runner())
+            other = compile_program(self._captured[task.leads], request, Runner(), training=task.training)
             return other.program, other.plan
 
         return Explain(leader.program, task.plan, leader.plan, task.rules, self._prices(costs), recompile)(
@@ -349,10 +407,15 @@ class CompiledProgram:
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything."""
         self._batch = plain_batch(batch)
-        self._program("train", self._batch, batch_size_of(batch))
+        self._program(self._task.leads, self._batch, batch_size_of(batch))
         return self
 
     # -- how
+
+    def _require_training(self, what: str) -> None:
+        if not self._task.training:
+            message = f"{what} was called, and the program has no backward"
+            raise CompileError("QN107", message, fix="compile without training=False")
 
     def _leader(self) -> Compiled:
         if self._compiled is None:
@@ -366,9 +429,10 @@ class CompiledProgram:
     def _state(self) -> Backend:
         if self._backend is None:
             leader = self._leader()
-            tensors = with_buffers(self._task.model, self._captured["train"].tensors)
+            tensors = with_buffers(self._task.model, self._captured[self._task.leads].tensors)
             plan = leader.plan.to_json()
-            self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan)
+            engine = ENGINES[self._task.backend]()
+            self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan, engine)
         return self._backend
 
     def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
@@ -379,6 +443,8 @@ class CompiledProgram:
         if kind == "train" and not local:
             self._batch = batch
         backend = self._state()
+        if kind != self._task.leads:
+            backend.learn(program, self._captured[kind].tensors)
         found = backend.run(program, inputs, self._how(kind, local))
         self._steps += kind == "train"
         return found
@@ -393,38 +459,45 @@ class CompiledProgram:
             return found
         check_divides(self.mesh, self._task.plan.microbatches if kind == "train" else 1, size)
         if self._compiled is None:
-            self._lead(batch, size) if kind == "train" else self._lead_for(kind, batch, size)
-            if kind == "train":
+            self._lead(batch, size) if kind == self._task.leads else self._lead_for(kind, batch, size)
+            if kind == self._task.leads:
                 return self._programs[kind, size]
-        task, leader = self._task, self._leader()
-        plan = leader.plan
-        request = Request(task.mesh, plan, size, task.device, task.rules)
-        captured = self._capture(kind, batch)
-        found = follow_program(captured, request, leader, Runner(), training=kind == "train")
-        self._programs[kind, size] = found
+        found = self._programs[kind, size] = self._follow(self._capture(kind, batch), size, training=kind == "train")
         return found
+
+    def _follow(
+        self, captured: Captured, size: int, held: Held = MappingProxyType({}), *, training: bool = False
+    ) -> DistributedProgram:
+        task, leader = self._task, self._leader()
+        request = Request(task.mesh, leader.plan, size, task.device, task.rules, held)
+        return follow_program(captured, request, leader, Runner(), training=training)
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
         """Evaluation came first: the training program still decides where parameters live."""
-        if kind == "outputs":
+        if not self._task.training:
+            batch = model_inputs(batch, self._task.loss_fn)
+        elif kind == "outputs":
             raise CompileError(
                 "QN102",
                 "the model's outputs were asked for before a training batch was seen",
-                fix="pass batch= to quintnet.compile",
+                fix="pass batch= to quintnet.compile, or training=False",
             )
         self._lead(batch, size)
 
     def _lead(self, batch: Any, size: int) -> None:
         task = self._task
         request = Request(task.mesh, task.plan, size, task.device, task.rules)
-        self._compiled = compile_program(self._capture("train", batch), request, Runner(keep=True))
-        self._programs["train", size] = self._compiled.program
+        captured = self._capture(task.leads, batch)
+        self._compiled = compile_program(captured, request, Runner(keep=True), training=task.training)
+        self._programs[task.leads, size] = self._compiled.program
 
     def _capture(self, kind: str, batch: Any) -> Captured:
         if kind not in self._captured:
             task = self._task
             want = "outputs" if kind == "outputs" else "loss"
-            self._captured[kind] = capture(task.model, batch, task.loss_fn, want=want, training=kind == "train")
+            self._captured[kind] = capture(
+                task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
+            )
         return self._captured[kind]
 
     def _inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:

@@ -79,13 +79,14 @@ class Runner:
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile for: everything but the model."""
+    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already."""
 
     mesh: Mesh
     plan: Plan
     batch_size: int
     device: torch.device
     rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
+    held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
 
 
 def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
@@ -111,17 +112,20 @@ class Compiled:
     unsplit: tuple[str, ...] = ()
 
 
-def compile_program(captured: Captured, request: Request, runner: Runner) -> Compiled:
-    """Captured model -> programs of all ranks, for training.
+def compile_program(captured: Captured, request: Request, runner: Runner, *, training: bool = True) -> Compiled:
+    """Captured model -> programs of all ranks; not ``training``: forwards alone, in the order of the plan's stages.
 
     Raises:
         CompileError: see the passes.
     """
     mesh, plan = request.mesh, request.plan
-    sharded = _shard(captured, request, runner, plan.microbatches)
+    microbatches = plan.microbatches if training else _fitting(request, plan.microbatches)
+    sharded = _shard(captured, request, runner, microbatches)
     staged = runner(CutStages(mesh["pp"] * plan.virtual_stages, _prices(request), plan.stages), sharded)
-    schedule = _schedule(request, staged, plan.microbatches)
-    program = _lower(staged, request, runner, schedule, training=True)
+    schedule = _schedule(request, staged, microbatches)
+    if not training:
+        schedule = forward_only(schedule.placement, microbatches)
+    program = _lower(staged, request, runner, schedule, training=training)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
@@ -133,7 +137,7 @@ def follow_program(
     """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
     microbatches = leader.plan.microbatches
     if not training:
-        microbatches = math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
+        microbatches = _fitting(request, microbatches)
     sharded = _shard(captured, request, runner, microbatches)
     placement = leader.program.schedule.placement
     staged = runner(FollowStages(len(placement), leader.stages), sharded)
@@ -142,6 +146,11 @@ def follow_program(
     else:
         schedule = forward_only(placement, microbatches)
     return _lower(staged, request, runner, schedule, training=training)
+
+
+def _fitting(request: Request, microbatches: int) -> int:
+    """As many of ``microbatches`` as the rows of a data rank divide into."""
+    return math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
 
 
 def _schedule(
@@ -182,7 +191,8 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
     check_experts(program.graph, request.plan.experts)
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     axes = axes_of(request.mesh, microbatches)
-    plan, fixed = request.plan, fixed_types(request.plan, names, request.mesh)
+    plan = request.plan
+    fixed = {**fixed_types(plan, names, request.mesh), **request.held}
     experts = _experts(plan)
     choose = ChooseSharding(
         axes,

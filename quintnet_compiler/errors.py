@@ -13,6 +13,8 @@ SUMMARIES = MappingProxyType(
         "QN104": "the loss cannot be split into microbatches",
         "QN105": "the model uses something that is not supported yet",
         "QN106": "the batch does not divide",
+        "QN107": "the program is for inference",
+        "QN108": "an option is not valid",
         "QN201": "the mesh is not valid",
         "QN202": "an operator has no sharding rule",
         "QN203": "the layout does not divide",
@@ -86,6 +88,10 @@ class InputError(QuintNetError, ValueError):
 
 class RunError(QuintNetError, RuntimeError):
     """Something went wrong while ranks were running."""
+
+
+class BackendWarning(UserWarning):
+    """A backend cannot compile a part of a program, which then runs as generated Python."""
 
 
 class CheckpointError(QuintNetError, ValueError):

@@ -9,6 +9,7 @@ that are configured for another implementation.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ def attention_as_one_operator() -> Iterator[None]:
 
 
 def _mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
     def mask(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
         if isinstance(made, Tensor):
@@ -68,7 +70,7 @@ def _known(call: inspect.BoundArguments) -> KnownMask | None:
     lengths = [given[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
     if not all(isinstance(n, int) for n in lengths) or lengths[2:] != [0, 0]:
         return None
-    parts = _parts(given["mask_function"])
+    parts = mask_parts(given["mask_function"])
     if parts is None:
         return None
     padding = given["attention_mask"]
@@ -82,7 +84,7 @@ def _known(call: inspect.BoundArguments) -> KnownMask | None:
     return KnownMask("causal" in by_distance, by_distance.get("window", 0), padding, by_distance.get("segments"))
 
 
-def _parts(function: Any) -> list[tuple[str, Any]] | None:
+def mask_parts(function: Any) -> list[tuple[str, Any]] | None:
     """The terms of a mask function, all of which must hold; None where one is not known."""
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return None
@@ -95,10 +97,10 @@ def _parts(function: Any) -> list[tuple[str, Any]] | None:
     if name == "packed_sequence_mask_function":
         return [("segments", inside["packed_sequence_mask"])]
     if name == "remap_positions_for_packed_sequence":  # positions count on within a document, so distances are the same
-        found = _parts(inside["mask_function"])
+        found = mask_parts(inside["mask_function"])
         return found and [*found, ("positions", True)]
     if name == "and_masks":
-        several = [_parts(one) for one in inside["mask_functions"]]
+        several = [mask_parts(one) for one in inside["mask_functions"]]
         return None if any(one is None for one in several) else [part for one in several for part in one or ()]
     return None
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from .allow_list import check_source
 from .annotations import facts, is_getitem, origin, shape, tensor_inputs, value, values
-from .comm_ops import convert
+from .comm_ops import cached_attention, convert, microbatch
 from .errors import CompileError
 from .program import DifferentiatedProgram, DistributedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
 from .sharding import P, Shard, local_shape
@@ -92,7 +92,7 @@ def _(program: LocalProgram) -> None:
 @verify.register
 def _(program: DifferentiatedProgram) -> None:
     """Each gradient has the local shape and dtype of its parameter (of what it is gathered to, if the gradient is
-    scattered later), and nothing typed is left."""
+    scattered later), nothing typed is left, and caches are written where they are kept."""
     local = program.local
     sizes = {facts(n).leaf.name: n for n in local.graph.nodes if n.op == "placeholder" and facts(n).leaf}  # type: ignore[union-attr]
     sizes |= {facts(n).leaf.name: whole for whole, n in local.deferred.items()}  # type: ignore[union-attr]
@@ -102,6 +102,16 @@ def _(program: DifferentiatedProgram) -> None:
         _require(same, lambda: f"the gradient of {name} is {shape(node)}, not {shape(parameter)}", node)  # noqa: B023
     for node in program.graph.nodes:
         _require(node.target is not convert, lambda: f"{node} is not lowered", node)  # noqa: B023
+        for given in node.args[3:5] if node.target is cached_attention else ():
+            _require(_is_cache(given), lambda: f"{node} writes to {given}, which nobody keeps", node)  # noqa: B023
+
+
+def _is_cache(node: Any) -> bool:
+    """Whether this is what a rank keeps, or a microbatch's rows in it, and one operator alone writes there."""
+    if node.target is microbatch:
+        return len(node.users) == 1 and node.args[2:] == (0, 1) and _is_cache(node.args[0])
+    found = facts(node).leaf
+    return found is not None and found.kind == "cache" and len(node.users) == 1
 
 
 @verify.register

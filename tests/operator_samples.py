@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 from quintnet_compiler.attention_ops import attention
-from quintnet_compiler.comm_ops import row_nll
+from quintnet_compiler.comm_ops import cached_attention, row_nll
 from quintnet_compiler.expert_ops import expert_linear
 
 from .one_operator import Input, Sample, call
@@ -248,6 +248,17 @@ def _attention() -> list[Sample]:
         call(sdpa, f(2, 4, 6, 4), f(2, 1, 4, 4), f(2, 1, 4, 4)),
         call(sdpa, f(4, 6), f(6, 6), f(6, 4)),
         *_masked_attention(),
+        *_cached_attention(),
+    ]
+
+
+def _cached_attention() -> list[Sample]:
+    q, few, kept = const(2, 4, 2, 4), const(2, 2, 2, 4), const(2, 2, 6, 4)
+    wide, broad = const(2, 4, 2, 6), const(2, 4, 6, 6)
+    return [
+        call(cached_attention, q, q, q, const(2, 4, 6, 4), const(2, 4, 6, 4), ints(4), bools(2, 6), 0.5, 0),
+        call(cached_attention, q, few, few, kept, kept, ints(4), bools(2, 6), 0.5, 3),
+        call(cached_attention, q, q, wide, const(2, 4, 6, 4), broad, ints(4), bools(2, 6), 0.3, 0),
     ]
 
 

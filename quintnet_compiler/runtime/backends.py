@@ -17,13 +17,16 @@ from ..program import Axis, DistributedProgram, StateSpec
 from ..sharding import I, Shard
 from .buckets import reduced_axes, scattered_axes
 from .distributed import DistributedTransport, device_mesh, gradient_groups
+from .engines import Engine, eager
 from .executor import Executor, Run
 from .finite import require_finite
 from .gradients import GradientStore, shared_by
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
-from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
+from .state import new_caches, one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
 from .watch import Watch
+
+Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
 
 class Backend(Protocol):
@@ -34,8 +37,19 @@ class Backend(Protocol):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
-    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
-        """One step over the whole batch. The result is the same on every rank."""
+    def run(
+        self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run, *, caches: Caches | None = None
+    ) -> list[Tensor]:
+        """One step over the whole batch. The result is the same on every rank. What the program keeps from run to run
+        is in ``caches``."""
+        ...
+
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        """Take those constants of ``program`` that the first program did not have; ``tensors``: their values."""
+        ...
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        """Room for what the ranks of this process keep from one run of ``program`` to the next."""
         ...
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
@@ -67,18 +81,23 @@ class Backend(Protocol):
 
 
 def open_backend(
-    mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str = ""
+    mesh: Mesh,
+    program: DistributedProgram,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    plan: str = "",
+    engine: Engine = eager,
 ) -> Backend:
     """One rank per process inside an initialised process group of more than one rank, else all ranks here.
 
-    ``plan``: as text, for ranks to compare.
+    ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions.
 
     Raises:
         RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
     """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ProcessBackend(mesh, program, tensors, device, plan)
-    return LocalBackend(mesh, program, tensors, device)
+        return ProcessBackend(mesh, program, tensors, device, plan, engine)
+    return LocalBackend(mesh, program, tensors, device, engine)
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -90,9 +109,14 @@ class LocalBackend:
     """All ranks in this process. Parameters are whole and share the module's memory."""
 
     def __init__(
-        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
+        self,
+        mesh: Mesh,
+        program: DistributedProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        engine: Engine = eager,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.engine = mesh, engine
         self.devices = one_rank_mesh(device.type)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         self.tensors = {
@@ -111,6 +135,8 @@ class LocalBackend:
         inputs: Sequence[Tensor],
         how: Run,
         watch: Sequence[Watch] | None = None,
+        *,
+        caches: Caches | None = None,
     ) -> list[Tensor]:
         """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
         if how.local and self.mesh.data_ways > 1:
@@ -124,11 +150,23 @@ class LocalBackend:
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
             watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
-            outputs = world.run({r: self._rank(program, r, inputs, how, w) for r, w in enumerate(watches)})
+            given = caches or {}
+            outputs = world.run(
+                {r: self._rank(program, r, inputs, how, w, given.get(r, {})) for r, w in enumerate(watches)}
+            )
             if how.train:
                 self._gather([gradients for _, gradients in outputs.values()], program)
         results: list[Tensor] = outputs[0][0]
         return results
+
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        device = _device_of(self.tensors)
+        for name in _unknown(program, self.tensors):
+            self.tensors[name] = tensors[name].detach().to(device)
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        device = _device_of(self.tensors)
+        return {rank: new_caches(program, program.rank(rank), device) for rank in range(self.mesh.size)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
@@ -158,7 +196,13 @@ class LocalBackend:
         return True
 
     def _rank(  # type: ignore[no-untyped-def]
-        self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], how: Run, watch: Watch | None
+        self,
+        program: DistributedProgram,
+        rank: int,
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Watch | None,
+        caches: Mapping[str, Tensor],
     ):
         def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
             part, device = program.rank(rank), _device_of(self.tensors)
@@ -166,12 +210,13 @@ class LocalBackend:
             state = {
                 name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
                 for name, spec in program.state.items()
-            }
+                if spec.kind != "cache"
+            } | dict(caches)
             mine = [
                 part_of(x, spec.sharding, program.axes, part.coordinate)
                 for x, spec in zip(inputs, program.inputs, strict=True)
             ]
-            executor = Executor(program, part, transport, device, store)
+            executor = Executor(program, part, transport, device, store, self.engine)
             results = executor.step(state, mine, how, watch)
             if not executor.finite:
                 require_finite(executor, state, mine, how, results[0])
@@ -200,9 +245,15 @@ class ProcessBackend:
     """One rank per process."""
 
     def __init__(
-        self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str
+        self,
+        mesh: Mesh,
+        program: DistributedProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        plan: str,
+        engine: Engine = eager,
     ) -> None:
-        self.mesh, self.device = mesh, device
+        self.mesh, self.device, self.engine = mesh, device, engine
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         rank = dist.get_rank()
         if dist.get_world_size() != mesh.size:
@@ -238,7 +289,9 @@ class ProcessBackend:
             if any(program.schedule.placement[stage] == here for stage in spec.stages):
                 yield name
 
-    def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
+    def run(
+        self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run, *, caches: Caches | None = None
+    ) -> list[Tensor]:
         _refuse_unset(self.unset, program)
         ready = self._ready(program, how.train)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
@@ -249,11 +302,12 @@ class ProcessBackend:
             part_of(x, spec.sharding, axes, place).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
+        state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad():
             try:
-                results = ready.executor.step(self.state, mine, how)
+                results = ready.executor.step(state, mine, how)
                 if not ready.executor.finite:
-                    require_finite(ready.executor, self.state, mine, how, results[0])
+                    require_finite(ready.executor, state, mine, how, results[0])
             except RunError:
                 for name, gradient in old.items():
                     self.parameters[name].grad = gradient
@@ -261,6 +315,15 @@ class ProcessBackend:
             for name, gradient in ready.gradients.items():
                 self.parameters[name].grad = gradient if name not in old else old[name] + gradient
         return results
+
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        for name in _unknown(program, self.state):
+            spec = program.state[name]
+            self.state[name] = _kept(tensors[name].detach(), spec, program.axes, self.place, self.device)
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        rank = self.transport.rank
+        return {rank: new_caches(program, program.rank(rank), self.device)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = {n: p.grad.to_local() for n, p in self.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
@@ -332,7 +395,7 @@ class ProcessBackend:
                 name: sharded_dtensor(bucket.views[name], program.state[name], program, self.stage_mesh)
                 for name, bucket in (store.where.items() if store else ())
             }
-            executor = Executor(program, program.rank(rank), self.transport, self.device, store)
+            executor = Executor(program, program.rank(rank), self.transport, self.device, store, self.engine)
             found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
         return found
 
@@ -364,6 +427,11 @@ def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
     return next((x.device for x in tensors.values()), torch.device("cpu"))
+
+
+def _unknown(program: DistributedProgram, known: Mapping[str, Tensor]) -> list[str]:
+    kinds = ("buffer", "constant")
+    return [spec.name for spec in program.state.values() if spec.kind in kinds and spec.name not in known]
 
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import layout
 from ..comm_ops import widened
+from ..kept_attention import attend_kept
 from ..mesh import Mesh
 from ..noise import Key, keep_mask
 from ..sharding import Shard
@@ -168,6 +169,22 @@ class Comm:
     def _ring(self, axis: str, scale: float, causal: bool, window: int, balance: bool, at: int) -> Ring:
         size, index = self.mesh[axis], self.coordinate[axis]
         return Ring(self.transport, axis, size, index, at, scale, causal, window, balance)
+
+    def cached_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        seen: Tensor,
+        scale: float,
+        window: int,
+        at: int,
+    ) -> Tensor:
+        """Attention to what was kept, see :func:`quintnet_compiler.kept_attention.attend_kept`."""
+        return attend_kept((q, k, v), (keys, values), int(start), seen, scale, window)
 
     def keep_mask(
         self,

@@ -16,6 +16,7 @@ from ..schedule import Action, Op
 from ..schedule_sends import arrived_sends
 from ..sharding import P, Shard
 from .comm import Comm
+from .engines import Engine, eager
 from .gradients import GradientStore
 from .transport import GRADIENTS, VALUES, Transport, Wait
 from .watch import Watch, run_watched
@@ -34,7 +35,7 @@ class Run:
 
 
 class Executor:
-    """Runs steps of one rank. ``gradients`` is None for forward-only programs."""
+    """Runs steps of one rank. ``gradients`` is None for forward-only programs; ``engine`` runs its functions."""
 
     def __init__(
         self,
@@ -43,11 +44,19 @@ class Executor:
         transport: Transport,
         device: torch.device,
         gradients: GradientStore | None = None,
+        engine: Engine = eager,
     ) -> None:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
+        self.functions = {
+            (stage.index, label): engine(piece.module, f"{label} of stage {stage.index}")
+            for stage in self.part.stages
+            for label, piece in stage.pieces.items()
+        }
+        # what runs once a step is not worth compiling
+        self.functions |= {(stage.index, "once"): stage.once.module for stage in self.part.stages}
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
         self.backward = {(t.source, t.target): t.backward for t in program.transfers}
@@ -145,11 +154,9 @@ class Executor:
         return self._call(self.stages[action.stage], label, action.microbatch, args)
 
     def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
-        module = stage.pieces[label].module
         if self.watch is not None:
-            return run_watched(module, args, self.watch.observer(stage, label, microbatch))
-        made: tuple[Tensor, ...] = module(args)
-        return made
+            return run_watched(stage.pieces[label].module, args, self.watch.observer(stage, label, microbatch))
+        return tuple(self.functions[stage.index, label](args))
 
     def _forward(self, action: Action) -> None:
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)

@@ -11,15 +11,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .. import layout
-from ..program import Axis, DistributedProgram, StateSpec
+from ..program import Axis, DistributedProgram, RankProgram, StateSpec
 from ..sharding import Shard as ShardType
-from ..sharding import Sharding
+from ..sharding import Sharding, local_shape
 
 
 def part_of(x: Tensor, sharding: Sharding, axes: Sequence[Axis], coordinate: Mapping[str, int]) -> Tensor:
     """A rank's part of a whole tensor. The microbatch axis never shards state or inputs."""
     places = [coordinate.get(axis.name, 0) for axis in axes]
     return layout.take_all(x, sharding, [axis.size for axis in axes], places)
+
+
+def new_caches(program: DistributedProgram, part: RankProgram, device: torch.device) -> dict[str, Tensor]:
+    """Zeros for what a rank's stages keep from one run to the next."""
+    sizes = [axis.size for axis in program.axes]
+    names = dict.fromkeys(name for stage in part.stages for name in stage.state.values())
+    return {
+        spec.name: torch.zeros(local_shape(spec.shape, spec.sharding, sizes), dtype=spec.dtype, device=device)
+        for spec in map(program.state.__getitem__, names)
+        if spec.kind == "cache"
+    }
 
 
 def one_rank_mesh(device_type: str) -> DeviceMesh:
