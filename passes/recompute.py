@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import fx
 
 from ..annotations import annotate, facts, leaf
@@ -120,7 +121,9 @@ def _of_gathered(program: DifferentiatedProgram) -> set[fx.Node]:
 
 
 def _parameter(node: fx.Node) -> bool:
-    found = leaf(node)
+    """Whether a value is a parameter, or the copy of one that operators read."""
+    copied = node.target is torch.ops.aten._to_copy.default
+    found = leaf(node.args[0] if copied else node)  # type: ignore[arg-type]
     return found is not None and found.kind == "parameter"
 
 

@@ -19,13 +19,15 @@ class Leaf:
     """What a placeholder stands for.
 
     ``name`` is the original name (parameters, buffers) or the path in the batch (inputs); ``batched``: an input
-    whose dim 0 is the batch.
+    whose dim 0 is the batch. ``held``: the dtype in which ranks hold a parameter whose operators read a copy of fewer
+    bits, made once a step (None: there is no copy). The value of a leaf is what operators read.
     """
 
     kind: Literal["parameter", "buffer", "constant", "input"]
     name: str
     trainable: bool = False
     batched: bool = False
+    held: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

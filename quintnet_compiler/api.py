@@ -40,6 +40,9 @@ def compile(
     zero_axes: Sequence[str] | None = None,
     regather: bool | None = None,
     recompute: str | None = None,
+    precision: str | None = None,
+    reduce_dtype: str | None = None,
+    sum_dtype: str | None = None,
     seed: int | None = None,
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
@@ -71,6 +74,9 @@ def compile(
         regather: whether the backward gathers parameters again (it does by default) or the forward's are kept.
         recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
             ``"selective"`` what is cheap, ``"full"`` everything.
+        precision: ``"bf16"`` computes in bfloat16 with float32 parameters and sums of gradients, see Plan.
+        reduce_dtype: in which ranks add up gradients: ``"parameter"`` (as they are), ``"float32"``, ``"bfloat16"``.
+        sum_dtype: in which ranks add up other partial results: ``"value"`` (as they are) or ``"float32"``.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
         check_finite: whether a step refuses a loss or gradients with NaN or Inf before an optimizer sees them.
@@ -96,6 +102,9 @@ def compile(
         "zero_axes": None if zero_axes is None else tuple(zero_axes),
         "regather": regather,
         "recompute": recompute,
+        "precision": precision,
+        "reduce_dtype": reduce_dtype,
+        "sum_dtype": sum_dtype,
         "seed": seed,
     }
     if isinstance(mesh, Cluster) or plan == "auto":

@@ -302,7 +302,8 @@ class CompiledProgram:
             )
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
-        task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=self.plan)
+        plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
+        task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=plan)
         double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
         return CompiledProgram(task).prepare(double)
 

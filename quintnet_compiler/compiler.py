@@ -26,6 +26,7 @@ from .passes.follow_stages import FollowStages
 from .passes.generate_ranks import GenerateRanks
 from .passes.insert_communication import InsertCommunication
 from .passes.join_routes import JoinRoutes
+from .passes.lower_precision import LowerPrecision
 from .passes.normalize import Normalize
 from .passes.recompute import Recompute
 from .passes.rule_notation import Rule
@@ -33,7 +34,7 @@ from .passes.shard_state import ShardState, stored_whole, storing_axes
 from .passes.sharding_rules import RULES
 from .passes.strategies import RuleBook
 from .passes.unsplit import unsplit
-from .plan import Plan, fixed_types
+from .plan import Plan, fixed_types, precision_of
 from .program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
 from .schedule import Schedule
 from .schedule_kinds import forward_only
@@ -158,6 +159,7 @@ def _prices(request: Request) -> Roofline:
 
 def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
     program = runner(Normalize(request.batch_size, request.device), captured)
+    program = runner(LowerPrecision(precision_of(request.plan)), program)
     check_experts(program.graph, request.plan.experts)
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     axes = axes_of(request.mesh, microbatches)

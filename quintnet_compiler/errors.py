@@ -25,6 +25,8 @@ SUMMARIES = MappingProxyType(
         "QN210": "the cost model has no price for this",
         "QN211": "the calibration is not valid",
         "QN212": "no layout fits the cluster",
+        "QN213": "a partial sum would be rounded before it is added up",
+        "QN214": "the precision does not fit the model",
         "QN301": "the mesh does not fit the world",
         "QN302": "a launched process failed",
         "QN401": "ranks disagree about communication",

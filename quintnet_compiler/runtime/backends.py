@@ -329,8 +329,8 @@ class ProcessBackend:
             rank = self.transport.rank
             store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
             gradients = {
-                name: sharded_dtensor(bucket.views[name], program.state[name], program, self.stage_mesh)
-                for name, bucket in (store.where.items() if store else ())
+                name: sharded_dtensor(gradient, program.state[name], program, self.stage_mesh)
+                for name, gradient in (store.settled.items() if store else ())
             }
             executor = Executor(program, program.rank(rank), self.transport, self.device, store)
             found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
