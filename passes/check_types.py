@@ -124,8 +124,8 @@ def _check_held(local: LocalProgram, node: fx.Node) -> None:
         between |= {step.node for step in steps}
         arrived = arrive(sharded, (node, 0), steps, grad=True, user=node)
         direct = all(step.before == stored[step.axis] and step.after is R for step in steps)
-        whole = held.sharding if held is not None and (later and end not in copies) else stored
-        if not ((later or end in copies) and direct and arrived == whole and between <= local.once):
+        wanted = held.sharding if held is not None and end not in copies else stored
+        if not ((later or end in copies) and direct and arrived == wanted and between <= local.once):
             raise _fail(f"{end.name} is not what {node.name} is gathered to at the start of a step", node)
     read = {user for one in (copies or {start}) for user in one.users}
     if later and not between.issuperset(read):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -129,7 +128,7 @@ class _Tape:
             if node in self.local.once and facts(new).phase == "forward":
                 self.once.add(new)
 
-    def _convert(self, x: fx.Node, axis: str, size: int, source: str, target: str, *, stored: bool) -> fx.Node:
+    def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any, *, stored: bool) -> fx.Node:
         a, b = parse_type(source), parse_type(target)
         return move(self.builder, x, axis, size, a, b, self.precision, stored=stored)
 

@@ -62,7 +62,7 @@ def move_back(
 ) -> fx.Node:
     """The transpose of the conversion ``node`` from ``source`` to ``target``, of the gradient ``x``. A parameter's is
     added up in the dtype of its gradient, and stays in it."""
-    axis, size = str(node.args[1]), int(node.args[2])  # type: ignore[call-overload]
+    axis, size = str(node.args[1]), int(node.args[2])  # type: ignore[arg-type]
     before, after = gradient(target), gradient(source)
     if parameter is None:
         return move(builder, x, axis, size, before, after, precision)

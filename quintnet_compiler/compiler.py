@@ -17,6 +17,7 @@ from .mesh import Mesh
 from .passes.axis_view import Wishes, stores_state
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
+from .passes.check_reductions import check_reductions
 from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
 from .passes.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
@@ -180,6 +181,7 @@ def _lower(
 ) -> DistributedProgram:
     local = runner(InsertCommunication(dict(request.rules), request.plan.balance_context), staged)
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
+    runner.check(check_reductions, local)
     local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)
     again, regather = request.plan.recompute, request.plan.regather

@@ -170,7 +170,11 @@ def _unsplit(
                 continue
             found = leaf(node) if node.op == "placeholder" else None
             if found is not None:
-                x = next(inputs) if found.kind == "input" else tensors[found.name].detach().to(value(node).dtype, copy=True)
+                x = (
+                    next(inputs)
+                    if found.kind == "input"
+                    else tensors[found.name].detach().to(value(node).dtype, copy=True)
+                )
                 env[node] = x.requires_grad_(found.trainable) if found.trainable else x
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)

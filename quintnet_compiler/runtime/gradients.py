@@ -4,7 +4,6 @@ in buckets while the last backward runs."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -40,18 +39,18 @@ class GradientStore:
     def __post_init__(self) -> None:
         self.times: dict[str, int] = defaultdict(int)
         self.names: dict[str, str] = {}  # generated code names a parameter by its value in the graph
-        groups: dict[tuple[torch.dtype, torch.dtype, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
+        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for stage in reversed(self.part.stages):  # the later one's gradients are complete first
             self.names |= stage.gradients
             for name in stage.gradients.values():
                 spec = self.program.state[name]
                 if not self.times[name]:
-                    key = spec.summed, spec.reduced, reduced_axes(spec, self.program), scattered_axes(spec, self.program)
-                    groups[key].append(name)
+                    over = reduced_axes(spec, self.program), scattered_axes(spec, self.program)
+                    groups[spec.summed, spec.reduced, *over].append(name)
                 self.times[name] += 1
-        for (dtype, *_), names in groups.items():
+        for names in groups.values():
             pending: list[str] = []
-            size = 0
+            size, dtype = 0, self.program.state[names[0]].summed
             for name in names:
                 pending.append(name)
                 size += accumulated_shape(self.program.state[name], self.program).numel() * dtype.itemsize
