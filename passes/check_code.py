@@ -198,11 +198,8 @@ def _check_state(program: DistributedProgram) -> None:
             raise _fail(f"{found.name} is gathered at another time than its type says")
         if (spec.read, spec.summed, spec.reduced) != dtypes_of_step(sharded.program, node):
             raise _fail(f"{found.name} is read, or its gradient added up, in another dtype than its type says")
-        if (
-            spec.dtype != (found.held or value(node).dtype)
-            or spec.trainable != found.trainable
-            or spec.kind != found.kind
-        ):
+        expected = found.held or value(node).dtype, found.trainable, found.kind
+        if (spec.dtype, spec.trainable, spec.kind) != expected:
             raise _fail(f"{found.name} is another kind of tensor")
         here = users[found.name] or {0}
         if set(spec.stages) != here:

@@ -51,7 +51,7 @@ def _require_full(program: Program, compute: torch.dtype) -> None:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
         raise CompileError(
             "QN214",
-            f"{str(compute).removeprefix('torch.')} copies are made of float32 parameters, and this model's are {names}",
+            f"copies in {str(compute).removeprefix('torch.')} are made of float32 parameters; this model's are {names}",
             fix='build the model in float32 (model.float()), or use precision="model"',
         )
 
