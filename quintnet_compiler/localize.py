@@ -170,11 +170,8 @@ def _unsplit(
                 continue
             found = leaf(node) if node.op == "placeholder" else None
             if found is not None:
-                x = (
-                    next(inputs)
-                    if found.kind == "input"
-                    else tensors[found.name].detach().to(value(node).dtype, copy=True)
-                )
+                given = next(inputs) if found.kind == "input" else tensors[found.name].detach()
+                x = given.to(value(node).dtype, copy=True)
                 env[node] = x.requires_grad_(found.trainable) if found.trainable else x
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)

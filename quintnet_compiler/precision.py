@@ -25,6 +25,11 @@ class Precision:
         """From the words of a plan."""
         return cls(DTYPES.get(precision), REDUCTIONS.get(reduce_dtype), REDUCTIONS.get(sum_dtype))
 
+    @property
+    def rounds(self) -> bool:
+        """Whether a program differs from the model by more than the order of sums."""
+        return self.compute is not None or self.reduce is torch.bfloat16
+
     def accumulated(self, held: torch.dtype) -> torch.dtype:
         """In which the gradient of a parameter that is held in ``held`` is added up over microbatches: never fewer
         bits than the parameter has."""
