@@ -9,10 +9,9 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..annotations import is_getitem, num_bytes, shape, tensor_inputs, value, values
+from ..annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
 from ..comm_ops import (
     embedding_rows,
     embedding_rows_backward,
@@ -164,12 +163,3 @@ class CalibratedCosts:
 
 def _transposed(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (aten.t.default, aten.transpose.int)
-
-
-def copies(node: fx.Node) -> bool:
-    """Whether a node that may be a view has to copy after all."""
-    if node.target is not aten.reshape.default:
-        return False
-    x = value(tensor_inputs(node)[0])
-    given = torch.empty_strided(x.shape, x.stride(), device="meta")
-    return bool(given.reshape(value(node).shape).untyped_storage()._cdata != given.untyped_storage()._cdata)

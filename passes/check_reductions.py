@@ -20,7 +20,7 @@ def check_reductions(local: LocalProgram) -> None:
     axis over which ranks exchange activations: the gradient that it casts back would be a partial sum.
 
     Raises:
-        CompileError: QN213 with the cast and the axis.
+        CompileError: QN214 with the cast and the axis.
     """
     sharded = local.staged.sharded
     activations = made_of_the_batch(sharded.program.graph)
@@ -40,7 +40,7 @@ def check_reductions(local: LocalProgram) -> None:
 def _fail(node: fx.Node, what: str, before: torch.dtype, after: torch.dtype, axis: str) -> CompileError:
     wide, low = (str(dtype).removeprefix("torch.") for dtype in (before, after))
     return CompileError(
-        "QN213",
+        "QN214",
         f"{node.name} rounds each term of {what} over {axis} from {wide} ({before.itemsize} bytes) to {low} "
         f"({after.itemsize} bytes), and then they are added up",
         where=facts(node).where,

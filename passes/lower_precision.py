@@ -33,7 +33,7 @@ class LowerPrecision:
     which :class:`.InsertCommunication` makes a copy once a step, before any rank gathers it.
 
     Raises:
-        CompileError: QN214 if the model has no float32 parameter to begin with.
+        CompileError: QN215 if the model has no float32 parameter to begin with.
     """
 
     precision: Precision = Precision()
@@ -50,7 +50,7 @@ def _require_full(program: Program, compute: torch.dtype) -> None:
     if FULL not in found:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
         raise CompileError(
-            "QN214",
+            "QN215",
             f"copies in {str(compute).removeprefix('torch.')} are made of float32 parameters; this model's are {names}",
             fix='build the model in float32 (model.float()), or use precision="model"',
         )

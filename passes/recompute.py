@@ -11,7 +11,8 @@ from torch import fx
 from ..annotations import annotate, facts, leaf
 from ..comm_ops import all_gather, microbatch
 from ..program import DifferentiatedProgram
-from .cheap_values import cheap_values
+from .recompute_budget import Budget, within_budget
+from .recompute_cut import cheap_values
 from .repeated_blocks import block_of
 
 
@@ -24,19 +25,26 @@ class Recompute:
     Ensures: no value inside a block is saved; a copy stands right before its first use, and equals the original bit
     by bit: communication is repeated, and random masks depend on nothing but their place (Chen et al. 2016).
 
-    ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory
-    (:mod:`.cheap_values`), or ``"none"``. ``parameters``: whether parameters that each microbatch gathers are gathered
-    again, too, wherever they are used; if not, they are kept.
+    ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
+    ``"auto"`` for what makes the rest fit a ``budget``, or ``"none"``. ``parameters``: whether parameters that each
+    microbatch gathers are gathered again, too, wherever they are used; if not, they are kept.
+
+    Raises:
+        CompileError: QN213 if the budget is too small.
     """
 
-    blocks: Literal["none", "selective", "full"] = "full"
+    blocks: Literal["none", "selective", "full", "auto"] = "full"
     parameters: bool = True
+    budget: Budget | None = None
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         inside, gathered = set[fx.Node]() if self.blocks == "none" else _in_blocks(program), _of_gathered(program)
         if self.blocks == "selective":
             inside = cheap_values(program, inside)
-        return _Copying(program, inside | gathered if self.parameters else inside - gathered).run()
+        again = frozenset(gathered if self.parameters else ())
+        if self.budget is not None:
+            inside = within_budget(program, inside - gathered, again, self.budget)
+        return _Copying(program, (inside - gathered) | again).run()
 
 
 class _Copying:

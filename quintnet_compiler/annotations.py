@@ -110,5 +110,24 @@ def origin(node: fx.Node) -> tuple[fx.Node, int]:
     return node, 0
 
 
+def copies(node: fx.Node) -> bool:
+    """Whether a node that may be a view has to copy after all."""
+    if node.target is not torch.ops.aten.reshape.default:
+        return False
+    x = value(tensor_inputs(node)[0])
+    given = torch.empty_strided(x.shape, x.stride(), device="meta")
+    return bool(given.reshape(value(node).shape).untyped_storage()._cdata != given.untyped_storage()._cdata)
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node in whose memory ``node``'s value lies: itself, or what it is a view of."""
+    while True:
+        made = origin(node)[0]
+        returns = getattr(getattr(made.target, "_schema", None), "returns", ())
+        if not any(r.alias_info is not None for r in returns) or not made.all_input_nodes or copies(made):
+            return node
+        node = made.all_input_nodes[0]
+
+
 def is_float(x: Tensor) -> bool:
     return x.is_floating_point() or x.dtype in (torch.complex64, torch.complex128)

@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor, fx
 
-from .comm_ops import MICROBATCHES
+from .annotations import num_bytes, values
+from .comm_ops import COMMUNICATION, MICROBATCHES
+from .cost_models.cluster import Cluster
+from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.roofline import Roofline
 from .dry_run import check_ranks
 from .mesh import Mesh
@@ -30,6 +34,7 @@ from .passes.join_routes import JoinRoutes
 from .passes.lower_precision import LowerPrecision
 from .passes.normalize import Normalize
 from .passes.recompute import Recompute
+from .passes.recompute_budget import Budget
 from .passes.rule_notation import Rule
 from .passes.shard_state import ShardState, stored_whole, storing_axes
 from .passes.sharding_rules import RULES
@@ -152,6 +157,21 @@ def _schedule(
     return schedule_of(plan.schedule, ranks, microbatches, plan.virtual_stages, times, placement)
 
 
+def _budget(request: Request, schedule: Schedule) -> Budget | None:
+    """What may be saved, and what making a node again takes."""
+    if request.plan.saved_gib is None:
+        return None
+    prices, costs = _prices(request), ClusterCosts(Cluster("h100"), _prices(request).unknown)
+
+    def seconds(node: fx.Node) -> float:
+        if node.target not in COMMUNICATION:
+            return costs.node_seconds(node)
+        most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
+        return prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
+
+    return Budget(int(request.plan.saved_gib * 2**30), schedule, seconds)
+
+
 def _prices(request: Request) -> Roofline:
     """Operators with a rule of the user's own, or that a plan lets run without any, have no price either."""
     own = request.plan.unknown_ops == "replicate" or not request.rules.keys() <= RULES.keys()
@@ -187,7 +207,7 @@ def _lower(
     again, regather = request.plan.recompute, request.plan.regather
     gathers = any(not held.once for held in staged.sharded.gathered.values())
     if training and (again != "none" or (gathers and regather)):
-        differentiated = runner(Recompute(again, regather), differentiated)
+        differentiated = runner(Recompute(again, regather, _budget(request, schedule)), differentiated)
     runner.check(check_backward, differentiated, training)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)

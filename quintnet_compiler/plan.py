@@ -54,7 +54,8 @@ class Plan(BaseModel):
     Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
     ``regather``: whether the backward gathers such parameters again instead of keeping them.
     ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
-    takes no more than passes over memory (no product, attention or communication), or ``"full"`` everything.
+    takes no more than passes over memory (no product, attention or communication), ``"full"`` everything, or
+    ``"auto"`` what the cost model finds cheapest so that no rank saves more than ``saved_gib`` GiB at once.
     ``precision``: ``"model"`` computes as the model is written; ``"bf16"`` (or ``"fp16"``, with a scaled loss) with
     copies in few bits of float32 parameters, which an optimizer goes on seeing, see :mod:`.passes.lower_precision`.
     ``reduce_dtype``: in which ranks add up gradients of parameters: the dtype of the ``"parameter"``; or
@@ -81,7 +82,8 @@ class Plan(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
     regather: bool = True
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    saved_gib: float | None = Field(default=None, gt=0, lt=2**20)
     precision: Literal["model", "bf16", "fp16"] = "model"
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
     sum_dtype: Literal["value", "float32"] = "value"
@@ -187,6 +189,11 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
         )
     check_schedule(plan.schedule, plan.virtual_stages)
+    if (plan.recompute == "auto") != (plan.saved_gib is not None):
+        raise CompileError(
+            "QN207", f"recompute={plan.recompute!r} with saved_gib={plan.saved_gib}",
+            fix='use recompute="auto" and saved_gib together: what is made again, so that no more is saved',
+        )  # fmt: skip
     if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
         raise CompileError(
             "QN201",

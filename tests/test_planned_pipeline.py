@@ -42,6 +42,8 @@ def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: i
         assert least_seconds(name, ranks, microbatches, stages) <= whole * (1 + 1e-9)
         assert found.saved == most_held(schedule, lambda stage, s=stages: s[stage].saved)
         assert least_saved(name, ranks, microbatches, stages) <= max(found.saved)
+        if name in ("gpipe", "1f1b", "zb-h1"):  # the others have several moments, of which one is taken
+            assert least_saved(name, ranks, microbatches, stages) == max(found.saved)
 
 
 def test_sends_take_their_time_where_nothing_hides_them() -> None:

@@ -7,6 +7,14 @@ import torch
 
 import quintnet
 from quintnet import Mesh
+from quintnet_compiler.annotations import num_bytes, values
+from quintnet_compiler.comm_ops import COMMUNICATION
+from quintnet_compiler.cost_models.cluster import Cluster
+from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.cost_models.roofline import Roofline
+from quintnet_compiler.planner.units import _saved as _saved_by
+from quintnet_compiler.schedule import most_held
+from quintnet_compiler.simulation.footprint import Footprints
 
 from .models import CASES, build
 from .zoo import ZOO
@@ -57,6 +65,72 @@ def test_every_kind_is_exact_and_selective_keeps_less_for_no_product(
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
     assert held["full"] < held["selective"] < held["none"]
     assert products["selective"] == products["none"] <= products["full"]
+
+
+MODELS = [
+    ("gpt", Mesh(tp=2), {}),
+    ("vit", Mesh(dp=2, pp=2), {"microbatches": 2}),
+    ("Llama", Mesh(dp=2, tp=2), {}),
+    ("Mixtral", Mesh(dp=2), {"zero": 3, "microbatches": 2}),
+    ("BERT", Mesh(pp=2, tp=2), {"microbatches": 4, "schedule": "zb-h1"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "plan"),
+    [pytest.param(*one, id=one[0], marks=[] if one[0] in ("gpt", "vit") else [pytest.mark.slow]) for one in MODELS],
+)
+def test_a_budget_is_kept_and_nothing_cheaper_of_the_fixed_kinds_keeps_it(
+    name: str, mesh: Mesh, plan: dict[str, object]
+) -> None:
+    kinds = {kind: _compiled(name, kind, mesh, **plan)[0] for kind in KINDS}
+    held = {kind: _saved(program) for kind, program in kinds.items()}
+    assert held["full"] < held["none"]
+    for share in (0.0, 0.3, 0.6, 1.0):
+        budget = held["full"] + share * (held["none"] - held["full"])
+        program, batch = _compiled(name, "auto", mesh, **plan, plan={"saved_gib": budget / 2**30})
+        assert _saved(program) <= budget
+        fitting = [_again(kinds[kind]) for kind in KINDS if held[kind] <= budget]
+        assert _again(program) <= min(fitting) * (1 + 1e-9)
+    assert program.verify(batch).ok
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_with_one_that_can() -> None:
+    with pytest.raises(quintnet.CompileError) as caught:
+        _compiled("gpt", "auto", Mesh(tp=2), plan={"saved_gib": 1e-6})
+    assert caught.value.code == "QN213"
+    enough = float(str(caught.value.fix).split()[1])
+    _compiled("gpt", "auto", Mesh(tp=2), plan={"saved_gib": enough * 1.00001})
+    with pytest.raises(quintnet.CompileError, match="saved_gib together"):
+        _compiled("gpt", "auto", Mesh(tp=2))
+
+
+def _saved(program: quintnet.CompiledProgram) -> int:
+    """Bytes that the fullest rank's forwards leave for its backwards, as the planner's units count them."""
+    found = program._leader().program
+    memory = Footprints(found)
+    size = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in found.values.items()}
+
+    def of(stage: int) -> int:
+        came = {name for t in found.transfers if t.target == stage for name in t.forward}
+        here = found.stages[stage]
+        return _saved_by(here, memory) + sum(size[name] for name in came & set(here.saved))
+
+    return max(most_held(found.schedule, of))
+
+
+def _again(program: quintnet.CompiledProgram) -> float:
+    """Seconds of all copies in the backward, on the hardware that the budget is priced for."""
+    source, costs = program._leader().program.source, ClusterCosts(Cluster("h100"))
+    local = {axis.name: axis.size for axis in program._leader().program.axes}
+    total = 0.0
+    for copy in source.copies:
+        if copy.target in COMMUNICATION:
+            most = max(num_bytes(x) for n in (copy, *copy.all_input_nodes) for x in values(n))
+            total += Roofline().collective_seconds("all_gather", most, local[str(copy.args[1])])
+        elif copy.op == "call_function":
+            total += costs.node_seconds(copy)
+    return total
 
 
 def test_masks_are_drawn_again_as_they_were() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -90,18 +90,26 @@ def least_seconds(name: str, ranks: int, microbatches: int, stages: Sequence[Sta
 
 
 def least_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
-    """Bytes that the fullest rank holds at least, in the orders that have a name."""
-    first = [stage.saved for stage in stages[::ranks]]
-    once = min(microbatches, ranks)
-    if name == "gpipe":
-        return microbatches * sum(first)
-    if name == "interleaved":  # one round of all its stages, and all but one microbatch of the next round
-        return once * sum(first) + max(0, min(microbatches - once, ranks - 1)) * first[0]
-    if name == "zb-v":  # the way to the last rank and back
-        return min(microbatches, 2 * ranks - 1) * first[0]
-    if name == SYNTHESIZED:
-        return max(stage.saved for stage in stages)
-    return max(min(microbatches, ranks - rank) * stage.saved for rank, stage in enumerate(stages))
+    """Bytes that the fullest rank holds at least."""
+
+    def held(rank: int) -> Iterator[tuple[int, int]]:
+        """Stages, and how many microbatches of each are on the rank at once."""
+        if name == "zb-v":  # from where a microbatch turns there are as many more on the way to the end
+            yield from ((rank, 2 * ranks - 1 - rank), (-1 - rank, rank + 1))
+        elif name == "interleaved":
+            left = 2 * (ranks - rank - 1) + len(stages) - ranks + 1  # Narayanan et al. 2021
+            for stage in reversed(range(rank + ranks, len(stages), ranks)):
+                count = min(ranks, max(0, left - stage // ranks * ranks))
+                left -= count
+                yield stage, count
+            yield rank, left
+        else:
+            most = {"gpipe": microbatches, "zb-h1": ranks, SYNTHESIZED: 1}
+            yield from ((stage, most.get(name, ranks - rank)) for stage in range(rank, len(stages), ranks))
+
+    return max(
+        sum(min(count, microbatches) * stages[stage].saved for stage, count in held(rank)) for rank in range(ranks)
+    )
 
 
 def _run(schedule: Schedule, stages: Sequence[StageWork]) -> tuple[float, tuple[int, ...]]:

@@ -142,6 +142,12 @@ class GradientStore:
         _keep(bucket.own, found)
         bucket.moving = bucket.wait = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of all sums, and of what is not a view of them."""
+        copies = (x for name, x in self.settled.items() if x.dtype is not self.where[name].buffer.dtype)
+        return sum(bucket.buffer.nbytes for bucket in self.buckets) + sum(x.nbytes for x in copies)
+
     def screen(self) -> Tensor:
         """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that
         overflows shows up too, so a hit must be confirmed."""
