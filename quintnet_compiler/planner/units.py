@@ -22,8 +22,8 @@ from ..simulation.priced import Priced
 
 @dataclass(frozen=True, order=True)
 class Widths:
-    """Bytes of one element of a parameter as ranks hold it and as operators read it, and of its gradient as microbatches
-    add it up and as ranks do."""
+    """Bytes of one element of a parameter as ranks hold it and as operators read it (``copied``: these are two), and of
+    its gradient as microbatches add it up and as ranks do."""
 
     held: int
     read: int
@@ -33,8 +33,8 @@ class Widths:
 
     @classmethod
     def of(cls, spec: StateSpec) -> Widths:
-        sizes = (dtype.itemsize for dtype in (spec.dtype, spec.read, spec.summed, spec.reduced))
-        return cls(*sizes, spec.read != spec.dtype)
+        held, read, gradient, reduced = (d.itemsize for d in (spec.dtype, spec.read, spec.summed, spec.reduced))
+        return cls(held, read, gradient, reduced, spec.read != spec.dtype)
 
 
 @dataclass(frozen=True)
