@@ -21,7 +21,7 @@ from ..comm_ops import convert
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, outputs
 from ..sharding import parse_type
-from .reductions import move, move_back, of_parameters
+from .reductions import move, move_back, of_parameters, seed_of
 from .vector_jacobian import VectorJacobian
 
 aten = torch.ops.aten
@@ -184,7 +184,7 @@ class _Check:
 
     def _seed(self, loss: fx.Node) -> None:
         x = values(loss)[0]
-        one = self.scratch.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
+        one = seed_of(self.scratch, x, self.precision)
         self.terms[origin(loss), self.local.stage.get(origin(loss)[0], 0)].append(Term(one, {}, origin(loss)[0]))
 
     def _sum(self, made: fx.Node | None, terms: list[Term], what: str, node: fx.Node, stage: int | None) -> None:

@@ -15,7 +15,7 @@ from ..builder import GraphBuilder
 from ..comm_ops import convert
 from ..program import DifferentiatedProgram, LocalProgram, outputs
 from ..sharding import parse_type
-from .reductions import move, move_back, of_parameters
+from .reductions import move, move_back, of_parameters, seed_of
 from .vector_jacobian import Pullback, Template, VectorJacobian
 
 aten = torch.ops.aten
@@ -151,7 +151,7 @@ class _Tape:
         self._enter(source)
         with self.builder.at(source, backward=True):
             x = values(loss)[0]
-            seed = self.builder.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
+            seed = seed_of(self.builder, x, self.precision)
         self._settle(source, before)
         stage = self.local.stage.get(source, 0)
         self.arrived[source, index][stage].append(seed)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..annotations import leaf, value
 from ..builder import GraphBuilder
-from ..comm_ops import all_reduce, convert, lower_conversion, reduce_scatter
+from ..comm_ops import all_reduce, convert, loss_scale, lower_conversion, reduce_scatter
 from ..precision import Precision
 from ..program import LocalProgram
 from ..sharding import AxisType, gradient
@@ -72,6 +72,12 @@ def move_back(
     if op in (all_reduce, reduce_scatter):
         x = cast(builder, x, precision.reduced(value(parameter).dtype))
     return builder.call(op, x, axis, size, *dims)
+
+
+def seed_of(builder: GraphBuilder, loss: Tensor, precision: Precision) -> fx.Node:
+    """The gradient of the loss: 1, or the factor that keeps gradients from vanishing where exponents are short."""
+    one = builder.call(aten.ones.default, list(loss.shape), dtype=loss.dtype, device=loss.device)
+    return builder.call(loss_scale, one) if precision.scale is not None else one
 
 
 def cast(builder: GraphBuilder, x: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -41,6 +41,7 @@ def compile(
     regather: bool | None = None,
     recompute: str | None = None,
     precision: str | None = None,
+    loss_scale: float | None = None,
     reduce_dtype: str | None = None,
     sum_dtype: str | None = None,
     seed: int | None = None,
@@ -74,7 +75,8 @@ def compile(
         regather: whether the backward gathers parameters again (it does by default) or the forward's are kept.
         recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
             ``"selective"`` what is cheap, ``"full"`` everything.
-        precision: ``"bf16"`` computes in bfloat16 with float32 parameters and sums of gradients, see Plan.
+        precision: ``"bf16"`` or ``"fp16"`` compute in 16 bits with float32 parameters and sums of gradients, see Plan.
+        loss_scale: for ``"fp16"``: the first factor of the loss, see Plan.
         reduce_dtype: in which ranks add up gradients: ``"parameter"`` (as they are), ``"float32"``, ``"bfloat16"``.
         sum_dtype: in which ranks add up other partial results: ``"value"`` (as they are) or ``"float32"``.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
@@ -103,6 +105,7 @@ def compile(
         "regather": regather,
         "recompute": recompute,
         "precision": precision,
+        "loss_scale": loss_scale,
         "reduce_dtype": reduce_dtype,
         "sum_dtype": sum_dtype,
         "seed": seed,

@@ -83,7 +83,8 @@ class CompiledProgram:
         Raises:
             InputError: QN102 or QN106 if the batch does not fit.
             RunError: QN501 on every rank if the loss or a gradient is NaN or Inf, with the operator, the rank and the
-                microbatch that made the first one. No parameter or gradient was changed.
+                microbatch that made the first one. No parameter or gradient was changed. (In fp16, while the scaled
+                loss may be the reason: no error, and no parameter has a gradient, so that optimizers skip the step.)
             CompileError: if this is the first step, see :func:`quintnet.compile`.
         """
         return self._run("train", batch, batch_is_local)[0]
@@ -179,6 +180,11 @@ class CompiledProgram:
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
         return self._state().clip_grad_norm(self._leader().program, max_norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the next step multiplies its loss, where the precision is fp16; else 1."""
+        return self._state().scaler.scale
 
     def get_rng_state(self) -> dict[str, int]:
         """The seed of dropout masks and the number of the next training step: all that the masks depend on."""

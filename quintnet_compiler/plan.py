@@ -16,7 +16,7 @@ from .errors import CompileError
 from .files import open_folder, write_file
 from .mesh import AXES, Mesh
 from .names import LONGEST_PATH, one_line
-from .precision import Precision
+from .precision import DTYPES, Precision
 from .schedule_synthesis import check_schedule
 from .sharding import AxisType, parse_type
 
@@ -58,6 +58,8 @@ class Plan(BaseModel):
     ``"auto"`` what the cost model finds cheapest so that no rank saves more than ``saved_gib`` GiB at once.
     ``precision``: ``"model"`` computes as the model is written; ``"bf16"`` (or ``"fp16"``, with a scaled loss) with
     copies in few bits of float32 parameters, which an optimizer goes on seeing, see :mod:`.passes.lower_precision`.
+    ``loss_scale``: the first factor of a scaled loss; it halves with every step that it makes overflow (which is then
+    skipped) and doubles after 2000 good ones.
     ``reduce_dtype``: in which ranks add up gradients of parameters: the dtype of the ``"parameter"``; or
     ``"float32"``, in which microbatches add them up, too; or ``"bfloat16"``, half the bytes.
     ``sum_dtype``: in which ranks add up other partial results, those of row-parallel products: the dtype of the
@@ -85,6 +87,7 @@ class Plan(BaseModel):
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     saved_gib: float | None = Field(default=None, gt=0, lt=2**20)
     precision: Literal["model", "bf16", "fp16"] = "model"
+    loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
     sum_dtype: Literal["value", "float32"] = "value"
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -216,7 +219,8 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
 
 def precision_of(plan: Plan) -> Precision:
     """What the plan says of dtypes."""
-    return Precision.of(plan.precision, plan.reduce_dtype, plan.sum_dtype)
+    compute, reduce, sums = (DTYPES.get(word) for word in (plan.precision, plan.reduce_dtype, plan.sum_dtype))
+    return Precision(compute, reduce, sums, plan.loss_scale if plan.precision == "fp16" else None)
 
 
 def _type(pattern: str, text: str) -> AxisType:

@@ -7,23 +7,20 @@ from types import MappingProxyType
 
 import torch
 
-DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
-REDUCTIONS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
+DTYPES = MappingProxyType(
+    {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+)
 
 
 @dataclass(frozen=True)
 class Precision:
     """``compute``: of operators that gain from few bits, where the model has float32. ``reduce``: of sums of gradients
-    over ranks; ``sums``: of sums of other values over ranks. None: as the model says."""
+    over ranks; ``sums``: of sums of other values over ranks. ``scale``: the first factor of a scaled loss. None: as the model says."""
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     sums: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, precision: str, reduce_dtype: str, sum_dtype: str) -> Precision:
-        """From the words of a plan."""
-        return cls(DTYPES.get(precision), REDUCTIONS.get(reduce_dtype), REDUCTIONS.get(sum_dtype))
+    scale: float | None = None
 
     @property
     def rounds(self) -> bool:

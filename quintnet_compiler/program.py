@@ -364,6 +364,10 @@ class DistributedProgram:
         return tuple(axis for axis in self.axes if axis.role != "time")
 
     @property
+    def precision(self) -> Precision:
+        return self.source.local.staged.sharded.program.precision
+
+    @property
     def edges(self) -> tuple[Edge, ...]:
         """Which stages hand values to which."""
         return tuple(Edge(t.source, t.target, bool(t.backward)) for t in self.transfers)

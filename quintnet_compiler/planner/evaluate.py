@@ -75,8 +75,8 @@ def _memory(held: Sequence[Held], saved: int, part: Sequence[Unit], slices: Slic
 
 
 def _parameters(held: Held, slices: Slices) -> int:
-    """What a rank stores, and the copies that operators read, whole where they are gathered at the start of a step. What
-    is not copied is gathered in the memory where it is stored."""
+    """What a rank stores, and the copies that operators read, whole where they are gathered at the start of a step.
+    What is not copied is gathered in the memory where it is stored."""
     zero, ways = slices.layout.zero, slices.ways(held)
     if not held.widths.copied:
         return held.bytes // (ways if zero == 3 else 1)

@@ -22,6 +22,7 @@ from .finite import require_finite
 from .gradients import GradientStore, shared_by
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
+from .loss_scale import LossScale
 from .state import one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
 from .watch import Watch
 
@@ -29,6 +30,7 @@ from .watch import Watch
 class Backend(Protocol):
     """Holds state and runs programs."""
 
+    scaler: LossScale
     unset: set[str]  # tensors (of all ranks) that nobody gave values yet: with any of them, nothing runs
 
     @property
@@ -92,7 +94,7 @@ class LocalBackend:
     def __init__(
         self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.scaler = mesh, LossScale.of(program)
         self.devices = one_rank_mesh(device.type)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         self.tensors = {
@@ -120,13 +122,15 @@ class LocalBackend:
                 fix="pass the global batch",
             )
         _refuse_unset(self.unset, program)
+        how = self.scaler.run(program, how)
         world = LocalWorld(self.mesh, program.sites)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
             watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
             outputs = world.run({r: self._rank(program, r, inputs, how, w) for r, w in enumerate(watches)})
             if how.train:
-                self._gather([gradients for _, gradients in outputs.values()], program)
+                self.scaler.update(finite=all(found is not None for _, found in outputs.values()))
+                self._gather([found for _, found in outputs.values() if found is not None], program)
         results: list[Tensor] = outputs[0][0]
         return results
 
@@ -160,7 +164,7 @@ class LocalBackend:
     def _rank(  # type: ignore[no-untyped-def]
         self, program: DistributedProgram, rank: int, inputs: Sequence[Tensor], how: Run, watch: Watch | None
     ):
-        def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
+        def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor] | None]:
             part, device = program.rank(rank), _device_of(self.tensors)
             store = GradientStore(program, part, transport, device) if how.train else None
             state = {
@@ -173,6 +177,8 @@ class LocalBackend:
             ]
             executor = Executor(program, part, transport, device, store)
             results = executor.step(state, mine, how, watch)
+            if not executor.finite and how.may_skip:
+                return results, None
             if not executor.finite:
                 require_finite(executor, state, mine, how, results[0])
             return results, store.settled if store else {}
@@ -183,6 +189,8 @@ class LocalBackend:
         space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
         for name, parameter in self.parameters.items():
             spec = program.state.get(name)
+            if self.scaler.skipped:
+                parameter.grad = None
             if spec is None or not any(name in g for g in gradients):
                 continue
             parts: dict[tuple[int, ...], Tensor] = {}
@@ -202,7 +210,7 @@ class ProcessBackend:
     def __init__(
         self, mesh: Mesh, program: DistributedProgram, tensors: Mapping[str, Tensor], device: torch.device, plan: str
     ) -> None:
-        self.mesh, self.device = mesh, device
+        self.mesh, self.device, self.scaler = mesh, device, LossScale.of(program)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         rank = dist.get_rank()
         if dist.get_world_size() != mesh.size:
@@ -240,7 +248,7 @@ class ProcessBackend:
 
     def run(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> list[Tensor]:
         _refuse_unset(self.unset, program)
-        ready = self._ready(program, how.train)
+        ready, how = self._ready(program, how.train), self.scaler.run(program, how)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
         # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
@@ -252,14 +260,17 @@ class ProcessBackend:
         with torch.no_grad():
             try:
                 results = ready.executor.step(self.state, mine, how)
-                if not ready.executor.finite:
+                if not ready.executor.finite and not how.may_skip:
                     require_finite(ready.executor, self.state, mine, how, results[0])
             except RunError:
                 for name, gradient in old.items():
                     self.parameters[name].grad = gradient
                 raise
+            if how.train:
+                self.scaler.update(finite=ready.executor.finite or not how.may_skip)
             for name, gradient in ready.gradients.items():
-                self.parameters[name].grad = gradient if name not in old else old[name] + gradient
+                found = gradient if name not in old else old[name] + gradient
+                self.parameters[name].grad = None if self.scaler.skipped else found
         return results
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
@@ -359,6 +370,8 @@ def _norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torc
 
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
+    if not gradients:  # of a step that was skipped
+        return
     torch._foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
 
 

@@ -115,8 +115,8 @@ class GradientStore:
             bucket.moving = bucket.buffer.to(bucket.reduced)
             bucket.wait = begin(bucket.moving, peers(rank, axes), bucket.label)
 
-    def settle(self) -> None:
-        """Wait for all sums, and add up what stages share."""
+    def settle(self, scale: float = 1.0) -> None:
+        """Wait for all sums, add up what stages share, and divide by ``scale``."""
         for bucket in self.buckets:
             if bucket.wait is not None:
                 self._finish(bucket)
@@ -127,6 +127,8 @@ class GradientStore:
                 moving = view.to(self.where[name].reduced)
                 self.transport.start_sum(moving, ranks, f"gradient of {name} over its stages")()
                 _keep(view, moving)
+        if scale != 1:
+            torch._foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
         for name, bucket in self.where.items():
             _keep(self.settled[name], bucket.views[name])
 
