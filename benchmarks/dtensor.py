@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from harness import RANKS, Peer
+from harness import Peer
 from models import Batch, Llama, loss_fn
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,15 +17,17 @@ from torch.distributed.tensor.parallel import (
 )
 
 
-def plan(model: Llama, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+def plan(model: nn.Module, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """Column, column, row; with sequence parallelism the residual stream and norms are split along it."""
     between = Shard(1) if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
     }
-    for index in range(len(model.layers)):
-        at = f"layers.{index}"
+    if sequence_parallel:
+        styles["norm"] = SequenceParallel()
+    blocks = [name.removesuffix(".attention") for name, _ in model.named_modules() if name.endswith(".attention")]
+    for at in blocks:
         # Entering once per region, not once per projection, saves collectives, as in torch's tutorial.
         styles |= {
             f"{at}.attention": PrepareModuleInput(
@@ -39,14 +41,18 @@ def plan(model: Llama, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         styles |= {f"{at}.mlp.{name}": ColwiseParallel() for name in ("gate", "up")}
         if sequence_parallel:
             styles |= {f"{at}.{name}": SequenceParallel() for name in ("norm1", "norm2")}
-    if sequence_parallel:
-        styles["norm"] = SequenceParallel()
-    return styles
+    present = {name for name, _ in model.named_modules()}
+    return {name: style for name, style in styles.items() if name in present}
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+    """In place; a pipeline stage has only some of the model's modules."""
+    parallelize_module(model, mesh, plan(model, sequence_parallel))
 
 
 def build(model: Llama, batch: Batch, *, sequence_parallel: bool) -> Peer:
     """The parallelized model as a peer."""
-    parallelize_module(model, init_device_mesh("cpu", (RANKS,)), plan(model, sequence_parallel))
+    parallelize(model, init_device_mesh("cpu", (distributed.get_world_size(),)), sequence_parallel=sequence_parallel)
     parameters = dict(model.named_parameters())
 
     def step(batch: Batch) -> Tensor:
@@ -61,10 +67,11 @@ def build(model: Llama, batch: Batch, *, sequence_parallel: bool) -> Peer:
         return loss.detach()
 
     def gradients() -> dict[str, Tensor]:
-        return {name: _whole(p.grad) for name, p in parameters.items() if p.grad is not None}
+        return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
 
     return Peer(step, list(parameters.values()), gradients)
 
 
-def _whole(gradient: Tensor) -> Tensor:
+def whole(gradient: Tensor) -> Tensor:
+    """Of all ranks."""
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -1,4 +1,4 @@
-"""Runs several implementations of one training step side by side, in the same two processes.
+"""Runs several implementations of one training step side by side, in the same processes.
 
 Steps alternate between the peers, so that whatever else the machine does hits all of them; what counts is the
 ratio within a round. Every peer's loss and gradients are compared with the unsplit model before anything is
@@ -25,7 +25,6 @@ import torch.multiprocessing as mp
 from models import Batch, Llama, Size, build_model, loss_fn, make_batch
 from torch import Tensor, nn
 
-RANKS = 2
 WARMUP = 3
 BATCHES = 4  # steps cycle through this many batches
 TOLERANCE = 1e-4
@@ -49,8 +48,9 @@ Builder = Callable[[Llama, Batch], Peer]
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure."""
+    """What to measure, on how many processes."""
 
+    ranks: int
     size: Size
     rows: int
     rounds: int
@@ -115,7 +115,7 @@ def _run(job: Job) -> list[RankResult]:
     processes: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(RANKS):
+            for rank in range(job.ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 given = (job, rank, f"{folder}/store", theirs)
                 process = context.Process(target=_rank_main, args=given, daemon=True)
@@ -169,9 +169,9 @@ def _rank_main(job: Job, rank: int, store: str, pipe: Connection) -> None:
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, RANKS),
+            store=dist.FileStore(store, job.ranks),
             rank=rank,
-            world_size=RANKS,
+            world_size=job.ranks,
             timeout=timedelta(seconds=job.timeout),
         )
         result = _measure_rank(job, lambda peer: pipe.send(("phase", peer)))
@@ -270,7 +270,7 @@ def _check(peer: Peer, batch: Batch, expected: float, gradients: Mapping[str, Te
         if not error <= TOLERANCE:
             raise AssertionError(f"the gradient of {name} is off by {error:.1e}")
         worst = max(worst, error)
-    seen: list[set[str]] = [set()] * RANKS
+    seen: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(seen, set(found))
     if missing := set(gradients) - set[str]().union(*seen):
         raise AssertionError(f"no rank has the gradients of {', '.join(sorted(missing))}")

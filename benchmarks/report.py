@@ -39,25 +39,36 @@ def choose(builders: Mapping[str, Builder], names: str | None) -> dict[str, Buil
     return {name: builders[name] for name in wanted}
 
 
-def main(title: str, job: Job, settings: Mapping[str, Any], as_json: bool) -> None:
+def main(jobs: Mapping[str, Job], settings: Mapping[str, Any], as_json: bool) -> None:
     """Measure, print, and exit; with status 1 if any peer failed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exception, so that the ranks are ended too
+    reports = []
+    for title, job in jobs.items():
+        reports.append(_report(title, job, settings))
+        if not as_json:
+            print(_table(reports[-1]), flush=True)
+    if as_json:
+        print(json.dumps(reports, indent=2))
+    sys.exit(1 if any(report["errors"] for report in reports) else 0)
+
+
+def _report(title: str, job: Job, settings: Mapping[str, Any]) -> dict[str, Any]:
     ranks, errors = measure(job)
-    report = {
+    names = [name for name in job.builders if name not in errors]
+    return {
         "benchmark": title,
         **settings,
+        "ranks": job.ranks,
         "model": asdict(job.size),
         "rows": job.rows,
         "rounds": job.rounds,
         "warmup": WARMUP,
         "torch": torch.__version__,
-        "peers": {name: _summary(name, ranks) for name in job.builders if name not in errors},
-        "ratios": _ratios([name for name in job.builders if name not in errors], ranks),
+        "peers": {name: _summary(name, ranks) for name in names},
+        "ratios": _ratios(names, ranks),
         "foreign_cores": _foreign_cores(ranks),
         "errors": errors,
     }
-    print(json.dumps(report, indent=2) if as_json else _table(report))
-    sys.exit(1 if errors else 0)
 
 
 # -- statistics
@@ -115,8 +126,8 @@ def _foreign_cores(ranks: Sequence[RankResult]) -> float | None:
 
 def _table(report: Mapping[str, Any]) -> str:
     lines = [
-        f"{report['benchmark']}, {report['size']}: {report['rows']} x {report['model']['sequence']} tokens, "
-        f"{report['rounds']} rounds",
+        f"{report['benchmark']} on {report['ranks']} processes, {report['size']}: {report['rows']} x "
+        f"{report['model']['sequence']} tokens, {report['rounds']} rounds",
         f"{'peer':<12}{'ms/step':>10}{'quartiles':>20}{'cpu ms/rank':>13}{'loss':>10}{'loss err':>10}{'grad err':>10}",
     ]
     for name, row in report["peers"].items():

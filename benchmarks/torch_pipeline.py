@@ -1,26 +1,34 @@
-"""The same model under ``torch.distributed.pipelining``: two stages cut by hand, Schedule1F1B."""
+"""The same model under ``torch.distributed.pipelining``: stages cut by hand, with DTensor inside where tp > 1."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import dtensor
 import torch
-import torch.distributed as dist
-from harness import RANKS, Peer
+from harness import Peer
 from models import Batch, Llama, loss_fn
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+SCHEDULES = {
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zb-v": schedules.ScheduleZBVZeroBubble,
+}
 
 
 class Stage(nn.Module):
-    """Half of the layers; the first stage also embeds, the last also has the head. Names are the model's."""
+    """An equal share of the layers; the first stage also embeds, the last also has the head. Names are the model's."""
 
-    def __init__(self, model: Llama, index: int) -> None:
+    def __init__(self, model: Llama, index: int, count: int) -> None:
         super().__init__()
-        count = len(model.layers) // RANKS
-        mine = range(index * count, len(model.layers) if index == RANKS - 1 else (index + 1) * count)
+        cuts = [len(model.layers) * at // count for at in range(count + 1)]
         self.embed = model.embed if index == 0 else None
-        self.layers = nn.ModuleDict({str(number): model.layers[number] for number in mine})
-        self.norm = model.norm if index == RANKS - 1 else None
-        self.head = model.head if index == RANKS - 1 else None
+        self.layers = nn.ModuleDict({str(n): model.layers[n] for n in range(cuts[index], cuts[index + 1])})
+        self.norm = model.norm if index == count - 1 else None
+        self.head = model.head if index == count - 1 else None
         self.cos, self.sin = model.cos, model.sin
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,28 +41,39 @@ class Stage(nn.Module):
         return x
 
 
-def build(model: Llama, batch: Batch, *, microbatches: int) -> Peer:
-    """torch's 1F1B as a peer."""
-    rank = dist.get_rank()
-    module = Stage(model, rank)
+def build(model: Llama, batch: Batch, *, microbatches: int, schedule: str = "1f1b", pp: int = 2, tp: int = 1) -> Peer:
+    """One of torch's schedules as a peer; with two stages on each rank where it asks for them."""
+    mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
+    rank, each = mesh.get_local_rank("pp"), 1 if schedule == "1f1b" else 2
+    count = pp * each
+    mine = [rank] if each == 1 else [rank, count - 1 - rank if schedule == "zb-v" else pp + rank]
+    modules = {index: Stage(model, index, count) for index in mine}
+    for module in modules.values():
+        if tp > 1:
+            dtensor.parallelize(module, mesh["tp"], sequence_parallel=False)
 
     def scaled_loss(logits: Tensor, targets: Tensor) -> Tensor:
         # Scaling here instead of scale_grads=True spares torch a pass over all gradients.
         return loss_fn(logits, targets) / microbatches
 
-    stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, microbatches, loss_fn=scaled_loss, scale_grads=False)
+    group, device = mesh.get_group("pp"), torch.device("cpu")
+    stages = [PipelineStage(modules[index], index, count, device, group=group) for index in mine]
+    runs: Any = SCHEDULES[schedule](
+        stages if each > 1 else stages[0],  # type: ignore[arg-type]
+        microbatches, loss_fn=scaled_loss, scale_grads=False,
+    )  # fmt: skip
 
     def step(batch: Batch) -> Tensor | None:
         tokens, targets = batch
-        if rank == 0:
-            schedule.step(tokens, return_outputs=False)
-            return None
+        inputs = (tokens,) if 0 in mine else ()
         losses: list[Tensor] = []
-        schedule.step(target=targets, losses=losses, return_outputs=False)
-        return torch.stack(losses).sum()
+        last = {"target": targets, "losses": losses} if count - 1 in mine else {}
+        runs.step(*inputs, **last, return_outputs=False)
+        return torch.stack(losses).sum() if last else None
+
+    found = {name: p for module in modules.values() for name, p in module.named_parameters()}
 
     def gradients() -> dict[str, Tensor]:
-        return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        return {name: dtensor.whole(p.grad) for name, p in found.items() if p.grad is not None}
 
-    return Peer(step, list(module.parameters()), gradients)
+    return Peer(step, list(found.values()), gradients)
