@@ -15,7 +15,8 @@ DTYPES = MappingProxyType(
 @dataclass(frozen=True)
 class Precision:
     """``compute``: of operators that gain from few bits, where the model has float32. ``reduce``: of sums of gradients
-    over ranks; ``sums``: of sums of other values over ranks. ``scale``: the first factor of a scaled loss. None: as the model says."""
+    over ranks; ``sums``: of sums of other values over ranks. ``scale``: the first factor of a scaled loss. None: as the
+    model says."""
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None

@@ -71,15 +71,13 @@ def _distances(found: Tensors, exact: Tensors) -> dict[str, float]:
 
 FAST: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("mlp", {"dp": 2}, {"microbatches": 2}),
-    ("gpt", {"dp": 2, "tp": 2}, {"sequence_parallel": False}),
-    ("gpt", {"tp": 4}, {"sum_dtype": "float32"}),
-    ("gpt", {"pp": 2}, {"microbatches": 4}),
+    ("mlp", {"dp": 2, "tp": 2}, {"sequence_parallel": False, "zero": 2, "microbatches": 2}),
+    ("gpt", {"tp": 2}, {}),
+    ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 1}),
     ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 2, "schedule": "zb-h1", "recompute": "full"}),
     ("gpt", {"cp": 2}, {"context": "ring"}),
     ("mixture", {"dp": 2, "ep": 2}, {"zero": 1, "microbatches": 2}),
-    ("gpt", {"dp": 2}, {"zero": 1, "microbatches": 2}),
-    ("gpt", {"dp": 2}, {"zero": 2, "microbatches": 2}),
-    ("gpt", {"dp": 2, "tp": 2}, {"zero": 3, "microbatches": 2, "recompute": "full"}),
+    ("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2, "recompute": "full"}),
 ]
 MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("hf_llama", {"dp": 2, "tp": 2}, {"microbatches": 2}),
@@ -88,8 +86,11 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("vit", {"tp": 2}, {}),
     ("encoder", {"tp": 2}, {}),
     ("cnn", {"dp": 2}, {"zero": 3}),
+    ("gpt", {"tp": 4}, {"sum_dtype": "float32"}),
+    ("gpt", {"dp": 2, "tp": 2}, {"sequence_parallel": False, "zero": 3, "microbatches": 2}),
     ("gpt", {"cp": 2}, {"context": "ulysses"}),
     ("gpt", {"cp": 2}, {}),
+    ("gpt", {"dp": 2}, {"zero": 2, "microbatches": 2}),
     ("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2, "regather": False}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 1, "schedule": "zb-v", "virtual_stages": 2}),
     ("mixture", {"dp": 2}, {"zero": 3, "microbatches": 2, "experts": ("dp",)}),
