@@ -129,7 +129,7 @@ class LocalBackend:
             watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
             outputs = world.run({r: self._rank(program, r, inputs, how, w) for r, w in enumerate(watches)})
             if how.train:
-                self.scaler.update(finite=all(found is not None for _, found in outputs.values()))
+                self.scaler.update(how, finite=all(found is not None for _, found in outputs.values()))
                 self._gather([found for _, found in outputs.values() if found is not None], program)
         results: list[Tensor] = outputs[0][0]
         return results
@@ -267,7 +267,7 @@ class ProcessBackend:
                     self.parameters[name].grad = gradient
                 raise
             if how.train:
-                self.scaler.update(finite=ready.executor.finite or not how.may_skip)
+                self.scaler.update(how, finite=ready.executor.finite or not how.may_skip)
             for name, gradient in ready.gradients.items():
                 found = gradient if name not in old else old[name] + gradient
                 self.parameters[name].grad = None if self.scaler.skipped else found

@@ -22,8 +22,8 @@ from .transport import Transport
 class Comm:
     """One rank's communication, slices, random masks and gradients.
 
-    The interpreter sets ``seed``, ``step`` and ``scale``, and before each piece ``microbatch``: the place on the axis in
-    time.
+    The interpreter sets ``seed``, ``step`` and ``scale`` of a step, and before each piece ``microbatch``: the place on
+    the axis in time.
     """
 
     def __init__(

@@ -30,7 +30,10 @@ class LossScale:
         scaled = how.train and program.precision.scale is not None
         return replace(how, scale=self.scale, check_finite=True) if scaled else how
 
-    def update(self, finite: bool) -> None:
+    def update(self, how: Run, finite: bool) -> None:
+        """After a step that was run so."""
+        if how.scale is None:
+            return
         self.good, self.skipped = self.good + 1 if finite else 0, not finite
         if not finite:
             self.scale /= 2
