@@ -143,7 +143,7 @@ def test_more_bits_for_sums_are_nearer() -> None:
     assert error({}, 8, reduce_dtype="float32", **several) < 0.95 * error({}, 8, **several)
     many = {"microbatches": 128, "dtype": low}
     assert error({}, 128, reduce_dtype="float32", **many) < 0.7 * error({}, 128, **many)
-    assert error({"dp": 8}, 8, **eight) < 0.8 * error({"dp": 8}, 8, reduce_dtype="bfloat16", **eight)
+    assert error({"dp": 8}, 8, **eight) < 0.9 * error({"dp": 8}, 8, reduce_dtype="bfloat16", **eight)
 
 
 def test_a_model_in_bfloat16_keeps_its_dtype() -> None:
