@@ -89,6 +89,15 @@ reduce_scatter = define_operator(
     "reduce_scatter(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, over=size),
 )
+# several values as one message; each as all_gather and reduce_scatter
+gather_together = define_operator(
+    "gather_together(Tensor[] xs, str axis, int size, int[] dims, int[] parts) -> Tensor[]",
+    lambda xs, axis, size, dims, parts: [_resized(x, dim, times=size) for x, dim in zip(xs, dims, strict=True)],
+)
+scatter_together = define_operator(
+    "scatter_together(Tensor[] xs, str axis, int size, int[] dims, int[] parts) -> Tensor[]",
+    lambda xs, axis, size, dims, parts: [_resized(x, dim, over=size) for x, dim in zip(xs, dims, strict=True)],
+)
 all_to_all = define_operator(
     "all_to_all(Tensor x, str axis, int size, int dim, int parts, int to_dim, int to_parts) -> Tensor",
     lambda x, axis, size, dim, parts, to_dim, to_parts: _resized(_resized(x, dim, times=size), to_dim, over=size),
@@ -184,7 +193,7 @@ ring_attention_backward = define_operator(
 COMMUNICATION = frozenset(
     {
         all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, ring_attention, ring_attention_backward,
-        route_plan, route, unroute, gather_state,
+        route_plan, route, unroute, gather_state, gather_together, scatter_together,
     }
 )  # fmt: skip
 # depend on the rank's coordinate or on the step, move nothing

@@ -19,6 +19,7 @@ from .cost_models.roofline import Roofline
 from .dry_run import check_ranks
 from .mesh import Mesh
 from .passes.axis_view import Wishes, stores_state
+from .passes.bundle import Bundle
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
 from .passes.check_reductions import check_reductions
@@ -209,6 +210,8 @@ def _lower(
     if training and (again != "none" or (gathers and regather)):
         differentiated = runner(Recompute(again, regather, _budget(request, schedule)), differentiated)
     runner.check(check_backward, differentiated, training)
+    if staged.sharded.gathered:
+        differentiated = runner(Bundle(), differentiated)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)
     runner.check(check_ranks, program)

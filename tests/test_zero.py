@@ -233,3 +233,15 @@ def test_processes_have_the_memory_of_the_closed_forms(tmp_path: Path) -> None:
             assert gradients == (whole // 2 if zero >= 2 else whole)
             assert moments == each * (whole // 2 if zero else whole)
         assert len(found) == 4 * len(OPTIMIZERS)
+
+
+def test_slices_of_a_block_travel_together() -> None:
+    """Two messages of a block's parameters and one of its gradients, whatever it consists of; and as many for the table
+    of tokens and that of positions, and for what follows the blocks."""
+    program = _compile("gpt", {"dp": 2}, zero=3, microbatches=2, recompute="full")
+    stage = program.ranks[0].stages[0]
+    forward, backward = stage.forward.module.code, stage.backward.module.code
+    blocks = sum(name.endswith("ln1.weight") for name, _ in program.named_parameters())
+    assert forward.count("comm.gather_together(") == blocks + 2 and "comm.all_gather(" not in forward
+    assert backward.count("comm.scatter_together(") == blocks + 2
+    assert backward.count("comm.gather_together(") == blocks + 1  # of what comes before them, nothing is read again

@@ -38,6 +38,7 @@ class Comm:
         self.all_gather = transport.all_gather
         self.gather_state = transport.gather_state
         self.reduce_scatter = transport.reduce_scatter
+        self.gather_together, self.scatter_together = transport.gather_together, transport.scatter_together
         self.all_to_all = transport.all_to_all
         router = Router(transport, mesh)
         self.route_plan, self.route, self.unroute = router.route_plan, router.route, router.unroute

@@ -109,6 +109,37 @@ class DistributedTransport:
         _reduce_scatter(out, stacked, group=group)
         return out
 
+    def gather_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        group, size, _ = self.axis[axis]
+        flat = torch.cat([x.reshape(-1) for x in xs])
+        out = flat.new_empty(size, flat.numel())
+        _all_gather(out.view(-1), flat, group=group)
+        runs = torch.split(out, [x.numel() for x in xs], 1)
+        return tuple(
+            run.reshape(size * x.shape[0], *x.shape[1:])
+            if (dim, n) == (0, 1)
+            else layout.join([part.view(x.shape) for part in run.unbind(0)], dim, n)
+            for x, run, dim, n in zip(xs, runs, dims, parts, strict=True)
+        )
+
+    def scatter_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        group, size, _ = self.axis[axis]
+        sizes = [x.numel() // size for x in xs]
+        flat = xs[0].new_empty(size, sum(sizes))
+        shapes = []
+        for x, run, dim, n in zip(xs, torch.split(flat, sizes, 1), dims, parts, strict=True):
+            pieces = x.chunk(size) if (dim, n) == (0, 1) else layout.pieces(x, dim, n, size)
+            for mine, piece in zip(run, pieces, strict=True):
+                mine.view(piece.shape).copy_(piece)
+            shapes.append(pieces[0].shape)
+        out = flat.new_empty(sum(sizes))
+        _reduce_scatter(out, flat.view(-1), group=group)
+        return tuple(run.view(shape) for run, shape in zip(torch.split(out, sizes), shapes, strict=True))
+
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         group, size, index = self.axis[axis]
         if dim == to_dim:  # the same dim in other parts: rare

@@ -210,6 +210,16 @@ class LocalTransport:
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
 
+    def gather_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(self.all_gather(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
+
+    def scatter_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(self.reduce_scatter(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
+
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +29,18 @@ class Transport(Protocol):
         ...
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
+    def gather_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        """As ``all_gather`` of each, in one message."""
+        ...
+
+    def scatter_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        """As ``reduce_scatter`` of each, in one message."""
+        ...
+
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor: ...
 
     def exchange_rows(

@@ -22,6 +22,13 @@ from .work import GradientSum, Meeting, Part, Work
 COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
 RINGS = frozenset({"ring_attention", "ring_attention_backward"})
 PLAIN = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+# what another collective is priced as
+_LIKE = MappingProxyType(
+    {
+        "all_reduce_max": "all_reduce", "gather_state": "all_gather", "gather_together": "all_gather",
+        "scatter_together": "reduce_scatter",
+    }
+)  # fmt: skip
 _ACCUMULATE = ("accumulate", "accumulate_product")
 # what each action runs
 _PIECES = MappingProxyType(
@@ -111,7 +118,11 @@ class Priced:
         if name in RINGS:
             return self._ring(node, source, axis, ranks)
         made = values(source)[0]
-        kind = {"all_reduce_max": "all_reduce", "gather_state": "all_gather"}.get(name, name)
+        kind = _LIKE.get(name, name)
+        if name.endswith("_together"):
+            several = values(source) if kind == "all_gather" else [values(n)[0] for n in tensor_inputs(source)]
+            whole = sum(map(num_bytes, several))
+            return NodeTime(node, 0.0, self.costs.group_seconds(kind, whole, ranks), axis)
         full = {"all_gather": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(kind, num_bytes(x))
         if name in ("route", "unroute", "route_plan"):
             moved = num_bytes(x) if name != "route_plan" else 8 * len(ranks)
