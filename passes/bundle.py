@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..annotations import annotate, facts, leaf, value
+from ..annotations import annotate, copied_from, facts, leaf, value
 from ..comm_ops import all_gather, gather_together, reduce_scatter, scatter_together
 from ..program import DifferentiatedProgram
 from .repeated_blocks import block_of
@@ -85,8 +85,12 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
             continue
         place = block or run
         key = program.stage[node], facts(node).phase, node.args[1], value(node).dtype, place
-        if node.target is all_gather and leaf(node.all_input_nodes[0]) is not None:
+        if node.target is all_gather and _stored(node.all_input_nodes[0]):
             gathers[key].append(node)
         elif node in settled and all(user.op == "output" for user in node.users):
             scatters[key].append(node)
     return [m for m in gathers.values() if len(m) > 1], [m for m in scatters.values() if len(m) > 1]
+
+
+def _stored(node: fx.Node) -> bool:
+    return leaf(copied_from(node) or node) is not None

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
+from ..annotations import copied_from, facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
 from ..comm_ops import COMMUNICATION, convert, microbatch, share
 from ..errors import CompileError
 from ..expert_ops import expert_linear
@@ -23,7 +22,6 @@ from .expert_axes import hops, wrong_way
 from .rule_notation import Factors
 from .strategies import RuleBook, leaf_strategies, refine, strategies
 
-aten = torch.ops.aten
 Value = tuple[fx.Node, int]
 _MOVES = COMMUNICATION | {convert}
 
@@ -112,7 +110,7 @@ def _check_held(local: LocalProgram, node: fx.Node) -> None:
     start, later = local.parts.get((node, 0)), held is not None and held.deferred
     if start is None:
         return
-    copies = {user for user in start.users if _copies(user)}
+    copies = {user for user in start.users if copied_from(user)}
     for copy in copies:
         if copy not in local.once or value(copy).dtype is not value(node).dtype:
             raise _fail(f"{copy.name} is not what operators read of {node.name}", node)
@@ -130,13 +128,6 @@ def _check_held(local: LocalProgram, node: fx.Node) -> None:
     read = {user for one in (copies or {start}) for user in one.users}
     if later and not between.issuperset(read):
         raise _fail(f"an operator reads the slices of {node.name} whose gradient is scattered later", node)
-
-
-def _copies(node: fx.Node) -> bool:
-    """Whether this is a copy of a parameter in the dtype that operators read."""
-    source = node.args[0] if node.target is aten._to_copy.default else None
-    found = leaf(source) if isinstance(source, fx.Node) else None
-    return found is not None and found.held is not None
 
 
 def _check_inputs(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> None:
@@ -188,7 +179,7 @@ def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:
     """The moves that carry ``source`` to the local ``node``, first one first."""
     start, axes = local.parts[source], local.staged.sharded.axes
     steps: list[Step] = []
-    while node is not start and not (_copies(node) and node.args[0] is start):
+    while node is not start and copied_from(node) is not start:
         step = _step(axes, node)
         if step is None:
             raise _fail(f"{node.name} stands where {source[0].name} should", node)

@@ -282,7 +282,7 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
     if node.target in SIZED:
         over = f"[{args[1]}]"
         del args[2]  # the transport knows the axis' size
-    moved = value(node.args[0]).dtype if node.target in SIZED else None  # type: ignore[arg-type]
+    moved = value(node.all_input_nodes[0]).dtype if node.target in SIZED else None
     of = f" {str(moved).removeprefix('torch.')}" if moved else ""
     sites.append(f"{name}{over}{of} {facts(node).where}".strip())
     new = graph.create_node("call_method", name, (comm, *args, len(sites) - 1), name=node.name)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import fx
 
-from ..annotations import annotate, facts, leaf
+from ..annotations import annotate, copied_from, facts, leaf
 from ..comm_ops import all_gather, microbatch
 from ..program import DifferentiatedProgram
 from .recompute_budget import Budget, within_budget
@@ -130,8 +129,7 @@ def _of_gathered(program: DifferentiatedProgram) -> set[fx.Node]:
 
 def _parameter(node: fx.Node) -> bool:
     """Whether a value is a parameter, or the copy of one that operators read."""
-    copied = node.target is torch.ops.aten._to_copy.default
-    found = leaf(node.args[0] if copied else node)  # type: ignore[arg-type]
+    found = leaf(copied_from(node) or node)
     return found is not None and found.kind == "parameter"
 
 

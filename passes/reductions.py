@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from ..annotations import leaf, value
+from ..annotations import copied_from, leaf, value
 from ..builder import GraphBuilder
 from ..comm_ops import all_reduce, convert, loss_scale, lower_conversion, reduce_scatter
 from ..precision import Precision
@@ -18,11 +18,10 @@ aten = torch.ops.aten
 def of_parameters(local: LocalProgram) -> dict[fx.Node, fx.Node]:
     """Conversions of parameters (and of copies of them) -> the parameter."""
     found: dict[fx.Node, fx.Node] = {}
-    copies = {node: start for node, start in local.deferred.items() if node.target is aten._to_copy.default}
     for node in local.graph.nodes:
         if node.target is convert:
             (source,) = node.all_input_nodes
-            start = found.get(source, copies.get(source, source))
+            start = found.get(source, copied_from(source) or source)
             known = leaf(start)
             if known is not None and known.kind == "parameter":
                 found[node] = start

@@ -86,6 +86,13 @@ def leaf(node: fx.Node) -> Leaf | None:
     return facts(node).leaf
 
 
+def copied_from(node: fx.Node) -> fx.Node | None:
+    """The parameter that this is a copy of, in the dtype that operators read; see :class:`Leaf`."""
+    source = node.args[0] if node.target is torch.ops.aten._to_copy.default else None
+    found = leaf(source) if isinstance(source, fx.Node) else None
+    return source if found is not None and found.held is not None else None  # type: ignore[return-value]
+
+
 def num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
