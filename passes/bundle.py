@@ -33,7 +33,15 @@ class Bundle:
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         stage: dict[fx.Node, int] = {}
 
+        def emit(node: fx.Node) -> None:
+            new[node] = graph.node_copy(node, lambda n: new[n])
+            if node in program.stage:
+                stage[new[node]] = program.stage[node]
+
         def together(members: Sequence[fx.Node], target: object) -> None:
+            for source in (node.all_input_nodes[0] for node in members):
+                if source not in new:  # the copy of a parameter, made right before its own gather
+                    emit(source)
             _, axis, size = members[0].args[:3]
             dims, parts = ([node.args[place] for node in members] for place in (3, 4))
             given = [new[node.args[0]] for node in members]  # type: ignore[index]
@@ -53,10 +61,8 @@ class Bundle:
                 together(last[node], scatter_together)
             elif node.op == "output":
                 graph.output(fx.map_arg(node.args[0], lambda n: new[n]))
-            elif node not in joined:
-                new[node] = graph.node_copy(node, lambda n: new[n])
-                if node in program.stage:
-                    stage[new[node]] = program.stage[node]
+            elif node not in joined and node not in new:
+                emit(node)
         graph.lint()
         return replace(
             program,
