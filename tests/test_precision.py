@@ -113,7 +113,7 @@ def test_layouts_are_as_near_to_float64_as_one_rank(name: str, axes: dict[str, i
     assert _distance(found_weights, weights) < 1.5 * _distance(own_weights, weights)
     near, ours = _distances(own, exact), _distances(found, exact)
     typical = sorted(near.values())[len(near) // 2]
-    assert typical < 0.03
+    assert typical < 0.05  # else the bounds below would say little
     for tensor, error in ours.items():
         assert error < 3 * max(near[tensor], typical), tensor
 
