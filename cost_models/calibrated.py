@@ -15,6 +15,7 @@ from ..annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, v
 from ..comm_ops import (
     embedding_rows,
     embedding_rows_backward,
+    loss_scale,
     nll_terms,
     nll_terms_backward,
     rows_of,
@@ -37,7 +38,7 @@ _SIMPLE = [
     aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.bitwise_not.default,
     aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.stack.default, aten.scalar_tensor.default,
     aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.index_select.default,
-    aten.repeat_interleave.self_int, share, shard_pad, rows_of,
+    aten.repeat_interleave.self_int, share, shard_pad, rows_of, loss_scale,
 ]  # fmt: skip
 FAMILIES: Mapping[Any, str] = MappingProxyType(
     {

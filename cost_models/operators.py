@@ -133,7 +133,7 @@ MEMORY = frozenset(
     scatter scatter_add take index_put masked_scatter isin one_hot bucketize grid_sampler grid_sampler_2d new_ones
     new_zeros new_full new_empty ones zeros full empty arange linspace eye triu_indices tril_indices scalar_tensor
     rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv route_plan rows_of
-    own_experts keep_mask nll_terms embedding_rows native_layer_norm_backward native_group_norm
+    loss_scale own_experts keep_mask nll_terms embedding_rows native_layer_norm_backward native_group_norm
     native_group_norm_backward _fused_rms_norm_backward _fused_rms_norm _safe_softmax _softmax_backward_data
     _log_softmax_backward_data nll_loss_backward nll_loss2d_backward embedding_dense_backward gelu_backward
     silu_backward threshold_backward tanh_backward sigmoid_backward select_backward slice_backward

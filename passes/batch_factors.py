@@ -33,3 +33,21 @@ def batch_factors(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[f
 
 def _outermost(dims: Dims, chosen: frozenset[int] | set[int]) -> set[str]:
     return {names[0] for d, names in enumerate(dims) if d in chosen and names}
+
+
+def made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Operators that depend on the batch and on a parameter."""
+    batched: set[fx.Node] = set()
+    trained: set[fx.Node] = set()
+    for node in graph.nodes:
+        found = leaf(node) if node.op == "placeholder" else None
+        if found is not None:
+            if found.batched:
+                batched.add(node)
+            elif found.kind == "parameter":
+                trained.add(node)
+        elif node.op == "call_function":
+            for kind in (batched, trained):
+                if any(source in kind for source in node.all_input_nodes):
+                    kind.add(node)
+    return frozenset(n for n in batched & trained if n.op == "call_function")

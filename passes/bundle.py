@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..annotations import annotate, facts, leaf, value
+from ..annotations import annotate, copied_from, facts, leaf, value
 from ..comm_ops import all_gather, gather_together, reduce_scatter, scatter_together
 from ..program import DifferentiatedProgram
 from .repeated_blocks import block_of
@@ -33,7 +33,15 @@ class Bundle:
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         stage: dict[fx.Node, int] = {}
 
+        def emit(node: fx.Node) -> None:
+            new[node] = graph.node_copy(node, lambda n: new[n])
+            if node in program.stage:
+                stage[new[node]] = program.stage[node]
+
         def together(members: Sequence[fx.Node], target: object) -> None:
+            for source in (node.all_input_nodes[0] for node in members):
+                if source not in new:  # the copy of a parameter, made right before its own gather
+                    emit(source)
             _, axis, size = members[0].args[:3]
             dims, parts = ([node.args[place] for node in members] for place in (3, 4))
             given = [new[node.args[0]] for node in members]  # type: ignore[index]
@@ -53,10 +61,8 @@ class Bundle:
                 together(last[node], scatter_together)
             elif node.op == "output":
                 graph.output(fx.map_arg(node.args[0], lambda n: new[n]))
-            elif node not in joined:
-                new[node] = graph.node_copy(node, lambda n: new[n])
-                if node in program.stage:
-                    stage[new[node]] = program.stage[node]
+            elif node not in joined and node not in new:
+                emit(node)
         graph.lint()
         return replace(
             program,
@@ -85,8 +91,12 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
             continue
         place = block or run
         key = program.stage[node], facts(node).phase, node.args[1], value(node).dtype, place
-        if node.target is all_gather and leaf(node.all_input_nodes[0]) is not None:
+        if node.target is all_gather and _stored(node.all_input_nodes[0]):
             gathers[key].append(node)
         elif node in settled and all(user.op == "output" for user in node.users):
             scatters[key].append(node)
     return [m for m in gathers.values() if len(m) > 1], [m for m in scatters.values() if len(m) > 1]
+
+
+def _stored(node: fx.Node) -> bool:
+    return leaf(copied_from(node) or node) is not None

@@ -16,7 +16,8 @@ from ..expert_ops import expert_linear
 from ..program import Strategy
 from ..sharding import AxisType, I, R, S, Shard, local_shape, plain
 from .axis_view import AxisView, Edge, refusal
-from .batch_factors import batch_factors
+from .batch_factors import batch_factors, made_of_the_batch
+from .check_reductions import widens_activations
 from .expert_axes import expert_parameters, travelling
 
 aten = torch.ops.aten
@@ -40,9 +41,9 @@ class Candidates:
         graph, role = view.program.graph, view.axis.role
         self.view, self.axis, self.wishes = view, view.axis, view.wishes
         # What the model makes of the batch: no microbatch may compute it for all the others.
-        self.split_in_time = _made_of_the_batch(graph) if role == "time" else frozenset()
+        self.split_in_time = made_of_the_batch(graph) if role == "time" else frozenset()
         self.samples = batch_factors(graph, view.factors) if role == "context" else {}
-        self.work = _made_of_the_batch(graph) if role == "context" else frozenset()
+        self.work = made_of_the_batch(graph) if role in ("context", "model") else frozenset()
         self.expert_parameters = expert_parameters(graph) if view.spreads_experts else frozenset[fx.Node]()
         self.weights = _contraction_weights(graph) if role == "model" else frozenset()
 
@@ -52,6 +53,8 @@ class Candidates:
             options = travelling(node, options, self.axis)
         elif node.target is not attention or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)
+        if widens_activations(node, self.work):
+            options = tuple(s for s in options if R not in s.inputs)
         if found is None and self.axis.role == "context":
             return self._within_samples(node, options)
         if found is None:
@@ -139,24 +142,6 @@ class Candidates:
             + (f" after {already} ways of the other axes" if already > 1 else ""),
             fix=f"use a batch of {max(1, rows // (size * already)) * size * already} or a multiple of {size * already}",
         )
-
-
-def _made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Operators that depend on the batch and on a parameter."""
-    batched: set[fx.Node] = set()
-    trained: set[fx.Node] = set()
-    for node in graph.nodes:
-        found = leaf(node) if node.op == "placeholder" else None
-        if found is not None:
-            if found.batched:
-                batched.add(node)
-            elif found.kind == "parameter":
-                trained.add(node)
-        elif node.op == "call_function":
-            for kind in (batched, trained):
-                if any(source in kind for source in node.all_input_nodes):
-                    kind.add(node)
-    return frozenset(n for n in batched & trained if n.op == "call_function")
 
 
 def _contraction_weights(graph: fx.Graph) -> frozenset[fx.Node]:

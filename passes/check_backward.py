@@ -17,10 +17,11 @@ from torch import fx
 
 from ..annotations import Leaf, facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
 from ..builder import GraphBuilder
-from ..comm_ops import convert, lower_conversion
+from ..comm_ops import convert
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, outputs
-from ..sharding import gradient, parse_type
+from ..sharding import parse_type
+from .reductions import move, move_back, of_parameters, seed_of
 from .vector_jacobian import VectorJacobian
 
 aten = torch.ops.aten
@@ -60,6 +61,7 @@ class _Check:
 
     def __post_init__(self) -> None:
         self.local = self.program.local
+        self.precision, self.parameters = self.local.staged.sharded.program.precision, of_parameters(self.local)
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
         self.operators = VectorJacobian(self.scratch, {})
@@ -98,7 +100,7 @@ class _Check:
             return  # nothing of it is used
         cotangents = [self.program.cotangents.get((node, i)) for i in range(len(values(node)))]
         grad = self.training and needs_grad(node)
-        pattern = self._pattern(node, inputs, [c is not None for c in cotangents], grad)
+        pattern = self._pattern(node, inputs, [None if c is None else value(c).dtype for c in cotangents], grad)
         bound = dict(zip(pattern.inputs, inputs, strict=True))
         for found, wanted in zip(made, pattern.outputs, strict=False):
             if found is not None and wanted is not None and not self._equal(wanted, found, bound, stage):
@@ -124,20 +126,30 @@ class _Check:
     def _original(self, node: fx.Node) -> fx.Node:
         return self.program.copies.get(node, node)
 
-    def _pattern(self, node: fx.Node, inputs: Sequence[fx.Node], arrives: Sequence[bool], grad: bool) -> Pattern:
+    def _pattern(
+        self, node: fx.Node, inputs: Sequence[fx.Node], arrives: Sequence[torch.dtype | None], grad: bool
+    ) -> Pattern:
+        """``arrives``: the dtypes of the gradients that there are."""
         looks = tuple(
             (tuple(value(n).shape), value(n).stride(), value(n).dtype, needs_grad(n), inputs.index(n)) for n in inputs
         )
         literals = repr(fx.map_arg((node.args, node.kwargs), lambda _: "*"))
         wanted = _wanted(node)
         stored = node in self.local.at_start
-        key = (node.target, literals, looks, tuple(arrives), grad, tuple(wanted), stored)
+        parameter = self.parameters.get(node)
+        reduced = None if parameter is None else value(parameter).dtype
+        key = (node.target, literals, looks, tuple(arrives), grad, tuple(wanted), stored, reduced)
         if key not in self.patterns:
             self.patterns[key] = self._make(node, inputs, arrives, grad, wanted)
         return self.patterns[key]
 
     def _make(
-        self, node: fx.Node, inputs: Sequence[fx.Node], arrives: Sequence[bool], grad: bool, wanted: list[int]
+        self,
+        node: fx.Node,
+        inputs: Sequence[fx.Node],
+        arrives: Sequence[torch.dtype | None],
+        grad: bool,
+        wanted: list[int],
     ) -> Pattern:
         stands: dict[fx.Node, fx.Node] = {}
         for given in inputs:
@@ -146,11 +158,11 @@ class _Check:
         places = [stands[given] for given in inputs]
         following = iter(places)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))
-        tangents = [
-            self.scratch.placeholder("t", v) if here else None for v, here in zip(values(node), arrives, strict=True)
-        ]
+        with self.local.mode:
+            fakes = [None if d is None else v.to(d) for v, d in zip(values(node), arrives, strict=True)]
+        tangents = [None if fake is None else self.scratch.placeholder("t", fake) for fake in fakes]
         if node.target is convert:
-            return self._conversion(places[0], tangents[0], args, node in self.local.at_start)
+            return self._conversion(node, places[0], tangents[0], args)
         if not grad:
             made = self.scratch.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
             several = isinstance(facts(made).value, tuple)
@@ -160,22 +172,19 @@ class _Check:
         terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(places)
         return Pattern(tuple(places), tuple(tangents), tuple(outs_), tuple(terms))
 
-    def _conversion(self, x: fx.Node, tangent: fx.Node | None, args: Any, stored: bool) -> Pattern:
+    def _conversion(self, node: fx.Node, x: fx.Node, tangent: fx.Node | None, args: Any) -> Pattern:
         _, axis, size, source, target = args
         a, b = parse_type(source), parse_type(target)
-
-        def move(given: fx.Node, before: Any, after: Any, stored: bool = False) -> fx.Node:
-            op, dims = lower_conversion(before, after, stored=stored)
-            return given if op is None else self.scratch.call(op, given, axis, size, *dims)
-
-        back = None if tangent is None else move(tangent, gradient(b), gradient(a))
-        return Pattern((x,), (tangent,), (move(x, a, b, stored),), (back,))
+        made = move(self.scratch, x, axis, size, a, b, self.precision, stored=node in self.local.at_start)
+        parameter = self.parameters.get(node)
+        back = None if tangent is None else move_back(self.scratch, tangent, node, a, b, parameter, self.precision)
+        return Pattern((x,), (tangent,), (made,), (back,))
 
     # -- gradients
 
     def _seed(self, loss: fx.Node) -> None:
         x = values(loss)[0]
-        one = self.scratch.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
+        one = seed_of(self.scratch, x, self.precision)
         self.terms[origin(loss), self.local.stage.get(origin(loss)[0], 0)].append(Term(one, {}, origin(loss)[0]))
 
     def _sum(self, made: fx.Node | None, terms: list[Term], what: str, node: fx.Node, stage: int | None) -> None:

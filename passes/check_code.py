@@ -15,6 +15,7 @@ from ..comm_ops import RANKED, SIZED, microbatch, share
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
 from ..schedule_check import verify_schedule
+from .generate_ranks import dtypes_of_step
 from .spelling import SPELLING
 
 aten = torch.ops.aten
@@ -195,7 +196,10 @@ def _check_state(program: DistributedProgram) -> None:
             raise _fail(f"the gradient of {found.name} is added up in another way than its type says")
         if spec.resident != (held.sharding if held is not None and held.once else spec.sharding):
             raise _fail(f"{found.name} is gathered at another time than its type says")
-        if spec.dtype != value(node).dtype or spec.trainable != found.trainable or spec.kind != found.kind:
+        if (spec.read, spec.summed, spec.reduced) != dtypes_of_step(sharded.program, node):
+            raise _fail(f"{found.name} is read, or its gradient added up, in another dtype than its type says")
+        expected = found.held or value(node).dtype, found.trainable, found.kind
+        if (spec.dtype, spec.trainable, spec.kind) != expected:
             raise _fail(f"{found.name} is another kind of tensor")
         here = users[found.name] or {0}
         if set(spec.stages) != here:

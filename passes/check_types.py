@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from ..annotations import copied_from, facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
 from ..comm_ops import COMMUNICATION, convert, microbatch, share
 from ..errors import CompileError
 from ..expert_ops import expert_linear
@@ -48,8 +48,9 @@ def check_types(local: LocalProgram, rules: RuleBook) -> None:
             _check_leaf(sharded, node)
         else:
             _check_inputs(local, node, own)
-    for node in sharded.gathered:
-        _check_gathered(local, node)
+    for node, found in sharded.program.leaves.items():
+        if found.kind == "parameter":
+            _check_held(local, node)
     _check_outputs(local)
 
 
@@ -97,25 +98,35 @@ def _check_leaf(sharded: ShardedProgram, node: fx.Node) -> None:
             raise _fail(f"the gradient of {found.name} would count once for each microbatch", node)
 
 
-def _check_gathered(local: LocalProgram, node: fx.Node) -> None:
-    """A parameter that is stored in slices is gathered where only data is split. If its gradient is scattered at the
-    end of the step, that is the transpose of what every user sees: the same gather, at the start of it."""
+def _check_held(local: LocalProgram, node: fx.Node) -> None:
+    """A parameter that is held in more bits than operators read is copied once a step, before anything else. One that
+    is stored in slices is gathered where only data is split. If the transpose of either is left to the end of the
+    step, it is that of what every user sees: the same, at the start of it."""
     sharded = local.staged.sharded
-    held, stored = sharded.gathered[node], sharded.produced(node)
-    for axis, kind, whole in zip(sharded.axes, stored, held.sharding, strict=True):
+    held, stored = sharded.gathered.get(node), sharded.produced(node)
+    for axis, kind, whole in zip(sharded.axes, stored, held.sharding if held else stored, strict=True):
         if kind != whole and not (isinstance(kind, Shard) and plain(whole) is I and axis.role in ("data", "context")):
             raise _fail(f"{node.name} is stored as {kind} over {axis.name}, and gathered to {whole}", node)
-    start = local.parts.get((node, 0))
-    ends = [end for end, found in local.deferred.items() if found is start]
-    between: set[fx.Node] = set()
-    for end in ends:
+    start, later = local.parts.get((node, 0)), held is not None and held.deferred
+    if start is None:
+        return
+    copies = {user for user in start.users if copied_from(user)}
+    for copy in copies:
+        if copy not in local.once or value(copy).dtype is not value(node).dtype:
+            raise _fail(f"{copy.name} is not what operators read of {node.name}", node)
+    if copies and (not copies.issuperset(start.users) or value(start).dtype is not sharded.program.leaves[node].held):
+        raise _fail(f"an operator reads {node.name} itself, and others a copy", node)
+    between = set(copies)
+    for end in (end for end, found in local.deferred.items() if found is start):
         steps = moves(local, end, (node, 0))
         between |= {step.node for step in steps}
         arrived = arrive(sharded, (node, 0), steps, grad=True, user=node)
-        direct = all(step.before == stored[step.axis] and step.after is held.sharding[step.axis] is R for step in steps)
-        if not (held.deferred and direct and arrived == held.sharding and between <= local.once):
+        direct = all(step.before == stored[step.axis] and step.after is R for step in steps)
+        wanted = held.sharding if held is not None and end not in copies else stored
+        if not ((later or end in copies) and direct and arrived == wanted and between <= local.once):
             raise _fail(f"{end.name} is not what {node.name} is gathered to at the start of a step", node)
-    if held.deferred and start is not None and not between.issuperset(start.users):
+    read = {user for one in (copies or {start}) for user in one.users}
+    if later and not between.issuperset(read):
         raise _fail(f"an operator reads the slices of {node.name} whose gradient is scattered later", node)
 
 
@@ -168,7 +179,7 @@ def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:
     """The moves that carry ``source`` to the local ``node``, first one first."""
     start, axes = local.parts[source], local.staged.sharded.axes
     steps: list[Step] = []
-    while node is not start:
+    while node is not start and copied_from(node) is not start:
         step = _step(axes, node)
         if step is None:
             raise _fail(f"{node.name} stands where {source[0].name} should", node)

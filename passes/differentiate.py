@@ -12,9 +12,10 @@ from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
 from ..builder import GraphBuilder
-from ..comm_ops import convert, lower_conversion
+from ..comm_ops import convert
 from ..program import DifferentiatedProgram, LocalProgram, outputs
-from ..sharding import gradient, parse_type
+from ..sharding import parse_type
+from .reductions import move, move_back, of_parameters, seed_of
 from .vector_jacobian import Pullback, Template, VectorJacobian
 
 aten = torch.ops.aten
@@ -45,6 +46,7 @@ class Differentiate:
 class _Tape:
     def __init__(self, local: LocalProgram, training: bool, templates: dict[Hashable, Template]) -> None:
         self.local, self.training = local, training
+        self.precision, self.parameters = local.staged.sharded.program.precision, of_parameters(local)
         self.deferring = _between(local)  # their transposes stand at the end of the step, where gradients settle
         self.builder = GraphBuilder(local.mode)
         self.operators = VectorJacobian(self.builder, templates)
@@ -95,7 +97,7 @@ class _Tape:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value[origin(n)])
             if node.target is convert:
                 self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
-            elif self.training and known.needs_grad:
+            elif self.training and known.needs_grad and node not in self.deferring:
                 wanted = [0] if not isinstance(known.value, tuple) else _wanted(node)
                 made, pullback = self.operators.apply(node.target, args, kwargs, wanted)
                 for index, result in enumerate(made):
@@ -128,23 +130,16 @@ class _Tape:
                 self.once.add(new)
 
     def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any, *, stored: bool) -> fx.Node:
-        return self._conversion(x, axis, size, parse_type(source), parse_type(target), stored=stored)
-
-    def _conversion(
-        self, x: fx.Node, axis: str, size: int, source: Any, target: Any, *, stored: bool = False
-    ) -> fx.Node:
-        op, dims = lower_conversion(source, target, stored=stored)
-        if op is None:
-            return x
-        return self.builder.call(op, x, axis, size, *dims)
+        a, b = parse_type(source), parse_type(target)
+        return move(self.builder, x, axis, size, a, b, self.precision, stored=stored)
 
     def _transpose(self, node: fx.Node) -> Pullback:
-        axis, size, source, target = node.args[1:]
-        before, after = gradient(parse_type(str(target))), gradient(parse_type(str(source)))
+        source, target = (parse_type(str(kind)) for kind in node.args[3:])
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             assert tangents[0] is not None
-            return [self._conversion(tangents[0], str(axis), int(size), before, after)]  # type: ignore[arg-type]
+            parameter = self.parameters.get(node)
+            return [move_back(self.builder, tangents[0], node, source, target, parameter, self.precision)]
 
         return pullback
 
@@ -156,7 +151,7 @@ class _Tape:
         self._enter(source)
         with self.builder.at(source, backward=True):
             x = values(loss)[0]
-            seed = self.builder.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
+            seed = seed_of(self.builder, x, self.precision)
         self._settle(source, before)
         stage = self.local.stage.get(source, 0)
         self.arrived[source, index][stage].append(seed)
@@ -231,7 +226,7 @@ def _first_users(local: LocalProgram) -> dict[tuple[fx.Node, int], list[fx.Node]
 
 
 def _between(local: LocalProgram) -> frozenset[fx.Node]:
-    """The conversions of parameters whose gradients wait for the end of the step."""
+    """The conversions and copies of parameters whose gradients wait for the end of the step."""
     found: set[fx.Node] = set()
     for node, start in local.deferred.items():
         while node is not start:

@@ -17,6 +17,7 @@ from ..program import (
     DifferentiatedProgram,
     DistributedProgram,
     Piece,
+    Program,
     ShardedProgram,
     Slice,
     StageProgram,
@@ -281,7 +282,9 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
     if node.target in SIZED:
         over = f"[{args[1]}]"
         del args[2]  # the transport knows the axis' size
-    sites.append(f"{name}{over} {facts(node).where}".strip())
+    moved = value(node.all_input_nodes[0]).dtype if node.target in SIZED else None
+    of = f" {str(moved).removeprefix('torch.')}" if moved else ""
+    sites.append(f"{name}{over}{of} {facts(node).where}".strip())
     new = graph.create_node("call_method", name, (comm, *args, len(sites) - 1), name=node.name)
     new.meta = dict(node.meta)
     return new
@@ -312,11 +315,12 @@ def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
             found.name,
             found.kind,
             tuple(values(node)[0].shape),
-            values(node)[0].dtype,
+            found.held or value(node).dtype,
             found.trainable,
             kinds[found.name],
             tuple(sorted(stages[found.name])) or (0,),
             *during_step(local.staged.sharded, node),
+            *dtypes_of_step(local.staged.sharded.program, node),
         )
         for node, found in original.items()
         if found.kind != "input"
@@ -329,6 +333,12 @@ def during_step(sharded: ShardedProgram, node: fx.Node) -> tuple[Sharding, Shard
     if held is None:
         return stored, stored
     return held.sharding if held.once else stored, held.sharding if held.deferred else stored
+
+
+def dtypes_of_step(program: Program, node: fx.Node) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The dtypes in which operators read a leaf, microbatches add up its gradient, and ranks do."""
+    held = program.leaves[node].held or value(node).dtype
+    return value(node).dtype, program.precision.accumulated(held), program.precision.reduced(held)
 
 
 def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:

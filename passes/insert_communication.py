@@ -76,6 +76,7 @@ class _Lowering:
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.at_start: set[fx.Node] = set()
         self.deferred: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
     def run(self) -> LocalProgram:
         for node in self.sharded.program.graph.nodes:
@@ -117,7 +118,7 @@ class _Lowering:
         kind = self.sharded.produced(node)
         size = self._local(shape(node), kind)
         with self.builder.mode:
-            fake = torch.empty(size, dtype=values(node)[0].dtype, device=values(node)[0].device)
+            fake = torch.empty(size, dtype=known.leaf.held or values(node)[0].dtype, device=values(node)[0].device)
         new = self.builder.placeholder(node.name, fake, known.leaf, needs_grad=known.needs_grad)
         self.local[node, 0] = new
         self.sharding[new] = kind
@@ -252,11 +253,24 @@ class _Lowering:
         found, held = leaf(source), self.sharded.gathered.get(source)
         # a parameter is at hand in every stage that uses it
         home = stage if found is not None and found.kind == "parameter" else self.staged.stage.get(source)
+        if found is not None and found.held is not None:
+            node = self._copied(node, values(source)[0].dtype, stage)
         if held is not None:
             node, start = self._gathered(node, start, held, stage), held.sharding
         if not grad:  # without gradients I and R are the same bits
             start, target = tuple(map(plain, start)), tuple(map(plain, target))
         return self._moved(node, start, target, R if grad else I, (home, stage))
+
+    def _copied(self, stored: fx.Node, dtype: torch.dtype, stage: int | None) -> fx.Node:
+        """What ``stage`` reads of a parameter that is held in another dtype."""
+        if (stored, stage) not in self.copies:
+            copy = self.copies[stored, stage] = self.builder.call(aten._to_copy.default, stored, dtype=dtype)
+            if stage is not None:
+                self.stage[copy] = stage
+                self.at_start.add(copy)
+            if needs_grad(stored):
+                self.deferred[copy] = stored
+        return self.copies[stored, stage]
 
     def _gathered(self, stored: fx.Node, start: Sharding, held: Gathered, stage: int | None) -> fx.Node:
         """What operators of ``stage`` see of a parameter that is stored in slices."""
@@ -265,7 +279,7 @@ class _Lowering:
         if held.once:
             self.at_start.update(self.builder.made[before:])
         if held.deferred:
-            self.deferred[node] = stored
+            self.deferred[node] = self.deferred.get(stored, stored)
         return node
 
     def _moved(

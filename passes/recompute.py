@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import fx
 
-from ..annotations import annotate, facts, leaf
+from ..annotations import annotate, copied_from, facts, leaf
 from ..comm_ops import all_gather, microbatch
 from ..program import DifferentiatedProgram
 from .recompute_budget import Budget, within_budget
@@ -128,7 +128,8 @@ def _of_gathered(program: DifferentiatedProgram) -> set[fx.Node]:
 
 
 def _parameter(node: fx.Node) -> bool:
-    found = leaf(node)
+    """Whether a value is a parameter, or the copy of one that operators read."""
+    found = leaf(copied_from(node) or node)
     return found is not None and found.kind == "parameter"
 
 

@@ -19,13 +19,16 @@ class Leaf:
     """What a placeholder stands for.
 
     ``name`` is the original name (parameters, buffers) or the path in the batch (inputs); ``batched``: an input
-    whose dim 0 is the batch. A ``cache`` stays on its ranks from one run to the next; one operator writes to it.
+    whose dim 0 is the batch. ``held``: the dtype in which ranks hold a parameter whose operators read a copy of fewer
+    bits, made once a step (None: there is no copy). The value of a leaf is what operators read. A ``cache`` stays on
+    its ranks from one run to the next; one operator writes to it.
     """
 
     kind: Literal["parameter", "buffer", "constant", "input", "cache"]
     name: str
     trainable: bool = False
     batched: bool = False
+    held: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,13 @@ def needs_grad(node: fx.Node) -> bool:
 
 def leaf(node: fx.Node) -> Leaf | None:
     return facts(node).leaf
+
+
+def copied_from(node: fx.Node) -> fx.Node | None:
+    """The parameter that this is a copy of, in the dtype that operators read; see :class:`Leaf`."""
+    source = node.args[0] if node.target is torch.ops.aten._to_copy.default else None
+    found = leaf(source) if isinstance(source, fx.Node) else None
+    return source if found is not None and found.held is not None else None  # type: ignore[return-value]
 
 
 def num_bytes(x: Tensor) -> int:

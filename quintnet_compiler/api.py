@@ -41,6 +41,10 @@ def compile(
     zero_axes: Sequence[str] | None = None,
     regather: bool | None = None,
     recompute: str | None = None,
+    precision: str | None = None,
+    loss_scale: float | None = None,
+    reduce_dtype: str | None = None,
+    sum_dtype: str | None = None,
     seed: int | None = None,
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
@@ -74,6 +78,10 @@ def compile(
         regather: whether the backward gathers parameters again (it does by default) or the forward's are kept.
         recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
             ``"selective"`` what is cheap, ``"full"`` everything.
+        precision: ``"bf16"`` or ``"fp16"`` compute in 16 bits with float32 parameters and sums of gradients, see Plan.
+        loss_scale: for ``"fp16"``: the first factor of the loss, see Plan.
+        reduce_dtype: in which ranks add up gradients: ``"parameter"`` (as they are), ``"float32"``, ``"bfloat16"``.
+        sum_dtype: in which ranks add up other partial results: ``"value"`` (as they are) or ``"float32"``.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
         check_finite: whether a step refuses a loss or gradients with NaN or Inf before an optimizer sees them.
@@ -105,6 +113,10 @@ def compile(
         "zero_axes": None if zero_axes is None else tuple(zero_axes),
         "regather": regather,
         "recompute": recompute,
+        "precision": precision,
+        "loss_scale": loss_scale,
+        "reduce_dtype": reduce_dtype,
+        "sum_dtype": sum_dtype,
         "seed": seed,
     }
     if isinstance(mesh, Cluster) or plan == "auto":

@@ -167,6 +167,8 @@ cached_attention = define_operator(
     lambda q, k, v, *_: q.new_empty([*q.shape[:3], v.shape[3]]),
     _cached_attention,
 )
+# ``x`` times the factor of a scaled loss, which the runtime chooses (see :mod:`.runtime.loss_scale`)
+loss_scale = define_operator("loss_scale(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
 # dropout as the model has it: ``op`` numbers the model's random operators in order
 dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
 # this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
@@ -214,11 +216,11 @@ COMMUNICATION = frozenset(
         route_plan, route, unroute, gather_state, gather_together, scatter_together,
     }
 )  # fmt: skip
-# depend on the rank's coordinate, move nothing
+# depend on the rank's coordinate or on the step, move nothing
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        rows_of, own_experts, cached_attention,
+        rows_of, own_experts, cached_attention, loss_scale,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL

@@ -27,7 +27,7 @@ from .mesh import Mesh
 from .meta_buffers import with_buffers
 from .passes.prove import prove
 from .passes.rule_notation import Rule
-from .plan import Plan
+from .plan import Plan, precision_of
 from .pretrained import Allowed, load_weights
 from .pretrained import Subject as Pretrained
 from .pretrained_save import save_weights
@@ -94,7 +94,8 @@ class CompiledProgram:
         Raises:
             InputError: QN102 or QN106 if the batch does not fit.
             RunError: QN501 on every rank if the loss or a gradient is NaN or Inf, with the operator, the rank and the
-                microbatch that made the first one. No parameter or gradient was changed.
+                microbatch that made the first one. No parameter or gradient was changed. (In fp16, while the scaled
+                loss may be the reason: no error, and no parameter has a gradient, so that optimizers skip the step.)
             CompileError: if this is the first step, see :func:`quintnet.compile`.
         """
         self._require_training("step")
@@ -236,6 +237,11 @@ class CompiledProgram:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
         return self._state().clip_grad_norm(self._leader().program, max_norm)
 
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the next step multiplies its loss, where the precision is fp16; else 1."""
+        return self._state().scaler.scale
+
     def get_rng_state(self) -> dict[str, int]:
         """The seed of dropout masks and the number of the next training step: all that the masks depend on."""
         return {"seed": self._task.plan.seed, "step": self._steps}
@@ -258,7 +264,9 @@ class CompiledProgram:
             batch: what to train on; without it, the batch that the program was compiled with or saw last.
             steps: training steps (SGD with momentum).
             float64: compare copies in float64, where rounding hides nothing.
-            limit: the relative error that counts as equal; by default what the dtype allows.
+            limit: the relative error that counts as equal; by default what the dtype allows. Where the plan's precision
+                is not the model's own, both are compared with the module in float64, and by default a program may be
+                twice as far from it as one rank of the same precision is.
 
         Returns:
             A report; ``report.ok`` is whether all is equal. If not, ``report.culprit`` is the first wrong operator.
@@ -273,16 +281,9 @@ class CompiledProgram:
         self._refuse_meta()
         if float64:
             return self._in_float64(batch).verify(steps=steps, limit=limit)
-        program = self._program("train", batch, batch_size_of(batch))
-        task, tensors = self._task, dict(self._captured["train"].tensors)
-        try:
-            inputs = model_inputs(batch, task.loss_fn)
-            outputs: DistributedProgram | str = self._program("outputs", inputs, batch_size_of(inputs))
-            tensors = {**self._captured["outputs"].tensors, **tensors}
-        except CompileError as error:
-            outputs = error.message
-        subject = Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
-        return verify_program(subject, batch, steps, limit)
+        subject = self._subject(batch)
+        low = precision_of(self.plan).rounds
+        return verify_program(subject, batch, steps, limit, self._unsplit(batch)._subject(batch) if low else None)
 
     def prove(self, name: str) -> str:
         """Why the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
@@ -359,8 +360,27 @@ class CompiledProgram:
                 fix="verify a small model of the same kind, built on a real device",
             )
 
+    def _subject(self, batch: Any) -> Subject:
+        program = self._program("train", batch, batch_size_of(batch))
+        task, tensors = self._task, dict(self._captured["train"].tensors)
+        try:
+            inputs = model_inputs(batch, task.loss_fn)
+            outputs: DistributedProgram | str = self._program("outputs", inputs, batch_size_of(inputs))
+            tensors = {**self._captured["outputs"].tensors, **tensors}
+        except CompileError as error:
+            outputs = error.message
+        return Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
+
+    def _unsplit(self, batch: Any) -> CompiledProgram:
+        """One rank that computes in the same dtypes."""
+        plan = self.plan
+        same = Plan(precision=plan.precision, reduce_dtype=plan.reduce_dtype, seed=plan.seed)
+        same = same.changed({"unknown_ops": plan.unknown_ops})
+        return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same)).prepare(batch)
+
     def _in_float64(self, batch: Any) -> CompiledProgram:
-        task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=self.plan)
+        plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
+        task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=plan)
         double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
         return CompiledProgram(task).prepare(double)
 

@@ -22,6 +22,7 @@ from .passes.axis_view import Wishes, stores_state
 from .passes.bundle import Bundle
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
+from .passes.check_reductions import check_reductions
 from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
 from .passes.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
@@ -31,6 +32,7 @@ from .passes.follow_stages import FollowStages
 from .passes.generate_ranks import GenerateRanks
 from .passes.insert_communication import InsertCommunication
 from .passes.join_routes import JoinRoutes
+from .passes.lower_precision import LowerPrecision
 from .passes.normalize import Normalize
 from .passes.recompute import Recompute
 from .passes.recompute_budget import Budget
@@ -39,7 +41,7 @@ from .passes.shard_state import ShardState, stored_whole, storing_axes
 from .passes.sharding_rules import RULES
 from .passes.strategies import RuleBook
 from .passes.unsplit import unsplit
-from .plan import Plan, fixed_types
+from .plan import Plan, fixed_types, precision_of
 from .program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
 from .schedule import Schedule
 from .schedule_kinds import forward_only
@@ -188,6 +190,7 @@ def _prices(request: Request) -> Roofline:
 
 def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
     program = runner(Normalize(request.batch_size, request.device), captured)
+    program = runner(LowerPrecision(precision_of(request.plan)), program)
     check_experts(program.graph, request.plan.experts)
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     axes = axes_of(request.mesh, microbatches)
@@ -209,6 +212,7 @@ def _lower(
 ) -> DistributedProgram:
     local = runner(InsertCommunication(dict(request.rules), request.plan.balance_context), staged)
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
+    runner.check(check_reductions, local)
     local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)
     again, regather = request.plan.recompute, request.plan.regather

@@ -28,6 +28,8 @@ SUMMARIES = MappingProxyType(
         "QN211": "the calibration is not valid",
         "QN212": "no layout fits the cluster",
         "QN213": "the budget of saved values is too small",
+        "QN214": "a partial sum would be rounded before it is added up",
+        "QN215": "the precision does not fit the model",
         "QN301": "the mesh does not fit the world",
         "QN302": "a launched process failed",
         "QN401": "ranks disagree about communication",

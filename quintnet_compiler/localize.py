@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from . import layout
-from .annotations import facts, is_getitem, leaf, needs_grad, origin
+from .annotations import facts, is_getitem, leaf, needs_grad, origin, value
 from .comm_ops import dropout
 from .noise import Key
 from .program import DifferentiatedProgram, DistributedProgram, ShardedProgram, StageProgram, outputs
@@ -170,7 +170,8 @@ def _unsplit(
                 continue
             found = leaf(node) if node.op == "placeholder" else None
             if found is not None:
-                x = next(inputs) if found.kind == "input" else tensors[found.name].detach().clone()
+                given = next(inputs) if found.kind == "input" else tensors[found.name].detach()
+                x = given.to(value(node).dtype, copy=True)
                 env[node] = x.requires_grad_(found.trainable) if found.trainable else x
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)

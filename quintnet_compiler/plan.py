@@ -16,6 +16,7 @@ from .errors import CompileError
 from .files import open_folder, write_file
 from .mesh import AXES, Mesh
 from .names import LONGEST_PATH, one_line
+from .precision import DTYPES, Precision
 from .schedule_synthesis import check_schedule
 from .sharding import AxisType, parse_type
 
@@ -55,6 +56,14 @@ class Plan(BaseModel):
     ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
     takes no more than passes over memory (no product, attention or communication), ``"full"`` everything, or
     ``"auto"`` what the cost model finds cheapest so that no rank saves more than ``saved_gib`` GiB at once.
+    ``precision``: ``"model"`` computes as the model is written; ``"bf16"`` (or ``"fp16"``, with a scaled loss) with
+    copies in few bits of float32 parameters, which an optimizer goes on seeing, see :mod:`.passes.lower_precision`.
+    ``loss_scale``: the first factor of a scaled loss; it halves with every step that it makes overflow (which is then
+    skipped) and doubles after 2000 good ones.
+    ``reduce_dtype``: in which ranks add up gradients of parameters: the dtype of the ``"parameter"``; or
+    ``"float32"``, in which microbatches add them up, too; or ``"bfloat16"``, half the bytes.
+    ``sum_dtype``: in which ranks add up other partial results, those of row-parallel products: the dtype of the
+    ``"value"``, or ``"float32"``, twice the bytes of 16 bits.
     ``seed``: of dropout masks, which are the same on every layout.
     ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
     """
@@ -77,6 +86,10 @@ class Plan(BaseModel):
     regather: bool = True
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     saved_gib: float | None = Field(default=None, gt=0, lt=2**20)
+    precision: Literal["model", "bf16", "fp16"] = "model"
+    loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
+    reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
+    sum_dtype: Literal["value", "float32"] = "value"
     seed: int = Field(default=0, ge=0, lt=2**63)
     unknown_ops: Literal["error", "replicate"] = "error"
 
@@ -202,6 +215,12 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
                     "QN201", f"the plan shards {pattern!r} over {axis!r}", fix="name one of dp, tp, cp, ep"
                 )
             _type(pattern, text)
+
+
+def precision_of(plan: Plan) -> Precision:
+    """What the plan says of dtypes."""
+    compute, reduce, sums = (DTYPES.get(word) for word in (plan.precision, plan.reduce_dtype, plan.sum_dtype))
+    return Precision(compute, reduce, sums, plan.loss_scale if plan.precision == "fp16" else None)
 
 
 def _type(pattern: str, text: str) -> AxisType:

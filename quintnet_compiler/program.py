@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec
 
 from .annotations import Leaf, leaf
 from .mesh import Mesh
+from .precision import Precision
 from .schedule import Action, Edge, Schedule
 from .sharding import AxisType, Shard, Sharding
 
@@ -43,6 +44,7 @@ class Captured:
 class Program:
     """A captured program for one global batch size: functional, canonical operators, concrete global shapes.
 
+    ``precision``: in which dtypes gradients and other partial sums are added up.
     Invariants: every node carries facts; only the output node has no users; the output is a tuple of nodes.
     """
 
@@ -50,6 +52,7 @@ class Program:
     graph: fx.Graph
     mode: FakeTensorMode
     batch_size: int
+    precision: Precision = Precision()
 
     @property
     def leaves(self) -> dict[fx.Node, Leaf]:
@@ -155,7 +158,8 @@ class LocalProgram:
 
     ``sharding`` types every leaf and output; ``stage`` is as in :class:`StagedProgram` (absent: any stage);
     ``once`` names the nodes that run once a step, before the first microbatch. ``deferred`` maps a parameter that was
-    gathered once to its leaf, if its gradient is scattered at the end of the step. ``parts`` maps an output of the
+    gathered once, or copied to another dtype, to its leaf, if the transpose of that is part of settling its gradient at
+    the end of the step. ``parts`` maps an output of the
     program's operators to the node that makes this rank's part of it; ``reads`` an operator to the nodes that stand for
     its tensor inputs.
     """
@@ -172,7 +176,7 @@ class LocalProgram:
 
     @property
     def at_start(self) -> frozenset[fx.Node]:
-        """What gathers stored parameters once a step: these nodes alone run once, and have a stage."""
+        """What gathers or copies stored parameters once a step: these nodes alone run once, and have a stage."""
         return self.once & self.stage.keys()
 
 
@@ -275,7 +279,8 @@ class StateSpec:
 
     ``resident``: its type for operators all through a step, if it is gathered at the start, else as ``sharding``.
     ``accumulated``: the type whose gradient the microbatches add up; at the end of the step it becomes that of
-    ``sharding``.
+    ``sharding``. ``read``: the dtype of what operators read, a copy where it is not ``dtype``. ``summed``: the dtype
+    in which microbatches add up its gradient, ``reduced``: in which ranks do.
     """
 
     name: str
@@ -287,10 +292,15 @@ class StateSpec:
     stages: tuple[int, ...]
     resident: Sharding
     accumulated: Sharding
+    read: torch.dtype
+    summed: torch.dtype
+    reduced: torch.dtype
 
     @property
     def in_place(self) -> bool:
         """Whether what a rank stores is a run of rows of what is resident, and can lie in its memory."""
+        if self.read != self.dtype:
+            return False
         rows = [kind for kind, whole in zip(self.sharding, self.resident, strict=True) if kind != whole]
         first = next((i for i, kind in enumerate(self.sharding) if kind != self.resident[i]), 0)
         inner = [w for w in self.resident[first:] if isinstance(w, Shard) and w.dim == 0]
@@ -352,6 +362,10 @@ class DistributedProgram:
     def space(self) -> tuple[Axis, ...]:
         """The axes over ranks (all but the microbatch axis), outermost first."""
         return tuple(axis for axis in self.axes if axis.role != "time")
+
+    @property
+    def precision(self) -> Precision:
+        return self.source.local.staged.sharded.program.precision
 
     @property
     def edges(self) -> tuple[Edge, ...]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from functools import singledispatch
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from .allow_list import check_source
 from .annotations import facts, is_getitem, origin, shape, tensor_inputs, value, values
 from .comm_ops import cached_attention, convert, microbatch
 from .errors import CompileError
+from .precision import narrows
 from .program import DifferentiatedProgram, DistributedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
 from .sharding import P, Shard, local_shape
 
@@ -91,15 +92,18 @@ def _(program: LocalProgram) -> None:
 
 @verify.register
 def _(program: DifferentiatedProgram) -> None:
-    """Each gradient has the local shape and dtype of its parameter (of what it is gathered to, if the gradient is
-    scattered later), nothing typed is left, and caches are written where they are kept."""
+    """Each gradient has the local shape of its parameter (of what it is gathered to, if the gradient is scattered
+    later) and a dtype that its sum can hold, nothing typed is left, and caches are written where they are kept."""
     local = program.local
     sizes = {facts(n).leaf.name: n for n in local.graph.nodes if n.op == "placeholder" and facts(n).leaf}  # type: ignore[union-attr]
     sizes |= {facts(n).leaf.name: whole for whole, n in local.deferred.items()}  # type: ignore[union-attr]
     for (name, _), node in program.gradients.items():
         parameter = sizes[name]
-        same = shape(node) == shape(parameter) and value(node).dtype == value(parameter).dtype
-        _require(same, lambda: f"the gradient of {name} is {shape(node)}, not {shape(parameter)}", node)  # noqa: B023
+        held = facts(local.deferred.get(parameter, parameter))
+        assert isinstance(held.value, Tensor)
+        summed = local.staged.sharded.program.precision.accumulated(held.value.dtype)
+        fits = shape(node) == shape(parameter) and not narrows(value(node).dtype, summed)
+        _require(fits, lambda: f"the gradient of {name} is {shape(node)}, not {shape(parameter)}", node)  # noqa: B023
     for node in program.graph.nodes:
         _require(node.target is not convert, lambda: f"{node} is not lowered", node)  # noqa: B023
         for given in node.args[3:5] if node.target is cached_attention else ():

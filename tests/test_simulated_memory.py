@@ -75,6 +75,9 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("mixture", {"dp": 2}, {"zero": 2, "microbatches": 2}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 3}),
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "zero": 3, "regather": False}),
+    ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "precision": "bf16", "sum_dtype": "float32"}),
+    ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 1, "schedule": "zb-h1"}),
+    ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 3, "recompute": "full"}),
 ]
 
 
@@ -84,7 +87,8 @@ def test_bytes_and_live_activations(
 ) -> None:
     case = CASES[name]
     batch = case.batch(8)
-    program = quintnet.compile(build(name), Mesh(**mesh), batch, loss_fn=case.loss_fn, **options)
+    dtype = torch.float32 if "precision" in options else torch.float64
+    program = quintnet.compile(build(name, dtype), Mesh(**mesh), batch, loss_fn=case.loss_fn, **options)
     inspector = Inspector(monkeypatch)
     program.step(batch)
     monkeypatch.undo()

@@ -165,6 +165,6 @@ class LessSplit:
             self.stages[key] = (
                 [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)],
                 min(max(unit.working for unit in stage) for stage in stages),
-                min(max(sum(held.bytes for held in unit.parameters) for unit in stage) for stage in stages),
+                min(max(sum(held.read for held in unit.parameters) for unit in stage) for stage in stages),
             )
         return self.stages[key]

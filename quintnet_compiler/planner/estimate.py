@@ -10,7 +10,7 @@ from typing import Any
 
 from .layouts import Layout
 
-# AdamW as torch keeps it: two moments of the parameter's dtype
+# AdamW as torch keeps it: two moments of the dtype of the parameter as ranks hold it
 MOMENTS = 2
 
 

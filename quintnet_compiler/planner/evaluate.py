@@ -65,7 +65,20 @@ def _hidden(part: Sequence[Unit], costs: RankCosts) -> float:
 
 def _memory(held: Sequence[Held], saved: int, part: Sequence[Unit], slices: Slices) -> StageMemory:
     zero, working = slices.layout.zero, max(unit.working for unit in part)
-    whole, sliced = sum(one.bytes for one in held), sum(one.bytes // slices.ways(one) for one in held)
     if zero == 3:  # a block's parameters, whole
-        working += max(sum(one.bytes for one in (*unit.parameters, *unit.tied.values())) for unit in part)
-    return StageMemory(sliced if zero == 3 else whole, sliced if zero >= 2 else whole, MOMENTS * sliced, saved, working)
+        working += max(sum(one.read for one in (*unit.parameters, *unit.tied.values())) for unit in part)
+    gradients = sum(one.gradients // (slices.ways(one) if zero >= 2 else 1) for one in held)
+    # what an optimizer sees of sums that have more bits than the parameter
+    gradients += sum(one.bytes // slices.ways(one) for one in held if one.widths.gradient != one.widths.held)
+    moments = MOMENTS * sum(one.bytes // slices.ways(one) for one in held)
+    return StageMemory(sum(_parameters(one, slices) for one in held), gradients, moments, saved, working)
+
+
+def _parameters(held: Held, slices: Slices) -> int:
+    """What a rank stores, and the copies that operators read, whole where they are gathered at the start of a step.
+    What is not copied is gathered in the memory where it is stored."""
+    zero, ways = slices.layout.zero, slices.ways(held)
+    if not held.widths.copied:
+        return held.bytes // (ways if zero == 3 else 1)
+    slice_of_copy = held.read // ways if ways > 1 else 0
+    return held.bytes // ways + (slice_of_copy if zero == 3 else held.read)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..annotations import num_bytes, values
+from ..annotations import value, values
 from ..attention_ops import attention
 from ..cost import CostModel, RankCosts
 from ..cost_models.cluster import Cluster
@@ -21,9 +21,10 @@ from ..errors import CompileError
 from ..mesh import AXES
 from ..passes.expert_axes import expert_parameters, routed_bytes
 from ..passes.fold_blocks import FoldBlocks, Folded
+from ..passes.lower_precision import LowerPrecision
 from ..passes.normalize import Normalize
 from ..passes.rule_notation import Rule
-from ..plan import Plan, read_plan
+from ..plan import Plan, precision_of, read_plan
 from ..program import Captured
 from .bounds import LessSplit
 from .build import Builder
@@ -82,7 +83,7 @@ class Planner:
         cls, captured: Captured, batch_size: int, machine: Machine, pinned: Plan, rules: Mapping[Any, Rule]
     ) -> Planner:
         """Fix the batch size and fold repeated blocks."""
-        program = Normalize(batch_size, torch.device("cpu"))(captured)
+        program = LowerPrecision(precision_of(pinned))(Normalize(batch_size, torch.device("cpu"))(captured))
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
         marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
         return cls(FoldBlocks(marks)(program), machine, pinned, rules)
@@ -173,9 +174,11 @@ class Planner:
         )
 
     def parameter_bytes(self) -> int:
+        """Of all parameters, as ranks hold them."""
         program, repeats = self.folded.program, self.folded.repeats
-        kinds = program.leaves.items()
-        return sum(num_bytes(values(n)[0]) * repeats.get(n, 1) for n, found in kinds if found.kind == "parameter")
+        kept = {n: found for n, found in program.leaves.items() if found.kind == "parameter"}
+        held = {n: (found.held or value(n).dtype).itemsize for n, found in kept.items()}
+        return sum(value(n).numel() * size * repeats.get(n, 1) for n, size in held.items())
 
     def complete(self, found: Estimate) -> Plan:
         """The document of an estimate: its layout, and where it cuts the model."""

@@ -14,7 +14,7 @@ from ..mesh import Mesh
 from ..passes.partition import balanced_starts
 from .layouts import Layout
 from .pipeline import StageWork
-from .units import Held, Unit
+from .units import Held, Unit, Widths
 
 Stages = list[Sequence[Unit]]
 
@@ -78,7 +78,8 @@ class Slices:
     def _seconds(self, name: str, held: Held) -> float:
         over = list(self._over(held))
         if (name, held) not in self.known:
-            found = self.costs.group_seconds(name, held.bytes, self.mesh.peers(0, over)) if over else 0.0
+            moved = held.read if name == "all_gather" else held.reduced
+            found = self.costs.group_seconds(name, moved, self.mesh.peers(0, over)) if over else 0.0
             self.known[name, held] = found
         return self.known[name, held]
 
@@ -102,7 +103,7 @@ class Slices:
         total = self.scatter(parts) if self.layout.zero == 1 else 0.0
         for held in parts:
             over = self._over(held)
-            size = held.bytes / self.ways(held)
+            size = held.reduced / self.ways(held)
             inside = self.mesh.peers(0, [axis for axis in held.axes if axis != "pp" and axis not in over])
             if len(inside) > 1:
                 total += self.costs.group_seconds("all_reduce", size, inside)
@@ -131,10 +132,10 @@ def stage_work(stage: Sequence[Unit], first: bool, slices: Slices) -> StageWork:
 def held_by(stage: Sequence[Unit], owners: Mapping[str, int]) -> list[Held]:
     """What a rank holds, by the axes over which gradients are summed: ``pp`` for what several ranks of it have.
     ``owners``: how many have it, by name."""
-    found: Counter[tuple[str, ...]] = Counter()
+    found: Counter[tuple[tuple[str, ...], Widths]] = Counter()
     for unit in stage:
         for one in unit.parameters:
-            found[one.axes] += one.bytes
+            found[one.axes, one.widths] += one.bytes
     for name, one in {name: one for unit in stage for name, one in unit.tied.items()}.items():
-        found[(*one.axes, "pp") if owners[name] > 1 else one.axes] += one.bytes
-    return [Held(size, axes) for axes, size in sorted(found.items())]
+        found[(*one.axes, "pp") if owners[name] > 1 else one.axes, one.widths] += one.bytes
+    return [Held(size, *kind) for kind, size in sorted(found.items())]

@@ -20,12 +20,46 @@ from ..simulation.footprint import Footprints
 from ..simulation.priced import Priced
 
 
+@dataclass(frozen=True, order=True)
+class Widths:
+    """Bytes of one element of a parameter as ranks hold it and as operators read it (``copied``: these are two), and of
+    its gradient as microbatches add it up and as ranks do."""
+
+    held: int
+    read: int
+    gradient: int
+    reduced: int
+    copied: bool
+
+    @classmethod
+    def of(cls, spec: StateSpec) -> Widths:
+        held, read, gradient, reduced = (d.itemsize for d in (spec.dtype, spec.read, spec.summed, spec.reduced))
+        return cls(held, read, gradient, reduced, spec.read != spec.dtype)
+
+
 @dataclass(frozen=True)
 class Held:
-    """Bytes of parameters on one rank, and the axes over which ranks add up their gradients."""
+    """Parameters of equal :class:`Widths` on one rank: ``bytes`` as it holds them, and the axes over which ranks add up
+    their gradients."""
 
     bytes: int
     axes: tuple[str, ...]
+    widths: Widths
+
+    @property
+    def read(self) -> int:
+        """Bytes of what operators read."""
+        return self.bytes // self.widths.held * self.widths.read
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients while they are added up."""
+        return self.bytes // self.widths.held * self.widths.gradient
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of what ranks add up."""
+        return self.bytes // self.widths.held * self.widths.reduced
 
 
 @dataclass(frozen=True)
@@ -106,10 +140,10 @@ def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -
     size = {name: Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     specs = [program.state[name] for name in stage.state.values()]
     mine = [spec for spec in specs if spec.kind == "parameter"]
-    alone: Counter[tuple[str, ...]] = Counter()
+    alone: Counter[tuple[tuple[str, ...], Widths]] = Counter()
     for spec in mine:
         if len(spec.stages) == 1:
-            alone[_summed(spec, program)] += _bytes(spec, program)
+            alone[_summed(spec, program), Widths.of(spec)] += _bytes(spec, program)
     return Unit(
         begin,
         sum(part.seconds for part in priced.piece(stage, stage.once).parts),
@@ -120,8 +154,8 @@ def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -
         _saved(stage, memory) + sum(size[name] for name in came & set(stage.saved)),
         sum(size[name] for name in came),
         max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
-        tuple(Held(number, axes) for axes, number in sorted(alone.items())),
-        {spec.name: Held(_bytes(spec, program), _summed(spec, program)) for spec in mine if len(spec.stages) > 1},
+        tuple(Held(number, *kind) for kind, number in sorted(alone.items())),
+        {spec.name: _held(spec, program) for spec in mine if len(spec.stages) > 1},
     )
 
 
@@ -130,6 +164,10 @@ def _saved(stage: StageProgram, memory: Footprints) -> int:
     found = zip(stage.forward.outputs, memory.calls[stage.index, "forward"].outputs, strict=True)
     pieces = {made.fresh: made.bytes for name, made in found if name in stage.saved and made.fresh >= 0}
     return sum(pieces.values())
+
+
+def _held(spec: StateSpec, program: DistributedProgram) -> Held:
+    return Held(_bytes(spec, program), _summed(spec, program), Widths.of(spec))
 
 
 def _summed(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from .finite import require_finite
 from .gradients import GradientStore, shared_by
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
+from .loss_scale import LossScale
 from .state import new_caches, one_rank_mesh, part_of, sharded_dtensor, whole_dtensor, whole_parameter
 from .watch import Watch
 
@@ -32,6 +33,7 @@ Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by 
 class Backend(Protocol):
     """Holds state and runs programs."""
 
+    scaler: LossScale
     unset: set[str]  # tensors (of all ranks) that nobody gave values yet: with any of them, nothing runs
 
     @property
@@ -116,7 +118,7 @@ class LocalBackend:
         device: torch.device,
         engine: Engine = eager,
     ) -> None:
-        self.mesh, self.engine = mesh, engine
+        self.mesh, self.engine, self.scaler = mesh, engine, LossScale.of(program)
         self.devices = one_rank_mesh(device.type)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         self.tensors = {
@@ -146,6 +148,7 @@ class LocalBackend:
                 fix="pass the global batch",
             )
         _refuse_unset(self.unset, program)
+        how = self.scaler.run(program, how)
         world = LocalWorld(self.mesh, program.sites)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
@@ -155,7 +158,8 @@ class LocalBackend:
                 {r: self._rank(program, r, inputs, how, w, given.get(r, {})) for r, w in enumerate(watches)}
             )
             if how.train:
-                self._gather([gradients for _, gradients in outputs.values()], program)
+                self.scaler.update(how, finite=all(found is not None for _, found in outputs.values()))
+                self._gather([found for _, found in outputs.values() if found is not None], program)
         results: list[Tensor] = outputs[0][0]
         return results
 
@@ -204,7 +208,7 @@ class LocalBackend:
         watch: Watch | None,
         caches: Mapping[str, Tensor],
     ):
-        def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor]]:
+        def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor] | None]:
             part, device = program.rank(rank), _device_of(self.tensors)
             store = GradientStore(program, part, transport, device) if how.train else None
             state = {
@@ -218,6 +222,8 @@ class LocalBackend:
             ]
             executor = Executor(program, part, transport, device, store, self.engine)
             results = executor.step(state, mine, how, watch)
+            if not executor.finite and how.may_skip:
+                return results, None
             if not executor.finite:
                 require_finite(executor, state, mine, how, results[0])
             return results, store.settled if store else {}
@@ -228,6 +234,8 @@ class LocalBackend:
         space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
         for name, parameter in self.parameters.items():
             spec = program.state.get(name)
+            if self.scaler.skipped:
+                parameter.grad = None
             if spec is None or not any(name in g for g in gradients):
                 continue
             parts: dict[tuple[int, ...], Tensor] = {}
@@ -254,6 +262,7 @@ class ProcessBackend:
         engine: Engine = eager,
     ) -> None:
         self.mesh, self.device, self.engine = mesh, device, engine
+        self.scaler = LossScale.of(program)
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         rank = dist.get_rank()
         if dist.get_world_size() != mesh.size:
@@ -293,7 +302,7 @@ class ProcessBackend:
         self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run, *, caches: Caches | None = None
     ) -> list[Tensor]:
         _refuse_unset(self.unset, program)
-        ready = self._ready(program, how.train)
+        ready, how = self._ready(program, how.train), self.scaler.run(program, how)
         old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
         # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
@@ -306,14 +315,17 @@ class ProcessBackend:
         with torch.no_grad():
             try:
                 results = ready.executor.step(state, mine, how)
-                if not ready.executor.finite:
+                if not ready.executor.finite and not how.may_skip:
                     require_finite(ready.executor, state, mine, how, results[0])
             except RunError:
                 for name, gradient in old.items():
                     self.parameters[name].grad = gradient
                 raise
+            if how.train:
+                self.scaler.update(how, finite=ready.executor.finite or not how.may_skip)
             for name, gradient in ready.gradients.items():
-                self.parameters[name].grad = gradient if name not in old else old[name] + gradient
+                found = gradient if name not in old else old[name] + gradient
+                self.parameters[name].grad = None if self.scaler.skipped else found
         return results
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
@@ -392,8 +404,8 @@ class ProcessBackend:
             rank = self.transport.rank
             store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
             gradients = {
-                name: sharded_dtensor(bucket.views[name], program.state[name], program, self.stage_mesh)
-                for name, bucket in (store.where.items() if store else ())
+                name: sharded_dtensor(gradient, program.state[name], program, self.stage_mesh)
+                for name, gradient in (store.settled.items() if store else ())
             }
             executor = Executor(program, program.rank(rank), self.transport, self.device, store, self.engine)
             found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
@@ -422,6 +434,8 @@ def _norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torc
 
 def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
+    if not gradients:  # of a step that was skipped
+        return
     torch._foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
 
 

@@ -30,7 +30,8 @@ class Bucket:
 
     ``order``: the scattered axes as the mesh has them, in which order ranks count.
     ``slots``: where each parameter's gradient is added up: in its own shape, or (where it has ``cuts``) with leading
-    dims for the ranks that get slices. ``views``: what the rank has of it when it is settled.
+    dims for the ranks that get slices. ``views``: what the rank has of it when it is settled. ``reduced``: the dtype in
+    which ranks add up; ``moving``: what they do it with, while they do.
     """
 
     summed: tuple[str, ...]
@@ -42,6 +43,8 @@ class Bucket:
     cuts: dict[str, tuple[Cut, ...]]
     views: dict[str, Tensor]
     label: str
+    reduced: torch.dtype
+    moving: Tensor | None = None
     left: int = 0
     wait: Wait | None = None
 
@@ -82,7 +85,7 @@ def by_rank(x: Tensor, cuts: Sequence[Cut], order: Sequence[str]) -> Tensor:
 
 
 def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, device: torch.device) -> Bucket:
-    """A bucket for parameters of one dtype, whose gradients settle in the same way, on ``rank``."""
+    """A bucket for parameters whose gradients settle in the same way and dtypes, on ``rank``."""
     specs, mesh = {name: program.state[name] for name in names}, program.mesh
     first = specs[names[0]]
     summed, scattered = reduced_axes(first, program), scattered_axes(first, program)
@@ -91,7 +94,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     ranks = [axis.size for axis in program.axes]
     shapes = {name: torch.Size(local_shape(spec.shape, spec.sharding, ranks)) for name, spec in specs.items()}
     sizes = [shape.numel() for shape in shapes.values()]
-    buffer = torch.zeros(len(peers) * sum(sizes), dtype=first.dtype, device=device)
+    buffer = torch.zeros(len(peers) * sum(sizes), dtype=first.summed, device=device)
     own = buffer.view(len(peers), sum(sizes))[peers.index(rank)]
     slots: dict[str, Tensor] = {}
     cuts: dict[str, tuple[Cut, ...]] = {}
@@ -103,4 +106,5 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     views = {name: run.view(shapes[name]) for name, run in zip(names, torch.split(own, sizes), strict=True)}
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     label = f"gradients[{','.join((*scattered, *summed))}] {names[0]}{more}"
-    return Bucket(summed, scattered, order, buffer, own, slots, cuts, views, label)
+    label += f" in {str(first.reduced).removeprefix('torch.')}"
+    return Bucket(summed, scattered, order, buffer, own, slots, cuts, views, label, first.reduced)

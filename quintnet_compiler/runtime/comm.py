@@ -23,7 +23,8 @@ from .transport import Transport
 class Comm:
     """One rank's communication, slices, random masks and gradients.
 
-    The interpreter sets ``seed`` and ``step``, and before each piece ``microbatch``: the place on the axis in time.
+    The interpreter sets ``seed``, ``step`` and ``scale`` of a step, and before each piece ``microbatch``: the place on
+    the axis in time.
     """
 
     def __init__(
@@ -48,6 +49,11 @@ class Comm:
         self.transport = transport
         self.mesh, self.coordinate = mesh, coordinate
         self.seed = self.step = self.microbatch = 0
+        self.scale = 1.0
+
+    def loss_scale(self, x: Tensor, at: int) -> Tensor:
+        """``x`` times this step's factor."""
+        return x * self.scale
 
     def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         """This rank's slice of a value that all ranks of the axis hold."""

@@ -25,13 +25,20 @@ from .watch import Watch, run_watched
 @dataclass(frozen=True)
 class Run:
     """How to run a program once: ``train`` makes gradients; ``local`` inputs are this data rank's rows; ``seed`` and
-    ``step`` are what random masks depend on; ``check_finite`` looks for NaN and Inf in loss and gradients."""
+    ``step`` are what random masks depend on; ``check_finite`` looks for NaN and Inf in loss and gradients; ``scale`` is
+    the factor of a scaled loss, None where it is not scaled."""
 
     train: bool = False
     local: bool = False
     seed: int = 0
     step: int = 0
     check_finite: bool = True
+    scale: float | None = None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a bad gradient may be the factor's fault: smaller ones than 1 would only make gradients vanish."""
+        return self.scale is not None and self.scale > 1
 
 
 class Executor:
@@ -114,7 +121,7 @@ class Executor:
         self.results: dict[int, list[Tensor]] = defaultdict(list)
         self.live: set[tuple[int, int]] = set()
         self.peak_live = 0
-        self.comm.seed, self.comm.step = how.seed, how.step
+        self.comm.seed, self.comm.step, self.comm.scale = how.seed, how.step, how.scale or 1.0
         self.watch, self.check_finite, self.finite = watch, how.check_finite, True
         if self.gradients is not None:
             self.gradients.begin()
@@ -126,7 +133,7 @@ class Executor:
         for send in list(self.sent):
             self._forget(send)
         if self.gradients is not None:
-            self.gradients.settle()
+            self.gradients.settle(how.scale or 1.0)
         return [self._settled(position) for position in range(len(self.program.results))]
 
     # -- pieces

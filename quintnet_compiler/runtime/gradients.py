@@ -4,7 +4,6 @@ in buckets while the last backward runs."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -35,22 +34,23 @@ class GradientStore:
     buckets: list[Bucket] = field(default_factory=list)
     where: dict[str, Bucket] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
+    settled: dict[str, Tensor] = field(default_factory=dict)  # each parameter's gradient: this rank's part
 
     def __post_init__(self) -> None:
         self.times: dict[str, int] = defaultdict(int)
         self.names: dict[str, str] = {}  # generated code names a parameter by its value in the graph
-        groups: dict[tuple[torch.dtype, tuple[str, ...], tuple[str, ...]], list[str]] = defaultdict(list)
+        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for stage in reversed(self.part.stages):  # the later one's gradients are complete first
             self.names |= stage.gradients
             for name in stage.gradients.values():
                 spec = self.program.state[name]
                 if not self.times[name]:
-                    key = spec.dtype, reduced_axes(spec, self.program), scattered_axes(spec, self.program)
-                    groups[key].append(name)
+                    over = reduced_axes(spec, self.program), scattered_axes(spec, self.program)
+                    groups[spec.summed, spec.reduced, *over].append(name)
                 self.times[name] += 1
-        for (dtype, _, _), names in groups.items():
+        for names in groups.values():
             pending: list[str] = []
-            size = 0
+            size, dtype = 0, self.program.state[names[0]].summed
             for name in names:
                 pending.append(name)
                 size += accumulated_shape(self.program.state[name], self.program).numel() * dtype.itemsize
@@ -58,6 +58,8 @@ class GradientStore:
                     self.buckets.append(make_bucket(pending, self.program, self.part.rank, self.device))
                     self.where |= dict.fromkeys(pending, self.buckets[-1])
                     pending, size = [], 0
+        for name, bucket in self.where.items():  # where sums have more bits than the parameter, a copy
+            self.settled[name] = bucket.views[name].to(self.program.state[name].dtype)
 
     def begin(self) -> None:
         """A new step: forget the gradients of the last one."""
@@ -84,7 +86,7 @@ class GradientStore:
         name = self.names[value]
         bucket = self.where[name]
         slot, cuts = bucket.slots[name], bucket.cuts[name]
-        if len(cuts) > 1 or any(cut.parts > 1 for cut in cuts):
+        if len(cuts) > 1 or any(cut.parts > 1 for cut in cuts) or left.dtype is not slot.dtype:
             self.accumulate(left @ right, value)
             return
         if cuts:  # each rank's rows or columns are a product of their own
@@ -107,32 +109,55 @@ class GradientStore:
 
     def _start(self, bucket: Bucket) -> None:
         peers, rank = self.program.mesh.peers, self.part.rank
-        if bucket.scattered:
-            bucket.wait = self.transport.start_scatter(bucket.buffer, peers(rank, bucket.scattered), bucket.label)
-        elif bucket.summed:
-            bucket.wait = self.transport.start_sum(bucket.buffer, peers(rank, bucket.summed), bucket.label)
+        begin = self.transport.start_scatter if bucket.scattered else self.transport.start_sum
+        axes = bucket.scattered or bucket.summed
+        if axes:
+            bucket.moving = bucket.buffer.to(bucket.reduced)
+            bucket.wait = begin(bucket.moving, peers(rank, axes), bucket.label)
 
-    def settle(self) -> None:
-        """Wait for all sums, and add up what stages share."""
+    def settle(self, scale: float = 1.0) -> None:
+        """Wait for all sums, add up what stages share, and divide by ``scale``."""
         for bucket in self.buckets:
             if bucket.wait is not None:
-                bucket.wait()
-            if bucket.scattered and bucket.summed:
-                ranks = self.program.mesh.peers(self.part.rank, bucket.summed)
-                self.transport.start_sum(bucket.own, ranks, bucket.label)()
+                self._finish(bucket)
         for name in sorted(self.where):
             ranks = shared_by(self.program.state[name], self.program, self.part.rank)
             if ranks:
                 view = self.where[name].views[name]
-                self.transport.start_sum(view, ranks, f"gradient of {name} over its stages")()
+                moving = view.to(self.where[name].reduced)
+                self.transport.start_sum(moving, ranks, f"gradient of {name} over its stages")()
+                _keep(view, moving)
+        if scale != 1:
+            torch._foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
+        for name, bucket in self.where.items():
+            _keep(self.settled[name], bucket.views[name])
+
+    def _finish(self, bucket: Bucket) -> None:
+        assert bucket.wait is not None and bucket.moving is not None
+        found = bucket.wait()
+        if bucket.scattered:
+            index = self.program.mesh.peers(self.part.rank, bucket.order).index(self.part.rank)
+            found = bucket.moving.view(-1, bucket.own.numel())[index]
+            if bucket.summed:
+                ranks = self.program.mesh.peers(self.part.rank, bucket.summed)
+                self.transport.start_sum(found, ranks, bucket.label)()
+        _keep(bucket.own, found)
+        bucket.moving = bucket.wait = None
 
     @property
-    def settled(self) -> Mapping[str, Tensor]:
-        """Each parameter's gradient: this rank's part."""
-        return {name: bucket.views[name] for name, bucket in self.where.items()}
+    def nbytes(self) -> int:
+        """Of all sums, and of what is not a view of them."""
+        copies = (x for name, x in self.settled.items() if x.dtype is not self.where[name].buffer.dtype)
+        return sum(bucket.buffer.nbytes for bucket in self.buckets) + sum(x.nbytes for x in copies)
 
     def screen(self) -> Tensor:
         """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that
         overflows shows up too, so a hit must be confirmed."""
         sums = [bucket.own.sum().double() for bucket in self.buckets]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+
+def _keep(slot: Tensor, found: Tensor) -> None:
+    """Put in ``slot`` what another dtype keeps from lying there already."""
+    if found.dtype is not slot.dtype:
+        slot.copy_(found.view_as(slot))

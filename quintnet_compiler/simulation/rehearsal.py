@@ -175,7 +175,7 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         held = rehearsal.points
         before = (0, 0)
         points = [before := held.get(action, (before[0], before[0])) for action in part.actions]
-        gradients = sum(bucket.buffer.nbytes for bucket in store.buckets) if store else 0
+        gradients = store.nbytes if store else 0
         state_bytes = _state_bytes(program, part, processes)
         found[part.rank] = Footprint(state_bytes, gradients, tuple(points), rehearsal.peak_live)
 

@@ -1,0 +1,55 @@
+"""Check that no partial sum is rounded before ranks add it up, forward or backward, whatever chose its types."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..annotations import facts, needs_grad, tensor_inputs, value
+from ..errors import CompileError
+from ..precision import narrows
+from ..program import LocalProgram
+from ..sharding import P, R
+from .batch_factors import made_of_the_batch
+
+aten = torch.ops.aten
+
+
+def check_reductions(local: LocalProgram) -> None:
+    """A cast to fewer bits must not read a partial sum. Nor may a cast to more bits read a replicated activation on an
+    axis over which ranks exchange activations: the gradient that it casts back would be a partial sum.
+
+    Raises:
+        CompileError: QN214 with the cast and the axis.
+    """
+    sharded = local.staged.sharded
+    activations = made_of_the_batch(sharded.program.graph)
+    for node, strategies in sharded.strategies.items():
+        if node.target is not aten._to_copy.default:
+            continue
+        before, after = value(tensor_inputs(node)[0]).dtype, value(node).dtype
+        for axis, strategy in zip(sharded.axes, strategies, strict=True):
+            kind = strategy.inputs[0]
+            if kind is P and narrows(before, after):
+                raise _fail(node, "a sum", before, after, axis.name)
+            exchanged = axis.role in ("model", "context") and node in activations and needs_grad(node)
+            if kind is R and narrows(after, before) and exchanged:
+                raise _fail(node, "the sum of gradients", after, before, axis.name)
+
+
+def _fail(node: fx.Node, what: str, before: torch.dtype, after: torch.dtype, axis: str) -> CompileError:
+    wide, low = (str(dtype).removeprefix("torch.") for dtype in (before, after))
+    return CompileError(
+        "QN214",
+        f"{node.name} rounds each term of {what} over {axis} from {wide} ({before.itemsize} bytes) to {low} "
+        f"({after.itemsize} bytes), and then they are added up",
+        where=facts(node).where,
+        fix="take rules=[...] for _to_copy back: its own rule reduces first",
+    )
+
+
+def widens_activations(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
+    """Whether the gradient of this cast rounds: then it must not be a term of a sum."""
+    if node.target is not aten._to_copy.default or node not in activations or not needs_grad(node):
+        return False
+    return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
