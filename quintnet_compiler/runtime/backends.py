@@ -246,7 +246,7 @@ class LocalBackend:
                     parts[key] = found[name]
             kinds = tuple(spec.sharding[i] for i, _ in space)
             whole = layout.assemble(parts, kinds, [axis.size for _, axis in space])
-            _add_gradient(parameter, whole_dtensor(whole.clone(), self.devices))
+            _add_gradient(parameter, whole_dtensor(whole, self.devices))  # in buckets that no other step uses
 
 
 class ProcessBackend:

@@ -94,7 +94,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     ranks = [axis.size for axis in program.axes]
     shapes = {name: torch.Size(local_shape(spec.shape, spec.sharding, ranks)) for name, spec in specs.items()}
     sizes = [shape.numel() for shape in shapes.values()]
-    buffer = torch.zeros(len(peers) * sum(sizes), dtype=first.summed, device=device)
+    buffer = torch.empty(len(peers) * sum(sizes), dtype=first.summed, device=device)
     own = buffer.view(len(peers), sum(sizes))[peers.index(rank)]
     slots: dict[str, Tensor] = {}
     cuts: dict[str, tuple[Cut, ...]] = {}
