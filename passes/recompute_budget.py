@@ -109,7 +109,7 @@ class _Chooser:
         """From the fastest to the smallest, the cuts that are best for some price of a byte, and the places of their
         nodes. Equal blocks have equal ones."""
         places = {node: place for place, node in enumerate(nodes)}
-        key = tuple((str(n.target), _sizes(n), tuple(places.get(s, -1) for s in n.all_input_nodes)) for n in nodes)
+        key = tuple((str(n.target), _kinds(n), tuple(places.get(s, -1) for s in n.all_input_nodes)) for n in nodes)
         if key not in self.hulls:
             fastest, smallest = (cut(nodes, self.budget.seconds, price) for price in (FASTEST, SMALLEST))
             cuts = [fastest, *self._between(nodes, fastest, smallest), smallest]
@@ -158,8 +158,10 @@ class _Chooser:
         return node in self.program.stage
 
 
-def _sizes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(x.shape) for x in values(node) if isinstance(x, Tensor))
+def _kinds(node: fx.Node) -> tuple[object, ...]:
+    """What a node makes, and whether a backward reads it."""
+    made = tuple((tuple(x.shape), x.dtype) for x in values(node) if isinstance(x, Tensor))
+    return made, any(user.op == "call_function" and facts(user).phase == "backward" for user in node.users)
 
 
 def _bytes(node: fx.Node) -> int:

@@ -133,6 +133,7 @@ class Executor:
         for send in list(self.sent):
             self._forget(send)
         if self.gradients is not None:
+            self._require_gradients(self.gradients)
             self.gradients.settle(how.scale or 1.0)
         return [self._settled(position) for position in range(len(self.program.results))]
 
@@ -284,6 +285,9 @@ class Executor:
         return found
 
     # -- results
+
+    def _require_gradients(self, store: GradientStore) -> None:
+        store.require_all()
 
     def _settled(self, position: int) -> Tensor:
         """An output, whole, on every rank."""

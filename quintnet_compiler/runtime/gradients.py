@@ -115,6 +115,11 @@ class GradientStore:
             bucket.moving = bucket.buffer.to(bucket.reduced)
             bucket.wait = begin(bucket.moving, peers(rank, axes), bucket.label)
 
+    def require_all(self) -> None:
+        """Memory of gradients has no values before the first term of each."""
+        for bucket in self.buckets:
+            assert bucket.left == 0, f"{bucket.label}: {bucket.left} terms are missing"
+
     def settle(self, scale: float = 1.0) -> None:
         """Wait for all sums, add up what stages share, and divide by ``scale``."""
         for bucket in self.buckets:

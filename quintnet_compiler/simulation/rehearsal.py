@@ -148,6 +148,9 @@ class Rehearsal(Executor):
         memory = whole.memory if out.argument >= 0 else Memory(self.ledger, out.bytes)
         return Stand(memory, contiguous=out.contiguous)
 
+    def _require_gradients(self, store: GradientStore) -> None:
+        """None are made."""
+
     def _settled(self, position: int) -> Any:
         return None
 
