@@ -32,7 +32,8 @@ from .pretrained import Allowed, load_weights
 from .pretrained import Subject as Pretrained
 from .pretrained_save import save_weights
 from .program import Captured, DistributedProgram, RankProgram
-from .runtime.backends import Backend, open_backend
+from .runtime.backend import Backend
+from .runtime.backends import open_backend
 from .runtime.engines import ENGINES
 from .runtime.executor import Run
 from .schedule import Schedule
