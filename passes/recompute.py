@@ -63,18 +63,8 @@ class _Copying:
                     self._copy(source)
             self.new[node] = self._emit(node, again=_backward(node))
         self.graph.lint()
-        p, new = self.program, self.new
-        return replace(
-            p,
-            graph=self.graph,
-            outputs=tuple(new[n] for n in p.outputs),
-            stage=self.stage,
-            once=frozenset(new[n] for n in p.once),
-            gradients={key: new[n] for key, n in p.gradients.items()},
-            values={key: new[n] for key, n in p.values.items()},
-            cotangents={key: new[n] for key, n in p.cotangents.items()},
-            copies={copy: new[n] for n, copy in self.again.items()},
-        )
+        made = self.program.moved(self.graph, self.new, self.stage)
+        return replace(made, copies={copy: self.new[n] for n, copy in self.again.items()})
 
     def _copy(self, node: fx.Node) -> None:
         todo, inside = [node], self.inside

@@ -8,7 +8,7 @@ import torch
 import quintnet
 from quintnet import Mesh
 from quintnet_compiler.annotations import num_bytes, values
-from quintnet_compiler.comm_ops import COMMUNICATION
+from quintnet_compiler.comm_ops import COMMUNICATION, wait
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.roofline import Roofline
@@ -124,7 +124,7 @@ def _again(program: quintnet.CompiledProgram) -> float:
     source, costs = program._leader().program.source, ClusterCosts(Cluster("h100"))
     local = {axis.name: axis.size for axis in program._leader().program.axes}
     total = 0.0
-    for copy in source.copies:
+    for copy in (node.args[0] if node.target is wait else node for node in source.copies):
         if copy.target in COMMUNICATION:
             most = max(num_bytes(x) for n in (copy, *copy.all_input_nodes) for x in values(n))
             total += Roofline().collective_seconds("all_gather", most, local[str(copy.args[1])])
