@@ -68,8 +68,8 @@ class Order:
 
     def _beside(self, run: list[Item], node: fx.Node) -> list[Item]:
         here = run.index(node)
-        users = _users([node])
-        first = 1 + max((i for i, item in enumerate(run[:here]) if item in _inputs(node)), default=-1)
+        users, inputs = _users([node]), _inputs(node)
+        first = 1 + max((i for i, item in enumerate(run[:here]) if item in inputs), default=-1)
         last = next((i for i in range(here + 1, len(run)) if _node(run[i]) in users), len(run))
         head, early, late, rest = run[:first], run[first:here], run[here + 1 : last], run[last:]
         needed = MARGIN * self.seconds(node) - self._hides([*early, *late])

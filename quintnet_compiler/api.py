@@ -76,7 +76,7 @@ def compile(
         experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
         zero: 1, 2 or 3: data ranks hold slices of optimizer state, and of gradients, and of parameters, see Plan.
         zero_axes: over which axes; by default ``dp``.
-        regather: whether the backward gathers parameters again (it does by default) or the forward's are kept.
+        regather: whether the backward gathers parameters and values again (it does by default), or they are kept.
         overlap: whether communication runs beside computing where it can (it does by default).
         recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
             ``"selective"`` what is cheap, ``"full"`` everything.

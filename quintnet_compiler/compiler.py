@@ -224,8 +224,7 @@ def _lower(
     local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)
     again, regather = request.plan.recompute, request.plan.regather
-    gathers = any(not held.once for held in staged.sharded.gathered.values())
-    if training and (again != "none" or (gathers and regather)):
+    if training and (again != "none" or regather):
         differentiated = runner(Recompute(again, regather, _budget(request, schedule)), differentiated)
     runner.check(check_backward, differentiated, training)
     if staged.sharded.gathered:

@@ -67,6 +67,28 @@ def test_every_kind_is_exact_and_selective_keeps_less_for_no_product(
     assert products["selective"] == products["none"] <= products["full"]
 
 
+@pytest.mark.parametrize(("axes", "plan"), [({"tp": 2}, {}), ({"cp": 2, "tp": 2}, {})], ids=str)
+def test_ranks_keep_their_slices_of_what_they_gather(axes: dict[str, int], plan: dict[str, object]) -> None:
+    """Exact, and of each gathered value the other ranks' slices less; nothing changes where all is made again."""
+    bits, held = {}, {}
+    for regather in (True, False):
+        program, batch = _compiled("gpt", "none", Mesh(**axes), regather=regather, **plan)
+        assert program.verify(batch, steps=1).ok
+        loss = program.step(batch)
+        bits[regather] = [loss, *(p.grad.full_tensor() for p in program.parameters() if p.grad is not None)]  # type: ignore[attr-defined]
+        held[regather] = {name: _size(program, name) for name in program.ranks[0].stages[0].saved}
+    assert all(torch.equal(a, b) for a, b in zip(bits[True], bits[False], strict=True))
+    gathers = {name for name in held[False] if "all_gather" in name}
+    assert gathers and not gathers & held[True].keys()
+    whole, kept = sum(held[False].values()), sum(held[True].values())
+    assert whole - kept >= sum(held[False][name] for name in gathers) // 2
+
+
+def _size(program: quintnet.CompiledProgram, name: str) -> int:
+    nodes = {node.name: node for node in program._leader().program.source.graph.nodes}
+    return sum(map(num_bytes, values(nodes[name])))
+
+
 MODELS = [
     ("gpt", Mesh(tp=2), {}),
     ("vit", Mesh(dp=2, pp=2), {"microbatches": 2}),
