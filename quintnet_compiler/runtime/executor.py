@@ -137,6 +137,11 @@ class Executor:
             self.gradients.settle(how.scale or 1.0)
         return [self._settled(position) for position in range(len(self.program.results))]
 
+    @property
+    def settled(self) -> Mapping[str, Tensor]:
+        """This rank's part of each of its parameters' gradient, after a step."""
+        return self.gradients.settled if self.gradients is not None else {}
+
     # -- pieces
 
     def _once(self, stage: StageProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:

@@ -35,6 +35,8 @@ class GradientStore:
     where: dict[str, Bucket] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
     settled: dict[str, Tensor] = field(default_factory=dict)  # each parameter's gradient: this rank's part
+    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters of several stages: on which ranks
+    copies: list[str] = field(default_factory=list)  # what is settled in another dtype than it is added up
 
     def __post_init__(self) -> None:
         self.times: dict[str, int] = defaultdict(int)
@@ -60,13 +62,20 @@ class GradientStore:
                     pending, size = [], 0
         for name, bucket in self.where.items():  # where sums have more bits than the parameter, a copy
             self.settled[name] = bucket.views[name].to(self.program.state[name].dtype)
+            if self.settled[name].dtype is not bucket.own.dtype:
+                self.copies.append(name)
+        shared = {
+            name: shared_by(self.program.state[name], self.program, self.part.rank) for name in sorted(self.where)
+        }
+        self.shared = {name: ranks for name, ranks in shared.items() if ranks}
+        microbatches = self.program.schedule.num_microbatches
+        self.terms = [sum(self.times[name] for name in bucket.views) * microbatches for bucket in self.buckets]
 
     def begin(self) -> None:
         """A new step: forget the gradients of the last one."""
         self.fresh = set(self.where)
-        for bucket in self.buckets:
-            bucket.wait = None
-            bucket.left = sum(self.times[name] for name in bucket.views) * self.program.schedule.num_microbatches
+        for bucket, terms in zip(self.buckets, self.terms, strict=True):
+            bucket.wait, bucket.left = None, terms
 
     def accumulate(self, gradient: Tensor, value: str) -> None:
         """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
@@ -125,17 +134,15 @@ class GradientStore:
         for bucket in self.buckets:
             if bucket.wait is not None:
                 self._finish(bucket)
-        for name in sorted(self.where):
-            ranks = shared_by(self.program.state[name], self.program, self.part.rank)
-            if ranks:
-                view = self.where[name].views[name]
-                moving = view.to(self.where[name].reduced)
-                self.transport.start_sum(moving, ranks, f"gradient of {name} over its stages")()
-                _keep(view, moving)
+        for name, ranks in self.shared.items():
+            view = self.where[name].views[name]
+            moving = view.to(self.where[name].reduced)
+            self.transport.start_sum(moving, ranks, f"gradient of {name} over its stages")()
+            _keep(view, moving)
         if scale != 1:
             torch._foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
-        for name, bucket in self.where.items():
-            _keep(self.settled[name], bucket.views[name])
+        for name in self.copies:
+            _keep(self.settled[name], self.where[name].views[name])
 
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.wait is not None and bucket.moving is not None
@@ -152,8 +159,8 @@ class GradientStore:
     @property
     def nbytes(self) -> int:
         """Of all sums, and of what is not a view of them."""
-        copies = (x for name, x in self.settled.items() if x.dtype is not self.where[name].buffer.dtype)
-        return sum(bucket.buffer.nbytes for bucket in self.buckets) + sum(x.nbytes for x in copies)
+        copies = sum(self.settled[name].nbytes for name in self.copies)
+        return sum(bucket.buffer.nbytes for bucket in self.buckets) + copies
 
     def screen(self) -> Tensor:
         """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that
