@@ -25,6 +25,7 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .runtime.launch import launch
 from .schedule import Schedule
+from .textbook import Machine, simulate
 from .training.batches import BatchSampler
 from .training.config import TrainConfig
 from .training.measures import accuracy
@@ -52,6 +53,7 @@ __all__ = [
     "Constant",
     "HuggingFacePlan",
     "InputError",
+    "Machine",
     "Mesh",
     "Normal",
     "Plan",
@@ -66,4 +68,5 @@ __all__ = [
     "hf_plan",
     "launch",
     "rule",
+    "simulate",
 ]
