@@ -169,4 +169,3 @@ def _kinds(node: fx.Node) -> tuple[object, ...]:
 
 def _bytes(node: fx.Node) -> int:
     return sum(num_bytes(x) for x in values(node) if isinstance(x, Tensor))
-

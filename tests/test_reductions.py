@@ -54,11 +54,14 @@ VICTIMS = [
 
 
 @cache
-def _program(victim: Victim) -> DistributedProgram:
+def _programs(victim: Victim) -> tuple[LocalProgram, DifferentiatedProgram, DistributedProgram]:
+    """As they were when they were checked: before collectives of one block become one."""
     batch = tuple(x.float() if x.is_floating_point() else x for x in CASES[victim.name].batch(8))
     model, loss_fn = build(victim.name, torch.float32), CASES[victim.name].loss_fn
     program = quintnet.compile(model, Mesh(**dict(victim.axes)), batch, loss_fn=loss_fn, **dict(victim.options))
-    return program._leader().program
+    runner, made = program._leader().runner, program._leader().program
+    joint = [found for name, found in runner.programs if isinstance(found, DifferentiatedProgram) and name != "Bundle"]
+    return joint[-1].local, joint[-1], made
 
 
 # -- the typed program: what a wrong rule of the user's would make, which the type check then believes
@@ -174,16 +177,16 @@ def _refused(change: Change) -> str:
 
 @pytest.mark.parametrize(
     ("victim", "most"),
-    [*((v, 3) for v in VICTIMS[:3]), *(pytest.param(v, 1000, marks=pytest.mark.slow) for v in VICTIMS)],
+    [*((v, 3) for v in VICTIMS[:2]), *(pytest.param(v, 1000, marks=pytest.mark.slow) for v in VICTIMS)],
     ids=str,
 )
 def test_changes_of_a_dtype_are_refused(victim: Victim, most: int) -> None:
     """``most``: changes of each kind."""
-    program, kinds = _program(victim), defaultdict[str, list[Change]](list)
-    for change in (*_typed(program.source.local), *_joint(program.source), *_ranks(program)):
+    (local, joint, ranks), kinds = _programs(victim), defaultdict[str, list[Change]](list)
+    for change in (*_typed(local), *_joint(joint), *_ranks(ranks)):
         kinds[change.kind].append(change)
     assert len(kinds) >= 5
-    for same in (program.source.local, copied(program.source)[0], as_mutant(program)):
+    for same in (local, copied(joint)[0], as_mutant(ranks)):
         assert _refused(Change("none", "", same)) == "not at all"
     for kind, changes in kinds.items():
         for change in random.Random(0).sample(changes, min(most, len(changes))):
