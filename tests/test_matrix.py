@@ -32,7 +32,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-3, fused=True),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=3e-2, momentum=0.9, weight_decay=0.01),
 }
-STAGES = {"gpipe": (1, 2, 3), "1f1b": (1,), "interleaved": (2, 3), "zb-h1": (1,), "zb-v": (2,), "synthesized": (1, 2)}
+STAGES: dict[str, tuple[int, ...]] = {"gpipe": (1, 2, 3), "1f1b": (1,), "interleaved": (2, 3), "zb-h1": (1,)}
+STAGES |= {"zb-v": (2,), "dualpipe-v": (2,), "synthesized": (1, 2)}
 PRECISIONS = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.float32}
 
 
