@@ -169,9 +169,9 @@ def trained(point: Point) -> Trained:
 
 
 @cache
-def one_rank(name: str, optimizer: str) -> Trained:
-    """In 16 bits."""
-    return trained(Point(name, {}, "bf16", optimizer, {"precision": "bf16"}))
+def one_rank(name: str, optimizer: str, passes: int) -> Trained:
+    """In 16 bits, in so many microbatches: the gradient of each is rounded."""
+    return trained(Point(name, {}, "bf16", optimizer, {"precision": "bf16", "microbatches": passes}))
 
 
 def _distance(found: Tensors, exact: Tensors) -> float:
@@ -182,8 +182,8 @@ def _distance(found: Tensors, exact: Tensors) -> float:
 def deviation(point: Point, found: Trained) -> float:
     """How far the worst loss, gradient or weight is from the unsplit model's, as a share of what is allowed.
 
-    In 16 bits, all the model's elements together may be half as far again from those of the module in float64 as one
-    rank's of the same precision are: these round as often, in another order.
+    In 16 bits, all the model's elements together may be half as far again from those of the module in float64 as those
+    of one rank that takes as many rows at once in the same precision: it rounds as often, in another order.
     """
     assert {g.dtype for step in found.gradients for g in step.values()} == {point.dtype}
     if point.precision != "bf16":
@@ -191,7 +191,9 @@ def deviation(point: Point, found: Trained) -> float:
         errors = [abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True)]
         errors += [worst_error(a, b)[0] for a, b in zip(found.gradients, expected.gradients, strict=True)]
         return max(*errors, worst_error(found.weights, expected.weights)[0]) / limit
-    exact, own = unsplit(point.model, torch.float64, point.optimizer), one_rank(point.model, point.optimizer)
+    exact = unsplit(point.model, torch.float64, point.optimizer)
+    passes = prod(point.axes.get(axis, 1) for axis in ("dp", "ep")) * point.options["microbatches"]
+    own = one_rank(point.model, point.optimizer, passes)
     pairs = zip(found.gradients, own.gradients, exact.gradients, strict=True)
     ways = [(a, b, c) for a, b, c in pairs] + [(found.weights, own.weights, exact.weights)]
     assert max(abs(a - b) / abs(b) for a, b in zip(found.losses, exact.losses, strict=True)) < LIMITS[torch.bfloat16]
