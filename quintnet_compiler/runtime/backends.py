@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from .. import layout
 from ..errors import InputError, RunError
 from ..mesh import Mesh
-from ..program import Axis, DistributedProgram, StateSpec
+from ..program import Axis, DistributedProgram, StateSpec, ValueSpec
 from ..sharding import I, Shard
 from .buckets import reduced_axes, scattered_axes
 from .distributed import DistributedTransport, device_mesh, gradient_groups
@@ -21,6 +23,7 @@ from .engines import Engine, eager
 from .executor import Executor, Run
 from .finite import require_finite
 from .gradients import GradientStore, shared_by
+from .handover import HandOver
 from .handshake import agree, tell
 from .local import LocalTransport, LocalWorld
 from .loss_scale import LossScale
@@ -102,9 +105,39 @@ def open_backend(
     return LocalBackend(mesh, program, tensors, device, engine)
 
 
-def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """As autograd does: set, or add to what is there."""
-    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+@dataclass(frozen=True)
+class _Ready:
+    """What running a program again and again needs, on one rank. ``store``: None for forwards alone."""
+
+    program: DistributedProgram
+    executor: Executor
+    store: GradientStore | None
+
+    def step(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], how: Run, watch: Watch | None = None
+    ) -> tuple[list[Tensor], bool]:
+        """The results, and whether the gradients are good: if not, their scale was too large.
+
+        Raises:
+            RunError: QN501 on every rank where the scale is not to blame.
+        """
+        results = self.executor.step(state, inputs, how, watch)
+        if not self.executor.finite and not how.may_skip:
+            require_finite(self.executor, state, inputs, how, results[0])
+        return results, self.executor.finite or not how.may_skip
+
+
+@dataclass(frozen=True)
+class _World:
+    """All ranks of a program in this process, and what they meet in. ``state``: each rank's parts; ``cut``: the names
+    of those that are no views, and have to be cut again; ``joined``: whole gradients whose parts several ranks have."""
+
+    world: LocalWorld
+    ranks: Sequence[_Ready]
+    state: Sequence[Mapping[str, Tensor]]
+    cut: Sequence[str]
+    joined: Mapping[str, Tensor]
+    handover: HandOver
 
 
 class LocalBackend:
@@ -120,6 +153,7 @@ class LocalBackend:
     ) -> None:
         self.mesh, self.engine, self.scaler = mesh, engine, LossScale.of(program)
         self.devices = one_rank_mesh(device.type)
+        self.worlds: dict[int, _World] = {}
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         self.tensors = {
             name: torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
@@ -149,17 +183,30 @@ class LocalBackend:
             )
         _refuse_unset(self.unset, program)
         how = self.scaler.run(program, how)
-        world = LocalWorld(self.mesh, program.sites)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
-            watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
-            given = caches or {}
-            outputs = world.run(
-                {r: self._rank(program, r, inputs, how, w, given.get(r, {})) for r, w in enumerate(watches)}
-            )
+            ready = self._world(program, how.train)
+            old = ready.handover.take() if how.train else None
+            if how.train and ready.handover.kept:
+                del self.worlds[id(program)]
+                ready = self._world(program, how.train)
+            try:
+                watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
+                given = caches or {}
+                outputs = ready.world.run(
+                    {r: self._rank(ready, r, inputs, how, w, given.get(r, {})) for r, w in enumerate(watches)}
+                )
+            except RunError:
+                if old is not None:
+                    ready.handover.put(old)
+                raise
             if how.train:
-                self.scaler.update(how, finite=all(found is not None for _, found in outputs.values()))
-                self._gather([found for _, found in outputs.values() if found is not None], program)
+                self.scaler.update(how, finite=all(good for _, good in outputs.values()))
+                if self.scaler.skipped:
+                    ready.handover.put(repeat(None))
+                else:
+                    self._join(ready, program)
+                    ready.handover.give(old)
         results: list[Tensor] = outputs[0][0]
         return results
 
@@ -173,7 +220,7 @@ class LocalBackend:
         return {rank: new_caches(program, program.rank(rank), device) for rank in range(self.mesh.size)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        gradients = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
+        gradients = list(_gradients(self.parameters).values())
         total = _norm(gradients, program, _device_of(self.tensors))
         _scale(gradients, max_norm, total)
         return total
@@ -201,52 +248,67 @@ class LocalBackend:
 
     def _rank(  # type: ignore[no-untyped-def]
         self,
-        program: DistributedProgram,
+        world: _World,
         rank: int,
         inputs: Sequence[Tensor],
         how: Run,
         watch: Watch | None,
         caches: Mapping[str, Tensor],
     ):
-        def work(transport: LocalTransport) -> tuple[list[Tensor], Mapping[str, Tensor] | None]:
-            part, device = program.rank(rank), _device_of(self.tensors)
-            store = GradientStore(program, part, transport, device) if how.train else None
-            state = {
-                name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
-                for name, spec in program.state.items()
-                if spec.kind != "cache"
-            } | dict(caches)
-            mine = [
-                part_of(x, spec.sharding, program.axes, part.coordinate)
-                for x, spec in zip(inputs, program.inputs, strict=True)
-            ]
-            executor = Executor(program, part, transport, device, store, self.engine)
-            results = executor.step(state, mine, how, watch)
-            if not executor.finite and how.may_skip:
-                return results, None
-            if not executor.finite:
-                require_finite(executor, state, mine, how, results[0])
-            return results, store.settled if store else {}
+        ready = world.ranks[rank]
+        program, place = ready.program, ready.executor.part.coordinate
+
+        def part(x: Tensor, spec: StateSpec | ValueSpec) -> Tensor:
+            return part_of(x, spec.sharding, program.axes, place)
+
+        def work(_: LocalTransport) -> tuple[list[Tensor], bool]:
+            cut = {name: part(self.tensors[name], program.state[name]) for name in world.cut}
+            mine = [part(x, spec) for x, spec in zip(inputs, program.inputs, strict=True)]
+            return ready.step({**world.state[rank], **cut, **caches}, mine, how, watch)
 
         return work
 
-    def _gather(self, gradients: Sequence[Mapping[str, Tensor]], program: DistributedProgram) -> None:
+    def _world(self, program: DistributedProgram, train: bool) -> _World:
+        """What runs ``program``: made once, but that only one program at a time has memory for gradients."""
+        if id(program) not in self.worlds:
+            self.worlds = {key: w for key, w in self.worlds.items() if not train or w.ranks[0].store is None}
+            self.worlds[id(program)] = self._new_world(program, train)
+        return self.worlds[id(program)]
+
+    def _new_world(self, program: DistributedProgram, train: bool) -> _World:
+        world, device, ranks = LocalWorld(self.mesh, program.sites), _device_of(self.tensors), []
+        state: list[dict[str, Tensor]] = []
+        kept = [spec for spec in program.state.values() if spec.kind != "cache"]
+        for rank in range(self.mesh.size):
+            part, transport = program.rank(rank), LocalTransport(world, rank)
+            store = GradientStore(program, part, transport, device) if train else None
+            ranks.append(_Ready(program, Executor(program, part, transport, device, store, self.engine), store))
+            state.append(
+                {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in kept}
+            )
+        cut = [s.name for s in kept if not all(_views(mine[s.name], self.tensors[s.name]) for mine in state)]
+        settled = {name: x for one in reversed(ranks) if one.store for name, x in one.store.settled.items()}
+        joined = {
+            name: torch.empty(program.state[name].shape, dtype=x.dtype, device=device)
+            for name, x in settled.items()
+            if any(isinstance(kind, Shard) for kind in program.state[name].sharding)
+        }
+        parameters = [self.parameters[name] for name in settled]
+        gradients = [whole_dtensor(joined.get(name, x), self.devices) for name, x in settled.items()]
+        return _World(world, ranks, state, cut, joined, HandOver(parameters, gradients))
+
+    def _join(self, ready: _World, program: DistributedProgram) -> None:
+        """Whole gradients of the parts that ranks have."""
         space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
-        for name, parameter in self.parameters.items():
-            spec = program.state.get(name)
-            if self.scaler.skipped:
-                parameter.grad = None
-            if spec is None or not any(name in g for g in gradients):
-                continue
+        for name, whole in ready.joined.items():
             parts: dict[tuple[int, ...], Tensor] = {}
-            for rank, found in enumerate(gradients):
+            for rank, one in enumerate(ready.ranks):
                 place = self.mesh.coordinate(rank)
                 key = tuple(place.get(axis.name, 0) for _, axis in space)
-                if name in found and key not in parts:
-                    parts[key] = found[name]
-            kinds = tuple(spec.sharding[i] for i, _ in space)
-            whole = layout.assemble(parts, kinds, [axis.size for _, axis in space])
-            _add_gradient(parameter, whole_dtensor(whole, self.devices))  # in buckets that no other step uses
+                if one.store is not None and name in one.store.settled and key not in parts:
+                    parts[key] = one.store.settled[name]
+            kinds = tuple(program.state[name].sharding[i] for i, _ in space)
+            whole.copy_(layout.assemble(parts, kinds, [axis.size for _, axis in space]))
 
 
 class ProcessBackend:
@@ -277,7 +339,8 @@ class ProcessBackend:
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
         self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
         self.place = mesh.coordinate(rank)
-        self.ready: dict[int, _Ready] = {}
+        self.ready: dict[int, _Process] = {}
+        self.counted: dict[int, tuple[DistributedProgram, set[str]]] = {}  # parameters whose norm this rank adds
         mine = set(self._owned(program))
         self.state = {
             name: _kept(tensors[name].detach(), spec, program.axes, self.place, device)
@@ -303,7 +366,6 @@ class ProcessBackend:
     ) -> list[Tensor]:
         _refuse_unset(self.unset, program)
         ready, how = self._ready(program, how.train), self.scaler.run(program, how)
-        old = {n: p.grad.clone() for n, p in self.parameters.items() if how.train and p.grad is not None}
         # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
         place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}
@@ -313,19 +375,18 @@ class ProcessBackend:
         ]
         state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad():
+            old = ready.handover.take() if how.train else None
+            if how.train and ready.handover.kept:
+                ready = self.ready[id(program)] = self._made(program, how.train)
             try:
-                results = ready.executor.step(state, mine, how)
-                if not ready.executor.finite and not how.may_skip:
-                    require_finite(ready.executor, state, mine, how, results[0])
+                results, good = ready.step(state, mine, how)
             except RunError:
-                for name, gradient in old.items():
-                    self.parameters[name].grad = gradient
+                if old is not None:
+                    ready.handover.put(old)
                 raise
             if how.train:
-                self.scaler.update(how, finite=ready.executor.finite or not how.may_skip)
-            for name, gradient in ready.gradients.items():
-                found = gradient if name not in old else old[name] + gradient
-                self.parameters[name].grad = None if self.scaler.skipped else found
+                self.scaler.update(how, finite=good)
+                ready.handover.put(repeat(None)) if self.scaler.skipped else ready.handover.give(old)
         return results
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
@@ -338,8 +399,11 @@ class ProcessBackend:
         return {rank: new_caches(program, program.rank(rank), self.device)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        gradients = {n: p.grad.to_local() for n, p in self.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
-        counted = [g for name, g in gradients.items() if self._counts(program.state[name], program)]
+        gradients = _gradients(self.parameters)
+        if id(program) not in self.counted:
+            mine = {name for name in self.parameters if self._counts(program.state[name], program)}
+            self.counted[id(program)] = program, mine
+        counted = [gradient for name, gradient in gradients.items() if name in self.counted[id(program)][1]]
         squares = _norm(counted, program, self.device) ** 2
         if self.mesh.size > 1:
             everyone = tuple(range(self.mesh.size))
@@ -396,35 +460,40 @@ class ProcessBackend:
         first = program.schedule.placement[spec.stages[0]]
         return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
 
-    def _ready(self, program: DistributedProgram, train: bool) -> _Ready:
+    def _ready(self, program: DistributedProgram, train: bool) -> _Process:
         found = self.ready.get(id(program))
         if found is None:
             agree({"program": program.digest}, self.device)
             self.transport.add_groups(_groups(program, self.mesh))
-            rank = self.transport.rank
-            store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
-            gradients = {
-                name: sharded_dtensor(gradient, program.state[name], program, self.stage_mesh)
-                for name, gradient in (store.settled.items() if store else ())
-            }
-            executor = Executor(program, program.rank(rank), self.transport, self.device, store, self.engine)
-            found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
+            found = self.ready[id(program)] = self._made(program, train)
         return found
+
+    def _made(self, program: DistributedProgram, train: bool) -> _Process:
+        part = program.rank(self.transport.rank)
+        store = GradientStore(program, part, self.transport, self.device) if train else None
+        settled = store.settled if store else {}
+        parameters = [self.parameters[name] for name in settled]
+        gradients = [sharded_dtensor(x, program.state[name], program, self.stage_mesh) for name, x in settled.items()]
+        executor = Executor(program, part, self.transport, self.device, store, self.engine)
+        return _Process(program, executor, store, HandOver(parameters, gradients))
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """What running a program again and again needs. ``gradients`` are views of the store's buffers."""
+class _Process(_Ready):
+    """The same, with what parameters get."""
 
-    program: DistributedProgram
-    executor: Executor
-    store: GradientStore | None
-    gradients: Mapping[str, Tensor]
+    handover: HandOver
+
+
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """This process's parts of the gradients that there are."""
+    there = zip(parameters, map(attrgetter("grad"), parameters.values()), strict=True)
+    return {name: gradient._local_tensor for name, gradient in there if gradient is not None}
 
 
 def _norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torch.device) -> Tensor:
     """The L2 norm of all elements: in float64 if any parameter of the program is, else in float32."""
-    double = any(spec.dtype is torch.float64 for spec in program.state.values())
+    double = torch.float64 in set(map(attrgetter("dtype"), program.state.values()))
     dtype = torch.float64 if double else torch.float32
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)
@@ -437,6 +506,11 @@ def _scale(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     if not gradients:  # of a step that was skipped
         return
     torch._foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
+
+
+def _views(part: Tensor, whole: Tensor) -> bool:
+    """Whether ``part`` changes with ``whole``."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
