@@ -8,6 +8,7 @@ measured without it.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import tempfile
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import Batch, Llama, Size, build_model, loss_fn, make_batch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 WARMUP = 3
 BATCHES = 4  # steps cycle through this many batches
@@ -74,6 +76,12 @@ class RankResult:
     cpu: dict[str, list[float]] = field(default_factory=dict)
     losses: dict[str, list[float]] = field(default_factory=dict)
     checks: dict[str, Check] = field(default_factory=dict)
+    resident: dict[str, int] = field(default_factory=dict)
+    """Bytes that a peer keeps between steps: parameters, and memory of gradients that it does not free."""
+    peak: dict[str, int] = field(default_factory=dict)
+    """Bytes that a step adds to them at its worst moment."""
+    wire: dict[str, int | None] = field(default_factory=dict)
+    """Bytes that all ranks together sent in a step; None where it cannot be read."""
     elapsed: float = 0.0
     """Seconds that all rounds took."""
     own_cpu: float = 0.0
@@ -190,15 +198,21 @@ def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
     peers: dict[str, Peer] = {}
     for name, build in job.builders.items():
         enter(name)
+        gc.collect()
+        before = _allocated_bytes() or 0
         peers[name] = build(build_model(job.size), batches[0])
         result.checks[name] = _check(peers[name], batches[0], expected[0], gradients)
         for index in range(1, WARMUP):
             _timed_step(peers[name], batches[index % BATCHES])
+        _clear(peers[name])
+        gc.collect()
+        result.resident[name] = (_allocated_bytes() or 0) - before
+        result.peak[name], result.wire[name] = _weigh_step(peers[name], batches[0])
     del gradients
     names = list(peers)
     for store in (result.wall, result.cpu, result.losses):
         store |= {name: [] for name in names}
-    before = time.perf_counter(), time.process_time(), _machine_cpu()
+    began = time.perf_counter(), time.process_time(), _machine_cpu()
     gc.disable()  # a collection in the middle of a step would be charged to whoever is running
     for index in range(job.rounds):
         gc.collect()
@@ -212,10 +226,10 @@ def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
             result.wall[name].append(wall)
             result.cpu[name].append(cpu)
     enter("harness")
-    result.elapsed = time.perf_counter() - before[0]
-    result.own_cpu = time.process_time() - before[1]
+    result.elapsed = time.perf_counter() - began[0]
+    result.own_cpu = time.process_time() - began[1]
     after = _machine_cpu()
-    result.machine_cpu = None if before[2] is None or after is None else after - before[2]
+    result.machine_cpu = None if began[2] is None or after is None else after - began[2]
     return result
 
 
@@ -229,10 +243,69 @@ def _machine_cpu() -> float | None:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def _timed_step(peer: Peer, batch: Batch) -> tuple[float, float, float | None]:
-    """Seconds of wall time and of this process's CPU time, and the loss."""
+def _clear(peer: Peer) -> None:
     for parameter in peer.parameters:
         parameter.grad = None
+
+
+def _sent_bytes() -> int | None:
+    """Bytes that this machine sent to itself since it started (Linux)."""
+    try:
+        with open("/proc/net/dev") as file:
+            return next(int(line.split()[9]) for line in file if line.strip().startswith("lo:"))
+    except (OSError, StopIteration):
+        return None
+
+
+class _Allocated(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "mapped", "u", "f", "used")]
+    _fields_ += [("free", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
+def _allocated_bytes() -> int | None:
+    """Bytes that this process has allocated, by whatever thread (Linux)."""
+    try:
+        ask = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return None
+    ask.restype = _Allocated
+    now = ask()
+    return int(now.mapped + now.used)
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes that were allocated after any operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = _allocated_bytes() or 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.most = max(self.most, _allocated_bytes() or 0)
+        return made
+
+
+def _weigh_step(peer: Peer, batch: Batch) -> tuple[int, int | None]:
+    """How many bytes a step allocates at most at once, and how many all ranks send."""
+    _clear(peer)
+    dist.barrier()
+    before = _sent_bytes()
+    dist.barrier()
+    kept = _allocated_bytes() or 0
+    with _Peak() as peak:
+        peer.step(batch)
+    dist.barrier()
+    after = _sent_bytes()
+    dist.barrier()
+    return peak.most - kept, None if before is None or after is None else after - before
+
+
+def _timed_step(peer: Peer, batch: Batch) -> tuple[float, float, float | None]:
+    """Seconds of wall time and of this process's CPU time, and the loss."""
+    _clear(peer)
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     loss = peer.step(batch)

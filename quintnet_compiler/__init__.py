@@ -6,7 +6,15 @@ from .advise import estimate, plan
 from .api import compile
 from .compiled import CompiledProgram
 from .cost_models.cluster import Cluster
-from .errors import BackendWarning, CheckpointError, CompileError, InputError, QuintNetError, RunError
+from .errors import (
+    BackendWarning,
+    CheckpointError,
+    CheckpointWarning,
+    CompileError,
+    InputError,
+    QuintNetError,
+    RunError,
+)
 from .experts import expert_linear
 from .hf_plan import HuggingFacePlan, hf_plan
 from .initialize import Constant, Normal, Uniform
@@ -21,6 +29,7 @@ from .verification import VerifyReport
 
 __all__ = [
     "BackendWarning",
+    "CheckpointWarning",
     "Cluster",
     "Estimate",
     "PlanReport",

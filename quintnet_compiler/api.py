@@ -11,7 +11,7 @@ from torch import nn
 
 from .advise import plan as make_plan
 from .capture import LossFn
-from .compiled import CompiledProgram, Task
+from .compiled import CompiledProgram
 from .cost_models.cluster import Cluster
 from .errors import CompileError
 from .hf_plan import hf_plan
@@ -21,6 +21,7 @@ from .passes.sharding_rules import RULES
 from .plan import Plan, check_plan, read_plan
 from .runtime.engines import ENGINES
 from .runtime.world import check_world, default_device
+from .task import Task
 
 
 def compile(

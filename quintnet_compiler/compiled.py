@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import repeat
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .capture import LossFn, batch_size_of, capture, plain_batch
+from .capture import batch_size_of, capture, plain_batch
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .cost import RankCosts
 from .cost_models.cluster import Cluster
@@ -24,47 +21,25 @@ from .dump import dump_program
 from .errors import CompileError, InputError
 from .explain import Difference, Explain, Explanation, difference
 from .generation import Decoding, Held, Sampling, ends_of
-from .initialize import Init, chosen, key_of
 from .mesh import Mesh
 from .meta_buffers import with_buffers
 from .passes.prove import prove
-from .passes.rule_notation import Rule
 from .plan import Plan, precision_of
-from .pretrained import Allowed, load_weights
-from .pretrained import Subject as Pretrained
-from .pretrained_save import save_weights
 from .program import Captured, DistributedProgram, RankProgram
-from .runtime.backends import Backend, open_backend
+from .program_state import ProgramState
+from .runtime.backend import Backend
+from .runtime.backends import open_backend
 from .runtime.engines import ENGINES
 from .runtime.executor import Run
 from .schedule import Schedule
 from .simulation.faults import Faults
 from .simulation.program import simulate_program
 from .simulation.timeline import Timeline
+from .task import Task
 from .verification import Subject, VerifyReport, model_inputs, verify_program
 
 
-@dataclass(frozen=True)
-class Task:
-    """What the user asked for: the model, its loss, and the decisions made so far."""
-
-    model: nn.Module
-    loss_fn: LossFn | None
-    mesh: Mesh
-    plan: Plan
-    rules: Mapping[Any, Rule]
-    device: torch.device
-    check_finite: bool = True
-    training: bool = True
-    backend: str = "eager"
-
-    @property
-    def leads(self) -> str:
-        """The kind of program that decides where parameters live."""
-        return "train" if self.training else "outputs"
-
-
-class CompiledProgram:
+class CompiledProgram(ProgramState):
     """A model compiled for a mesh. Captured at the first step, or when it was made if a batch was given.
 
     ``step`` and ``evaluate`` take the global batch, on every rank; ``parameters`` are DTensors under the model's
@@ -80,6 +55,7 @@ class CompiledProgram:
         self._batch: Any = None
         self._steps = 0
         self._decoding: Decoding | None = None
+        self._saving = None
 
     # -- training
 
@@ -156,102 +132,6 @@ class CompiledProgram:
         if self._decoding is None:
             self._decoding = Decoding(self._task.model, self._state(), self._follow)
         return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
-
-    # -- state
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters (those of its stages): DTensors under the model's names."""
-        yield from self._state().parameters.items()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def initialize(self, inits: Mapping[str, Init], *, seed: int | None = None) -> None:
-        """Draw initial values that are the same on every layout, each rank its own part.
-
-        Args:
-            inits: name (or glob) -> :class:`quintnet.Normal`, ``Uniform`` or ``Constant``; later patterns win, and
-                parameters that none matches keep their values.
-            seed: by default the program's.
-
-        Raises:
-            CompileError: QN204 for a pattern that matches no parameter.
-        """
-        program, backend = self._leader().program, self._state()
-        names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
-        wanted = chosen(inits, names)
-        seed = self._task.plan.seed if seed is None else seed
-        with torch.no_grad():
-            for spec, part, positions in backend.parts(program):
-                if spec.name in wanted:
-                    key = key_of(seed, names.index(spec.name))
-                    part.copy_(wanted[spec.name].draw(positions, spec.shape, key, spec.dtype))
-        backend.unset -= wanted.keys()
-
-    # -- Hugging Face folders
-
-    def load_pretrained(
-        self, folder: str | Path, *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
-    ) -> None:
-        """Read the weights of a Hugging Face folder (safetensors), each rank its own parts of each tensor.
-
-        Names are those of the model, or what transformers converts to them (other prefixes, experts one by one).
-        Values are exact: a wider floating dtype than the stored one is fine, a narrower one is refused.
-
-        Args:
-            folder: has ``model.safetensors``, or several files and ``model.safetensors.index.json``.
-            missing: globs of parameters that the files need not have (a new head); they keep their values.
-            unexpected: globs of stored tensors to leave out.
-
-        Raises:
-            CheckpointError: QN601 if files cannot be read (or would have to be unpickled), QN602 with every name,
-                shape and dtype that does not fit. No parameter was changed, on any rank.
-            RunError: QN403 if ranks see different files.
-        """
-        load_weights(self._pretrained(), Path(folder), Allowed(tuple(missing), tuple(unexpected)))
-
-    def save_pretrained(self, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
-        """Write the folder from which ``transformers``' ``from_pretrained`` loads these very values: config.json and
-        safetensors (for a module that is not Hugging Face's: safetensors alone).
-
-        Every rank calls this; tensors come together one at a time and the first rank writes them. The folder appears
-        when it is complete.
-
-        Args:
-            folder: a new (or empty) folder.
-            max_file_bytes: further files are begun beyond this size.
-
-        Raises:
-            CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
-        """
-        save_weights(self._pretrained(), Path(folder), max_file_bytes)
-
-    def _pretrained(self) -> Pretrained:
-        program, aliases = self._leader().program, self._captured[self._task.leads].aliases
-        return Pretrained(self._task.model, program, self._state(), aliases)
-
-    def zero_grad(self) -> None:
-        deque(map(setattr, self._state().parameters.values(), repeat("grad"), repeat(None)), maxlen=0)
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
-        return self._state().clip_grad_norm(self._leader().program, max_norm)
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor by which the next step multiplies its loss, where the precision is fp16; else 1."""
-        return self._state().scaler.scale
-
-    def get_rng_state(self) -> dict[str, int]:
-        """The seed of dropout masks and the number of the next training step: all that the masks depend on."""
-        return {"seed": self._task.plan.seed, "step": self._steps}
-
-    def set_rng_state(self, state: Mapping[str, int]) -> None:
-        """Continue with the masks that would have followed when ``state`` was taken, on this or any other layout."""
-        plan = self._task.plan.changed({"seed": state["seed"]})
-        self._task = replace(self._task, plan=plan)
-        self._steps = state["step"]
 
     # -- proof
 

@@ -36,9 +36,9 @@ SUMMARIES = MappingProxyType(
         "QN402": "a rank waits for something that never comes",
         "QN403": "ranks run different programs",
         "QN501": "a value is not finite",
-        "QN601": "the weights cannot be read",
-        "QN602": "the weights do not fit the model",
-        "QN603": "the weights cannot be written",
+        "QN601": "weights or a checkpoint cannot be read",
+        "QN602": "weights or a checkpoint do not fit the model",
+        "QN603": "weights or a checkpoint cannot be written",
         "QN604": "a tensor has no values yet",
         "QN701": "a name cannot be used safely",
     }
@@ -98,3 +98,7 @@ class BackendWarning(UserWarning):
 
 class CheckpointError(QuintNetError, ValueError):
     """Weights on disk cannot be read or written, or are not this model's. No parameter was changed."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged, and another one is used."""

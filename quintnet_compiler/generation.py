@@ -14,7 +14,7 @@ from .decoder import Shape, cache_shapes, capture_call
 from .errors import CompileError, InputError
 from .program import Captured, DistributedProgram
 from .reference import differs
-from .runtime.backends import Backend, Caches
+from .runtime.backend import Backend, Caches
 from .runtime.executor import Run
 from .sharding import AxisType
 

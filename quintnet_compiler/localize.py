@@ -17,8 +17,8 @@ from .comm_ops import dropout
 from .noise import Key
 from .program import DifferentiatedProgram, DistributedProgram, ShardedProgram, StageProgram, outputs
 from .reference import differs, largest, whole_mask
-from .runtime.backends import LocalBackend
 from .runtime.executor import Run
+from .runtime.local_backend import LocalBackend
 from .runtime.watch import Observer
 from .sharding import P, Shard, Sharding, gradient
 

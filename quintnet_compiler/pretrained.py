@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .errors import CheckpointError, QuintNetError
 from .meta_buffers import computed_buffers
 from .program import DistributedProgram
-from .runtime.backends import Backend
+from .runtime.backend import Backend
 from .weight_files import Weights, open_weights, refuse_all, shown
 from .weight_names import Assignment, assign, is_hugging_face
 from .weight_sources import Source, runs_of

@@ -20,8 +20,8 @@ from .comm_ops import keep_mask
 from .localize import Culprit, localize
 from .program import DistributedProgram
 from .reference import differs, largest, same_masks
-from .runtime.backends import LocalBackend
 from .runtime.executor import Run
+from .runtime.local_backend import LocalBackend
 
 # What rounding in another order may do, relative to the largest element; the tests' own limit in float64.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}

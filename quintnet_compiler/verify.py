@@ -103,7 +103,8 @@ def _(program: DifferentiatedProgram) -> None:
         assert isinstance(held.value, Tensor)
         summed = local.staged.sharded.program.precision.accumulated(held.value.dtype)
         fits = shape(node) == shape(parameter) and not narrows(value(node).dtype, summed)
-        _require(fits, lambda: f"the gradient of {name} is {shape(node)}, not {shape(parameter)}", node)  # noqa: B023
+        told = f"{shape(node)} {value(node).dtype}, not {shape(parameter)} {summed}"
+        _require(fits, lambda: f"the gradient of {name} is {told}", node)  # noqa: B023
     for node in program.graph.nodes:
         _require(node.target is not convert, lambda: f"{node} is not lowered", node)  # noqa: B023
         for given in node.args[3:5] if node.target is cached_attention else ():

@@ -39,8 +39,8 @@ from quintnet_compiler.program import (
     Strategy,
     outputs,
 )
-from quintnet_compiler.runtime.backends import LocalBackend
 from quintnet_compiler.runtime.executor import Run
+from quintnet_compiler.runtime.local_backend import LocalBackend
 from quintnet_compiler.schedule import Schedule, ScheduleError
 from quintnet_compiler.schedule_kinds import SCHEDULES
 from quintnet_compiler.sharding import I, P, R, Shard, plain

@@ -77,6 +77,13 @@ class LocalWorld:
         self.mail: dict[tuple[int, int, int], Channel] = defaultdict(Channel)
         self.hub = getcurrent()
         self.present = frozenset(range(mesh.size))
+        self.transports: dict[int, LocalTransport] = {}
+
+    def transport(self, rank: int) -> LocalTransport:
+        """A rank's side of this world."""
+        if rank not in self.transports:
+            self.transports[rank] = LocalTransport(self, rank)
+        return self.transports[rank]
 
     def run(self, functions: Mapping[int, Callable[[LocalTransport], Any]]) -> dict[int, Any]:
         """``functions[rank](transport)`` of every rank, in lockstep; their results by rank.
@@ -88,7 +95,7 @@ class LocalWorld:
         ranks = {rank: greenlet(function, self.hub) for rank, function in functions.items()}
         waits: dict[int, Meeting | Mail] = {}
         results: dict[int, Any] = {}
-        ready: dict[int, Any] = {rank: LocalTransport(self, rank) for rank in ranks}
+        ready: dict[int, Any] = {rank: self.transport(rank) for rank in ranks}
         try:
             while ready or waits:
                 for rank in sorted(ready):

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from ..cost import RankCosts
 from ..program import DistributedProgram, StageProgram
-from ..runtime.backends import LocalBackend
 from ..runtime.executor import Run
+from ..runtime.local_backend import LocalBackend
 from ..runtime.watch import Observer
 from .priced import COLLECTIVES, Priced
 from .timeline import duration

@@ -1,0 +1,1 @@
+"""Training state on disk: any layout reads what any layout wrote."""

@@ -1,0 +1,33 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .training_state import Snapshot, write
+
+
+@dataclass
+class Background:
+    """One thread that writes snapshots in order, over a process group of its own: steps go on over theirs."""
+
+    group: dist.ProcessGroup | None = None
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quintnet-save"))
+    last: Future[Path] | None = None
+
+    @classmethod
+    def make(cls) -> Background:
+        """Every rank must call this at the same time."""
+        spread = dist.is_initialized() and dist.get_world_size() > 1
+        return cls(dist.new_group(backend="gloo") if spread else None)
+
+    def save(self, found: Snapshot, folder: Path, step: int, keep: int | None) -> Future[Path]:
+        """``found`` is copied before this returns, once the save before is on disk: two copies would be too many."""
+        if self.last is not None:
+            self.last.exception()  # whoever asked for that one is told by its own future
+        self.last = self.thread.submit(write, found.copied(), folder, step, keep, self.group)
+        return self.last

@@ -1,0 +1,197 @@
+"""An optimizer's state by the names of parameters: what torch's own state_dict numbers, which another layout counts
+differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError
+from .parts import Part
+
+Note = Mapping[str, Any]  # JSON
+
+
+@dataclass(frozen=True)
+class Place:
+    """A parameter of this rank: its global shape, and the global indices of each dim in its part."""
+
+    parameter: nn.Parameter
+    shape: torch.Size
+    positions: Sequence[Tensor]
+
+    def part(self, local: Tensor) -> Part:
+        return Part.of(local, self.shape, self.positions)
+
+
+def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, Place]) -> tuple[dict[str, Part], Note]:
+    """The tensors of an optimizer's state, as ``parameter/key``, and everything else.
+
+    Raises:
+        CheckpointError: QN603 for parameters or values that a checkpoint cannot hold.
+    """
+    tensors: dict[str, Part] = {}
+    values: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for name, group in _named(optimizer, places, "QN603"):
+        place = places[name]
+        options[name] = {key: plain(x, f"option {key} of {name}") for key, x in group.items() if key != "params"}
+        for key, x in optimizer.state.get(place.parameter, {}).items():
+            if not isinstance(x, Tensor):
+                values.setdefault(name, {})[key] = plain(x, f"{key} of {name}")
+            elif tuple(x.shape) == tuple(place.shape):
+                tensors[f"{name}/{key}"] = place.part(local_of(x))
+            elif x.dim() == 0 or tuple(place.parameter.shape) == tuple(local_of(place.parameter).shape):
+                tensors[f"{name}/{key}"] = Part.whole(local_of(x))
+            else:
+                raise CheckpointError(
+                    "QN603",
+                    f"the optimizer keeps {key} of {name} as {tuple(x.shape)}, and the parameter, "
+                    f"{tuple(place.shape)}, is split: no other layout could read it",
+                    fix="use an optimizer whose state has the shape of its parameter, as AdamW's",
+                )
+    return tensors, {"class": type(optimizer).__name__, "options": options, "values": values}
+
+
+def merged(notes: Sequence[Note]) -> Note:
+    """Of all ranks: each knows its own parameters; equal options are written once."""
+    options: list[Any] = []
+    of: dict[str, int] = {}
+    values: dict[str, Any] = {}
+    for note in notes:
+        values |= note["values"]
+        for name, found in note["options"].items():
+            if found not in options:
+                options.append(found)
+            of[name] = options.index(found)
+    return {"class": notes[0]["class"], "options": options, "of": of, "values": values}
+
+
+def restored(
+    optimizer: torch.optim.Optimizer,
+    places: Mapping[str, Place],
+    note: Note,
+    saved: Mapping[str, TensorStorageMetadata],
+) -> tuple[dict[str, Part], Callable[[], None]]:
+    """Memory to read ``saved`` tensors into, and what then makes them (and all else) the optimizer's state.
+
+    Raises:
+        CheckpointError: QN602 if it is not the state of such an optimizer for these parameters.
+    """
+    kind = type(optimizer).__name__
+    if note["class"] != kind:
+        raise CheckpointError("QN602", f"the optimizer is a {kind}, and the checkpoint has that of a {note['class']}")
+    targets: dict[str, Part] = {}
+    states: dict[str, dict[str, Any]] = {}
+    changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    keys: dict[str, list[str]] = {}
+    for full in saved:
+        name, _, key = full.rpartition("/")
+        keys.setdefault(name, []).append(key)
+    seen: dict[int, tuple[str, Any]] = {}
+    for name, group in _named(optimizer, places, "QN602"):
+        if name not in note["of"]:
+            raise CheckpointError("QN602", f"the checkpoint's optimizer does not have {name}")
+        options = note["options"][note["of"][name]]
+        other, before = seen.setdefault(id(group), (name, options))
+        if before != options:
+            raise CheckpointError(
+                "QN602",
+                f"{other} and {name} are in one group of the optimizer, and had different options when it was saved",
+                fix="make the optimizer's groups as they were",
+            )
+        if other == name:
+            changes.append((group, options))
+        place = places[name]
+        states[name] = dict(note["values"].get(name, {}))
+        for key in keys.get(name, ()):
+            meta = saved[f"{name}/{key}"]
+            made, part = _room(place, key, meta, group)
+            states[name][key], targets[f"{name}/{key}"] = made, part
+
+    def finish() -> None:
+        for group, options in changes:
+            for key, x in options.items():
+                _set(group, key, x)
+        for name, state in states.items():
+            if state:
+                optimizer.state[places[name].parameter] = state
+
+    return targets, finish
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, places: Mapping[str, Place], code: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    names = {id(place.parameter): name for name, place in places.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    code,
+                    f"the optimizer has a parameter {tuple(parameter.shape)} that is not this program's",
+                    fix="make it with program.parameters()",
+                )
+            yield names[id(parameter)], group
+
+
+def _room(place: Place, key: str, meta: TensorStorageMetadata, group: Mapping[str, Any]) -> tuple[Tensor, Part]:
+    parameter, dtype = place.parameter, meta.properties.dtype
+    own = local_of(parameter)
+    if tuple(meta.size) != tuple(place.shape):
+        # a count of steps: torch keeps it beside the parameter only where a kernel reads it there
+        there = group.get("capturable") or group.get("fused") or meta.size
+        x = torch.zeros(meta.size, dtype=dtype, device=own.device if there else "cpu")
+        return x, Part.whole(x)
+    local = torch.zeros(own.shape, dtype=dtype, device=own.device)
+    if not isinstance(parameter, DTensor):
+        return local, place.part(local)
+    made: Tensor = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return made, place.part(local)
+
+
+def _set(group: dict[str, Any], key: str, x: Any) -> None:
+    old = group.get(key)
+    if isinstance(old, Tensor):
+        old.fill_(x)
+    else:
+        group[key] = tuple(x) if isinstance(old, tuple) else x
+
+
+def local_of(x: Tensor) -> Tensor:
+    found: Tensor = x.to_local() if isinstance(x, DTensor) else x
+    return found.detach()
+
+
+def plain(x: Any, what: str) -> Any:
+    """``x`` as JSON has it.
+
+    Raises:
+        CheckpointError: QN603 if JSON has no such thing.
+    """
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if isinstance(x, Tensor) and x.dim() == 0:
+        return x.item()
+    if isinstance(x, (list, tuple)):
+        return [plain(one, what) for one in x]
+    if isinstance(x, Mapping) and all(isinstance(key, str) for key in x):
+        return {key: plain(one, what) for key, one in x.items()}
+    raise CheckpointError(
+        "QN603",
+        f"{what} is a {type(x).__name__}, which JSON cannot hold",
+        fix="keep numbers, texts, lists and dicts with texts as keys",
+    )

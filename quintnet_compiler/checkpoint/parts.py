@@ -1,0 +1,78 @@
+"""A rank's part of a tensor as boxes, which torch.distributed.checkpoint plans with."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..weight_sources import runs_of
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor of global ``shape``: ``local``, whose ``boxes`` lie at these global offsets.
+
+    A DTensor would say it too, but for slices of several pieces (a fused projection's columns): torch takes those for
+    one run.
+    """
+
+    shape: torch.Size
+    local: Tensor
+    boxes: dict[torch.Size, Tensor]
+
+    @classmethod
+    def of(cls, local: Tensor, shape: Sequence[int], positions: Sequence[Tensor]) -> Part:
+        """``positions``: for each dim, the global indices that ``local`` holds."""
+        runs = []
+        for found in positions:
+            start, mine = 0, []
+            for first, last in runs_of(found):
+                mine.append((first, start, last - first))
+                start += last - first
+            runs.append(mine)
+        boxes = {}
+        for corner in itertools.product(*runs):
+            box = local
+            for dim, (_, start, size) in enumerate(corner):
+                box = box.narrow(dim, start, size)
+            boxes[torch.Size(first for first, _, _ in corner)] = box
+        return cls(torch.Size(shape), local, boxes)
+
+    @classmethod
+    def whole(cls, local: Tensor) -> Part:
+        """Of a tensor that every rank has."""
+        return cls(local.shape, local, {torch.Size([0] * local.dim()): local})
+
+    def copied(self) -> Part:
+        """A copy on the CPU, which later steps do not change."""
+        boxes = {at: box.detach().to("cpu", copy=True) for at, box in self.boxes.items()}
+        return Part(self.shape, self.local, boxes)
+
+    # -- what torch.distributed.checkpoint asks of a tensor
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.local.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(at, box.shape) for at, box in self.boxes.items() if box.numel()]
+
+    def box(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self.boxes[index.offset]

@@ -1,0 +1,202 @@
+"""Safetensors as storage of torch.distributed.checkpoint: a file of each rank, and an index in JSON. Nothing is pickled
+on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..weight_files import DTYPES
+from .manifest import Digest, commit, digest, unfinished, write_durably
+from .parts import Part
+
+INDEX, STATE = "index.json", "state.json"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class SavePlanning(DefaultSavePlanner):
+    """Of :class:`.parts.Part`: each box is written by one of the ranks that have it."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        part: Part = self.state_dict[index.fqn]
+        return part.box(index)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object
+
+
+class LoadPlanning(DefaultLoadPlanner):
+    """Into :class:`.parts.Part`: each box from the boxes that overlap it."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        part: Part = self.state_dict[index.fqn]
+        return part.box(index)
+
+
+@dataclass
+class Writer(StorageWriter):
+    """Writes checkpoint ``step`` into ``folder``; the first rank then makes it appear (see :mod:`.manifest`).
+
+    ``note``: this rank's part of what is not a tensor; ``merge``: makes one of all ranks'. ``made``: where it lies, on
+    the first rank.
+    """
+
+    folder: Path
+    step: int
+    keep: int | None
+    note: Mapping[str, Any]
+    merge: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
+    rank: int
+    temporary: Path | None = None
+    merged: Mapping[str, Any] | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if is_coordinator:
+            self.temporary = unfinished(self.folder, self.step)
+            self.temporary.mkdir()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return replace(plan, storage_data=dict(self.note))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.merged = self.merge([plan.storage_data for plan in plans])
+        return [replace(plan, storage_data=str(self.temporary)) for plan in plans]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        from safetensors.torch import save_file
+
+        done: Future[list[WriteResult]] = Future()
+        tensors, keys = {}, {}
+        for number, item in enumerate(plan.items):
+            x: torch.Tensor = planner.resolve_data(item).detach().cpu().contiguous()  # type: ignore[union-attr]
+            # each in memory of its own, or safetensors refuses them
+            tensors[str(number)] = x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+            keys[str(number)] = item
+        name = f"rank-{self.rank:05}.safetensors"
+        if not tensors:
+            done.set_result([])
+            return done
+        path = Path(plan.storage_data) / name
+        save_file(tensors, path)
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+        found = digest(path)
+        done.set_result(
+            [
+                WriteResult(item.index, tensors[key].nbytes, storage_data=(name, key, found))
+                for key, item in keys.items()
+            ]
+        )
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self.temporary is not None and self.merged is not None
+        files: dict[str, Digest] = {}
+        where: dict[str, list[list[Any]]] = defaultdict(list)
+        for result in (one for some in results for one in some):
+            name, key, found = result.storage_data
+            files[name] = found
+            where[result.index.fqn].append([list(result.index.offset or ()), name, key])
+        index = {}
+        for fqn, tensor in sorted(metadata.state_dict_metadata.items()):
+            assert isinstance(tensor, TensorStorageMetadata)
+            sizes = {chunk.offsets: chunk.sizes for chunk in tensor.chunks}
+            boxes = [[at, list(sizes[torch.Size(at)]), name, key] for at, name, key in sorted(where[fqn])]
+            dtype = _NAMES[tensor.properties.dtype]
+            index[fqn] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
+        for name, document in ((INDEX, index), (STATE, self.merged)):
+            write_durably(self.temporary / name, json.dumps(document, indent=1) + "\n")
+            files[name] = digest(self.temporary / name)
+        commit(self.temporary, self.step, files, self.keep)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+@dataclass
+class Reader(StorageReader):
+    """Reads a checkpoint whose files were checked."""
+
+    checkpoint: Path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found: dict[str, Any] = {}
+        self.places: dict[tuple[str, torch.Size], tuple[str, str]] = {}
+        for fqn, tensor in json.loads((self.checkpoint / INDEX).read_bytes()).items():
+            chunks = []
+            for at, sizes, name, key in tensor["boxes"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)))
+                self.places[fqn, torch.Size(at)] = name, key
+            properties = TensorProperties(dtype=DTYPES[tensor["dtype"]])
+            found[fqn] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        return Metadata(found)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(self, "places"):
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        from safetensors import safe_open
+
+        by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            assert item.storage_index.offset is not None
+            name, key = self.places[item.storage_index.fqn, item.storage_index.offset]
+            by_file[name].append((key, item))
+        for name, items in by_file.items():
+            with safe_open(self.checkpoint / name, framework="pt") as file:
+                for key, item in items:
+                    runs = tuple(
+                        slice(start, start + size)
+                        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+                    )
+                    found = file.get_slice(key)[runs] if runs else file.get_tensor(key)
+                    out = planner.resolve_tensor(item)
+                    out.detach().copy_(found)
+                    planner.commit_tensor(item, out)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True

@@ -1,0 +1,202 @@
+"""Saves and loads what training needs to go on: parameters, the optimizer's state, and where random numbers stand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from ..errors import CheckpointError, CheckpointWarning
+from ..pretrained import Subject, everywhere
+from ..weight_files import refuse_all, shown
+from .manifest import Damaged, check_files, name_of, read_manifest, steps_in
+from .optimizer_state import Place, local_of, merged, plain, restored, stored
+from .parts import Part
+from .storage import STATE, LoadPlanning, Reader, SavePlanning, Writer
+
+MODEL, OPTIMIZER = "model/", "optimizer/"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint had beside tensors. ``extra``: what was given to ``save``."""
+
+    step: int
+    path: Path
+    extra: Mapping[str, Any]
+    run: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is saved of one rank: tensors, and the rest as JSON."""
+
+    parts: Mapping[str, Part]
+    note: Mapping[str, Any]
+
+    def copied(self) -> Snapshot:
+        return Snapshot({name: part.copied() for name, part in self.parts.items()}, self.note)
+
+
+def snapshot(
+    subject: Subject, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], run: Mapping[str, Any]
+) -> Snapshot:
+    """What to save, where it lies.
+
+    Raises:
+        CheckpointError: QN603 or QN604, on every rank.
+    """
+    with everywhere(subject.backend, "QN603"):
+        unset = sorted(subject.backend.unset & subject.program.state.keys())
+        refuse_all(
+            "QN604", Path(), [f"{name} has no values" for name in unset], fix="load or initialise the model first"
+        )
+        parts, places = _parts(subject)
+        note: dict[str, Any] = {"extra": plain(extra, "extra"), "run": dict(run), "torch": torch.__version__}
+        if optimizer is not None:
+            tensors, note["optimizer"] = stored(optimizer, places)
+            parts |= {f"{OPTIMIZER}{name}": part for name, part in tensors.items()}
+    return Snapshot(parts, note)
+
+
+def write(found: Snapshot, folder: Path, step: int, keep: int | None, group: dist.ProcessGroup | None = None) -> Path:
+    """Write a snapshot; every rank takes part. With ``group``, that is how they talk.
+
+    Raises:
+        CheckpointError: QN603 on every rank; the folder's other checkpoints are as they were.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    rank = 0 if alone else dist.get_rank()
+    writer = Writer(folder, step, keep, found.note, lambda notes: _merged(step, notes), rank)
+    try:
+        with _quiet():
+            dcp_save(
+                dict(found.parts), storage_writer=writer, planner=SavePlanning(), process_group=group, no_dist=alone
+            )
+    except CheckpointException as error:
+        if writer.temporary is not None:
+            shutil.rmtree(writer.temporary, ignore_errors=True)
+        raise _failed("QN603", error, "free space, or save elsewhere; the checkpoints before are whole") from error
+    return folder / name_of(step)
+
+
+def read(subject: Subject, folder: Path, step: int | None, optimizer: torch.optim.Optimizer | None) -> Restored:
+    """Load the newest whole checkpoint of a folder, or that of ``step``.
+
+    Raises:
+        CheckpointError: QN601 or QN602 on every rank; nothing was changed.
+    """
+    checkpoint = _choose(subject, folder, step)
+    reader = Reader(checkpoint)
+    with everywhere(subject.backend, "QN601"):
+        note = json.loads((checkpoint / STATE).read_bytes())
+        saved: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
+        targets, places = _parts(subject)
+        refuse_all("QN602", checkpoint, _misfits(targets, places, saved), fix="load into the model that was saved")
+        finish = None
+        if optimizer is not None:
+            if "optimizer" not in note:
+                raise CheckpointError("QN602", f"{shown(str(checkpoint))} has no optimizer", fix="leave optimizer= out")
+            mine = {n.removeprefix(OPTIMIZER): x for n, x in saved.items() if n.startswith(OPTIMIZER)}
+            room, finish = restored(optimizer, places, note["optimizer"], mine)
+            targets |= {f"{OPTIMIZER}{name}": part for name, part in room.items()}
+    names = {name.removeprefix(MODEL) for name in saved if name.startswith(MODEL)}
+    subject.backend.unset |= names  # until all are read: what fails half-way must not run
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    try:
+        with _quiet():
+            dcp_load(dict(targets), storage_reader=reader, planner=LoadPlanning(), no_dist=alone)
+    except CheckpointException as error:
+        raise _failed("QN601", error, "load again: parameters may be of two checkpoints now") from error
+    subject.backend.unset -= names
+    if finish is not None:
+        finish()
+    return Restored(note["step"], checkpoint, note["extra"], note["run"])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that one process is alone: it is meant to be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _parts(subject: Subject) -> tuple[dict[str, Part], dict[str, Place]]:
+    """This rank's parts of parameters and stored buffers, and the parameters' places."""
+    kept, parameters = subject.model.state_dict(keep_vars=True), subject.backend.parameters
+    parts: dict[str, Part] = {}
+    places: dict[str, Place] = {}
+    for spec, tensor, positions in subject.backend.parts(subject.program, ("parameter", "buffer")):
+        if spec.kind == "parameter" or spec.name in kept:
+            shape = torch.Size(spec.shape)
+            parts[f"{MODEL}{spec.name}"] = Part.of(tensor.detach(), shape, positions)
+            if spec.kind == "parameter":
+                places[spec.name] = Place(parameters[spec.name], shape, positions)
+                assert local_of(parameters[spec.name]).shape == tensor.shape
+    return parts, places
+
+
+def _merged(step: int, notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    found = {"step": step, **notes[0]}
+    if "optimizer" in found:
+        found["optimizer"] = merged([note["optimizer"] for note in notes])
+    return found
+
+
+def _misfits(
+    mine: Mapping[str, Part], places: Mapping[str, Place], saved: Mapping[str, TensorStorageMetadata]
+) -> list[str]:
+    problems = []
+    for name, part in mine.items():
+        short, meta = name.removeprefix(MODEL), saved.get(name)
+        if meta is None:
+            problems.append(f"{short} is missing")
+        elif meta.size != part.shape:
+            problems.append(f"{short} is {tuple(meta.size)}, and {tuple(part.shape)} in the model")
+        elif meta.properties.dtype != part.local.dtype:
+            problems.append(f"{short} is {meta.properties.dtype}, and {part.local.dtype} in the model")
+    return problems
+
+
+def _choose(subject: Subject, folder: Path, step: int | None) -> Path:
+    """The checkpoint to load. All ranks read it together, each some of its files."""
+    backend = subject.backend
+    there = backend.told(" ".join(map(str, steps_in(folder)[:100])))
+    steps = [step] if step is not None else [int(one) for one in there[0].split()]
+    for one in steps:
+        checkpoint, trouble = folder / name_of(one), ""
+        try:
+            files = sorted(read_manifest(checkpoint).items())
+            world = len(there)
+            rank = dist.get_rank() if world > 1 else 0
+            check_files(checkpoint, files[rank::world])
+        except (Damaged, OSError) as error:
+            trouble = str(error) or type(error).__name__
+        told = next((text for text in backend.told(trouble) if text), "")
+        if not told:
+            return checkpoint
+        message = f"{shown(str(checkpoint))}: {told}"
+        if step is not None:
+            raise CheckpointError("QN601", message, fix="load another step, or none to get the newest whole one")
+        warnings.warn(CheckpointWarning(f"{message}; trying the one before"), stacklevel=4)
+    raise CheckpointError(
+        "QN601", f"{shown(str(folder))} has no whole checkpoint", fix="give the folder that was given to save"
+    )
+
+
+def _failed(code: str, error: CheckpointException, fix: str) -> CheckpointError:
+    reasons = [f"rank {rank}: {type(one).__name__}: {shown(str(one))}" for rank, (one, _) in error.failures.items()]
+    return CheckpointError(code, "\n  ".join(reasons[:20]), fix=fix)

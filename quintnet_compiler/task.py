@@ -1,0 +1,35 @@
+"""What a user asked to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .capture import LossFn
+from .mesh import Mesh
+from .passes.rule_notation import Rule
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for: the model, its loss, and the decisions made so far."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    mesh: Mesh
+    plan: Plan
+    rules: Mapping[Any, Rule]
+    device: torch.device
+    check_finite: bool = True
+    training: bool = True
+    backend: str = "eager"
+
+    @property
+    def leads(self) -> str:
+        """The kind of program that decides where parameters live."""
+        return "train" if self.training else "outputs"
