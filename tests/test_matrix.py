@@ -17,7 +17,7 @@ from torch import Tensor
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler.verification import LIMITS
+from quintnet_compiler.verification import LIMITS, SLACK
 
 from .models import CASES, EXPERTS, build, reference, worst_error
 
@@ -183,7 +183,8 @@ def deviation(point: Point, found: Trained) -> float:
     """How far the worst loss, gradient or weight is from the unsplit model's, as a share of what is allowed.
 
     In 16 bits, all the model's elements together may be half as far again from those of the module in float64 as those
-    of one rank that takes as many rows at once in the same precision: it rounds as often, in another order.
+    of one rank that takes as many rows at once in the same precision: it rounds as often, in another order. Gradients
+    after the first step are of other weights already, which makes more of that: twice as far, as for ``verify``.
     """
     assert {g.dtype for step in found.gradients for g in step.values()} == {point.dtype}
     if point.precision != "bf16":
@@ -195,9 +196,10 @@ def deviation(point: Point, found: Trained) -> float:
     passes = prod(point.axes.get(axis, 1) for axis in ("dp", "ep")) * point.options["microbatches"]
     own = one_rank(point.model, point.optimizer, passes)
     pairs = zip(found.gradients, own.gradients, exact.gradients, strict=True)
-    ways = [(a, b, c) for a, b, c in pairs] + [(found.weights, own.weights, exact.weights)]
     assert max(abs(a - b) / abs(b) for a, b in zip(found.losses, exact.losses, strict=True)) < LIMITS[torch.bfloat16]
-    return max(_distance(a, c) / _distance(b, c) for a, b, c in ways) / 1.5
+    first, *later = [_distance(a, c) / _distance(b, c) for a, b, c in pairs]
+    weights = _distance(found.weights, exact.weights) / _distance(own.weights, exact.weights)
+    return max(first / 1.5, weights / 1.5, *(ratio / SLACK for ratio in later))
 
 
 ALL = list(points(216))

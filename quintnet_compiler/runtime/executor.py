@@ -152,11 +152,6 @@ class Executor:
             held.clear()  # copies of parameters, say, need not live until the next step
         return results
 
-    @property
-    def settled(self) -> Mapping[str, Tensor]:
-        """This rank's part of each of its parameters' gradient, after a step."""
-        return self.gradients.settled if self.gradients is not None else {}
-
     # -- pieces
 
     def _once(self, stage: StageProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
