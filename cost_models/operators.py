@@ -209,3 +209,9 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         where=facts(node).where,
         fix="describe it in cost_models/operators.py: one word in MEMORY, or its product in PRODUCTS",
     )
+
+
+def model_flops(graph: fx.Graph) -> float:
+    """FLOPs of products and attention in one step of the unsplit model whose forward ``graph`` is: twice as many go
+    backward (as Narayanan et al. 2021 count; what is computed again does not count)."""
+    return 3 * sum(kernel_of(node, "memory").flops for node in graph.nodes if node.op == "call_function")

@@ -64,17 +64,7 @@ class Bundle:
             elif node not in joined and node not in new:
                 emit(node)
         graph.lint()
-        return replace(
-            program,
-            graph=graph,
-            outputs=tuple(new[n] for n in program.outputs),
-            stage=stage,
-            once=frozenset(new[n] for n in program.once),
-            gradients={key: new[n] for key, n in program.gradients.items()},
-            values={key: new[n] for key, n in program.values.items()},
-            cotangents={key: new[n] for key, n in program.cotangents.items()},
-            copies={new[copy]: new[n] for copy, n in program.copies.items()},
-        )
+        return program.moved(graph, new, stage)
 
 
 def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:

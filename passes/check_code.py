@@ -15,6 +15,7 @@ from ..comm_ops import RANKED, SIZED, microbatch, share
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
 from ..schedule_check import verify_schedule
+from .check_overlap import check_pairs
 from .generate_ranks import dtypes_of_step
 from .spelling import SPELLING
 
@@ -91,6 +92,7 @@ class _Stage:
     def _piece(self, label: str, piece: Piece) -> None:
         env: dict[fx.Node, fx.Node] = {}
         names = iter([*piece.static, *piece.dynamic])
+        check_pairs(piece.module.graph.nodes)
         for position, node in enumerate(piece.module.graph.nodes):
             if node.op == "placeholder":
                 if position:

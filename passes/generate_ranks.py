@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, shape, value, values
+from ..annotations import facts, is_getitem, leaf, num_bytes, shape, value, values
 from ..comm_ops import RANKED, SIZED, microbatch, share
 from ..mesh import Mesh
 from ..program import (
@@ -177,14 +177,20 @@ class _Cut:
 
     def _halves(self, sends: set[str]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The backward in two parts: what other stages wait for, and the rest."""
-        waited = {n for n in self.backward if n.name in sends}
-        for node in reversed(self.backward):
-            if node in waited:
-                waited.update(node.all_input_nodes)
-        for node in self.backward:
-            if is_getitem(node) and node.args[0] in waited:  # several results cannot be handed over as one
-                waited.add(node)
+        waited = before_others(self.backward, {n for n in self.backward if n.name in sends})
         return [n for n in self.backward if n in waited], [n for n in self.backward if n not in waited]
+
+
+def before_others(backward: Sequence[fx.Node], sent: Set[fx.Node]) -> set[fx.Node]:
+    """Of a stage's backward, what it computes before other stages can go on: what is ``sent``, and what that needs."""
+    waited = set(sent)
+    for node in reversed(backward):
+        if node in waited:
+            waited.update(node.all_input_nodes)
+    for node in backward:
+        if is_getitem(node) and node.args[0] in waited:  # several results cannot be handed over as one
+            waited.add(node)
+    return waited
 
 
 def _used_in(node: fx.Node, users: Set[fx.Node]) -> bool:
@@ -279,12 +285,13 @@ def _emit(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node], comm: fx.
     name = str(node.target).split(".")[1]
     args = list(fx.map_arg(node.args, lambda n: env[n]))
     over = ""
+    size = f" {sum(map(num_bytes, values(node)))} bytes" if name.startswith("start_") else ""
     if node.target in SIZED:
         over = f"[{args[1]}]"
         del args[2]  # the transport knows the axis' size
     moved = value(node.all_input_nodes[0]).dtype if node.target in SIZED else None
     of = f" {str(moved).removeprefix('torch.')}" if moved else ""
-    sites.append(f"{name}{over}{of} {facts(node).where}".strip())
+    sites.append(f"{name}{over}{of}{size} {facts(node).where}".strip())
     new = graph.create_node("call_method", name, (comm, *args, len(sites) - 1), name=node.name)
     new.meta = dict(node.meta)
     return new

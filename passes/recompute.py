@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import fx
 
-from ..annotations import annotate, copied_from, facts, leaf
+from ..annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of
 from ..comm_ops import all_gather, microbatch
 from ..program import DifferentiatedProgram
 from .recompute_budget import Budget, within_budget
@@ -25,25 +25,29 @@ class Recompute:
     by bit: communication is repeated, and random masks depend on nothing but their place (Chen et al. 2016).
 
     ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
-    ``"auto"`` for what makes the rest fit a ``budget``, or ``"none"``. ``parameters``: whether parameters that each
-    microbatch gathers are gathered again, too, wherever they are used; if not, they are kept.
+    ``"auto"`` for what makes the rest fit a ``budget``, or ``"none"``. ``regather``: whether what each microbatch
+    gathers is gathered again, too, wherever it is used: parameters (if not, they are kept), and values, of which ranks
+    then keep their slices (Korthikanti et al. 2022).
 
     Raises:
         CompileError: QN213 if the budget is too small.
     """
 
     blocks: Literal["none", "selective", "full", "auto"] = "full"
-    parameters: bool = True
+    regather: bool = True
     budget: Budget | None = None
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        inside, gathered = set[fx.Node]() if self.blocks == "none" else _in_blocks(program), _of_gathered(program)
+        inside = set[fx.Node]() if self.blocks == "none" else _in_blocks(program)
+        parameters, gathered = _gathered(program)
+        again = frozenset(gathered if self.regather else ())
         if self.blocks == "selective":
             inside = cheap_values(program, inside)
-        again = frozenset(gathered if self.parameters else ())
+        inside -= parameters | again
         if self.budget is not None:
-            inside = within_budget(program, inside - gathered, again, self.budget)
-        return _Copying(program, (inside - gathered) | again).run()
+            inside = within_budget(program, inside, again, self.budget)
+        copied = inside | again
+        return _Copying(program, copied).run() if copied else program
 
 
 class _Copying:
@@ -63,18 +67,8 @@ class _Copying:
                     self._copy(source)
             self.new[node] = self._emit(node, again=_backward(node))
         self.graph.lint()
-        p, new = self.program, self.new
-        return replace(
-            p,
-            graph=self.graph,
-            outputs=tuple(new[n] for n in p.outputs),
-            stage=self.stage,
-            once=frozenset(new[n] for n in p.once),
-            gradients={key: new[n] for key, n in p.gradients.items()},
-            values={key: new[n] for key, n in p.values.items()},
-            cotangents={key: new[n] for key, n in p.cotangents.items()},
-            copies={copy: new[n] for n, copy in self.again.items()},
-        )
+        made = self.program.moved(self.graph, self.new, self.stage)
+        return replace(made, copies={copy: self.new[n] for n, copy in self.again.items()})
 
     def _copy(self, node: fx.Node) -> None:
         todo, inside = [node], self.inside
@@ -111,20 +105,24 @@ def _in_blocks(program: DifferentiatedProgram) -> set[fx.Node]:
     return found
 
 
-def _of_gathered(program: DifferentiatedProgram) -> set[fx.Node]:
-    """Forward nodes that each microbatch makes of parameters alone, in a stage that has them: gathers, and what views
-    or casts the result."""
-    found: set[fx.Node] = set()
+def _gathered(program: DifferentiatedProgram) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Forward nodes that each microbatch gathers for operators of the same stage: of parameters alone, with what views
+    or casts the result; and these with gathers of other values, and what views those."""
+    parameters, found = set[fx.Node](), set[fx.Node]()
     for node in program.graph.nodes:
         if node.op != "call_function" or _backward(node) or node in program.once or not node.all_input_nodes:
             continue
         sources = node.all_input_nodes
-        held = all(source in found or _parameter(source) for source in sources)
-        gathers = node.target is all_gather or any(source in found for source in sources)
         alone = all(program.stage.get(user) == program.stage.get(node) for user in node.users if user.op != "output")
-        if held and gathers and alone and node not in program.outputs:
+        if not alone or node in program.outputs:
+            continue
+        gathers = node.target is all_gather or any(source in found for source in sources)
+        if gathers and all(source in parameters or _parameter(source) for source in sources):
+            parameters.add(node)
             found.add(node)
-    return found
+        elif node.target is all_gather or (gathers and memory_of(node) is not node and not is_getitem(node)):
+            found.add(node)
+    return parameters, found
 
 
 def _parameter(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from .repeated_blocks import Block, block_of
 aten = torch.ops.aten
 SOURCE, SINK = "kept", "wanted"
 TICK = 1e-12  # seconds: what the cut counts in, and what cheap values pay for a byte
-# What takes more than a pass over memory: products, attention, sorting; and what other ranks take part in.
+# What takes more than a pass over memory, beside attention: products, sorting.
 _DEAR = frozenset(
     {
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
@@ -97,9 +97,14 @@ def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> Cut:
     return Cut(again, sum(seconds(node) for node in again), sum(map(_bytes, kept)))
 
 
+def takes_long(node: fx.Node) -> bool:
+    """Whether this is more than a pass over memory, on this rank: a product, attention, sorting."""
+    return node.target in _DEAR or ("attention" in str(node.target) and node.target not in COMMUNICATION)
+
+
 def _dear(node: fx.Node) -> bool:
     made = origin(node)[0]
-    return made.target in _DEAR or made.target in COMMUNICATION or "attention" in str(made.target)
+    return made.target in COMMUNICATION or takes_long(made)
 
 
 def _several(node: fx.Node) -> bool:

@@ -25,14 +25,25 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .runtime.launch import launch
 from .schedule import Schedule
+from .training.batches import BatchSampler
+from .training.config import TrainConfig
+from .training.measures import accuracy
+from .training.run import TrainTask
+from .training.trainer import History, Trainer
 from .verification import VerifyReport
 
 __all__ = [
     "BackendWarning",
+    "BatchSampler",
+    "History",
+    "TrainConfig",
+    "TrainTask",
+    "Trainer",
     "CheckpointWarning",
     "Cluster",
     "Estimate",
     "PlanReport",
+    "accuracy",
     "estimate",
     "plan",
     "CompileError",

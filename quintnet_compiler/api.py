@@ -41,6 +41,7 @@ def compile(
     zero: int | None = None,
     zero_axes: Sequence[str] | None = None,
     regather: bool | None = None,
+    overlap: bool | None = None,
     recompute: str | None = None,
     precision: str | None = None,
     loss_scale: float | None = None,
@@ -77,7 +78,8 @@ def compile(
         experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
         zero: 1, 2 or 3: data ranks hold slices of optimizer state, and of gradients, and of parameters, see Plan.
         zero_axes: over which axes; by default ``dp``.
-        regather: whether the backward gathers parameters again (it does by default) or the forward's are kept.
+        regather: whether the backward gathers parameters and values again (it does by default), or they are kept.
+        overlap: whether communication runs beside computing where it can (it does by default).
         recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
             ``"selective"`` what is cheap, ``"full"`` everything.
         precision: ``"bf16"`` or ``"fp16"`` compute in 16 bits with float32 parameters and sums of gradients, see Plan.
@@ -114,6 +116,7 @@ def compile(
         "zero": zero,
         "zero_axes": None if zero_axes is None else tuple(zero_axes),
         "regather": regather,
+        "overlap": overlap,
         "recompute": recompute,
         "precision": precision,
         "loss_scale": loss_scale,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 
 from .advise import estimate as make_estimate
 from .advise import plan as make_plan
@@ -19,6 +22,9 @@ from .cost_models.calibration import Calibration
 from .cost_models.cluster import Cluster
 from .errors import QuintNetError
 from .mesh import Mesh
+from .runtime.launch import launch
+from .training.config import TrainConfig
+from .training.run import run as run_training
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train a plain nn.Module on any number of GPUs.")
 Target = Annotated[
@@ -28,7 +34,9 @@ Target = Annotated[
 MeshOption = Annotated[str, typer.Option(help="axis sizes, outermost first: pp=2,dp=2,tp=2")]
 
 # exit codes
-USAGE, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, NOT_FINITE = 2, 4, 5, 6, 8
+USAGE, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, CHECKPOINT, NOT_FINITE = 2, 4, 5, 6, 7, 8
+
+LONGEST_RUN = 14 * 24 * 3600.0  # seconds; the system takes no more than 24 days
 
 
 @app.callback()
@@ -193,11 +201,38 @@ def load_target(target: str) -> tuple[Any, Any, Any]:
     return made[0], made[1], made[2] if len(made) == 3 else None
 
 
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="a YAML file with the keys of quintnet.TrainConfig")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="in place of the file's")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="processes here; without it, as many as the mesh")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
+) -> None:
+    """Train a model as a file says, going on from the newest checkpoint if there is one.
+
+    Starts local processes; under torchrun this process is one rank. With --nproc 1, all ranks run in one process.
+
+    Exit code: 0, 2 usage, 4 the model, the layout or the file is not supported, 6 a rank failed, 7 a checkpoint,
+    8 a value is not finite.
+
+    Example: quintnet train examples/vit_digits.yaml num_epochs=5
+    """
+    given = [one.partition("=") for one in changes or ()]
+    if any(not sign for _, sign, _ in given):
+        raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")
+    found = TrainConfig.read(config, **{key: yaml.safe_load(value) for key, _, value in given})
+    ranks = nproc or found.mesh.size
+    histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,), timeout=LONGEST_RUN)
+    history = next(one for one in histories if one is not None)
+    if json:
+        typer.echo(dumps(asdict(history)))
+
+
 def main() -> None:
     """Run the command line; errors are a few lines on stderr and an exit code."""
     try:
         app()
     except QuintNetError as error:
         typer.echo(str(error), err=True)
-        codes = {"3": RANK_FAULT, "4": RANK_FAULT, "5": NOT_FINITE}
+        codes = {"3": RANK_FAULT, "4": RANK_FAULT, "5": NOT_FINITE, "6": CHECKPOINT}
         raise SystemExit(codes.get(error.code[2], UNSUPPORTED)) from None

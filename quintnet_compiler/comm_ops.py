@@ -8,7 +8,8 @@ axes to groups. Here they only know shapes (for tracing); a transport gives them
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -210,10 +211,28 @@ ring_attention_backward = define_operator(
     _ring_gradients,
 )
 
+
+def _start_of(collective: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    return define_operator(f"start_{str(collective._schema).removeprefix('quintnet::')}", collective)
+
+
+# What begins a collective, which then is under way beside whatever is computed until ``wait`` hands out what it made.
+# Nothing else may read a start: until then it is no value.
+STARTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = MappingProxyType(
+    {
+        op: _start_of(op)
+        for op in (
+            all_reduce, all_gather, reduce_scatter, all_to_all, gather_together, scatter_together, route, unroute,
+        )
+    }
+)  # fmt: skip
+wait = define_operator("wait(Tensor x) -> Tensor", _same)
+
 COMMUNICATION = frozenset(
     {
-        all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all, ring_attention, ring_attention_backward,
-        route_plan, route, unroute, gather_state, gather_together, scatter_together,
+        *STARTS.values(), all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all,
+        ring_attention, ring_attention_backward, route_plan, route, unroute,
+        gather_state, gather_together, scatter_together,
     }
 )  # fmt: skip
 # depend on the rank's coordinate or on the step, move nothing
@@ -223,7 +242,7 @@ LOCAL = frozenset(
         rows_of, own_experts, cached_attention, loss_scale,
     }
 )  # fmt: skip
-RANKED = COMMUNICATION | LOCAL
+RANKED = COMMUNICATION | LOCAL | {wait}
 SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
 
 MICROBATCHES = "mb"  # the axis in time

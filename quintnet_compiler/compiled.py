@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .capture import batch_size_of, capture, plain_batch
+from .capture import LossFn, batch_size_of, capture, plain_batch
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .cost import RankCosts
 from .cost_models.cluster import Cluster
 from .cost_models.cluster_costs import ClusterCosts
+from .cost_models.operators import model_flops
 from .dump import dump_program
 from .errors import CompileError, InputError
 from .explain import Difference, Explain, Explanation, difference
@@ -270,6 +272,21 @@ class CompiledProgram(ProgramState):
     @property
     def mesh(self) -> Mesh:
         return self._task.mesh
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """What was given to compile; None where the model computes its loss itself."""
+        return self._task.loss_fn
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes logs and files: that of rank 0."""
+        return self._state().first
+
+    @functools.cached_property
+    def model_flops(self) -> float:
+        """FLOPs of one step of the unsplit model on the batch that the program was compiled for."""
+        return model_flops(self._leader().program.source.local.staged.sharded.program.graph)
 
     @property
     def plan(self) -> Plan:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from .annotations import num_bytes, values
-from .comm_ops import COMMUNICATION, MICROBATCHES
+from .comm_ops import COMMUNICATION, MICROBATCHES, all_reduce
 from .cost_models.cluster import Cluster
 from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.roofline import Roofline
@@ -22,6 +22,7 @@ from .passes.axis_view import Wishes, stores_state
 from .passes.bundle import Bundle
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
+from .passes.check_overlap import check_overlap
 from .passes.check_reductions import check_reductions
 from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
@@ -34,6 +35,7 @@ from .passes.insert_communication import InsertCommunication
 from .passes.join_routes import JoinRoutes
 from .passes.lower_precision import LowerPrecision
 from .passes.normalize import Normalize
+from .passes.overlap import Overlap
 from .passes.recompute import Recompute
 from .passes.recompute_budget import Budget
 from .passes.rule_notation import Rule
@@ -43,7 +45,7 @@ from .passes.strategies import RuleBook
 from .passes.unsplit import unsplit
 from .plan import Plan, fixed_types, precision_of
 from .program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
-from .schedule import Schedule
+from .schedule import Op, Schedule
 from .schedule_kinds import forward_only
 from .schedule_synthesis import StageTimes, schedule_of
 from .sharding import AxisType
@@ -171,15 +173,21 @@ def _budget(request: Request, schedule: Schedule) -> Budget | None:
     """What may be saved, and what making a node again takes."""
     if request.plan.saved_gib is None:
         return None
+    return Budget(int(request.plan.saved_gib * 2**30), schedule, _node_seconds(request))
+
+
+def _node_seconds(request: Request) -> Callable[[fx.Node], float]:
+    """What a node of a rank's graph takes, whatever the device will be: collectives by what they move."""
     prices, costs = _prices(request), ClusterCosts(Cluster("h100"), _prices(request).unknown)
 
     def seconds(node: fx.Node) -> float:
         if node.target not in COMMUNICATION:
             return costs.node_seconds(node)
         most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
-        return prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
+        passes = 2 if node.target is all_reduce else 1
+        return passes * prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
 
-    return Budget(int(request.plan.saved_gib * 2**30), schedule, seconds)
+    return seconds
 
 
 def _prices(request: Request) -> Roofline:
@@ -216,12 +224,16 @@ def _lower(
     local = runner(JoinRoutes(request.rules), local)
     differentiated = runner(Differentiate(training), local)
     again, regather = request.plan.recompute, request.plan.regather
-    gathers = any(not held.once for held in staged.sharded.gathered.values())
-    if training and (again != "none" or (gathers and regather)):
+    if training and (again != "none" or regather):
         differentiated = runner(Recompute(again, regather, _budget(request, schedule)), differentiated)
     runner.check(check_backward, differentiated, training)
     if staged.sharded.gathered:
         differentiated = runner(Bundle(), differentiated)
+    if request.plan.overlap:
+        halves = {action.stage for row in schedule.actions for action in row if action.op is Op.BACKWARD_WEIGHT}
+        blocking = differentiated
+        differentiated = runner(Overlap(_node_seconds(request), frozenset(halves)), blocking)
+        runner.check(check_overlap, blocking, differentiated)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)
     runner.check(check_ranks, program)

@@ -95,11 +95,19 @@ class _Skeleton:
         for node, x in zip(self.inputs[1:], given, strict=True):
             if tuple(x.shape) != tuple(self.shapes[node].shape) or x.dtype != self.shapes[node].dtype:
                 raise RuntimeError(f"{node.name} is {tuple(x.shape)} {x.dtype} where {self.shapes[node]} is expected")
+        begun: dict[fx.Node, Any] = {}
         for node in self.nodes:
             if node.op == "output":
+                if begun:
+                    raise RuntimeError(f"{next(iter(begun)).name} is never waited for")
                 return tuple(self.shapes[n] for n in node.args[0])
-            _, *rest = fx.map_arg(node.args, lambda n: self.shapes.get(n))
+            if node.target == "wait" and node.args[1] not in begun:
+                raise RuntimeError(f"{node.name} waits for {node.args[1]}, which is not under way")
+            _, *rest = fx.map_arg(node.args, lambda n: begun.pop(n) if n in begun else self.shapes.get(n))
             made = getattr(comm, str(node.target))(*rest)
+            if str(node.target).startswith("start_"):
+                begun[node] = made
+                continue
             for x, wanted in zip(_several(made), _several(self.shapes.get(node)), strict=False):
                 if tuple(x.shape) != tuple(wanted.shape) or x.dtype != wanted.dtype:
                     raise RuntimeError(f"{node.name} gives {tuple(x.shape)} {x.dtype}, and {wanted} is expected")
@@ -112,7 +120,7 @@ def _several(made: Any) -> tuple[Any, ...]:
 
 def _matters(node: fx.Node) -> bool:
     method = str(node.target) if node.op == "call_method" else ""
-    return node.op == "output" or method in _COLLECTIVES or method.startswith("accumulate")
+    return node.op == "output" or method in _COLLECTIVES or method == "wait" or method.startswith("accumulate")
 
 
 def _shape(node: fx.Node) -> Any:

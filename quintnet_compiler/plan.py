@@ -53,7 +53,10 @@ class Plan(BaseModel):
     ``zero``: what ranks that see other parts of the batch hold in slices: nothing (0), the optimizer's state (1), and
     gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes.
     Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
-    ``regather``: whether the backward gathers such parameters again instead of keeping them.
+    ``regather``: whether the backward gathers such parameters again instead of keeping them, and likewise values that
+    sequence and context parallelism gather: of those, ranks keep their slices.
+    ``overlap``: whether collectives are started ahead of what reads them, where products can be computed meanwhile; a
+    block's parameters are then gathered while the one before is computed.
     ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
     takes no more than passes over memory (no product, attention or communication), ``"full"`` everything, or
     ``"auto"`` what the cost model finds cheapest so that no rank saves more than ``saved_gib`` GiB at once.
@@ -85,6 +88,7 @@ class Plan(BaseModel):
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
     regather: bool = True
+    overlap: bool = True
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     saved_gib: float | None = Field(default=None, gt=0, lt=2**20)
     precision: Literal["model", "bf16", "fp16"] = "model"

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from .annotations import facts, is_getitem, leaf, values
+from .annotations import facts, is_getitem, leaf, num_bytes, values
+from .comm_ops import wait
 from .names import one_line
 from .program import (
     DifferentiatedProgram,
@@ -107,7 +108,12 @@ def _(program: LocalProgram) -> str:
 
 @program_text.register
 def _(program: DifferentiatedProgram) -> str:
-    return _lines(program.graph, _placed(program))
+    notes = _placed(program)
+    for node in program.graph.nodes:
+        if node.target is wait:
+            (begun,) = node.all_input_nodes
+            notes[begun] += f", {sum(map(num_bytes, values(node)))} bytes under way until %{node.name}"
+    return _lines(program.graph, notes)
 
 
 @program_text.register

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -201,6 +201,22 @@ class DifferentiatedProgram:
     values: Mapping[tuple[fx.Node, int], fx.Node]
     cotangents: Mapping[tuple[fx.Node, int], fx.Node]
     copies: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def moved(
+        self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], stage: Mapping[fx.Node, int]
+    ) -> DifferentiatedProgram:
+        """The same program in another ``graph``: ``new`` says where each node went."""
+        return replace(
+            self,
+            graph=graph,
+            outputs=tuple(new[n] for n in self.outputs),
+            stage=stage,
+            once=frozenset(new[n] for n in self.once),
+            gradients={key: new[n] for key, n in self.gradients.items()},
+            values={key: new[n] for key, n in self.values.items()},
+            cotangents={key: new[n] for key, n in self.cotangents.items()},
+            copies={new[copy]: new[n] for copy, n in self.copies.items()},
+        )
 
 
 @dataclass(frozen=True)

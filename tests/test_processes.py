@@ -64,6 +64,7 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
         ("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2, {}),
         ("vit", {"tp": 2, "pp": 2}, 4, {}),
         ("cnn", {"dp": 2}, 2, {}),
+        ("mixture", {"dp": 2}, 2, {"zero": 3, "experts": ("dp",)}),
         ("gpt", {"cp": 4}, 1, {"context": "ring"}),
         # values go up and down between two ranks, and skip stages
         ("cnn", {"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 3}),

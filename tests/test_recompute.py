@@ -8,7 +8,7 @@ import torch
 import quintnet
 from quintnet import Mesh
 from quintnet_compiler.annotations import num_bytes, values
-from quintnet_compiler.comm_ops import COMMUNICATION
+from quintnet_compiler.comm_ops import COMMUNICATION, wait
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.roofline import Roofline
@@ -65,6 +65,28 @@ def test_every_kind_is_exact_and_selective_keeps_less_for_no_product(
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
     assert held["full"] < held["selective"] < held["none"]
     assert products["selective"] == products["none"] <= products["full"]
+
+
+@pytest.mark.parametrize(("axes", "plan"), [({"tp": 2}, {}), ({"cp": 2, "tp": 2}, {})], ids=str)
+def test_ranks_keep_their_slices_of_what_they_gather(axes: dict[str, int], plan: dict[str, object]) -> None:
+    """Exact, and of each gathered value the other ranks' slices less; nothing changes where all is made again."""
+    bits, held = {}, {}
+    for regather in (True, False):
+        program, batch = _compiled("gpt", "none", Mesh(**axes), regather=regather, **plan)
+        assert program.verify(batch, steps=1).ok
+        loss = program.step(batch)
+        bits[regather] = [loss, *(p.grad.full_tensor() for p in program.parameters() if p.grad is not None)]  # type: ignore[attr-defined]
+        held[regather] = {name: _size(program, name) for name in program.ranks[0].stages[0].saved}
+    assert all(torch.equal(a, b) for a, b in zip(bits[True], bits[False], strict=True))
+    gathers = {name for name in held[False] if "all_gather" in name}
+    assert gathers and not gathers & held[True].keys()
+    whole, kept = sum(held[False].values()), sum(held[True].values())
+    assert whole - kept >= sum(held[False][name] for name in gathers) // 2
+
+
+def _size(program: quintnet.CompiledProgram, name: str) -> int:
+    nodes = {node.name: node for node in program._leader().program.source.graph.nodes}
+    return sum(map(num_bytes, values(nodes[name])))
 
 
 MODELS = [
@@ -124,7 +146,7 @@ def _again(program: quintnet.CompiledProgram) -> float:
     source, costs = program._leader().program.source, ClusterCosts(Cluster("h100"))
     local = {axis.name: axis.size for axis in program._leader().program.axes}
     total = 0.0
-    for copy in source.copies:
+    for copy in (node.args[0] if node.target is wait else node for node in source.copies):
         if copy.target in COMMUNICATION:
             most = max(num_bytes(x) for n in (copy, *copy.all_input_nodes) for x in values(n))
             total += Roofline().collective_seconds("all_gather", most, local[str(copy.args[1])])

@@ -60,7 +60,7 @@ def _programs(victim: Victim) -> tuple[LocalProgram, DifferentiatedProgram, Dist
     model, loss_fn = build(victim.name, torch.float32), CASES[victim.name].loss_fn
     program = quintnet.compile(model, Mesh(**dict(victim.axes)), batch, loss_fn=loss_fn, **dict(victim.options))
     runner, made = program._leader().runner, program._leader().program
-    joint = [found for name, found in runner.programs if isinstance(found, DifferentiatedProgram) and name != "Bundle"]
+    joint = [found for name, found in runner.programs if name in ("Differentiate", "Recompute")]
     return joint[-1].local, joint[-1], made
 
 

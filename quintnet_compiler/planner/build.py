@@ -62,8 +62,8 @@ class Builder:
 
     def _units(self, layout: Layout) -> tuple[Unit, ...]:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
-        if layout.recompute != "none":
-            differentiated = Recompute(layout.recompute)(differentiated)
+        if layout.recompute != "none" or self.plan.regather:
+            differentiated = Recompute(layout.recompute, self.plan.regather)(differentiated)
         mesh = self._mesh(layout)
         generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
         return unit_work(generate(differentiated), self.folded, self.costs)

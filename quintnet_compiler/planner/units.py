@@ -146,7 +146,7 @@ def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -
             alone[_summed(spec, program), Widths.of(spec)] += _bytes(spec, program)
     return Unit(
         begin,
-        sum(part.seconds for part in priced.piece(stage, stage.once).parts),
+        sum(part.seconds for part in priced.piece(stage, "once")),
         works[Op.FORWARD].seconds,
         works[Op.BACKWARD_INPUT].seconds + works[Op.BACKWARD_WEIGHT].seconds,
         works[Op.BACKWARD_WEIGHT].seconds,

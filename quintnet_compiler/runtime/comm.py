@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from ..sharding import Shard
 from .gradients import GradientStore
 from .ring import Ring, ring_backward, ring_forward
 from .routing import Router
-from .transport import Transport
+from .transport import Pending, Transport
 
 
 class Comm:
@@ -43,6 +45,13 @@ class Comm:
         self.all_to_all = transport.all_to_all
         router = Router(transport, mesh)
         self.route_plan, self.route, self.unroute = router.route_plan, router.route, router.unroute
+        self.start_route, self.start_unroute = router.start_route, router.start_unroute
+        self.start_all_reduce = partial(transport.start, "all_reduce")
+        self.start_all_gather = partial(transport.start, "all_gather")
+        self.start_reduce_scatter = partial(transport.start, "reduce_scatter")
+        self.start_all_to_all = partial(transport.start, "all_to_all")
+        self.start_gather_together = partial(transport.start, "gather_together")
+        self.start_scatter_together = partial(transport.start, "scatter_together")
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_product = gradients.accumulate_product
@@ -50,6 +59,10 @@ class Comm:
         self.mesh, self.coordinate = mesh, coordinate
         self.seed = self.step = self.microbatch = 0
         self.scale = 1.0
+
+    def wait(self, begun: Pending, at: int) -> Any:
+        """What a collective that was started makes, when it is there."""
+        return begun()
 
     def loss_scale(self, x: Tensor, at: int) -> Tensor:
         """``x`` times this step's factor."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
-from .transport import GRADIENTS, VALUES, Wait
+from .transport import GRADIENTS, VALUES, Pending, Wait
 
 # torch 2.13 renamed these two; the names before it are deprecated
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,12 +72,19 @@ class DistributedTransport:
                 else:
                     self.group[ranks] = None
 
-    # -- collectives of the graphs
+    # -- collectives of the graphs: each begins, and ends when it is waited for
+
+    def start(self, collective: str, *args: Any) -> Pending:
+        begin: Callable[..., Pending] = getattr(self, f"_{collective}")
+        return begin(*args, later=True)
 
     def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
+        return self._all_reduce(x, axis, at)()  # type: ignore[no-any-return]
+
+    def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
         out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, group=self.axis[axis][0])
-        return out
+        work = dist.all_reduce(out, group=self.axis[axis][0], async_op=later)
+        return _pending(work, None, lambda: out)
 
     def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
@@ -84,10 +92,16 @@ class DistributedTransport:
         return out
 
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._all_gather(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
+
+    def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group, size, _ = self.axis[axis]
+        given = x.contiguous()
         out = x.new_empty((size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(size)
-        _all_gather(out, x.contiguous(), group=group)
-        return out if dim == 0 and parts == 1 else layout.join(out.chunk(size), dim, parts)
+        work = _all_gather(out, given, group=group, async_op=later)
+        if dim == 0 and parts == 1:
+            return _pending(work, given, lambda: out)
+        return _pending(work, given, lambda: layout.join(out.chunk(size), dim, parts))
 
     def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         group, size, index = self.axis[axis]
@@ -100,33 +114,65 @@ class DistributedTransport:
         return whole
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._reduce_scatter(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
+
+    def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group, size, _ = self.axis[axis]
         if dim == 0 and parts == 1:
             stacked = x.contiguous()
         else:
             stacked = torch.cat(layout.pieces(x, dim, parts, size))
         out = stacked.new_empty((stacked.shape[0] // size, *stacked.shape[1:]))
-        _reduce_scatter(out, stacked, group=group)
-        return out
+        work = _reduce_scatter(out, stacked, group=group, async_op=later)
+        return _pending(work, stacked, lambda: out)
 
     def gather_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[Tensor, ...]:
+        return self._gather_together(xs, axis, dims, parts, at)()  # type: ignore[no-any-return]
+
+    def _gather_together(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+        *,
+        later: bool = False,
+    ) -> Pending:
         group, size, _ = self.axis[axis]
         flat = torch.cat([x.reshape(-1) for x in xs])
         out = flat.new_empty(size, flat.numel())
-        _all_gather(out.view(-1), flat, group=group)
-        runs = torch.split(out, [x.numel() for x in xs], 1)
-        return tuple(
-            run.reshape(size * x.shape[0], *x.shape[1:])
-            if (dim, n) == (0, 1)
-            else layout.join([part.view(x.shape) for part in run.unbind(0)], dim, n)
-            for x, run, dim, n in zip(xs, runs, dims, parts, strict=True)
-        )
+        work = _all_gather(out.view(-1), flat, group=group, async_op=later)
+        shapes = [x.shape for x in xs]
+
+        def each() -> tuple[Tensor, ...]:
+            runs = torch.split(out, [shape.numel() for shape in shapes], 1)
+            return tuple(
+                run.reshape(size * shape[0], *shape[1:])
+                if (dim, n) == (0, 1)
+                else layout.join([part.view(shape) for part in run.unbind(0)], dim, n)
+                for shape, run, dim, n in zip(shapes, runs, dims, parts, strict=True)
+            )
+
+        return _pending(work, flat, each)
 
     def scatter_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[Tensor, ...]:
+        return self._scatter_together(xs, axis, dims, parts, at)()  # type: ignore[no-any-return]
+
+    def _scatter_together(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+        *,
+        later: bool = False,
+    ) -> Pending:
         group, size, _ = self.axis[axis]
         sizes = [x.numel() // size for x in xs]
         flat = xs[0].new_empty(size, sum(sizes))
@@ -137,25 +183,47 @@ class DistributedTransport:
                 mine.view(piece.shape).copy_(piece)
             shapes.append(pieces[0].shape)
         out = flat.new_empty(sum(sizes))
-        _reduce_scatter(out, flat.view(-1), group=group)
-        return tuple(run.view(shape) for run, shape in zip(torch.split(out, sizes), shapes, strict=True))
+        work = _reduce_scatter(out, flat.view(-1), group=group, async_op=later)
+        return _pending(
+            work,
+            flat,
+            lambda: tuple(run.view(shape) for run, shape in zip(torch.split(out, sizes), shapes, strict=True)),
+        )
 
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
+        return self._all_to_all(x, axis, dim, parts, to_dim, to_parts, at)()  # type: ignore[no-any-return]
+
+    def _all_to_all(
+        self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int, *, later: bool = False
+    ) -> Pending:
         group, size, index = self.axis[axis]
         if dim == to_dim:  # the same dim in other parts: rare
-            return layout.take(self.all_gather(x, axis, dim, parts, at), to_dim, to_parts, size, index)
+            whole = self._all_gather(x, axis, dim, parts, at, later=later)
+            return lambda: layout.take(whole(), to_dim, to_parts, size, index)
         outgoing = torch.stack(layout.pieces(x, to_dim, to_parts, size))
         incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing, group=group)
-        return layout.join(incoming.unbind(0), dim, parts)
+        work = dist.all_to_all_single(incoming, outgoing, group=group, async_op=later)
+        return _pending(work, outgoing, lambda: layout.join(incoming.unbind(0), dim, parts))
 
     def exchange_rows(
         self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
     ) -> Tensor:
+        return self._exchange_rows(x, sends, receives, axis, at)()  # type: ignore[no-any-return]
+
+    def _exchange_rows(
+        self,
+        x: Tensor,
+        sends: list[int] | None,
+        receives: list[int] | None,
+        axis: str,
+        at: int,
+        *,
+        later: bool = False,
+    ) -> Pending:
         assert receives is not None
-        out = x.new_empty((sum(receives), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), receives, sends, group=self.axis[axis][0])
-        return out
+        given, out = x.contiguous(), x.new_empty((sum(receives), *x.shape[1:]))
+        work = dist.all_to_all_single(out, given, receives, sends, group=self.axis[axis][0], async_op=later)
+        return _pending(work, given, lambda: out)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         group, _, index = self.axis[axis]
@@ -230,6 +298,19 @@ class DistributedTransport:
     def _device(self) -> torch.device:
         kind = self.devices.device_type
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def _pending(work: dist.Work | None, given: Tensor | None, made: Callable[[], Any]) -> Pending:
+    """``work`` is None where it is done; ``given`` lives until then."""
+    kept = [given]
+
+    def wait() -> Any:
+        if work is not None:
+            work.wait()
+        kept.clear()
+        return made()
+
+    return wait
 
 
 def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
-from .transport import Wait
+from .transport import Pending, Wait
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,10 @@ class LocalTransport:
     ) -> Tensor:
         runs = None if sends is None else tuple(sends)
         return self._meet("rows", x, self.peers[axis], self._site(at), runs=runs)
+
+    def start(self, collective: str, *args: Any) -> Pending:
+        made = getattr(self, collective)(*args)
+        return lambda: made
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         got = self._meet("permute", x, self.peers[axis], self._site(at), *sources)

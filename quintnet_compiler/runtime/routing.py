@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..mesh import Mesh
-from .transport import Transport
+from .transport import Pending, Transport
 
 
 class Router:
@@ -28,20 +28,35 @@ class Router:
 
     def route(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
         """The rows that belong to this rank, in the order of the ranks that they come from."""
-        if x.is_meta:
-            return self.transport.exchange_rows(x, None, None, axis, at)
-        order, sends, receives = self._read(plan, axis)
-        return self.transport.exchange_rows(x[order], sends, receives, axis, at)
+        return self.transport.exchange_rows(*self._outgoing(x, axis, plan), axis, at)
+
+    def start_route(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
+        return self.transport.start("exchange_rows", *self._outgoing(x, axis, plan), axis, at)
 
     def unroute(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
         """What became of a rank's own rows, in their order."""
-        if x.is_meta:
-            return self.transport.exchange_rows(x, None, None, axis, at)
-        order, sends, receives = self._read(plan, axis)
-        back = self.transport.exchange_rows(x, receives, sends, axis, at)
-        return torch.empty_like(back).index_copy_(0, order, back)
+        return self._in_order(self.transport.exchange_rows(*self._returning(x, axis, plan), axis, at), plan, axis)
 
-    def _read(self, plan: Tensor, axis: str) -> tuple[Tensor, list[int], list[int]]:
+    def start_unroute(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
+        begun = self.transport.start("exchange_rows", *self._returning(x, axis, plan), axis, at)
+        return lambda: self._in_order(begun(), plan, axis)
+
+    def _outgoing(self, x: Tensor, axis: str, plan: Tensor) -> tuple[Tensor, list[int] | None, list[int] | None]:
+        if x.is_meta:
+            return x, None, None
+        sends, receives = self._counts(plan, axis)
+        return x[plan[: -2 * self.mesh[axis]]], sends, receives
+
+    def _returning(self, x: Tensor, axis: str, plan: Tensor) -> tuple[Tensor, list[int] | None, list[int] | None]:
+        if x.is_meta:
+            return x, None, None
+        sends, receives = self._counts(plan, axis)
+        return x, receives, sends
+
+    def _in_order(self, back: Tensor, plan: Tensor, axis: str) -> Tensor:
+        return back if back.is_meta else torch.empty_like(back).index_copy_(0, plan[: -2 * self.mesh[axis]], back)
+
+    def _counts(self, plan: Tensor, axis: str) -> tuple[list[int], list[int]]:
         size = self.mesh[axis]
         sends, receives = plan[-2 * size :].view(2, size).tolist()
-        return plan[: -2 * size], sends, receives
+        return sends, receives

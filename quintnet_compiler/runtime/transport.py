@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 Wait = Callable[[], Tensor]  # blocks until a transfer is complete, and returns its tensor
+Pending = Callable[[], Any]  # the same for a collective of a graph, which may make several
 
 VALUES, GRADIENTS = 0, 1  # the two channels between stages
 
@@ -48,6 +49,11 @@ class Transport(Protocol):
     ) -> Tensor:
         """To each rank of the axis its run of rows of ``x``, in order; returns what comes from each, in order. None:
         as many as there are (for shapes alone)."""
+        ...
+
+    def start(self, collective: str, *args: Any) -> Pending:
+        """Begin one of the collectives above, which takes ``args``. What it reads must not change until it is waited
+        for; it lives until then. Ranks must start collectives of an axis in the same order, and may wait in any."""
         ...
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:

@@ -104,7 +104,7 @@ def compare_costs(
         for phase, piece in stage.pieces.items():
             for node in priced.nodes(stage, piece):
                 taken = watches[rank].seconds.get((stage.index, phase, node.node.name))
-                if taken and str(node.node.target) not in COLLECTIVES:
+                if taken and str(node.node.target) not in (*COLLECTIVES, "wait"):
                     source = priced.source.get(node.node.name)
                     name = str(node.node.target if source is None else source.target)
                     found[name].append((statistics.median(taken), node.compute))

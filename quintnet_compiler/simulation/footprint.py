@@ -207,8 +207,14 @@ def _tensors(made: Any) -> list[Tensor]:
 def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Any:
     if node.op == "call_function":
         return node.target(*args, **kwargs)  # type: ignore[operator]
-    if node.target in OPAQUE:
-        made = facts(node).value
-        return fake(made) if isinstance(made, Tensor) else tuple(fake(x) for x in made)
     receiver, *rest = args
-    return getattr(receiver, str(node.target))(*rest, **kwargs)
+    name = str(node.target).removeprefix("start_")
+    if name == "wait":
+        return rest[0][0]
+    if name in OPAQUE:
+        shapes = facts(node).value
+        made = fake(shapes) if isinstance(shapes, Tensor) else tuple(fake(x) for x in shapes)
+    else:
+        made = getattr(receiver, name)(*rest, **kwargs)
+    # until it is waited for, what a start reads and what it makes are alive
+    return made if name == node.target else (made, rest)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
@@ -43,12 +44,14 @@ _PIECES = MappingProxyType(
 
 @dataclass(frozen=True)
 class NodeTime:
-    """A node of a rank's function and its price: computing, then communication that computing waits for."""
+    """A node of a rank's function and its price: computing, then communication that computing waits for. ``begun``: the
+    node that started that communication before."""
 
     node: fx.Node
     compute: float
     communication: float = 0.0
     axis: str = ""
+    begun: fx.Node | None = None
 
 
 class Priced:
@@ -71,29 +74,41 @@ class Priced:
 
     def begin(self, place: int) -> Work:
         stages = [stage for stage in self.program.stages if self.program.schedule.placement[stage.index] == place]
-        parts = [part for stage in stages for part in self.piece(stage, stage.once).parts]
-        return Work(tuple(parts))
+        return Work(tuple(part for stage in stages for part in self.piece(stage, "once")))
 
     def work(self, action: Action) -> Work:
         key = action.stage, action.op
         if key not in self._works:
             stage = self.stages[action.stage]
-            parts = [part for name in _PIECES[action.op] if name in stage.pieces
-                     for part in self.piece(stage, stage.pieces[name]).parts]  # fmt: skip
+            parts = [part for name in _PIECES[action.op] for part in self.piece(stage, name)]
             self._works[key] = Work((Part(self.costs.action_seconds), *parts))
         return self._works[key]
 
-    def piece(self, stage: StageProgram, piece: Piece) -> Work:
-        """One function: computing and what it waits for, in turn."""
+    def piece(self, stage: StageProgram, name: str, ends: dict[fx.Node, int] | None = None) -> list[Part]:
+        """One function (no parts, if the stage has none of the name): computing and what it waits for, in turn.
+
+        ``ends``: keeps for each node that adds up a gradient how many parts are over after it.
+        """
+        if name not in stage.pieces:
+            return []
         parts: list[Part] = []
+        started: dict[fx.Node, int] = {}
         computing = 0.0
-        for time in self.nodes(stage, piece):
+        for time in self.nodes(stage, stage.pieces[name]):
             computing += time.compute
+            adds, starts = str(time.node.target) in _ACCUMULATE, self.overlaps and _starts(time.node)
+            if not (time.axis or starts or (adds and ends is not None)):
+                continue
+            parts += [Part(computing)] if computing else []
+            computing = 0.0
+            if starts:
+                started[time.node] = len(parts)
             if time.axis:
-                parts += [Part(computing)] if computing else []
-                parts.append(Part(time.communication, time.axis, time.node.name))
-                computing = 0.0
-        return Work((*parts, Part(computing)) if computing or not parts else tuple(parts), ())
+                begun = started.get(time.begun, len(parts)) if time.begun is not None else len(parts)
+                parts.append(Part(time.communication, time.axis, time.node.name, len(parts) - begun))
+            if adds and ends is not None:
+                ends[time.node] = len(parts)
+        return [*parts, Part(computing)] if computing or not parts else parts
 
     def nodes(self, stage: StageProgram, piece: Piece) -> list[NodeTime]:
         """The price of each node of a function."""
@@ -109,6 +124,15 @@ class Priced:
         name = str(node.target)
         if name in _ACCUMULATE:
             return NodeTime(node, self._accumulate(stage, node))
+        if name == "wait":
+            return replace(self._collective(node.all_input_nodes[-1]), node=node, begun=node.all_input_nodes[-1])
+        if _starts(node):
+            return NodeTime(node, 0.0)
+        return self._collective(node)
+
+    def _collective(self, node: fx.Node) -> NodeTime:
+        """Whatever else a rank calls: a collective, or what depends on where a rank stands."""
+        name = str(node.target).removeprefix("start_")
         source = self.source[node.name]
         if name not in COLLECTIVES:
             return NodeTime(node, self.costs.node_seconds(source))
@@ -174,15 +198,16 @@ class Priced:
         ready: dict[int, dict[int, float]] = {index: {} for index in range(len(store.buckets))}
         numbers = {id(bucket): index for index, bucket in enumerate(store.buckets)}
         for stage in part.stages:
-            left = 0.0
             # as if the halves of the last backward followed each other: what the first one makes may be there before
-            backward = [time for name in _PIECES[Op.BACKWARD] if name in stage.pieces
-                        for time in self.nodes(stage, stage.pieces[name])]  # fmt: skip
-            for time in reversed(backward):
-                if str(time.node.target) in _ACCUMULATE:
-                    number = numbers[id(store.where[stage.gradients[str(time.node.args[-1])]])]
-                    ready[number].setdefault(stage.index, left)
-                left += time.compute + time.communication
+            left = 0.0
+            for name in reversed(_PIECES[Op.BACKWARD]):
+                ends: dict[fx.Node, int] = {}
+                waited = Work(tuple(self.piece(stage, name, ends))).waited
+                after = list(accumulate((part.seconds for part in reversed(waited)), initial=left))
+                for node, end in reversed(ends.items()):
+                    number = numbers[id(store.where[stage.gradients[str(node.args[-1])]])]
+                    ready[number].setdefault(stage.index, after[len(waited) - end])
+                left = after[-1]
         found = []
         for index, bucket in enumerate(store.buckets):
             seconds = 0.0
@@ -240,6 +265,10 @@ class Priced:
                      if n.op == "call_method" and str(n.target) in COLLECTIVES]  # fmt: skip
             found.append({str(node.args[2]) for node in calls})
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
+
+
+def _starts(node: fx.Node) -> bool:
+    return node.op == "call_method" and str(node.target).startswith("start_")
 
 
 def _bytes(what: tuple[tuple[int, ...], torch.dtype]) -> int:

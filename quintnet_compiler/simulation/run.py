@@ -134,7 +134,7 @@ def _row(setting: Setting, line: Line, extra: Sequence[Event], end: float) -> Ra
         else:
             here = span.action.stage, span.action.microbatch
             events.append(Event(span.start, span.end, span.action.op.value, str(span.action), *here))
-        events += _collectives(span.start, span.action.stage if span.action else -1, span.work.parts)
+        events += _collectives(span.start, span.action.stage if span.action else -1, span.work.waited)
         hidden = span.work.hidden
         events += [Event(span.start + h.offset, span.start + h.offset + h.seconds, "collective", h.name, axis=h.axis)
                    for h in hidden]  # fmt: skip
@@ -161,7 +161,7 @@ def _row(setting: Setting, line: Line, extra: Sequence[Event], end: float) -> Ra
 def _collectives(start: float, stage: int, parts: Iterable[Part]) -> list[Event]:
     events: list[Event] = []
     for part in parts:
-        if part.axis:
+        if part.axis and part.seconds:
             events.append(
                 Event(start, start + part.seconds, "collective", part.name, stage, -1, part.axis, part.seconds)
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from ..schedule import RELEASES, Action, Op
@@ -11,11 +13,15 @@ from ..schedule import RELEASES, Action, Op
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of seconds within an action: computing, or (with an ``axis``) a collective that computing waits for."""
+    """A run of seconds within an action: computing, or (with an ``axis``) a collective that computing waits for.
+
+    ``ahead``: how many parts before this one the collective was started; it runs beside those.
+    """
 
     seconds: float
     axis: str = ""
     name: str = ""
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +34,49 @@ class Hidden:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Work:
     """What one action does, in order."""
 
     parts: tuple[Part, ...] = ()
-    hidden: tuple[Hidden, ...] = ()
+
+    @cached_property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.waited)
 
     @property
-    def seconds(self) -> float:
-        return sum(part.seconds for part in self.parts)
+    def waited(self) -> tuple[Part, ...]:
+        """The parts as computing sees them: of a collective that was started before, what is left to wait for."""
+        return self._timed[0]
+
+    @property
+    def hidden(self) -> tuple[Hidden, ...]:
+        """The collectives that were started before they were waited for."""
+        return self._timed[1]
+
+    @cached_property
+    def _timed(self) -> tuple[tuple[Part, ...], tuple[Hidden, ...]]:
+        """Collectives of an axis follow each other in the order in which they start."""
+        if not any(part.ahead for part in self.parts):
+            return self.parts, ()
+        starts: dict[int, list[int]] = defaultdict(list)
+        for index, part in enumerate(self.parts):
+            if part.axis:
+                starts[index - part.ahead].append(index)
+        waited: list[Part] = []
+        hidden: list[Hidden] = []
+        now, free, ends = 0.0, defaultdict[str, float](float), dict[int, float]()
+        for index, part in enumerate(self.parts):
+            for begun in starts[index]:
+                one = self.parts[begun]
+                start = max(now, free[one.axis])
+                ends[begun] = free[one.axis] = start + one.seconds
+                if one.ahead:
+                    hidden.append(Hidden(start, one.seconds, one.axis, one.name))
+            seconds = max(0.0, ends[index] - now) if part.axis else part.seconds
+            waited.append(replace(part, seconds=seconds))
+            now += seconds
+        return tuple(waited), tuple(hidden)
 
     def scaled(self, compute: float, links: Mapping[str, float]) -> Work:
         """With computing, and the collectives of each axis, so many times slower."""
@@ -46,8 +85,7 @@ class Work:
         parts = tuple(
             replace(p, seconds=p.seconds * (links.get(p.axis, 1.0) if p.axis else compute)) for p in self.parts
         )
-        hidden = tuple(replace(h, seconds=h.seconds * links.get(h.axis, 1.0)) for h in self.hidden)
-        return Work(parts, hidden)
+        return Work(parts)
 
 
 @dataclass(frozen=True)

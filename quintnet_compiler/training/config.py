@@ -1,0 +1,142 @@
+"""A training run as a document."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import CompileError
+from ..mesh import Mesh
+from ..names import one_line
+from ..plan import Plan
+
+STRATEGIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dp": ("dp",),
+        "tp": ("tp",),
+        "pp": ("pp",),
+        "dp_tp": ("dp", "tp"),
+        "dp_pp": ("dp", "pp"),
+        "tp_pp": ("tp", "pp"),
+        "3d": ("dp", "tp", "pp"),
+    }
+)
+"""The axes that a strategy may split a model over, by its name."""
+
+SCHEDULES = {"afab": "gpipe"}  # all forward, all backward: the other name of it
+
+
+class TrainConfig(BaseModel):
+    """What to train, how, and on which mesh. Keys that are not here are refused.
+
+    ``model``: ``package.module:function`` or ``path/to/file.py:function``, which is called with ``model_args`` and
+    returns a :class:`~.run.TrainTask`.
+    ``mesh_dim`` and ``mesh_name``: sizes and names of the mesh's axes, outermost first. ``strategy_name``: which of
+    them the run is meant to use; the others must have size 1.
+    ``schedule``: as in a :class:`quintnet.Plan`, or ``afab``. ``grad_acc_steps``: microbatches. ``plan``: further keys
+    of a plan, such as ``zero: 3``.
+    ``batch_size``: rows of the global batch. ``num_epochs``, ``max_steps``: whichever ends first.
+    ``optimizer``: a class of torch.optim, with ``learning_rate``, ``weight_decay`` and ``optimizer_args``.
+    ``lr_schedule``: after ``warmup_steps`` of a linear rise, constant, or down to 0 at the end of the run.
+    ``max_grad_norm``: of all gradients. ``patience``: validations without a better loss before the run stops.
+    ``val_interval``, ``save_interval``, ``log_interval``: in steps; without the first two, every epoch.
+    ``checkpoint_dir``: for the newest ``keep_checkpoints``, and to go on from. ``log_dir``: for metrics.
+    ``device``: ``auto`` takes GPUs where every rank has one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str
+    model_args: dict[str, Any] = Field(default_factory=dict)
+    strategy_name: Literal["dp", "tp", "pp", "dp_tp", "dp_pp", "tp_pp", "3d"] | None = None
+    mesh_dim: tuple[int, ...] = (1,)
+    mesh_name: tuple[str, ...] = ("dp",)
+    schedule: str = "1f1b"
+    grad_acc_steps: int = Field(default=1, ge=1)
+    plan: dict[str, Any] = Field(default_factory=dict)
+    batch_size: int = Field(ge=1)
+    num_epochs: int = Field(default=1, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
+    optimizer: str = "AdamW"
+    learning_rate: float = Field(default=1e-3, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    optimizer_args: dict[str, Any] = Field(default_factory=dict)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    patience: int | None = Field(default=None, ge=1)
+    val_interval: int | None = Field(default=None, ge=1)
+    save_interval: int | None = Field(default=None, ge=1)
+    log_interval: int = Field(default=10, ge=1)
+    checkpoint_dir: str | None = None
+    keep_checkpoints: int = Field(default=3, ge=1)
+    log_dir: str | None = None
+    tensorboard: bool = False
+    num_workers: int = Field(default=0, ge=0)
+    shuffle: bool = True
+    seed: int = Field(default=0, ge=0)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainConfig:
+        if len(self.mesh_dim) != len(self.mesh_name) or len(set(self.mesh_name)) != len(self.mesh_name):
+            raise ValueError(f"mesh_dim {list(self.mesh_dim)} and mesh_name {list(self.mesh_name)} do not pair up")
+        if self.strategy_name is not None:
+            allowed = STRATEGIES[self.strategy_name]
+            extra = [f"{n}={size}" for n, size in zip(self.mesh_name, self.mesh_dim, strict=True) if size > 1]
+            wrong = [text for text in extra if text.partition("=")[0] not in allowed]
+            lacking = [name for name in allowed if name not in self.mesh_name]
+            if wrong or lacking:
+                raise ValueError(
+                    f"strategy_name {self.strategy_name} is over {', '.join(allowed)}: "
+                    + "; ".join([*(f"{text} is not among them" for text in wrong), *(f"no {n}" for n in lacking)])
+                )
+        return self
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(**dict(zip(self.mesh_name, self.mesh_dim, strict=True)))
+
+    @property
+    def decisions(self) -> Plan:
+        """What the run decides of its plan."""
+        schedule = SCHEDULES.get(self.schedule, self.schedule)
+        return Plan().changed({**self.plan, "schedule": schedule, "microbatches": self.grad_acc_steps})
+
+    @classmethod
+    def read(cls, path: str | Path, **changes: Any) -> TrainConfig:
+        """From a YAML file, with ``changes`` in place of its values.
+
+        Raises:
+            CompileError: QN207 naming each key that is unknown or has a wrong value.
+        """
+        import yaml
+
+        try:
+            found = yaml.safe_load(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise CompileError("QN207", one_line(f"{path}: {error}"), fix="give a YAML file") from None
+        if not isinstance(found, dict):
+            raise CompileError("QN207", f"{path} is not a mapping of keys to values", fix="write key: value lines")
+        return cls.make({**found, **changes})
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """Raises: CompileError QN207, as :meth:`read`."""
+        try:
+            return cls.model_validate(dict(values))
+        except ValidationError as error:
+            lines = []
+            for one in error.errors():
+                key = ".".join(map(str, one["loc"]))
+                near = difflib.get_close_matches(key, cls.model_fields, 1)
+                guess = f" (did you mean {near[0]}?)" if near and one["type"] == "extra_forbidden" else ""
+                lines.append(f"{key}: {one['msg']}{guess}" if key else one["msg"])
+            raise CompileError(
+                "QN207", one_line("; ".join(lines)), fix=f"the keys are {', '.join(cls.model_fields)}"
+            ) from None

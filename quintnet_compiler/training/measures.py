@@ -1,0 +1,44 @@
+"""What a trainer measures beside the loss."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cost_models.hardware import HARDWARE
+from ..errors import CompileError
+
+Metric = Callable[[Any, Any], tuple[float, float]]
+"""(the model's outputs, what the batch says they should be) -> a sum over rows, and over how many."""
+
+
+def accuracy(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Of the largest logit in the last dim; labels of -100 do not count."""
+    counts = labels != -100
+    return float(((outputs.argmax(-1) == labels) & counts).sum()), float(counts.sum())
+
+
+def device_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """FLOP/s that this device is sold with, if it is one that the cost models know."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device).lower()
+    known = next((gpu for key, gpu in HARDWARE.items() if key.split("-")[0] in name), None)
+    kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
+    try:
+        return known.flops_per_second(kind) if known is not None else None
+    except CompileError:
+        return None
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most that this process held until now: of its device, or of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,130 @@
+"""From a document to a trained model."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from ..api import compile as compile_model
+from ..capture import LossFn
+from ..errors import CompileError
+from ..plan import Plan
+from .batches import BatchSampler
+from .config import TrainConfig
+from .measures import Metric
+from .trainer import History, Trainer
+
+
+@dataclass(frozen=True)
+class TrainTask:
+    """What a config's ``model`` function returns: a plain module, and map-style datasets whose samples, collated, are
+    what ``quintnet.compile`` takes as a batch."""
+
+    model: nn.Module
+    train_data: Dataset[Any]
+    val_data: Dataset[Any] | None = None
+    loss_fn: LossFn | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    perplexity: bool = False
+    collate: Callable[[list[Any]], Any] = default_collate
+
+
+def run(config: TrainConfig) -> History:
+    """Train on this rank of the world (or on all of them, if there is no world)."""
+    torch.manual_seed(config.seed)  # so that all ranks build the same model
+    task = _task(config)
+    device = _device(config)
+    sampler = BatchSampler(len(task.train_data), config.batch_size, seed=config.seed, shuffle=config.shuffle)  # type: ignore[arg-type]
+    workers: dict[str, Any] = {"num_workers": config.num_workers, "collate_fn": task.collate}
+    first = task.collate([task.train_data[index] for index in range(config.batch_size)])
+    plan: Plan = config.decisions
+    program = compile_model(task.model.to(device), config.mesh, first, loss_fn=task.loss_fn, plan=plan, device=device)
+    optimizer = _optimizer(config, program.parameters())
+    steps = config.num_epochs * (sampler.samples // config.batch_size)
+    steps = min(steps, config.max_steps or steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, steps))
+    val_loader = None
+    if task.val_data is not None:
+        val_loader = DataLoader(task.val_data, batch_size=config.batch_size, **workers)
+    return Trainer(
+        program,
+        optimizer,
+        DataLoader(task.train_data, batch_sampler=sampler, **workers),
+        val_loader,
+        scheduler=schedule,
+        epochs=config.num_epochs,
+        max_steps=config.max_steps,
+        max_grad_norm=config.max_grad_norm,
+        validate_every=config.val_interval,
+        patience=config.patience,
+        metrics=task.metrics,
+        perplexity=task.perplexity,
+        checkpoint_folder=config.checkpoint_dir,
+        save_every=config.save_interval,
+        keep=config.keep_checkpoints,
+        log_every=config.log_interval,
+        log_folder=config.log_dir,
+        tensorboard=config.tensorboard,
+    ).fit()
+
+
+def factor(config: TrainConfig, step: int, steps: int) -> float:
+    """Of the learning rate in step ``step`` (from 0) of ``steps``."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    if config.lr_schedule == "cosine":
+        return (1 + math.cos(math.pi * min(done, 1.0))) / 2
+    return max(0.0, 1 - done) if config.lr_schedule == "linear" else 1.0
+
+
+def _task(config: TrainConfig) -> TrainTask:
+    module, _, name = config.model.rpartition(":")
+    folder = os.getcwd()  # as python -m has it
+    if module.endswith(".py"):  # as python has it
+        folder, module = str(Path(module).parent.resolve()), Path(module).stem
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        builder = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        fix = "write package.module:function or path/to/file.py:function"
+        raise CompileError("QN108", f"model: {config.model}: {error}", fix=fix) from error
+    found = builder(**config.model_args)
+    if not isinstance(found, TrainTask):
+        raise CompileError(
+            "QN108",
+            f"model: {config.model} returned a {type(found).__name__}",
+            fix="return quintnet.TrainTask(model, train_data, val_data, loss_fn)",
+        )
+    return found
+
+
+def _device(config: TrainConfig) -> torch.device:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
+    if config.device == "cpu" or (config.device == "auto" and not enough):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _optimizer(config: TrainConfig, parameters: Any) -> torch.optim.Optimizer:
+    kinds = {name.lower(): x for name, x in vars(torch.optim).items() if isinstance(x, type)}
+    kind = kinds.get(config.optimizer.lower())
+    if kind is None or not issubclass(kind, torch.optim.Optimizer):
+        raise CompileError("QN108", f"optimizer: torch.optim has no {config.optimizer}", fix="AdamW, SGD, ...")
+    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **config.optimizer_args}
+    made: torch.optim.Optimizer = kind(parameters, **options)
+    return made

@@ -1,0 +1,219 @@
+"""The training loop, its data and its documents."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import quintnet
+from quintnet_compiler.training.run import factor, run
+
+from .models import MLP
+
+ROWS = 50
+
+
+def _data(rows: int = ROWS, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, 16, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x[:, :8].argmax(1)))
+
+
+def _trainer(axes: dict[str, int], **options: Any) -> quintnet.Trainer:
+    torch.manual_seed(0)
+    data, sampler = _data(), quintnet.BatchSampler(ROWS, 8, seed=3)
+    program = quintnet.compile(MLP().double(), quintnet.Mesh(**axes), data[:8], loss_fn=F.cross_entropy)
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = DataLoader(data, batch_sampler=sampler)
+    options = {"scheduler": scheduler, "max_grad_norm": 0.5, "log_every": 0, **options}
+    return quintnet.Trainer(program, optimizer, loader, DataLoader(_data(13, 1), batch_size=5), **options)
+
+
+def _weights(trainer: quintnet.Trainer) -> list[Tensor]:
+    return [p.full_tensor() for p in trainer.program.parameters()]  # type: ignore[attr-defined]
+
+
+def test_a_trainer_does_what_a_loop_by_hand_does() -> None:
+    trainer = _trainer({"dp": 2}, epochs=2, metrics={"accuracy": quintnet.accuracy}, perplexity=True)
+    history = trainer.fit()
+    torch.manual_seed(0)
+    model, data, losses = MLP().double(), _data(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sampler = quintnet.BatchSampler(ROWS, 8, seed=3)
+    for epoch in range(2):
+        sampler.start_at(epoch * ROWS)
+        for chosen in sampler:
+            x, labels = data[chosen]
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + len(losses))
+            loss = F.cross_entropy(model(x), labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    assert history.step == len(losses) == 12
+    torch.testing.assert_close(torch.tensor(history.losses), torch.tensor(losses))
+    for one, other in zip(_weights(trainer), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach())
+    x, labels = _data(13, 1)[:]
+    expected = F.cross_entropy(model(x), labels)
+    (_, (step, found)) = history.validations
+    assert step == 12
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-9)
+    assert found["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-9)
+    assert found["accuracy"] == pytest.approx(float((model(x).argmax(1) == labels).double().mean()))
+
+
+@pytest.mark.parametrize("cut", [4, 6, 9])
+def test_a_run_that_was_cut_off_goes_on_bit_by_bit(cut: int, tmp_path: Path) -> None:
+    whole = _trainer({"dp": 2}, epochs=2)
+    expected = whole.fit()
+    options = {"checkpoint_folder": tmp_path, "save_every": 1, "epochs": 2}
+    first = _trainer({"dp": 2}, max_steps=cut, **options).fit()
+    second = _trainer({"dp": 2}, **options)
+    found = second.fit()
+    assert (found.resumed_from, found.step) == (cut, 12)
+    assert first.losses + found.losses == expected.losses
+    assert all(torch.equal(a, b) for a, b in zip(_weights(whole), _weights(second), strict=True))
+    again = _trainer({"dp": 2}, **options).fit()
+    assert (again.resumed_from, again.losses) == (12, [])
+
+
+def test_another_layout_goes_on_with_the_same_samples(tmp_path: Path) -> None:
+    expected = _trainer({"dp": 2}, epochs=2).fit()
+    options = {"checkpoint_folder": tmp_path, "epochs": 2}
+    first = _trainer({"dp": 4}, max_steps=4, **options).fit()
+    found = _trainer({"tp": 2}, **options).fit()
+    torch.testing.assert_close(torch.tensor(first.losses + found.losses), torch.tensor(expected.losses))
+
+
+def test_no_sample_is_read_twice_and_none_is_left_out() -> None:
+    sampler = quintnet.BatchSampler(64, 8, seed=1)
+    first = [index for _, batch in zip(range(3), sampler, strict=False) for index in batch]
+    sampler = quintnet.BatchSampler(64, 4, seed=1)  # smaller batches from here on
+    sampler.start_at(24)
+    assert len(sampler) == 10
+    assert sorted(first + [index for batch in sampler for index in batch]) == list(range(64))
+    whole = list(quintnet.BatchSampler(64, 8, seed=1))
+    parts = [list(quintnet.BatchSampler(64, 8, seed=1, part=(index, 2))) for index in range(2)]
+    assert [a + b for a, b in zip(*parts, strict=True)] == whole
+    sampler.start_at(64)
+    assert list(sampler) != list(quintnet.BatchSampler(64, 4, seed=1))  # another pass, another order
+    with pytest.raises(quintnet.InputError, match="batches of 9 out of 8"):
+        quintnet.BatchSampler(8, 9)
+
+
+def test_a_loader_of_another_kind_is_read_again_up_to_where_it_was(tmp_path: Path) -> None:
+    def trainer(**options: Any) -> quintnet.Trainer:
+        made = _trainer({"dp": 1}, **options)
+        made.train_loader = DataLoader(_data(), batch_size=8, drop_last=True)
+        return made
+
+    expected = trainer(epochs=2).fit()
+    first = trainer(epochs=2, max_steps=8, checkpoint_folder=tmp_path).fit()
+    assert first.losses + trainer(epochs=2, checkpoint_folder=tmp_path).fit().losses == expected.losses
+
+
+def test_it_stops_when_validation_gets_no_better(tmp_path: Path) -> None:
+    trainer = _trainer({"dp": 1}, epochs=9, patience=2, validate_every=1, log_folder=tmp_path, console=False)
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
+    trainer.scheduler = None
+    history = trainer.fit()
+    assert history.stopped_early
+    assert history.step == 3  # the first is the best, and two are not better
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["kind"]) for line in lines] == [(n, "validation") for n in (1, 2, 3)]
+
+
+def test_each_logged_step_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _trainer({"dp": 1}, max_steps=4, log_every=2, log_folder=tmp_path).fit()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert lines[0]["grad_norm"] > 0
+    assert lines[0]["rows_per_second"] > 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 2
+    assert told[0].startswith("step       2   loss ")
+    assert "memory" in told[0]
+
+
+# -- documents
+
+STRATEGIES = {
+    "dp": {"dp": 2},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "dp_tp": {"dp": 2, "tp": 2},
+    "dp_pp": {"pp": 2, "dp": 2},
+    "tp_pp": {"pp": 2, "tp": 2},
+    "3d": {"pp": 2, "dp": 2, "tp": 2},
+}
+
+
+def _config(name: str, **more: Any) -> dict[str, Any]:
+    axes = STRATEGIES[name]
+    return {"strategy_name": name, "mesh_dim": [*axes.values()], "mesh_name": [*axes], **more}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"learning_rat": 0.1}, r"learning_rat: .* \(did you mean learning_rate\?\)"),
+        ({"batch_size": 0}, "batch_size: Input should be greater"),
+        ({"strategy_name": "dp", "mesh_dim": [2, 2], "mesh_name": ["dp", "tp"]}, "tp=2 is not among them"),
+        ({"strategy_name": "3d", "mesh_dim": [2], "mesh_name": ["dp"]}, "no tp; no pp"),
+        ({"mesh_dim": [2, 2], "mesh_name": ["dp"]}, "do not pair up"),
+    ],
+)
+def test_documents_that_mean_nothing_are_refused(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps({"model": "m:build", "batch_size": 8, **changes}))  # JSON is YAML
+    with pytest.raises(quintnet.CompileError, match=text) as raised:
+        quintnet.TrainConfig.read(path)
+    assert raised.value.code == "QN207"
+
+
+def test_learning_rates() -> None:
+    config = quintnet.TrainConfig(model="m:b", batch_size=1, warmup_steps=2, lr_schedule="linear")
+    assert [factor(config, step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    cosine = config.model_copy(update={"lr_schedule": "cosine"})
+    assert factor(cosine, 4, 6) == pytest.approx(0.5)
+
+
+def _trained(config: dict[str, Any]) -> quintnet.History:
+    torch.set_num_threads(1)
+    return run(quintnet.TrainConfig.make(config))
+
+
+def _digits(name: str, tmp_path: Path, **more: Any) -> quintnet.History:
+    example = Path(__file__).parents[1] / "examples" / "vit_digits.yaml"
+    config = quintnet.TrainConfig.read(example, **_config(name), log_dir=None, device="cpu", **more).model_dump()
+    config["model"] = str(example.with_suffix(".py")) + ":build"
+    config["checkpoint_dir"] = str(tmp_path)
+    [history, *_] = quintnet.launch(_trained, math.prod(config["mesh_dim"]), (config,), timeout=560)
+    return history  # type: ignore[no-any-return]
+
+
+def test_a_document_trains_on_processes(tmp_path: Path) -> None:
+    found = _digits("dp_tp", tmp_path, max_steps=12, val_interval=12)
+    assert found.losses[-1] < found.losses[0]
+    assert found.validations[0][1]["accuracy"] > 0.3
+    assert sorted(os.listdir(tmp_path)) == ["step-00000011", "step-00000012"]  # after an epoch, and at the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_learns_digits(name: str, tmp_path: Path) -> None:
+    found = _digits(name, tmp_path, num_epochs=15)
+    assert found.validations[-1][1]["accuracy"] > 0.95
