@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import textbook
 from .advise import estimate, plan
 from .api import compile
 from .compiled import CompiledProgram
@@ -25,7 +26,7 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .runtime.launch import launch
 from .schedule import Schedule
-from .textbook import Machine, simulate
+from .textbook import simulate
 from .training.batches import BatchSampler
 from .training.config import TrainConfig
 from .training.measures import accuracy
@@ -53,7 +54,6 @@ __all__ = [
     "Constant",
     "HuggingFacePlan",
     "InputError",
-    "Machine",
     "Mesh",
     "Normal",
     "Plan",
@@ -69,4 +69,5 @@ __all__ = [
     "launch",
     "rule",
     "simulate",
+    "textbook",
 ]
