@@ -20,7 +20,13 @@ def on_page_markdown(markdown: str, /, **_: Any) -> str:
         return markdown
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=folder, check=True, env=environment, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, "-c", "\n".join(blocks)],
+            cwd=folder,
+            check=True,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
         drawn = {path.name: path.read_text() for path in sorted(Path(folder).glob("*.svg"))}
 
     def shown(block: re.Match[str]) -> str:
