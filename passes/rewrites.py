@@ -1,0 +1,208 @@
+"""How :mod:`.normalize` spells each operator that has several spellings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..annotations import shape, value
+from ..attention_ops import attention
+from ..builder import GraphBuilder
+from ..comm_ops import dropout
+from ..errors import CompileError
+from .attention_rewrites import dropouts, masked_attention, scaled_dot_product
+from .loss_rewrites import cross_entropy, distance, divergence, mean, output_dtype
+
+aten = torch.ops.aten
+
+
+Rewrite = Callable[[GraphBuilder, fx.Node, list[Any], dict[str, Any]], Any]
+
+
+def _identity(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    source: fx.Node = args[0]
+    return source
+
+
+def _reshape(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Any view that only regroups dims becomes reshape (strides differ on each rank anyway)."""
+    with builder.mode:
+        after = node.target(value(args[0]).contiguous(), *args[1:], **kwargs).shape  # type: ignore[operator]
+    return builder.reshape(args[0], [int(s) for s in after])
+
+
+def _cast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    wanted = output_dtype(node)
+    source: fx.Node = args[0]
+    if value(source).dtype == wanted:
+        return source
+    return builder.call(aten._to_copy.default, source, dtype=wanted)
+
+
+def _slice(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, dim, start, end, step = args + [0, None, None, 1][len(args) - 1 :]
+    size = shape(x)[dim]
+    start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
+    end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
+    if (start, end, step) == (0, size, 1):
+        found: fx.Node = x
+        return found
+    return builder.call(aten.slice.Tensor, x, dim, start, end, step)
+
+
+def _expand(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, sizes = args[0], list(args[1])
+    skip = len(sizes) - len(shape(x))
+    sizes = [shape(x)[i - skip] if s == -1 else s for i, s in enumerate(sizes)]
+    return x if list(shape(x)) == sizes else builder.call(aten.expand.default, x, sizes)
+
+
+def _broadcast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
+    after = list(torch.broadcast_shapes(*(shape(x) for x in args[0])))  # type: ignore[no-untyped-call]
+    return [_expand(builder, node, [x, after], {}) for x in args[0]]
+
+
+def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, size = args[0], args[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    whole = shape(x)[dim]
+    return builder.call(aten.split_with_sizes.default, x, [min(size, whole - at) for at in range(0, whole, size)], dim)
+
+
+def _scalar(to_scalar: Any) -> Rewrite:
+    """op.Tensor with a Python number is another operator: adding a number is not linear, adding a tensor is."""
+
+    def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        numbers = [a for a in args[:2] if not isinstance(a, fx.Node)]
+        if not numbers:
+            return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        if not isinstance(args[0], fx.Node):
+            args = [args[1], args[0], *args[2:]]
+        x, number = args[0], args[1]
+        if to_scalar in (aten.mul.Scalar, aten.div.Scalar) and number == 1 and output_dtype(node) == value(x).dtype:
+            found: fx.Node = x
+            return found
+        number = number * kwargs.get("alpha", 1)
+        return builder.call(to_scalar, x, number)
+
+    return rewrite
+
+
+def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    probability, training = args[1], args[2] if len(args) > 2 else True
+    kept = builder.call(dropout, args[0], probability, op=dropouts(builder)) if probability and training else args[0]
+    # native_dropout also returns its mask, which the derivative does not need here
+    return [kept, kept] if node.target is aten.native_dropout.default else kept
+
+
+def _random(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    raise CompileError(
+        "QN105",
+        f"{node.target} draws random numbers, which would differ between layouts",
+        where=builder.where,
+        fix="use dropout, whose mask is the same on every layout, or pass the random numbers in the batch",
+    )
+
+
+def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """A tensor made after another one depends on nothing of it but its shape and kind."""
+    name = node.target._opname  # type: ignore[union-attr]
+    fill = 1 if "ones" in name else kwargs.get("fill_value", args[-1]) if "full" in name else 0
+    size = args[1] if name.startswith("new_") else shape(args[0])
+    device = value(args[0]).device
+    return builder.call(aten.full.default, list(size), fill, dtype=output_dtype(node), device=device)
+
+
+def _copy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """copy(destination, source) is source, in destination's shape and dtype."""
+    source = _expand(builder, node, [args[1], list(shape(args[0]))], {})
+    wanted = value(args[0]).dtype
+    return source if value(source).dtype == wanted else builder.call(aten._to_copy.default, source, dtype=wanted)
+
+
+def _called(target: Any) -> Rewrite:
+    """The same operator under its usual name."""
+
+    def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        return builder.call(target, *args, **kwargs)
+
+    return rewrite
+
+
+def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    fill = args[3] if len(args) > 3 else kwargs.get("value")
+    if mode != "constant":
+        return builder.call(aten.pad.default, *args, **kwargs)
+    return builder.call(aten.constant_pad_nd.default, args[0], args[1], fill or 0)
+
+
+REWRITES: dict[Any, Rewrite] = {
+    **dict.fromkeys(
+        [
+            aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default,
+            aten.lift.default,
+        ],
+        _identity,
+    ),
+    **dict.fromkeys(
+        [
+            aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default,
+            aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.flatten.using_ints,
+            aten.unflatten.int, aten.view_as.default,
+        ],
+        _reshape,
+    ),
+    **dict.fromkeys(
+        [
+            aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
+            aten.type_as.default,
+        ],
+        _cast,
+    ),
+    **dict.fromkeys([aten.mean.default, aten.mean.dim], mean),
+    **dict.fromkeys([aten.dropout.default, aten.native_dropout.default], _dropout),
+    **dict.fromkeys(
+        [
+            aten.bernoulli.default, aten.bernoulli.p, aten.rand.default, aten.randn.default, aten.rand_like.default,
+            aten.randn_like.default, aten.randint.default, aten.randint.low, aten.randint_like.default,
+            aten.randperm.default, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor,
+            aten.normal_functional.default, aten.uniform.default, aten.exponential.default, aten.multinomial.default,
+            aten.poisson.default, aten.alpha_dropout.default, aten.feature_dropout.default,
+            aten.feature_alpha_dropout.default, aten.rrelu_with_noise.default, aten.rrelu_with_noise_functional.default,
+        ],
+        _random,
+    ),
+    **dict.fromkeys(
+        [
+            aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+            aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        ],
+        _filled,
+    ),
+    aten.max.other: _called(aten.maximum.default),
+    aten.min.other: _called(aten.minimum.default),
+    aten.__and__.Tensor: _called(aten.bitwise_and.Tensor),
+    aten.__or__.Tensor: _called(aten.bitwise_or.Tensor),
+    aten.__xor__.Tensor: _called(aten.bitwise_xor.Tensor),
+    aten.__lshift__.Scalar: _called(aten.bitwise_left_shift.Tensor_Scalar),
+    aten.__rshift__.Scalar: _called(aten.bitwise_right_shift.Tensor_Scalar),
+    aten.slice.Tensor: _slice,
+    aten.expand.default: _expand,
+    aten.broadcast_tensors.default: _broadcast,
+    aten.split.Tensor: _split,
+    aten.add.Tensor: _scalar(aten.add.Scalar),
+    aten.sub.Tensor: _scalar(aten.sub.Scalar),
+    aten.mul.Tensor: _scalar(aten.mul.Scalar),
+    aten.div.Tensor: _scalar(aten.div.Scalar),
+    aten.copy.default: _copy,
+    aten.pad.default: _pad,
+    aten.cross_entropy_loss.default: cross_entropy,
+    aten.l1_loss.default: distance,
+    aten.kl_div.default: divergence,
+    aten.scaled_dot_product_attention.default: scaled_dot_product,
+    attention: masked_attention,
+}  # fmt: skip
