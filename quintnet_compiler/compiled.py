@@ -19,7 +19,7 @@ from .cost import RankCosts
 from .cost_models.cluster import Cluster
 from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.operators import model_flops
-from .dump import dump_program
+from .dump.folder import dump_program
 from .errors import CompileError, InputError
 from .explain import Difference, Explain, Explanation, difference
 from .generation import Decoding, Held, Sampling, ends_of
