@@ -25,12 +25,15 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .runtime.launch import launch
 from .schedule import Schedule
+from .simulation.timeline import Timeline
+from .tensor_picture import TensorPicture
 from .training.batches import BatchSampler
 from .training.config import TrainConfig
 from .training.measures import accuracy
 from .training.run import TrainTask
 from .training.trainer import History, Trainer
 from .verification import VerifyReport
+from .visualize import visualize
 
 __all__ = [
     "BackendWarning",
@@ -59,6 +62,8 @@ __all__ = [
     "Rule",
     "RunError",
     "Schedule",
+    "TensorPicture",
+    "Timeline",
     "Uniform",
     "VerifyReport",
     "compile",
@@ -66,4 +71,5 @@ __all__ = [
     "hf_plan",
     "launch",
     "rule",
+    "visualize",
 ]

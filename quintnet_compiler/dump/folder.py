@@ -15,26 +15,57 @@ from ..plan import Plan
 from ..printer import code_text, program_text
 from ..program import DistributedProgram
 from ..versions import version_of
+from .communication import schedule_json
+from .drawing import boxes, dot, edges, svg
+from .model_graph import operators, units
+from .page import Extras, page
 
 
-def dump_program(program: DistributedProgram, plan: Plan, passes: Sequence[tuple[str, Any]], folder: Path) -> Path:
-    """Write ``plan.json``, ``schedule.txt``, ``passes/NN_Name.txt``, ``ranks/rankNNN.py`` (of ranks that run the same
-    functions, one; ``ranks.json`` says which), and ``manifest.json`` below ``folder``.
+def dump_program(
+    program: DistributedProgram, plan: Plan, passes: Sequence[tuple[str, Any]], folder: Path, extras: Extras
+) -> Path:
+    """Write all that runs below ``folder``, and ``index.html``, which shows it.
 
-    Nothing is written elsewhere: a link in place of a file is replaced, a link in place of a folder refused.
+    ``plan.json``, ``schedule.txt``, ``passes/NN_Name.txt``, ``ranks/rankNNN.py`` (of ranks that run the same functions,
+    one; ``ranks.json`` says which), ``comm/schedule.json``, ``graph/model.dot`` and ``.svg``, ``timeline/``, and
+    ``manifest.json`` with their hashes. Nothing is written elsewhere: a link in place of a file is replaced, a link in
+    place of a folder refused.
 
     Raises:
         CompileError: QN701 if something else is where a folder or a file should be.
     """
+    write_files(folder, dump_files(program, plan, passes, extras))
+    return folder
+
+
+def dump_files(
+    program: DistributedProgram, plan: Plan, passes: Sequence[tuple[str, Any]], extras: Extras
+) -> dict[str, str]:
+    """The texts of a dump by path; equal programs give equal texts."""
+    shown = units(program, operators(program))
+    drawn = boxes(shown)
+    arrows = edges(drawn, shown)
+    picture = svg(drawn, arrows)
     files = {
         "plan.json": plan.to_json(),
         "schedule.txt": f"{program.schedule}\n",
         **{f"passes/{number:02d}_{name}.txt": program_text(after) for number, (name, after) in enumerate(passes, 1)},
         **ranks_files(program),
+        "comm/schedule.json": schedule_json(program),
+        "graph/model.dot": dot(drawn, arrows),
+        "graph/model.svg": f"{picture}\n",
     }
+    for name, timeline in (("predicted", extras.predicted), ("measured", extras.measured)):
+        if timeline is not None:
+            files[f"timeline/{name}.trace.json"] = timeline.chrome_trace() + "\n"
+            files[f"timeline/{name}.svg"] = timeline.svg() + "\n"
+    files["index.html"] = page(program, plan, passes, shown, picture, extras, hashes_of(files))
     files["manifest.json"] = manifest(files)
-    write_files(folder, files)
-    return folder
+    return files
+
+
+def hashes_of(files: Mapping[str, str]) -> dict[str, str]:
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(files.items())}
 
 
 def ranks_files(program: DistributedProgram) -> dict[str, str]:
@@ -49,10 +80,9 @@ def ranks_files(program: DistributedProgram) -> dict[str, str]:
 
 def manifest(files: Mapping[str, str]) -> str:
     """Versions, and SHA-256 of each file."""
-    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in sorted(files.items())}
     versions = {name: version_of(name) for name in ("quintnet-compiler", "torch")}
     versions["python"] = platform.python_version()
-    return json.dumps({"version": 1, "versions": versions, "files": hashes}, indent=1) + "\n"
+    return json.dumps({"version": 1, "versions": versions, "files": hashes_of(files)}, indent=1) + "\n"
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
