@@ -114,7 +114,7 @@ class Plan(BaseModel):
         if not kinds:
             return decided
         return (
-            f"{decided}<details><summary>{len(kinds)} parameters</summary>{table(['name', 'types'], kinds)}</details>"
+            f"{decided}<details><summary>parameters ({len(kinds)})</summary>{table(['name', 'types'], kinds)}</details>"
         )
 
     @classmethod

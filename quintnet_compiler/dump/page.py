@@ -83,7 +83,7 @@ def _unit_rows(program: DistributedProgram, units: list[Unit[Operator]]) -> list
     rows, before = [], None
     for unit in units:
         stage = next((one.stage for one in unit.items if one.stage is not None), before)
-        cut = []
+        cut: list[tuple[int, int, int, int]] = []
         if stage != before and before is not None:
             cut = [(t.source, t.target, *transfer_bytes(program, t)) for t in program.transfers if t.target == stage]
         moves = [move for one in unit.items for move in one.moves]
