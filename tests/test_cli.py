@@ -127,9 +127,6 @@ def test_a_bad_target_is_one_message(target: str, text: str) -> None:
 def test_a_configuration_is_a_target() -> None:
     found = _document("simulate", "hf:llama.json,rows=4,sequence=16", "--mesh", "dp=2,tp=2")
     assert found["ranks"] == 4
-    assert "q_proj" in _document(
-        "explain", "hf:llama.json,rows=4,sequence=16", "model.layers.1.self_attn.q_proj", "--mesh", "tp=2"
-    )["text"]  # fmt: skip
     done = _run("verify", "hf:llama.json,rows=4,sequence=16", "--mesh", "tp=2")
     assert done.exit_code == 4 and "QN604" in done.stderr
 
