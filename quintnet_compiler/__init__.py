@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import textbook
 from .advise import estimate, plan
 from .api import compile
 from .compiled import CompiledProgram
@@ -27,6 +28,7 @@ from .runtime.launch import launch
 from .schedule import Schedule
 from .simulation.timeline import Timeline
 from .tensor_picture import TensorPicture
+from .textbook import simulate
 from .training.batches import BatchSampler
 from .training.config import TrainConfig
 from .training.measures import accuracy
@@ -72,4 +74,6 @@ __all__ = [
     "launch",
     "rule",
     "visualize",
+    "simulate",
+    "textbook",
 ]
