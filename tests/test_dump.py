@@ -20,6 +20,7 @@ from quintnet import Mesh
 from quintnet_compiler.annotations import annotate, facts
 from quintnet_compiler.dump.compare import compare_plans
 from quintnet_compiler.dump.folder import dump_files
+from quintnet_compiler.dump.model_graph import operators, units
 from quintnet_compiler.dump.page import Extras
 from quintnet_compiler.errors import Where
 
@@ -202,6 +203,16 @@ def test_a_model_of_many_blocks_makes_a_small_page() -> None:
     small, large = page_of(6), page_of(24)
     assert len(large) < 1.2 * len(small)
     assert "<b>layers.1</b> ×23" in large
+
+
+def test_a_stage_may_begin_within_a_block() -> None:
+    plan = {"stages": ["blocks.1.ln2"]}
+    program = quintnet.compile(GPT(depth=3), Mesh(pp=2), CASES["gpt"].batch(4), plan=plan)._leader().program
+    found = units(program, operators(program))
+    assert [unit.title for unit in found] == ["", "blocks.0", "blocks.1", "blocks.1", "blocks.2", ""]
+    assert found[3].items[0].module == "blocks.1.ln2"
+    for unit in found:
+        assert len({one.stage for one in unit.items} - {None}) == 1
 
 
 def test_programs_for_inference_and_one_rank_are_dumped(tmp_path: Path) -> None:

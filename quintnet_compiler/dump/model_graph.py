@@ -68,16 +68,24 @@ def operators(program: DistributedProgram) -> list[Operator]:
 
 
 def units(program: DistributedProgram, found: list[Operator]) -> list[Unit[Operator]]:
-    """``found`` by block; of blocks that are equal, one."""
+    """``found`` by stage and block; of blocks that are equal, one."""
     graph = program.source.local.staged.sharded.program.graph
     home = {node.name: block for block, nodes in block_members(graph).items() for node in nodes}
-    return fold(found, lambda one: home.get(one.name), lambda one: one.label)
+    segments: list[list[Operator]] = [[]]
+    stage: int | None = None
+    for one in found:
+        if stage not in (None, one.stage) and one.stage is not None:  # a stage may begin within a block
+            segments.append([])
+        stage = one.stage if one.stage is not None else stage
+        segments[-1].append(one)
+    return [unit for part in segments for unit in fold(part, lambda one: home.get(one.name), lambda one: one.label)]
 
 
 def _operators(program: DistributedProgram) -> Iterator[Operator]:
     local = program.source.local
     sharded, stage = local.staged.sharded, local.staged.stage
     shown = [(index, axis) for index, axis in enumerate(sharded.axes) if axis.role != "time"]
+    leaves = sharded.program.leaves
     told: set[fx.Node] = set()
     for node in sharded.program.graph.nodes:
         if node.op != "call_function" or is_getitem(node):
@@ -85,7 +93,7 @@ def _operators(program: DistributedProgram) -> Iterator[Operator]:
         parameters, moves, reads = [], [], []
         for position, given in enumerate(tensor_inputs(node)):
             source = origin(given)[0]
-            leaf = sharded.program.leaves.get(source)
+            leaf = leaves.get(source)
             name = leaf.name if leaf is not None else source.name
             reads += [] if leaf is not None else [source.name]
             if leaf is not None and leaf.kind == "parameter":

@@ -80,7 +80,8 @@ def _numel(shape: Sequence[int]) -> int:
 
 
 def _unit_rows(program: DistributedProgram, units: list[Unit[Operator]]) -> list[dict[str, Any]]:
-    rows, before = [], None
+    rows: list[dict[str, Any]] = []
+    before: int | None = None
     for unit in units:
         stage = next((one.stage for one in unit.items if one.stage is not None), before)
         cut: list[tuple[int, int, int, int]] = []
@@ -90,6 +91,7 @@ def _unit_rows(program: DistributedProgram, units: list[Unit[Operator]]) -> list
         rows.append(
             {
                 "title": title_of(unit), "unit": unit, "stage": stage, "cut": cut, "starts": stage != before,
+                "first": stage not in {row["stage"] for row in rows},
                 "moves": len(moves), "bytes": sum(m.bytes for m in moves),
             }
         )  # fmt: skip
