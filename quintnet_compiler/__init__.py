@@ -26,6 +26,8 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .runtime.launch import launch
 from .schedule import Schedule
+from .simulation.timeline import Timeline
+from .tensor_picture import TensorPicture
 from .textbook import simulate
 from .training.batches import BatchSampler
 from .training.config import TrainConfig
@@ -33,6 +35,7 @@ from .training.measures import accuracy
 from .training.run import TrainTask
 from .training.trainer import History, Trainer
 from .verification import VerifyReport
+from .visualize import visualize
 
 __all__ = [
     "BackendWarning",
@@ -61,6 +64,8 @@ __all__ = [
     "Rule",
     "RunError",
     "Schedule",
+    "TensorPicture",
+    "Timeline",
     "Uniform",
     "VerifyReport",
     "compile",
@@ -68,6 +73,7 @@ __all__ = [
     "hf_plan",
     "launch",
     "rule",
+    "visualize",
     "simulate",
     "textbook",
 ]

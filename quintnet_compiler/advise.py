@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from .planner.estimate import Estimate
 from .planner.planning import Machine, Planner, plan_model
 from .planner.report import PlanReport
 from .planner.search import Objective
+from .progress import bar
 from .schedule_synthesis import check_schedule
 
 Given = Plan | Mapping[str, Any] | str | Path | None
@@ -58,7 +58,8 @@ def plan(
             memory, with the smallest change after which something does.
     """
     planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules)
-    return plan_model(planner, top_k=top_k, objective=objective, seconds=seconds, progress=_bar(progress))
+    with bar("layouts settled", progress) as shown:
+        return plan_model(planner, top_k=top_k, objective=objective, seconds=seconds, progress=shown)
 
 
 def estimate(
@@ -102,15 +103,3 @@ def _planner(
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     return Planner.of(captured, batch_size_of(batch), Machine(cluster, unknown), pinned, book)
-
-
-def _bar(wanted: bool | None) -> Callable[[int, int], None] | None:
-    """A line that is written over; on a terminal only, unless asked for."""
-    if not (sys.stderr.isatty() if wanted is None else wanted):
-        return None
-
-    def show(done: int, total: int) -> None:
-        text = f"\rplanning: {done} of {total} layouts settled"
-        print(text, end="" if done < total else "\n", file=sys.stderr, flush=True)
-
-    return show

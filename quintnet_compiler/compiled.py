@@ -19,14 +19,17 @@ from .cost import RankCosts
 from .cost_models.cluster import Cluster
 from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.operators import model_flops
-from .dump import dump_program
+from .dump.folder import dump_program
+from .dump.page import Extras
 from .errors import CompileError, InputError
 from .explain import Difference, Explain, Explanation, difference
 from .generation import Decoding, Held, Sampling, ends_of
+from .html import table
 from .mesh import Mesh
 from .meta_buffers import with_buffers
 from .passes.prove import prove
 from .plan import Plan, precision_of
+from .planner.report import PlanReport
 from .program import Captured, DistributedProgram, RankProgram
 from .program_state import ProgramState
 from .runtime.backend import Backend
@@ -38,6 +41,7 @@ from .simulation.faults import Faults
 from .simulation.program import simulate_program
 from .simulation.timeline import Timeline
 from .task import Task
+from .tensor_picture import TensorPicture, picture_of_state
 from .verification import Subject, VerifyReport, model_inputs, verify_program
 
 
@@ -206,6 +210,14 @@ class CompiledProgram(ProgramState):
             name, why_not
         )
 
+    def visualize(self, name: str) -> TensorPicture:
+        """Which rank holds which part of a parameter or buffer; see :func:`quintnet.visualize`.
+
+        Raises:
+            CompileError: QN204 for a name that the program does not have.
+        """
+        return picture_of_state(self._leader().program, name)
+
     def diff(self, other: CompiledProgram, *, costs: RankCosts | Cluster | None = None) -> Difference:
         """What differs between this program and another of the same model: plan, placements, and costs of a step."""
         mine, yours = self._leader(), other._leader()
@@ -314,13 +326,50 @@ class CompiledProgram(ProgramState):
         """Time of each pass."""
         return dict(self._leader().runner.seconds)
 
-    def dump(self, folder: str | Path) -> Path:
-        """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``.
+    def _repr_html_(self) -> str:
+        if self._compiled is None:
+            return table([], [("mesh", self.mesh)], "A program that is not compiled yet: it has not seen a batch")
+        program = self._compiled.program
+        rows = [
+            (
+                stage.index, program.schedule.placement[stage.index], len(stage.state),
+                *(len(piece.module.graph.nodes) for piece in (stage.forward, stage.backward)), len(stage.saved),
+            )
+            for stage in program.stages
+        ]  # fmt: skip
+        head = "stage", "pipeline place", "parameters and buffers", "forward nodes", "backward nodes", "saved values"
+        return table(head, rows, f"A program for {self.mesh!r}, {program.schedule.num_microbatches} microbatches")
+
+    def dump(
+        self,
+        folder: str | Path,
+        *,
+        costs: RankCosts | Cluster | None = None,
+        measured: Timeline | None = None,
+        report: PlanReport | None = None,
+    ) -> Path:
+        """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``, with a page to
+        look at all that (``index.html``, which needs no network).
 
         Equal programs give equal bytes, on every rank and every run.
+
+        Args:
+            costs: of the timeline, as for :meth:`simulate`.
+            measured: a timeline of a real step, which is shown beside the predicted one.
+            report: of :func:`quintnet.plan`; its plans are shown beside this one.
         """
         leader = self._leader()
-        return dump_program(leader.program, leader.plan, leader.runner.programs, Path(folder))
+        predicted, unpriced = None, ""
+        try:
+            predicted = self.simulate(costs)
+        except CompileError as error:
+            if error.code != "QN210":
+                raise
+            unpriced = error.message
+        rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
+        plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
+        extras = Extras(predicted, unpriced, measured, plans)
+        return dump_program(leader.program, leader.plan, leader.runner.programs, Path(folder), extras)
 
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything."""

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import CompileError
+from .html import table
 
+MOST_SHOWN = 64  # rows and columns in a notebook
 AXES = ("dp", "tp", "cp", "ep", "pp")
 
 
@@ -44,6 +46,16 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
+    def _repr_html_(self) -> str:
+        *outer, (inner, count) = self.axes or (("rank", 1),)
+        head = [name for name, _ in outer] + [f"{inner}={index}" for index in range(min(count, MOST_SHOWN))]
+        places = list(itertools.islice(itertools.product(*(range(size) for _, size in outer)), MOST_SHOWN))
+        rows = [
+            [*place, *(f"rank {number * count + index}" for index in range(min(count, MOST_SHOWN)))]
+            for number, place in enumerate(places)
+        ]
+        return table(head, rows, f"{self!r}: {self.size} ranks")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from .errors import CompileError
 from .files import open_folder, write_file
+from .html import table
 from .mesh import AXES, Mesh
 from .names import LONGEST_PATH, one_line
 from .precision import DTYPES, Precision
@@ -101,6 +102,21 @@ class Plan(BaseModel):
     def to_json(self) -> str:
         """Stable text: equal plans give equal bytes."""
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """What is not as usual; parameters are left out."""
+        found, usual = self.model_dump(mode="json", exclude={"parameters"}), Plan().model_dump(mode="json")
+        return {key: value for key, value in found.items() if value != usual[key]}
+
+    def _repr_html_(self) -> str:
+        decided = table(["decision", ""], self.decisions.items(), "Plan")
+        kinds = [(name, ", ".join(f"{a}: {k}" for a, k in found.items())) for name, found in self.parameters.items()]
+        if not kinds:
+            return decided
+        return (
+            f"{decided}<details><summary>parameters ({len(kinds)})</summary>{table(['name', 'types'], kinds)}</details>"
+        )
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any
 
@@ -45,37 +47,51 @@ def _argument(arg: Any) -> str:
     return f"%{arg}" if isinstance(arg, fx.Node) else repr(arg)
 
 
-def _lines(graph: fx.Graph, extra: dict[fx.Node, str] | None = None) -> str:
-    """One line per node, under a comment whenever the place in the user's model changes."""
-    lines: list[str] = []
-    last = ""
-    for node in graph.nodes:
+@dataclass(frozen=True)
+class Listing:
+    """A program as text: ``head``, then a line per node of ``graph`` (if there is one) with its note."""
+
+    head: str
+    graph: fx.Graph | None = None
+    notes: Mapping[fx.Node, str] = field(default_factory=dict)
+
+    def line(self, node: fx.Node) -> str:
         if node.op == "output":
-            lines.append(f"return {_argument(node.args[0])}")
-            continue
-        where = one_line(str(facts(node).where))
-        if where != last and where:
-            lines.append(f"# {where}")
-        last = where
-        note = (extra or {}).get(node, "")
-        lines.append(f"%{node.name}: {_type(node)} = {_call(node)}" + (f"  {note}" if note else ""))
-    return "\n".join(lines) + "\n"
+            return f"return {_argument(node.args[0])}"
+        note = self.notes.get(node, "")
+        return f"%{node.name}: {_type(node)} = {_call(node)}" + (f"  {note}" if note else "")
+
+    def __str__(self) -> str:
+        """One line per node, under a comment whenever the place in the user's model changes."""
+        lines: list[str] = []
+        last = ""
+        for node in self.graph.nodes if self.graph is not None else ():
+            where = one_line(str(facts(node).where)) if node.op != "output" else last
+            if where != last and where:
+                lines.append(f"# {where}")
+            last = where
+            lines.append(self.line(node))
+        return self.head + "".join(f"{line}\n" for line in lines)
+
+
+def program_text(program: Any) -> str:
+    """The text of a program after a pass."""
+    return str(listing(program))
 
 
 @singledispatch
-def program_text(program: Any) -> str:
-    """The text of a program after a pass."""
-    return f"{program}\n"
+def listing(program: Any) -> Listing:
+    """What is printed of a program after a pass."""
+    return Listing(f"{program}\n")
 
 
-@program_text.register
-def _(program: Program) -> str:
-    return _lines(program.graph)
+@listing.register
+def _(program: Program) -> Listing:
+    return Listing("", program.graph)
 
 
-@program_text.register
-def _(program: ShardedProgram) -> str:
-    head = "axes: " + ", ".join(f"{a.name}={a.size} ({a.role})" for a in program.axes)
+@listing.register
+def _(program: ShardedProgram) -> Listing:
     notes = {}
     for node, strategies in program.strategies.items():
         if node.op != "output":
@@ -87,13 +103,14 @@ def _(program: ShardedProgram) -> str:
                 )
                 + "}"
             )
-    return f"{head}\n{_lines(program.program.graph, notes)}"
+    axes = ", ".join(f"{a.name}={a.size} ({a.role})" for a in program.axes)
+    return Listing(f"axes: {axes}\n", program.program.graph, notes)
 
 
-@program_text.register
-def _(program: StagedProgram) -> str:
+@listing.register
+def _(program: StagedProgram) -> Listing:
     notes = {node: f"@ stage {stage}" for node, stage in program.stage.items()}
-    return f"stages: {program.num_stages}\n{_lines(program.sharded.program.graph, notes)}"
+    return Listing(f"stages: {program.num_stages}\n", program.sharded.program.graph, notes)
 
 
 def _placed(program: LocalProgram | DifferentiatedProgram) -> dict[fx.Node, str]:
@@ -101,23 +118,23 @@ def _placed(program: LocalProgram | DifferentiatedProgram) -> dict[fx.Node, str]
     return notes | {node: f"@ stage {stage}" for node, stage in program.stage.items()}
 
 
-@program_text.register
-def _(program: LocalProgram) -> str:
-    return _lines(program.graph, _placed(program))
+@listing.register
+def _(program: LocalProgram) -> Listing:
+    return Listing("", program.graph, _placed(program))
 
 
-@program_text.register
-def _(program: DifferentiatedProgram) -> str:
+@listing.register
+def _(program: DifferentiatedProgram) -> Listing:
     notes = _placed(program)
     for node in program.graph.nodes:
         if node.target is wait:
             (begun,) = node.all_input_nodes
             notes[begun] += f", {sum(map(num_bytes, values(node)))} bytes under way until %{node.name}"
-    return _lines(program.graph, notes)
+    return Listing("", program.graph, notes)
 
 
-@program_text.register
-def _(program: DistributedProgram) -> str:
+@listing.register
+def _(program: DistributedProgram) -> Listing:
     lines = [f"{program.mesh}", "", grid(program.schedule, None) if program.schedule.num_stages > 1 else ""]
     lines += [
         f"transfer {t.source} -> {t.target}: {', '.join(t.forward)}; back: {', '.join(t.backward)}"
@@ -127,7 +144,7 @@ def _(program: DistributedProgram) -> str:
     for spec in program.state.values():
         kinds = ", ".join(f"{a.name}: {k}" for a, k in zip(program.axes, spec.sharding, strict=True))
         lines.append(f"  {spec.kind} {spec.name!r} {list(spec.shape)} {{{kinds}}} stages {list(spec.stages)}")
-    return "\n".join(lines) + "\n"
+    return Listing("\n".join(lines) + "\n")
 
 
 def _function(name: str, piece: Piece) -> str:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 import quintnet
 from quintnet import CompileError, Mesh
 from quintnet_compiler import calibrate as measuring
-from quintnet_compiler import cli
+from quintnet_compiler.cli import app
+from quintnet_compiler.cli import calibrate as calibrate_verb
 from quintnet_compiler.cost_models.calibrated import CalibratedCosts
 from quintnet_compiler.cost_models.calibration import (
     Calibration,
@@ -108,8 +109,8 @@ def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {one.name for one in found.collectives} == {*measuring.COLLECTIVES, "send"}
     assert set(found.operators) >= set(FAMILIES) - {"attention", "attention_backward"}
     assert len(found.products) == 3 * 2**3
-    monkeypatch.setattr(cli, "measure_machine", lambda ranks: found)
+    monkeypatch.setattr(calibrate_verb, "measure_machine", lambda ranks: found)
     path = tmp_path / "machine.json"
-    done = CliRunner().invoke(cli.app, ["calibrate", "--out", str(path), "--json"])
+    done = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(path.read_text())
-    assert Calibration.load(path) == found and "GFLOP/s" in CliRunner().invoke(cli.app, ["calibrate"]).stdout
+    assert Calibration.load(path) == found and "GFLOP/s" in CliRunner().invoke(app, ["calibrate"]).stdout

@@ -439,7 +439,8 @@ def test_new_folders_are_private_and_no_temporary_file_stays(
     program.dump("a/../b/c")
     assert sorted(os.listdir()) == ["a", "b"] and not os.listdir("a")
     assert all(folder.stat().st_mode & 0o777 == 0o700 for folder in (Path("b"), Path("b/c"), Path("b/c/ranks")))
-    assert sorted(os.listdir("b/c")) == ["passes", "plan.json", "ranks", "schedule.txt"]
+    assert {"manifest.json", "passes", "plan.json", "ranks", "ranks.json", "schedule.txt"} <= {*os.listdir("b/c")}
+    assert not [file for file in Path("b").rglob("*") if file.name.endswith(".tmp")]
     before = {file: file.read_bytes() for file in Path("b").rglob("*") if file.is_file()}
     program.dump("b/c")
     assert {file: file.read_bytes() for file in Path("b").rglob("*") if file.is_file()} == before

@@ -6,14 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any
 
+from ..html import table
 from ..plan import Plan
 from .estimate import Estimate, gib, time_of
 from .layouts import Layout
 from .search import Found
 from .versus import Versus
+
+MOST_SHOWN = 100  # rejected layouts in a notebook
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,18 @@ class PlanReport:
         return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        head = "step", "memory of a rank", "bubble", "exposed", "layout"
+        rows = [
+            (time_of(one.seconds), gib(one.memory_bytes), f"{one.bubble / one.seconds:.1%}",
+             f"{one.exposed / one.seconds:.1%}", one.layout)
+            for one in self.found.ranked
+        ]  # fmt: skip
+        title = f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"
+        if not self.found.rejected:
+            return table(head, rows, title)
+        rejected = table(["layout", "why not"], [(one.layout, one.reason) for one in self.found.rejected[:MOST_SHOWN]])
+        many = f"{len(self.found.rejected)} rejected"
+        return f"{table(head, rows, title)}<details><summary>{many}</summary>{rejected}</details>"
 
 
 def _kind(reason: str) -> str:

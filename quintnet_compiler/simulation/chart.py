@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
-from ..names import one_line
+from ..html import environment
 from .timeline import Event, RankTimeline, Timeline, duration, label, size
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
@@ -23,17 +21,6 @@ LEGEND = {
 }  # fmt: skip
 _ORDER = {"tp": 0, "cp": 1, "ep": 2, "pp": 3, "dp": 4, "all": 9}  # of lanes
 IN_BOX = frozenset({"F", "B", "I", "W", "once"})
-
-
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
-    # everything is escaped: names come from the user's model
-    return Environment(loader=PackageLoader(__package__, "templates"), autoescape=True, finalize=_printable)
-
-
-def _printable(x: Any) -> Any:
-    """XML cannot have control characters at all, escaped or not."""
-    return "\n".join(map(one_line, x.split("\n"))) if isinstance(x, str) and not isinstance(x, Markup) else x
 
 
 @dataclass(frozen=True)
@@ -191,7 +178,7 @@ def svg(timeline: Timeline, theme: str = "") -> str:
             x += 34 + 6.1 * len(text)
     rest = len(timeline.rows) - len(shown)
     bottom = layout.y - GAP + 4
-    picture = _environment().get_template("timeline.svg.jinja")
+    picture = environment(__package__).get_template("timeline.svg.jinja")
     return picture.render(
         width=WIDTH, height=round(bottom + (34 if rest else 16)), margin=MARGIN, left=LEFT, span=scale.width,
         title=timeline.title, subtitle=_subtitle(timeline), legend=legend, legend_y=64, ticks=scale.ticks(),
@@ -233,6 +220,6 @@ def page(timeline: Timeline) -> str:
         peak = row.peak
         cells = [row.name, duration(row.busy_seconds), f"{row.bubble:.1%}", waited, str(row.peak_live)]
         table.append([*cells, size(row.peak_held), size(peak.bytes), peak.action])
-    found = _environment().get_template("timeline.html.jinja")
+    found = environment(__package__).get_template("timeline.html.jinja")
     picture = Markup(svg(timeline, "auto"))  # the template of the picture has escaped it
     return found.render(title=timeline.title, cards=cards, picture=picture, table=table, notes=timeline.notes)

@@ -1,0 +1,99 @@
+"""What a verb answers, and how: results on stdout, everything else on stderr, an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol
+
+import typer
+
+from ..errors import CheckpointError, QuintNetError, RunError
+
+USAGE, NO_PLAN, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, CHECKPOINT, NOT_FINITE = 2, 3, 4, 5, 6, 7, 8
+P = ParamSpec("P")
+
+
+class Report(Protocol):
+    """What can be shown: ``str()`` for people, ``to_json()`` for programs."""
+
+    def to_json(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A verb's result: ``text`` for people, ``document`` (JSON) for programs, the exit code."""
+
+    text: str
+    document: str
+    code: int = 0
+
+    @classmethod
+    def of(cls, report: Report, code: int = 0) -> Answer:
+        return cls(str(report), report.to_json(), code)
+
+
+def exit_code(error: QuintNetError) -> int:
+    """The exit code that an error ends the command with; docs/cli.md has the table."""
+    if error.code == "QN212":
+        return NO_PLAN
+    if error.code.startswith("QN5"):
+        return NOT_FINITE
+    if isinstance(error, RunError):
+        return RANK_FAULT
+    if isinstance(error, CheckpointError):
+        return CHECKPOINT
+    return UNSUPPORTED
+
+
+def verb(function: Callable[P, Answer]) -> Callable[P, None]:
+    """A command that prints what ``function`` answers: with ``--json`` stdout has that document and nothing else."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        as_json = bool(kwargs.get("json"))
+        try:
+            with _aside() if as_json else contextlib.nullcontext():
+                found = function(*args, **kwargs)
+        except QuintNetError as error:
+            typer.echo(str(error), err=True)
+            typer.echo(f"  more: quintnet explain {error.code}", err=True)
+            raise _end(_document(error), exit_code(error), as_json) from None
+        except typer.BadParameter as error:
+            said = error.format_message()
+            typer.echo(f"quintnet {function.__name__}: {said}", err=True)
+            raise _end({"id": "usage", "message": said}, USAGE, as_json) from None
+        if text := found.document if as_json else found.text:
+            typer.echo(text.rstrip("\n"))
+        raise typer.Exit(found.code)
+
+    return run
+
+
+@contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """What models, libraries and started processes print meanwhile goes to stderr: it is no result."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _end(error: Mapping[str, str], code: int, as_json: bool) -> typer.Exit:
+    if as_json:
+        typer.echo(json.dumps({"error": dict(error)}, indent=2))
+    return typer.Exit(code)
+
+
+def _document(error: QuintNetError) -> dict[str, str]:
+    return {"id": error.code, "message": error.message, "where": str(error.where or ""), "fix": error.fix}

@@ -1,0 +1,20 @@
+"""``quintnet doctor``."""
+
+from __future__ import annotations
+
+from ..doctor import examine
+from ..progress import working
+from .answer import RANK_FAULT, Answer
+from .options import Json
+
+
+def doctor(json: Json = False) -> Answer:
+    """What is here: versions, devices, interfaces, ports, a compiler, and two processes that add numbers. For reports.
+
+    Exit code: 0, 6 processes here cannot talk to each other.
+
+    Example: quintnet doctor
+    """
+    with working("looking around"):
+        found = examine()
+    return Answer.of(found, 0 if found.talk is None else RANK_FAULT)

@@ -1,0 +1,39 @@
+"""``quintnet plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..advise import plan as make_plan
+from ..cost_models.cluster import Cluster
+from .answer import Answer
+from .options import Gpu, GpusPerNode, Json, Nodes, Target
+from .targets import load_target
+
+
+def plan(
+    target: Target,
+    gpu: Gpu = "h100",
+    nodes: Nodes = 1,
+    gpus_per_node: GpusPerNode = None,
+    plan: Annotated[Path | None, typer.Option(help="a plan file with decisions that are made already")] = None,
+    top: Annotated[int, typer.Option(min=1, help="how many plans to show")] = 5,
+    seconds: Annotated[float, typer.Option(help="when to stop searching")] = 35.0,
+    out: Annotated[Path | None, typer.Option(help="write the best plan here, for compile(plan=...)")] = None,
+    json: Json = False,
+) -> Answer:
+    """The best ways to train a model on a cluster, without any device.
+
+    Exit code: 0, 2 usage, 3 nothing fits the cluster, 4 the model is not supported.
+
+    Example: quintnet plan mymodel:build --gpu h100 --nodes 8 --out plan.json
+    """
+    cluster = Cluster(gpu, nodes, gpus_per_node)
+    model, batch, loss_fn = load_target(target)
+    report = make_plan(model, cluster, batch, loss_fn=loss_fn, plan=plan, top_k=top, seconds=seconds)
+    if out:
+        report.best.save(out)
+    return Answer.of(report)

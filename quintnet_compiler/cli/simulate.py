@@ -1,0 +1,41 @@
+"""``quintnet simulate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cost_models.calibrated import CalibratedCosts
+from ..cost_models.calibration import Calibration
+from ..progress import working
+from .answer import Answer
+from .options import Json, MeshOption, Microbatches, PlanOption, Target, compiled
+
+
+def simulate(
+    target: Target,
+    mesh: MeshOption = None,
+    plan: PlanOption = None,
+    microbatches: Microbatches = None,
+    calibration: Annotated[Path | None, typer.Option(help="of quintnet calibrate; without it, H100 GPUs")] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page with a picture here")] = None,
+    trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto here")] = None,
+    json: Json = False,
+) -> Answer:
+    """A step of a compiled program, without any device: who does what when, who waits, and how much memory it takes.
+
+    Exit code: 0, 2 usage, 4 the model or the layout is not supported.
+
+    Example: quintnet simulate mymodel:build --mesh pp=4,tp=2 --microbatches 16 --html step.html
+    """
+    costs = CalibratedCosts(Calibration.load(calibration)) if calibration else None
+    program = compiled(target, mesh, plan, microbatches)
+    with working("simulating"):
+        report = program.simulate(costs)
+    if html:
+        html.write_text(report.html(), encoding="utf-8")
+    if trace:
+        trace.write_text(report.chrome_trace(), encoding="utf-8")
+    return Answer.of(report)

@@ -1,0 +1,44 @@
+"""``quintnet train``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from json import dumps
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from ..runtime.launch import launch
+from ..training.config import TrainConfig
+from ..training.run import run as run_training
+from .answer import Answer
+from .options import Json
+
+LONGEST_RUN = 14 * 24 * 3600.0  # seconds; the system takes no more than 24 days
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="a YAML file with the keys of quintnet.TrainConfig")],
+    changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="in place of the file's")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="processes here; without it, as many as the mesh")] = None,
+    json: Json = False,
+) -> Answer:
+    """Train a model as a file says, going on from the newest checkpoint if there is one.
+
+    Starts local processes; under torchrun this process is one rank. With --nproc 1, all ranks run in one process.
+
+    Exit code: 0, 2 usage, 4 the model, the layout or the file is not supported, 6 a rank failed, 7 a checkpoint,
+    8 a value is not finite.
+
+    Example: quintnet train examples/vit_digits.yaml num_epochs=5
+    """
+    given = [one.partition("=") for one in changes or ()]
+    if any(not sign for _, sign, _ in given):
+        raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")
+    found = TrainConfig.read(config, **{key: yaml.safe_load(value) for key, _, value in given})
+    ranks = nproc or found.mesh.size
+    histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,), timeout=LONGEST_RUN)
+    history = next(one for one in histories if one is not None)
+    return Answer("", dumps(asdict(history)))

@@ -1,0 +1,1 @@
+"""Dump folders: everything that a person needs to see what runs."""

@@ -1,0 +1,126 @@
+"""The dump's page: one file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from markupsafe import Markup
+
+from ..html import environment
+from ..plan import Plan
+from ..program import DistributedProgram
+from ..simulation.chart import svg as timeline_svg
+from ..simulation.timeline import Timeline, duration, size
+from .code_view import stages_code
+from .communication import schedule_document, transfer_bytes
+from .drawing import title_of
+from .fold import Unit
+from .model_graph import Operator
+from .pass_view import passes_view
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a dump shows beside the program. ``predicted``: a simulated step, or in ``unpriced`` why there is none;
+    ``measured``: a real one; ``plans``: the planner's, best first, as (layout, numbers, plan)."""
+
+    predicted: Timeline | None = None
+    unpriced: str = ""
+    measured: Timeline | None = None
+    plans: tuple[tuple[str, Mapping[str, Any], Plan], ...] = field(default=())
+
+
+def page(
+    program: DistributedProgram, plan: Plan, passes: Sequence[tuple[str, Any]], units: list[Unit[Operator]],
+    picture: Markup, extras: Extras, hashes: Mapping[str, str],
+) -> str:  # fmt: skip
+    """HTML with its style, script and pictures inside. ``hashes``: the folder's other files."""
+    script = _text("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template = environment("quintnet_compiler.dump").get_template("index.html.jinja")
+    return template.render(
+        size=size, duration=duration, title=f"{program.mesh}",
+        style=Markup(_text("page.css")), script=Markup(script), script_digest=digest,
+        cards=_cards(program, extras), decisions={"schedule": plan.schedule, **plan.decisions}.items(),
+        axes=[(axis.name, axis.size, axis.role) for axis in program.space],
+        picture=picture, units=_unit_rows(program, units), traffic=_traffic(program), stages=stages_code(program),
+        passes=passes_view(passes), pictures=_pictures(extras), memory=_memory(extras), plans=extras.plans,
+        unpriced=extras.unpriced, notes=extras.predicted.notes if extras.predicted else (), hashes=hashes,
+    )  # fmt: skip
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+
+
+def _cards(program: DistributedProgram, extras: Extras) -> list[tuple[str, str]]:
+    mesh = program.mesh
+    microbatches = next((axis.size for axis in program.axes if axis.role == "time"), 1)
+    state = sum(_numel(s.shape) for s in program.state.values() if s.kind == "parameter")
+    cards = [("ranks", str(mesh.size)), ("parameters", f"{state:,}"), ("microbatches", str(microbatches))]
+    cards += [("pipeline stages", str(len(program.stages)))] if len(program.stages) > 1 else []
+    if extras.predicted:
+        found = extras.predicted
+        cards += [("a step, predicted", duration(found.seconds)), ("bubble", f"{found.bubble:.1%}")]
+        cards += [("peak of a rank", size(found.peak.bytes))]
+    return cards
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for n in shape:
+        count *= n
+    return count
+
+
+def _unit_rows(program: DistributedProgram, units: list[Unit[Operator]]) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    before: int | None = None
+    for unit in units:
+        stage = next((one.stage for one in unit.items if one.stage is not None), before)
+        cut: list[tuple[int, int, int, int]] = []
+        if stage != before and before is not None:
+            cut = [(t.source, t.target, *transfer_bytes(program, t)) for t in program.transfers if t.target == stage]
+        moves = [move for one in unit.items for move in one.moves]
+        rows.append(
+            {
+                "title": title_of(unit), "unit": unit, "stage": stage, "cut": cut, "starts": stage != before,
+                "first": stage not in {row["stage"] for row in rows},
+                "moves": len(moves), "bytes": sum(m.bytes for m in moves),
+            }
+        )  # fmt: skip
+        before = stage
+    return rows
+
+
+def _traffic(program: DistributedProgram) -> dict[str, Any]:
+    """Collectives by stage, function, operator and axis; transfers; sums of gradients."""
+    document = schedule_document(program)
+    rows = []
+    for function in document["functions"]:
+        groups: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+        for one in function["exchanges"]:
+            groups[one["operator"].removeprefix("start_"), one["axis"], one["ranks"]].append(one["bytes"])
+        rows += [
+            {"stage": function["stage"], "function": function["function"], "operator": name, "axis": axis,
+             "ranks": ranks, "count": len(found), "bytes": sum(found)}
+            for (name, axis, ranks), found in groups.items()
+        ]  # fmt: skip
+    return {"collectives": rows, "transfers": document["transfers"], "gradients": document["gradients"]}
+
+
+def _pictures(extras: Extras) -> list[tuple[str, Markup]]:
+    both = (("predicted", extras.predicted), ("measured", extras.measured))
+    # the template of the picture has escaped it
+    return [(name, Markup(timeline_svg(found, "auto"))) for name, found in both if found is not None]
+
+
+def _memory(extras: Extras) -> list[dict[str, Any]]:
+    rows = extras.predicted.rows if extras.predicted else ()
+    return [{"name": row.name, "peak": row.peak, "kept": row.peak_held} for row in rows[:64]]

@@ -1,0 +1,185 @@
+"""What each error means, for who meets it for the first time: ``quintnet explain QN203``."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+from .errors import SUMMARIES
+
+# id -> (why it happens, what to do)
+_HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "QN101": (
+            "torch.export could not follow the model's Python: it asks for a tensor's values (an `if` on data, "
+            ".item(), .numpy()), or calls something that cannot be traced. The message has the line.",
+            "Decide by shapes or configuration instead of by values, or use torch.where; move what only reports "
+            "(printing, logging) out of forward.",
+        ),
+        "QN102": (
+            "A batch has other keys, dtypes or shapes than the one the program was compiled with, or no batch was seen "
+            "yet. Only the number of rows may change.",
+            "Pass batches like the first one; give compile a batch, or call prepare(batch).",
+        ),
+        "QN103": (
+            "A training program needs one scalar to differentiate: what the model returns is none, and there is no "
+            "loss_fn.",
+            "Pass loss_fn=, return the loss, or return an object with .loss.",
+        ),
+        "QN104": (
+            "The loss of the whole batch is no sum over parts of it, because rows look at each other (contrastive "
+            "losses, statistics over the batch). In microbatches it would silently be another loss.",
+            "Use microbatches=1, or write the loss as a sum or a mean over rows.",
+        ),
+        "QN105": (
+            "The model uses something that would not give the unsplit model's gradients (BatchNorm in training, "
+            "hooks, data-dependent shapes, ...), so it is refused rather than approximated.",
+            "The message names what and where; it suggests what to use instead.",
+        ),
+        "QN106": (
+            "The batch's rows do not divide over data ranks and microbatches. Uneven shares would change means.",
+            "Use the number of rows in the message, or drop the last incomplete batch of a loader.",
+        ),
+        "QN107": (
+            "The program was compiled with training=False: it has no backward.",
+            "Compile without training=False to call step or verify.",
+        ),
+        "QN108": ("An option has a value that does not exist.", "The message lists those that do."),
+        "QN201": (
+            "An axis is unknown or has no whole size, or a plan asks for an axis that the mesh does not have.",
+            "Axes are dp, tp, cp, ep and pp; the mesh's sizes multiply to the number of ranks.",
+        ),
+        "QN202": (
+            "The compiler splits an operator only by a rule, and this one has none. Guessing could be silently wrong.",
+            'Add one line, rules=[quintnet.rule(op, "b n, n k -> b k")], or run it unsplit with '
+            'plan={"unknown_ops": "replicate"}.',
+        ),
+        "QN203": (
+            "A size (heads, rows, channels) is not a multiple of the number of ranks that are to share it. Nothing is "
+            "ever padded or dropped silently.",
+            "Use a size of the axis that divides, or leave the parameter whole: "
+            'plan={"parameters": {"*.name": {"tp": "I"}}}.',
+        ),
+        "QN204": (
+            "A plan, or a question, names a module or parameter that the model does not have. Rules that match nothing "
+            "are errors, because they usually are typing mistakes.",
+            "Compare with model.named_parameters(); the message has the closest names.",
+        ),
+        "QN205": (
+            "What the plan fixes contradicts itself: no way to run some operator satisfies all of it.",
+            "Fix fewer parameters, or those of one module at a time.",
+        ),
+        "QN206": (
+            "The model has fewer places to cut than stages were asked for, or the cuts are out of order.",
+            "Use a smaller pp or fewer virtual_stages, or name stages in the order in which the model runs.",
+        ),
+        "QN207": (
+            "The plan is no valid document: an unknown key, a wrong type, decisions that do not fit each other.",
+            "The message has the key. quintnet.Plan() shows all keys and their defaults.",
+        ),
+        "QN208": (
+            "A schedule would compute something before it is there, twice or never, or could wait for ever.",
+            "Use one of the schedules by name; the message has the rank and the place in its order.",
+        ),
+        "QN209": (
+            "A check that every program passes before it may run failed: the compiler has made a mistake.",
+            "Please report it with the model. Another layout may be fine meanwhile.",
+        ),
+        "QN210": (
+            "An operator or a collective has no price, so a prediction with it would be too low.",
+            "Measure it with quintnet calibrate, or give the operator's cost.",
+        ),
+        "QN211": (
+            "The file is no calibration of this version, or has numbers that cannot be.",
+            "Make it again: quintnet calibrate --out machine.json.",
+        ),
+        "QN212": (
+            "No layout that was allowed fits into the devices' memory, or none was found in time.",
+            "The message has the smallest change after which something fits; or search longer with --seconds.",
+        ),
+        "QN213": (
+            "With everything computed again, the backward still needs more than saved_gib allows.",
+            "Allow what the message says, use more microbatches, or split the model further.",
+        ),
+        "QN214": (
+            "A value is a sum whose terms lie on several ranks, and would be rounded before they are added up.",
+            'Use sum_dtype="float32", or leave the operator that the message names unsplit.',
+        ),
+        "QN215": (
+            "The precision asks for what the model is not: 16-bit copies need float32 parameters.",
+            'Use precision="model", or give the model float32 parameters.',
+        ),
+        "QN301": (
+            "The mesh has another number of ranks than processes were started (or devices are there).",
+            "Start as many processes as the sizes of the mesh multiply to.",
+        ),
+        "QN302": (
+            "A process that launch started raised an error, or ended. The first failure is shown; the others followed.",
+            "Look at the first traceback. A negative exit code is a signal: -9 often means out of memory.",
+        ),
+        "QN401": (
+            "Two ranks met in different collectives, or with different shapes or dtypes: they would exchange nonsense.",
+            "The message has both operators and their source lines. Ranks must see batches of equal shapes.",
+        ),
+        "QN402": (
+            "A rank waits for a message or a collective of a rank that never gets there.",
+            "Look at what the other rank does: it ended, or takes another way.",
+        ),
+        "QN403": (
+            "Ranks compiled different programs: another model, plan, or version on one of them.",
+            "Give all ranks the same code, plan and versions; quintnet diff compares their dumps.",
+        ),
+        "QN501": (
+            "The loss or a gradient is NaN or Inf. No parameter was changed on any rank.",
+            "The message has the first operator, rank and microbatch. Look at the data there, and the learning rate.",
+        ),
+        "QN601": (
+            "A file is missing, cut off, or its bytes are not those that were written (SHA-256).",
+            "Load an older checkpoint, or fetch the weights again. Pickles are refused on purpose.",
+        ),
+        "QN602": (
+            "What lies on disk has other names, shapes or dtypes than the model. No parameter was changed.",
+            "Build the model with the configuration that the weights were made with.",
+        ),
+        "QN603": (
+            "Writing failed: no space, no permission, or something else is where files should be. "
+            "What was there before is untouched.",
+            "Free space, or write elsewhere.",
+        ),
+        "QN604": (
+            "A parameter or buffer is on the meta device: it has a shape and no values.",
+            "Load weights, or initialise them, before what needs values.",
+        ),
+        "QN701": (
+            "A name of a module, a key, or a path could run as code or write outside its folder.",
+            "Rename it: letters, digits, '_' and a few harmless signs.",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class ErrorHelp:
+    """An error's id, what it says, why it happens, and what to do."""
+
+    id: str
+    summary: str
+    why: str
+    fix: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        return f"{self.id} {self.summary}\n\n{self.why}\n\nWhat to do: {self.fix}"
+
+
+def error_help(code: str) -> ErrorHelp | tuple[str, ...]:
+    """Help for an error's id (upper or lower case), or the ids that look like it."""
+    found = code.strip().upper()
+    if found in SUMMARIES:
+        return ErrorHelp(found, SUMMARIES[found], *_HELP[found])
+    return tuple(difflib.get_close_matches(found, SUMMARIES, n=3))

@@ -1,0 +1,13 @@
+"""Versions of what is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+
+def version_of(package: str) -> str:
+    """Empty if ``package`` is not installed (a checkout on the path is not)."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
