@@ -36,8 +36,6 @@ MeshOption = Annotated[str, typer.Option(help="axis sizes, outermost first: pp=2
 # exit codes
 USAGE, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, CHECKPOINT, NOT_FINITE = 2, 4, 5, 6, 7, 8
 
-LONGEST_RUN = 14 * 24 * 3600.0  # seconds; the system takes no more than 24 days
-
 
 @app.callback()
 def quintnet() -> None:
@@ -222,7 +220,7 @@ def train(
         raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")
     found = TrainConfig.read(config, **{key: yaml.safe_load(value) for key, _, value in given})
     ranks = nproc or found.mesh.size
-    histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,), timeout=LONGEST_RUN)
+    histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,))
     history = next(one for one in histories if one is not None)
     if json:
         typer.echo(dumps(asdict(history)))
