@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import statistics
+import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 
-from .models import CASES, build
-
-
-def _once(folder: Path, rank: int | None = None) -> bool:
-    """Whether this is the first call (on ``rank``) of all attempts."""
-    if rank is not None and dist.get_rank() != rank:
-        return False
-    try:
-        (folder / "done").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+from .models import CASES, MLP, build
 
 
 def _until(what: str, folder: Path) -> None:
@@ -93,40 +88,93 @@ def test_a_bad_batch_on_one_rank_is_the_same_error_on_all(what: str, tmp_path: P
         print(since, text)
 
 
-def _resumed(folder: Path, what: str, steps: int) -> tuple[list[float], int | None, list[torch.Tensor]]:
+def _resumed(folder: Path, what: str, steps: int) -> tuple[list[float], int | None, list[torch.Tensor], int]:
     """A training run that goes on from its checkpoints; what it did, and the weights in the end."""
     torch.set_num_threads(1)
-    mesh = {"dp": dist.get_world_size()} if dist.is_initialized() else {"dp": 2}
-    trainer = _trainer(mesh, checkpoint_folder=folder, save_every=1, keep=2, epochs=9, max_steps=steps, console=False)
-    step = trainer.program.step
+    torch.manual_seed(0)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(
+        torch.randn(48, 16, generator=generator, dtype=torch.float64), torch.randint(8, (48,), generator=generator)
+    )
+    # the planner chooses the layout of however many ranks there are
+    where = quintnet.Cluster("h100", nodes=1, gpus_per_node=size) if what == "gone" else quintnet.Mesh(dp=size)
+    program = quintnet.compile(MLP().double(), where, data[:12], loss_fn=F.cross_entropy)
+    loader = DataLoader(data, batch_sampler=quintnet.BatchSampler(48, 12, seed=3))
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    options: dict[str, Any] = {"epochs": 9, "max_steps": steps, "console": False, "log_every": 0}
+    trainer = quintnet.Trainer(program, optimizer, loader, checkpoint_folder=folder, save_every=1, **options)
+    step, rank = program.step, dist.get_rank() if dist.is_initialized() else 0
+
+    kind, _, seed = what.partition(" ")
+    hit = random.Random(seed)
+    victims = hit.sample(range(size), 2 if kind == "two" else 1) if seed else {"kill": [1], "gone": [2]}.get(what, [])
+    when, delay = hit.randrange(1, steps - 1) if seed else 3, hit.uniform(0, 0.03) if seed else 0.0
+    if kind == "gone" and size < 4:
+        victims = []  # its place is left out
+
+    def strike() -> None:
+        (folder / f"struck{rank}").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
     def faulty(*args: Any, **options: Any) -> torch.Tensor:
-        if what == "kill" and trainer.history.step == 3 and _once(folder, 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if what == "gone" and trainer.history.step >= 3 and dist.get_rank() == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+        struck = (folder / f"struck{rank}").exists() and kind != "gone"
+        if rank in victims and trainer.history.step >= when and not struck:
+            # somewhere in a step, or in the save behind it
+            threading.Timer(delay, strike).start() if delay else strike()
         return step(*args, **options)
 
-    trainer.program.step = faulty  # type: ignore[method-assign]
+    program.step = faulty  # type: ignore[method-assign]
     history = trainer.fit()
-    return history.losses, history.resumed_from, _weights(trainer)
+    weights = [p.full_tensor() for p in program.parameters()]  # type: ignore[attr-defined]
+    return history.losses, history.resumed_from, weights, program.mesh.size
 
 
 def test_a_run_goes_on_after_a_restart_bit_by_bit(tmp_path: Path) -> None:
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
     whole = quintnet.launch(_resumed, 2, (tmp_path / "whole", "nothing", 6))
+    (tmp_path / "cut").mkdir()
     with pytest.warns(quintnet.FaultWarning, match=r"(?s)rank 1 was killed by SIGKILL.*restart 1 of 2, with 2 ranks"):
         found = quintnet.launch(_resumed, 2, (tmp_path / "cut", "kill", 6), restarts=2)
-    for (losses, _, weights), (later, resumed, others) in zip(whole, found, strict=True):
-        assert resumed is not None and losses[resumed:] == later
+    for (losses, _, weights, _), (later, resumed, others, _) in zip(whole, found, strict=True):
+        assert resumed is not None and resumed >= 2 and losses[resumed:] == later
         assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_come_back_is_left_out(tmp_path: Path) -> None:
-    for name in ("whole", "cut"):
-        (tmp_path / name).mkdir()
-    losses, _, weights = _resumed(tmp_path / "whole", "nothing", 6)
+    losses, _, weights, _ = _resumed(tmp_path / "whole", "nothing", 6)
     with pytest.warns(quintnet.FaultWarning, match=r"(?s)rank 2 was killed by SIGKILL.*restart 2 of 2, with 3 ranks"):
         found = quintnet.launch(_resumed, 4, (tmp_path / "cut", "gone", 6), restarts=2, fewest=2)
     assert len(found) == 3
+    for later, resumed, others, size in found:
+        assert size == 3 and resumed is not None
+        torch.testing.assert_close(later, losses[resumed:])
+        torch.testing.assert_close(others, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "seeds", "seconds"), [("kill", 20, 4), ("two", 10, 4), ("stop", 10, 5)])
+def test_sweep(kind: str, seeds: int, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random ranks at random moments: the weights in the end are those of a run that nothing happened to."""
+    expected = quintnet.launch(_resumed, 3, (tmp_path / "whole", "nothing", 8))
+    heard: list[float] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *warning, **how: heard.append(time.monotonic()))
+    took, lost = [], []
+    for seed in range(seeds):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        heard.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", quintnet.FaultWarning)
+            found = quintnet.launch(_resumed, 3, (folder, f"{kind} {seed}", 8), restarts=2)
+        struck = [float(one.read_text()) for one in folder.glob("struck*")]
+        assert len(struck) >= 1 and len(heard) >= 1
+        took.append(heard[0] - min(struck))
+        resumed = found[0][1] or 0
+        lost.append(resumed)
+        for (losses, _, weights, _), (later, _, others, _) in zip(expected, found, strict=True):
+            assert losses[resumed:] == later
+            assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True)), seed
+    print(f"{kind}: {seeds} runs, named and ended after {statistics.median(took):.2f} s, at most {max(took):.2f} s")
+    print(f"  went on from steps {lost}")
+    assert max(took) < seconds

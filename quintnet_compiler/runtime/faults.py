@@ -64,7 +64,9 @@ class Scene:
         if first is not None and first.error is not None:
             return Fault(first.error, (first.rank,))
         if first is not None:
-            return self._fault("QN302", f"rank {first.rank} raised {first.line}\n{first.text.rstrip()}", [first.rank], "")
+            return self._fault(
+                "QN302", f"rank {first.rank} raised {first.line}\n{first.text.rstrip()}", [first.rank], ""
+            )
         if self.ended:
             lines = [f"rank {rank} {_exit(code)}{self._where(rank)}" for rank, code in sorted(self.ended.items())]
             killed = -signal.SIGKILL in self.ended.values()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import tempfile
 import time
 import warnings
@@ -67,7 +66,7 @@ def launch(
         with Attempt(job, slots, folder / f"attempt{number}") as attempt:
             found = attempt.run(deadline)
         if not isinstance(found, Fault):
-            shutil.rmtree(folder)
+            _tidy(folder)
             return found
         if number == restarts or not found.again:
             _tidy(folder)

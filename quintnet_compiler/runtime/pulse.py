@@ -117,11 +117,13 @@ class Pulse:
 
         Raises:
             InputError: QN102 if ranks were given different batches.
-            RunError: QN402 if a rank does not come.
+            RunError: QN402 if a rank does not come, QN303 if it is known that the run is over.
         """
         run = self.now[0] + 1
         self.now = run, step, given
         STEP.pack_into(self.mark, 0, step)
+        if self.verdict:
+            raise RunError("QN303", self.verdict)
         if usual:
             return
         self._write()
@@ -142,7 +144,7 @@ class Pulse:
         except Exception as lost:  # whoever keeps the rows is gone as well
             return RunError("QN402", f"step {step}: {first_line(error)}; {first_line(lost)}")
         # a process that launched this one tells of its verdict itself
-        return RunError("QN402", f"step {step}: {self.observer and self.verdict or first_line(error)}")
+        return RunError("QN402", f"step {step}: {(self.observer and self.verdict) or first_line(error)}")
 
     def _compare(self, run: int, step: int, patience: float) -> list[int]:
         """Which ranks did not begin a run in time.
@@ -189,6 +191,8 @@ class Pulse:
     def _announce(self, found: str) -> None:
         if found:
             self.verdict = self.store.compare_set(VERDICT, "", found).decode()
+        if found and self.verdict == found:  # nobody else was first
+            print(RunError("QN303", f"{found}\n  stacks: {self.folder}"), file=sys.stderr, flush=True)
 
     def _leave(self, why: str) -> None:
         """Give the main thread time to fail by itself: its error says more."""
