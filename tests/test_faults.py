@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -54,7 +56,15 @@ def _until(what: str, folder: Path) -> None:
 
 
 def _gone(folder: Path) -> bool:
-    return not any(Path(f"/proc/{one.read_text()}").exists() for one in folder.glob("pid*"))
+    """Whether every rank has ended (nobody may have asked how, where its parent has died)."""
+
+    def state(pid: str) -> str:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return "Z"
+
+    return all(state(one.read_text()) == "Z" for one in folder.glob("pid*"))
 
 
 @pytest.mark.parametrize(
@@ -178,3 +188,18 @@ def test_sweep(kind: str, seeds: int, seconds: float, tmp_path: Path, monkeypatc
     print(f"{kind}: {seeds} runs, named and ended after {statistics.median(took):.2f} s, at most {max(took):.2f} s")
     print(f"  went on from steps {lost}")
     assert max(took) < seconds
+
+
+def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
+    code = "from tests.test_faults import _until, Path, quintnet, sys; "
+    code += "quintnet.launch(_until, 2, ('', Path(sys.argv[1])))"
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent.parent)
+    until = time.monotonic() + 100
+    while len([*tmp_path.glob("pid*")]) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    launcher.kill()
+    launcher.wait()
+    start = time.monotonic()
+    while not _gone(tmp_path):
+        assert time.monotonic() - start < 8
+        time.sleep(0.05)

@@ -26,6 +26,7 @@ from .pulse import GRACE, PERIOD, VERDICT, Pulse, Row, first_line, of_communicat
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
+LOST = 2.0  # seconds in which the launching process answers, if it is there
 LOOPBACK = "127.0.0.1"
 
 
@@ -167,7 +168,11 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
     answer: Any
     try:
         store = TCPStore(LOOPBACK, seat.port, None, False)
-        with Pulse(TCPStore(LOOPBACK, seat.port, None, False), seat.rank, seat.size, seat.folder, job.patience):
+
+        def connect() -> TCPStore:
+            return TCPStore(LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=LOST))
+
+        with Pulse(connect, seat.rank, seat.size, seat.folder, job.patience):
             nccl = torch.cuda.is_available() and torch.cuda.device_count() > seat.slot
             if nccl:
                 torch.cuda.set_device(seat.slot)
@@ -203,5 +208,6 @@ def send(pipe: Connection, rank: int, answer: Any) -> None:
     except Exception as error:
         text = f"a result that cannot be sent to the launching process: {error}"
         packed = pickle.dumps(Report(rank, time.monotonic(), text, text, False))
-    pipe.send_bytes(packed)
+    with contextlib.suppress(BrokenPipeError):  # nobody is there to hear it
+        pipe.send_bytes(packed)
     pipe.close()

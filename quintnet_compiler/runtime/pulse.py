@@ -13,7 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -66,7 +66,7 @@ def read_rows(store: Store, ranks: Sequence[int]) -> dict[int, Row]:
 class Observer(Protocol):
     """Looks around at each beat of a rank."""
 
-    def look(self) -> str:
+    def look(self, store: Store) -> str:
         """What is wrong with others; "" if nothing."""
         ...
 
@@ -76,12 +76,12 @@ class Pulse:
     """Writes a rank's row ten times a second, and hears whether the run is over.
 
     Args:
-        store: of this attempt; no other thread uses it.
+        connect: to the store of this attempt; nobody else uses what it returns.
         folder: for the stacks of all threads when the run is over.
         patience: seconds that ranks wait for each other.
     """
 
-    store: Store
+    connect: Callable[[], Store]
     rank: int
     size: int
     folder: Path
@@ -90,7 +90,7 @@ class Pulse:
     last: float = field(default_factory=time.monotonic)  # when the store last answered
 
     def __post_init__(self) -> None:
-        self.beat = 0
+        self.store, self.beat = self.connect(), 0
         self.main = threading.get_ident()
         self.now: tuple[int, int, Any] = 0, -1, ()  # one value: the other thread reads it
         self.mark = _mark(self.folder, self.rank)
@@ -143,8 +143,17 @@ class Pulse:
             return found
         except Exception as lost:  # whoever keeps the rows is gone as well
             return RunError("QN402", f"step {step}: {first_line(error)}; {first_line(lost)}")
-        # a process that launched this one tells of its verdict itself
-        return RunError("QN402", f"step {step}: {(self.observer and self.verdict) or first_line(error)}")
+        found = first_line(error)
+        if self.observer is not None:  # else the process that launched this one tells of the others
+            found = self.verdict or f"{found}{self._silent()}"
+        return RunError("QN402", f"step {step}: {found}")
+
+    def _silent(self) -> str:
+        """Who has not said anything for some beats."""
+        before = self._rows()
+        time.sleep(10 * PERIOD)
+        ranks = [f"{rank} ({row.host})" for rank, row in self._rows().items() if row.beat == before[rank].beat]
+        return f"; nothing is heard of ranks {', '.join(ranks)}" if ranks else ""
 
     def _compare(self, run: int, step: int, patience: float) -> list[int]:
         """Which ranks did not begin a run in time.
@@ -174,19 +183,26 @@ class Pulse:
     def _run(self) -> None:
         while not self.over.wait(PERIOD):
             try:
-                with self.lock:
-                    self._say()
-                    self.verdict = self.store.get(VERDICT).decode()
-            except Exception:  # of many kinds; whoever keeps the store, and would end this rank, is gone
-                if self.over.is_set():
+                self._beat()
+            except Exception as lost:  # of many kinds
+                try:
+                    with self.lock:
+                        self.store = self.connect()
+                    self._beat()
+                except Exception:  # whoever keeps the store, and would end this rank, is gone
+                    if not self.over.is_set():
+                        self._leave(f"the process that launched it is gone ({first_line(lost)})")
                     return
-                self._leave("lost the process that launched it")
-            self.last = time.monotonic()
-            if not self.verdict and self.observer is not None:
-                with self.lock:
-                    self._announce(self.observer.look())
             if self.verdict:
                 self._leave(self.verdict)
+
+    def _beat(self) -> None:
+        with self.lock:
+            self._say()
+            self.verdict = self.store.get(VERDICT).decode()
+            self.last = time.monotonic()
+            if not self.verdict and self.observer is not None:
+                self._announce(self.observer.look(self.store))
 
     def _announce(self, found: str) -> None:
         if found:

@@ -55,11 +55,12 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
     while isinstance(given, PrefixStore):
         given = given.underlying_store
     name = meet(given, rank, size, job.patience)
-    rows = PrefixStore(f"{name}/rows", given.clone())
     folder = Path(tempfile.mkdtemp(prefix="quintnet-"))
     silence = min(LONGEST_SILENCE, job.patience)
-    neighbours = Neighbours(rows, rank, size, silence)
-    with Pulse(rows, rank, size, folder, job.patience, neighbours) as pulse:
+    neighbours = Neighbours(rank, size, silence)
+    with Pulse(
+        lambda: PrefixStore(f"{name}/rows", given.clone()), rank, size, folder, job.patience, neighbours
+    ) as pulse:
         Guard(pulse, silence).start()
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -116,16 +117,15 @@ class Neighbours:
     """The ranks before and after this one: everybody is watched by two, whatever the size of the world. Silence is
     counted in looks, so that time in which this rank could not look itself does not count."""
 
-    store: Store
     rank: int
     size: int
     silence: float
     looks: dict[int, tuple[int, int]] = field(default_factory=dict)  # of each: its beat, and looks since it changed
     held: dict[int, int] = field(default_factory=dict)  # looks since it was first seen stopped
 
-    def look(self) -> str:
+    def look(self, store: Store) -> str:
         others = sorted({(self.rank + way) % self.size for way in (-1, 1)} - {self.rank})
-        found = [self._judge(rank, row) for rank, row in read_rows(self.store, others).items()]
+        found = [self._judge(rank, row) for rank, row in read_rows(store, others).items()]
         return next(filter(None, found), "")
 
     def _judge(self, rank: int, row: Row) -> str:
