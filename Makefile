@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: setup demo test test-all check
+.PHONY: setup demo test test-all check docs
 
 setup: .venv/.installed
 
@@ -26,3 +26,7 @@ check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build

@@ -63,20 +63,23 @@ class _Chooser:
         placement, stage_of = self.budget.schedule.placement, self.program.stage
         groups, cheap = groups_of(self.program, self.inside), cheap_values(self.program, self.inside)
         found: set[fx.Node] = set()
+        least: dict[int, int] = {}
         for rank in range(max(placement) + 1):
             stages = {stage for stage, home in enumerate(placement) if home == rank}
             mine = frozenset(node for node in self.inside if stage_of[node] in stages)
             moves = self._moves([nodes for (stage, _), nodes in groups.items() if stage in stages])
             options = [self._fewest(rank, stages, moves), mine - (mine - cheap), mine]
             needs = [self._needs(rank, stages, option) for option in options]
-            if not any(size <= self.budget.bytes for size, _ in needs):
-                least = min(size for size, _ in needs)
-                raise CompileError(
-                    "QN213", f"stage rank {rank} saves {least} bytes at least, and the plan allows {self.budget.bytes}",
-                    fix=f"allow {least / 2**30:.6g} GiB, or use more microbatches",
-                )  # fmt: skip
+            least[rank] = min(size for size, _ in needs)
             fitting = [(seconds, number) for number, (size, seconds) in enumerate(needs) if size <= self.budget.bytes]
-            found |= options[min(fitting)[1]]
+            found |= options[min(fitting)[1]] if fitting else mine
+        rank = max(least, key=lambda rank: least[rank])  # one budget for all: it must do for the fullest
+        if least[rank] > self.budget.bytes:
+            raise CompileError(
+                "QN213",
+                f"stage rank {rank} saves {least[rank]} bytes at least, and the plan allows {self.budget.bytes}",
+                fix=f"allow {1.00001 * least[rank] / 2**30:.6g} GiB, or use more microbatches",  # six digits round up
+            )
         return found
 
     def _moves(self, groups: Sequence[list[fx.Node]]) -> list[_Move]:

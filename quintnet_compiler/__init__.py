@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import textbook
 from .advise import estimate, plan
 from .api import compile
 from .compiled import CompiledProgram
@@ -26,6 +27,7 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .runtime.launch import launch
 from .schedule import Schedule
+from .textbook import simulate
 from .training.batches import BatchSampler
 from .training.config import TrainConfig
 from .training.measures import accuracy
@@ -68,4 +70,6 @@ __all__ = [
     "hf_plan",
     "launch",
     "rule",
+    "simulate",
+    "textbook",
 ]

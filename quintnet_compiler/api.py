@@ -68,9 +68,10 @@ def compile(
             finds on H100 nodes, see :func:`quintnet.plan`; ``"hf"`` for the plan that a Hugging Face model comes with,
             see :func:`quintnet.hf_plan`.
         microbatches: into how many parts each step's batch is split in time.
-        schedule: of pipeline stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"`` or
-            ``"synthesized"``, see :class:`Plan`.
-        virtual_stages: pipeline stages per rank: one; two for ``"zb-v"``; two or more for ``"interleaved"``.
+        schedule: of pipeline stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"``,
+            ``"dualpipe-v"`` or ``"synthesized"``, see :class:`Plan`.
+        virtual_stages: pipeline stages per rank: one; two for ``"zb-v"`` and ``"dualpipe-v"``; two or more for
+            ``"interleaved"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
         context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
         balance_context: whether a ring evens out the work of causal attention (it does by default).

@@ -38,8 +38,9 @@ class Plan(BaseModel):
     everything filled in, and compiling with it gives the same program.
 
     ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
-    ``schedule``: the order of pipeline actions: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"`` or ``"zb-v"``,
-    see :mod:`.schedule_kinds`; or ``"synthesized"`` for what the cost model's times of the stages make of it.
+    ``schedule``: the order of pipeline actions: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"`` or
+    ``"dualpipe-v"``, see :mod:`.schedule_kinds`; or ``"synthesized"`` for what the cost model's times of the stages
+    make of it.
     ``virtual_stages``: how many pipeline stages each rank has: two or more where the schedule is interleaved.
     ``stages``: where each pipeline stage but the first begins: module paths or operator names.
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.

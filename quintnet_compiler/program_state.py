@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +113,7 @@ class ProgramState(abc.ABC):
         return Pretrained(self._task.model, program, self._state(), aliases)
 
     def zero_grad(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
+        deque(map(setattr, self._state().parameters.values(), repeat("grad"), repeat(None)), maxlen=0)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""

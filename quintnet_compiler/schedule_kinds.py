@@ -6,6 +6,7 @@ takes as long as any other, and a backward as long as two forwards, each half of
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Protocol
@@ -168,6 +169,62 @@ def _v_row(there: int, back: int, num_ranks: int, num_microbatches: int) -> list
     return row
 
 
+def dual_pipe_v(num_ranks: int, num_microbatches: int, virtual_stages: int = 2, /) -> Schedule:
+    """Two stages per rank, there and back; in between, the forward of one microbatch beside the backward of another.
+
+    DualPipeV of https://github.com/deepseek-ai/DualPipe (DeepSeek-V3, 2024, arXiv:2412.19437; the V is the "cut in
+    half" of https://hackmd.io/@ufotalent/r1lVXsa9Jg). There such a forward and backward are one action, F&B, in which
+    each computes while the other communicates, and a rank waits (p - 1) (F&B + B - 3 W). Here one follows the other:
+    ranks compute one thing at a time, and communication inside a stage hides behind nothing. What a forward made leaves
+    at once, though, and not with its backward's, so that the bubble is ZB-V's: (p - 1) / (6 m + p - 1) if m >= 2 p.
+    Every rank holds at most 2 p + 1 microbatches of one stage.
+    """
+    if virtual_stages != 2:
+        raise _refuse("dualpipe-v", virtual_stages, 2, "two stages per rank")
+    placement = there_and_back(num_ranks)
+    rows = [_dual_row(rank, len(placement) - 1 - rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
+    return Schedule("dualpipe-v", num_microbatches, placement, tuple(map(tuple, rows)))
+
+
+def _dual_row(there: int, back: int, num_ranks: int, num_microbatches: int) -> list[Action]:
+    """As :func:`_v_row`: of as many microbatches as fill the pipeline, those that are not there are left out."""
+    count, after = max(num_microbatches, 2 * num_ranks), num_ranks - 1 - there
+    row: list[Action] = []
+    done: Counter[tuple[bool, int]] = Counter()
+    later: deque[Action] = deque()  # weight halves, the first that waits first
+
+    def take(op: Op, stage: int) -> None:
+        key = op is Op.FORWARD, stage
+        row.append(Action(op, stage, done[key]))
+        if op is Op.BACKWARD_INPUT:
+            later.append(Action(Op.BACKWARD_WEIGHT, stage, done[key]))
+        done[key] += 1
+
+    for _ in range(2 * after):
+        take(Op.FORWARD, there)
+    for _ in range(there + 1):
+        take(Op.FORWARD, there)
+        take(Op.FORWARD, back)
+    for _ in range(after):
+        take(Op.BACKWARD_INPUT, back)
+        row.append(later.popleft())
+        take(Op.FORWARD, back)
+    for _ in range(count - 2 * num_ranks + there + 1):
+        for forward, backward in ((there, back), (back, there)):
+            take(Op.FORWARD, forward)
+            take(Op.BACKWARD, backward)
+    for _ in range(after):
+        take(Op.BACKWARD, back)
+        take(Op.FORWARD, back)
+        take(Op.BACKWARD, there)
+    for index in range(2 * (there + 1)):
+        take(Op.BACKWARD if index <= there else Op.BACKWARD_INPUT, there if index % 2 else back)
+    for _ in range(after):
+        row.append(later.popleft())
+        take(Op.BACKWARD_INPUT, there)
+    return [action for action in (*row, *later) if action.microbatch < num_microbatches]
+
+
 def forward_only(placement: tuple[int, ...], num_microbatches: int) -> Schedule:
     """Forwards alone: evaluation and inference. Each rank takes what is there, of its latest stage.
 
@@ -194,6 +251,7 @@ SCHEDULES: Mapping[str, Generator] = MappingProxyType(
         "interleaved": interleaved,
         "zb-h1": zero_bubble_h1,
         "zb-v": zero_bubble_v,
+        "dualpipe-v": dual_pipe_v,
     }
 )
 """Every generator under the name that plans give it."""

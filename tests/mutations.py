@@ -16,6 +16,7 @@ from quintnet_compiler.annotations import facts, shape, value
 from quintnet_compiler.comm_ops import COMMUNICATION, SIZED, convert, route, route_plan, share, unroute
 from quintnet_compiler.dry_run import check_ranks
 from quintnet_compiler.mesh import Mesh
+from quintnet_compiler.passes.bundle import Bundle
 from quintnet_compiler.passes.check_backward import check_backward
 from quintnet_compiler.passes.check_code import check_code
 from quintnet_compiler.passes.check_types import check_types
@@ -318,7 +319,7 @@ def _functions(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
                     yield _one_rank(program, stage, label, "drop a collective on one rank", node, _drop)
                     yield _one_rank(program, stage, label, "duplicate a collective on one rank", node, _again)
                 yield _one_rank(program, stage, label, "regroup a collective on one rank", node, _other_axis(program))
-            for a, b in itertools.pairwise(moves):
+            for a, b in itertools.pairwise(n for n in moves if isinstance(n.args[1], fx.Node)):  # not of lists
                 if a.target == b.target and _look(a.args[1]) == _look(b.args[1]) and not _depends(b.args[1], a):
                     yield _one_rank(program, stage, label, "swap two collectives on one rank", a, _swap_with(b))
             for node in dice.sample(settled, min(3, len(settled))):
@@ -528,7 +529,7 @@ def check(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     if isinstance(program, DifferentiatedProgram):
         verify(program)
         check_backward(program)
-        program = GenerateRanks(mesh, _schedule(mesh, plan))(program)
+        program = GenerateRanks(mesh, _schedule(mesh, plan))(Bundle()(program))
     assert isinstance(program, DistributedProgram)
     verify(program)
     others = program.others if isinstance(program, Mutant) else {}
@@ -542,6 +543,6 @@ def unchecked(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     if isinstance(program, LocalProgram):
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):
-        program = GenerateRanks(mesh, _schedule(mesh, plan))(program)
+        program = GenerateRanks(mesh, _schedule(mesh, plan))(Bundle()(program))
     assert isinstance(program, DistributedProgram)
     return program

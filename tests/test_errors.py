@@ -190,7 +190,7 @@ MESSAGES: dict[str, str] = {
         "  fix: let the plan leave dp open for it"
     ),
     "unknown schedule": (
-        "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, gpipe, interleaved, synthesized, zb-h1, zb-v"
+        "QN208 the schedule is not valid\n  unknown schedule 'zigzag'\n  fix: use one of 1f1b, dualpipe-v, gpipe, interleaved, synthesized, zb-h1, zb-v"
     ),
     "no plan file": (
         "QN207 the plan document is not valid\n"

@@ -16,11 +16,11 @@ from quintnet_compiler.errors import CompileError
 from quintnet_compiler.mesh import Mesh
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.plan import Plan
-from quintnet_compiler.program import Captured, DistributedProgram
+from quintnet_compiler.program import Captured, DifferentiatedProgram, DistributedProgram
 from quintnet_compiler.verification import Subject, verify_program
 
 from .models import CASES, build, reference, worst_error
-from .mutations import Change, check, joint, ranks, typed, unchecked
+from .mutations import Change, as_mutant, check, copied, joint, ranks, typed, unchecked
 from .random_plans import gradients
 
 torch.set_num_threads(1)
@@ -36,6 +36,7 @@ class Victim:
     plan: Plan
     model: torch.nn.Module
     captured: Captured
+    source: DifferentiatedProgram  # before collectives of one block become one
     program: DistributedProgram
 
     @staticmethod
@@ -44,12 +45,15 @@ class Victim:
         captured = capture(model, case.batch(8), case.loss_fn)
         # what is started and waited for has mutations of its own, in test_overlap
         plan = Plan(microbatches=microbatches, overlap=False, **decisions)
-        compiled = compile_program(captured, Request(mesh, plan, 8, CPU, RULES), Runner())
-        return Victim(name, mesh, plan, model, captured, compiled.program)
+        runner = Runner(keep=True)
+        program = compile_program(captured, Request(mesh, plan, 8, CPU, RULES), runner).program
+        steps = [found for step, found in runner.programs if step in ("Differentiate", "Recompute")]
+        return Victim(name, mesh, plan, model, captured, steps[-1], program)
 
     def changes(self, dice: random.Random) -> list[Change]:
-        source = self.program.source
-        return [*typed(source.local, dice), *joint(source, dice), *ranks(self.program, dice)]
+        for same in (self.source.local, copied(self.source)[0], as_mutant(self.program)):
+            check(same, self.mesh, self.plan)
+        return [*typed(self.source.local, dice), *joint(self.source, dice), *ranks(self.program, dice)]
 
     def fate(self, change: Change) -> str:
         """ "before running", "by running", "by verify", "equivalent", or "silent"."""

@@ -19,7 +19,8 @@ from .test_dropout import Dropped
 
 torch.set_num_threads(1)
 ROWS = 8
-PIPELINES = [("gpipe", 2), ("gpipe", 3), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
+PIPELINES = [("gpipe", 2), ("gpipe", 3), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
+PIPELINES += [("zb-v", 2), ("dualpipe-v", 2)]
 
 
 def _compile(name: str, mesh: dict[str, int], **options: Any) -> quintnet.CompiledProgram:
@@ -55,6 +56,8 @@ FAST: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt", {"pp": 3}, {"microbatches": 4, "schedule": "zb-h1"}),
     ("gpt", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
     ("mlp", {"pp": 1}, {"microbatches": 2, "schedule": "zb-v", "virtual_stages": 2}),
+    ("gpt", {"pp": 2}, {"microbatches": 4, "schedule": "dualpipe-v", "virtual_stages": 2}),
+    ("mlp", {"pp": 2, "dp": 2}, {"microbatches": 1, "schedule": "dualpipe-v", "virtual_stages": 2, "zero": 2}),
     ("mlp", {"pp": 2}, {"microbatches": 8, "schedule": "gpipe", "virtual_stages": 3}),
     # values that skip stages
     ("cnn", {"pp": 3}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2}),
@@ -180,7 +183,7 @@ def test_values_are_released_after_the_weight_half() -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_a_number_of_stages_that_a_schedule_does_not_have_is_refused_before_anything_runs(name: str) -> None:
-    refused = {"gpipe": (), "1f1b": (2,), "interleaved": (1,), "zb-h1": (2,), "zb-v": (1, 3)}
+    refused = {"gpipe": (), "1f1b": (2,), "interleaved": (1,), "zb-h1": (2,), "zb-v": (1, 3), "dualpipe-v": (1,)}
     for count, (mesh, microbatches) in itertools.product(refused[name], (({"pp": 2}, 4), ({"dp": 2}, 1))):
         with pytest.raises(quintnet.CompileError, match=r"QN208(?s:.*)fix: use virtual_stages="):
             quintnet.compile(

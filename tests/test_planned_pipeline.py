@@ -10,7 +10,8 @@ from quintnet_compiler.planner.pipeline import StageWork, least_saved, least_sec
 from quintnet_compiler.schedule import Op, chain, most_held, simulate
 from quintnet_compiler.schedule_kinds import SCHEDULES
 
-KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
+KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
+KINDS += [("zb-v", 2), ("dualpipe-v", 2)]
 
 
 def _stages(count: int, dice: random.Random, send: float) -> list[StageWork]:

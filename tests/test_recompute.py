@@ -117,12 +117,12 @@ def test_a_budget_is_kept_and_nothing_cheaper_of_the_fixed_kinds_keeps_it(
     assert program.verify(batch).ok
 
 
-def test_a_budget_that_cannot_be_kept_is_refused_with_one_that_can() -> None:
+@pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=3)], ids=str)  # one stage, and three that need different budgets
+def test_a_budget_that_cannot_be_kept_is_refused_with_one_that_can(mesh: Mesh) -> None:
     with pytest.raises(quintnet.CompileError) as caught:
-        _compiled("gpt", "auto", Mesh(tp=2), plan={"saved_gib": 1e-6})
+        _compiled("gpt", "auto", mesh, plan={"saved_gib": 1e-6})
     assert caught.value.code == "QN213"
-    enough = float(str(caught.value.fix).split()[1])
-    _compiled("gpt", "auto", Mesh(tp=2), plan={"saved_gib": enough * 1.00001})
+    _compiled("gpt", "auto", mesh, plan={"saved_gib": float(str(caught.value.fix).split()[1])})
     with pytest.raises(quintnet.CompileError, match="saved_gib together"):
         _compiled("gpt", "auto", Mesh(tp=2))
 

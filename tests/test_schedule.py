@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import combinations, pairwise, product
@@ -34,6 +34,7 @@ from quintnet_compiler.schedule import (
 from quintnet_compiler.schedule_check import verify_schedule
 from quintnet_compiler.schedule_kinds import (
     SCHEDULES,
+    dual_pipe_v,
     forward_only,
     gpipe,
     interleaved,
@@ -85,6 +86,7 @@ CLAIMS: dict[tuple[str, int], tuple[Callable[..., float], Callable[[int], int], 
     ("1f1b", 1): (lambda p, m: (p - 1) / (m + p - 1), lambda p: 1, lambda p, m, r: min(m, p - r)),
     ("zb-h1", 1): (lambda p, m: (p - 1) / (3 * m + p - 1), lambda p: p, lambda p, m, r: min(m, p)),
     ("zb-v", 2): (lambda p, m: (p - 1) / (6 * m + p - 1), lambda p: 2 * p - 1, lambda p, m, r: min(2 * m, 2 * p)),
+    ("dualpipe-v", 2): (lambda p, m: (p - 1) / (6 * m + p - 1), lambda p: 2 * p, lambda p, m, r: min(2 * m, 2 * p + 1)),
     **{
         ("gpipe", v): (lambda p, m, v=v: (p - 1) / (v * m + p - 1), lambda p: p, lambda p, m, r, v=v: v * m)
         for v in (2, 3)
@@ -136,8 +138,53 @@ def test_zero_bubbles_are_a_third_of_1f1b_or_less() -> None:
     assert max(verify_schedule(with_transfers(v, chain(8)), chain(8))) == 8  # of half the size
 
 
+def _pairs(row: Sequence[Action], last: bool) -> list[tuple[Action, ...]]:
+    """What DeepSeek runs as one: a forward and the whole backward that follows it; but for the last rank's first."""
+    units: list[tuple[Action, ...]] = []
+    for action in row:
+        before = units[-1] if units else ()
+        if action.op is Op.BACKWARD and [a.op for a in before] == [Op.FORWARD] and not last:
+            units[-1] = (*before, action)
+        else:
+            last = last and action.op is not Op.BACKWARD
+            units.append((action,))
+    return units
+
+
+@pytest.mark.parametrize("chunk, both", [(1, 2), (1, 2.5), (2, 5), (2, 6)])
+def test_dualpipe_with_forward_and_backward_as_one_has_the_published_bubble(chunk: float, both: float) -> None:
+    """The fullest rank waits (PP/2 - 1) (F&B + B - 3 W) for PP stages, says the README's table, and every rank holds
+    PP + 1 chunks; PP is 2 p. F, and both halves of B, are ``chunk`` long, and F&B ``both``."""
+    for p, more in product(range(1, 6), (0, 1, 5)):
+        schedule, edges = dual_pipe_v(p, 2 * p + more), chain(2 * p)
+        assert verify_schedule(with_transfers(schedule, edges), edges) == (2 * p + 1,) * p
+        rows = [_pairs(row, rank == p - 1) for rank, row in enumerate(schedule.actions)]
+        together = [sum(len(unit) == 2 for unit in row) for row in rows]
+        assert together == [2 * more + p + rank + 1 - (rank == p - 1) for rank in range(p)]
+        lengths = [[{2: both}.get(len(u), 2 * chunk if u[0].op is Op.BACKWARD else chunk) for u in row] for row in rows]
+        end = _together(rows, lengths, Flow.of(edges, 2 * p))
+        assert end - min(map(sum, lengths)) == pytest.approx((p - 1) * (both + 2 * chunk - 3 * chunk))
+
+
+def _together(rows: list[list[tuple[Action, ...]]], lengths: list[list[float]], flow: Flow) -> float:
+    """When all is done, if several actions that run as one begin and end together."""
+    made: dict[tuple[Op, int, int], float] = {}
+    ends, at = [0.0] * len(rows), [0] * len(rows)
+    while any(here < len(row) for here, row in zip(at, rows, strict=True)):
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row):
+                unit = row[at[rank]]
+                needs = [(way, stage, a.microbatch) for a in unit for way, stage in flow.needs(a)]
+                if not all(need in made for need in needs):
+                    break
+                ends[rank] = max(ends[rank], *(made[need] for need in needs), 0.0) + lengths[rank][at[rank]]
+                made |= {(MAKES[a.op], a.stage, a.microbatch): ends[rank] for a in unit if a.op in MAKES}
+                at[rank] += 1
+    return max(ends)
+
+
 @pytest.mark.parametrize(
-    "name, wrong, right", [("1f1b", 2, 1), ("interleaved", 1, 2), ("zb-h1", 3, 1), ("zb-v", 1, 2), ("zb-v", 3, 2)]
+    "name, wrong, right", [("1f1b", 2, 1), ("interleaved", 1, 2), ("zb-h1", 3, 1), ("zb-v", 1, 2), ("dualpipe-v", 3, 2)]
 )
 def test_numbers_of_stages_that_a_schedule_does_not_have(name: str, wrong: int, right: int) -> None:
     with pytest.raises(
@@ -471,6 +518,7 @@ def test_shuffled_schedules_agree_with_the_oracle(rendezvous: bool) -> None:
         lambda: interleaved(2, 3),
         lambda: zero_bubble_h1(3, 3),
         lambda: zero_bubble_v(2, 2),
+        lambda: dual_pipe_v(2, 4),
     ]
     verdicts = []
     for _ in range(400):

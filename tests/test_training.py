@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 from quintnet_compiler.training.run import factor, run
+from quintnet_compiler.training.validation import validate
 
 from .models import MLP
 
@@ -146,6 +147,23 @@ def test_each_logged_step_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(told) == 2
     assert told[0].startswith("step       2   loss ")
     assert "memory" in told[0]
+
+
+def test_a_model_with_a_loss_of_its_own_validates_any_number_of_rows() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP().double()
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.inner(x), labels)
+
+    torch.manual_seed(0)
+    model, (x, labels) = Model(), _data(13)[:]
+    program = quintnet.compile(model, quintnet.Mesh(dp=4), {"x": x[:8], "labels": labels[:8]})
+    parts = [{"x": x[:5], "labels": labels[:5]}, {"x": x[5:], "labels": labels[5:]}]
+    found = validate(program, parts, {})
+    assert found["loss"] == pytest.approx(float(model(x, labels).detach()), rel=1e-12)
 
 
 # -- documents

@@ -10,6 +10,9 @@ from ..schedule import Op, Schedule, chain, most_held, simulate
 from ..schedule_kinds import SCHEDULES
 from ..schedule_synthesis import SYNTHESIZED, StageTimes, schedule_of
 
+UNSPLIT = ("gpipe", "1f1b", "interleaved")  # every backward in one piece
+V_SHAPED = ("zb-v", "dualpipe-v")
+
 
 @dataclass(frozen=True)
 class StageWork:
@@ -81,9 +84,9 @@ def _named(name: str, ranks: int, microbatches: int, virtual_stages: int) -> Sch
 
 def least_seconds(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
     """What no order undercuts: a rank's own work, after the first microbatch came to it through those before."""
-    split, found, before = name.startswith("zb") or name == SYNTHESIZED, 0.0, 0.0
+    split, found, before = name not in UNSPLIT, 0.0, 0.0
     for rank, first in enumerate(stages[:ranks]):
-        mine = [first, stages[-1 - rank]] if name == "zb-v" else stages[rank::ranks]
+        mine = [first, stages[-1 - rank]] if name in V_SHAPED else stages[rank::ranks]
         found = max(found, microbatches * sum(stage.seconds for stage in mine) + before)
         before += first.forward if split else first.seconds
     return found
@@ -94,7 +97,7 @@ def least_saved(name: str, ranks: int, microbatches: int, stages: Sequence[Stage
 
     def held(rank: int) -> Iterator[tuple[int, int]]:
         """Stages, and how many microbatches of each are on the rank at once."""
-        if name == "zb-v":  # from where a microbatch turns there are as many more on the way to the end
+        if name in V_SHAPED:  # from where a microbatch turns there are as many more on the way to the end
             yield from ((rank, 2 * ranks - 1 - rank), (-1 - rank, rank + 1))
         elif name == "interleaved":
             left = 2 * (ranks - rank - 1) + len(stages) - ranks + 1  # Narayanan et al. 2021

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -10,8 +12,11 @@ from torch import Tensor, nn
 
 from ..errors import RunError
 from ..program import DistributedProgram, StateSpec
-from .executor import Run
+from .executor import Executor, Run
+from .finite import require_finite
+from .gradients import GradientStore
 from .loss_scale import LossScale
+from .watch import Watch
 
 Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
@@ -70,7 +75,7 @@ class Backend(Protocol):
 
 def total_norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torch.device) -> Tensor:
     """The L2 norm of all elements: in float64 if any parameter of the program is, else in float32."""
-    double = any(spec.dtype is torch.float64 for spec in program.state.values())
+    double = torch.float64 in set(map(attrgetter("dtype"), program.state.values()))
     dtype = torch.float64 if double else torch.float32
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)
@@ -103,16 +108,29 @@ def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
         )
 
 
-def gradients_before(parameters: Mapping[str, nn.Parameter], how: Run) -> dict[str, Tensor]:
-    """What earlier steps left, to which this one adds: a copy, for a step's gradients are views of memory that the
-    next step uses again (as DistributedDataParallel's with ``gradient_as_bucket_view``)."""
-    return {n: p.grad.clone() for n, p in parameters.items() if how.train and p.grad is not None}
+def parts_of_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """This process's parts of the gradients that there are."""
+    there = zip(parameters, map(attrgetter("grad"), parameters.values()), strict=True)
+    return {name: gradient._local_tensor for name, gradient in there if gradient is not None}
 
 
-def hand_over(
-    parameters: Mapping[str, nn.Parameter], made: Mapping[str, Tensor], old: Mapping[str, Tensor], *, skipped: bool
-) -> None:
-    """As autograd does: set gradients, or add to what was there; none, of a step that was ``skipped``."""
-    for name, gradient in made.items():
-        found = old[name] + gradient if name in old else gradient
-        parameters[name].grad = None if skipped else found
+@dataclass(frozen=True)
+class Ready:
+    """What running a program again and again needs, on one rank. ``store``: None for forwards alone."""
+
+    program: DistributedProgram
+    executor: Executor
+    store: GradientStore | None
+
+    def step(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], how: Run, watch: Watch | None = None
+    ) -> tuple[list[Tensor], bool]:
+        """The results, and whether the gradients are good: if not, their scale was too large.
+
+        Raises:
+            RunError: QN501 on every rank where the scale is not to blame.
+        """
+        results = self.executor.step(state, inputs, how, watch)
+        if not self.executor.finite and not how.may_skip:
+            require_finite(self.executor, state, inputs, how, results[0])
+        return results, self.executor.finite or not how.may_skip

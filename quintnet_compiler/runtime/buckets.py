@@ -31,7 +31,8 @@ class Bucket:
     ``order``: the scattered axes as the mesh has them, in which order ranks count.
     ``slots``: where each parameter's gradient is added up: in its own shape, or (where it has ``cuts``) with leading
     dims for the ranks that get slices. ``views``: what the rank has of it when it is settled. ``reduced``: the dtype in
-    which ranks add up; ``moving``: what they do it with, while they do.
+    which ranks add up; ``moving``: what they do it with, while they do. ``terms``: how often something is added in a
+    step; ``left``: how often still.
     """
 
     summed: tuple[str, ...]
@@ -45,6 +46,7 @@ class Bucket:
     label: str
     reduced: torch.dtype
     moving: Tensor | None = None
+    terms: int = 0
     left: int = 0
     wait: Wait | None = None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ class Run:
     def may_skip(self) -> bool:
         """Whether a bad gradient may be the factor's fault: smaller ones than 1 would only make gradients vanish."""
         return self.scale is not None and self.scale > 1
+
+
+def picked(names: Sequence[str]) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+    """``tuple(known[name] for name in names)`` as a function of ``known`` that has no loop in Python."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda known: tuple(known[name] for name in names)
 
 
 class Executor:
@@ -82,6 +90,10 @@ class Executor:
             stage.index: {n for (_, target), names in self.backward.items() if target == stage.index for n in names}
             for stage in self.part.stages
         }
+        # of each stage: its state, what runs at the start of a step, and what all microbatches read
+        self.state = {s.index: (tuple(s.state), picked(tuple(s.state.values()))) for s in self.part.stages}
+        self.starts = {s.index: picked(s.once.static) for s in self.part.stages}
+        self.reads = {(s.index, label): picked(p.static) for s in self.part.stages for label, p in s.pieces.items()}
         self.arrived = arrived_sends(program.schedule, part.coordinate.get("pp", 0))
         # the last send of each stage's and microbatch's gradients: nobody needs them after it
         sends = [action for action in part.actions if action.op is Op.SEND_BACKWARD]
@@ -112,7 +124,7 @@ class Executor:
         them and all gradients of all ranks may be finite.
         """
         self.whole: dict[int, dict[str, Tensor]] = {}
-        self.static: dict[tuple[int, str], list[Tensor]] = {}
+        self.static: dict[tuple[int, str], tuple[Tensor, ...]] = {}
         self.values: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
         self.cotangents: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
         self.arriving: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
@@ -135,23 +147,22 @@ class Executor:
         if self.gradients is not None:
             self._require_gradients(self.gradients)
             self.gradients.settle(how.scale or 1.0)
-        return [self._settled(position) for position in range(len(self.program.results))]
-
-    @property
-    def settled(self) -> Mapping[str, Tensor]:
-        """This rank's part of each of its parameters' gradient, after a step."""
-        return self.gradients.settled if self.gradients is not None else {}
+        results = [self._settled(position) for position in range(len(self.program.results))]
+        for held in (self.whole, self.static, self.values, self.cotangents, self.results):
+            held.clear()  # copies of parameters, say, need not live until the next step
+        return results
 
     # -- pieces
 
     def _once(self, stage: StageProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
-        known = {value: state[name] for value, name in stage.state.items()}
+        values, own = self.state[stage.index]
+        known = dict(zip(values, own(state), strict=True))
         known |= {value: inputs[position] for value, position in stage.inputs.items()}
-        made = self._call(stage, "once", 0, [self.comm, *(known[name] for name in stage.once.static)])
+        made = self._call(stage, "once", 0, [self.comm, *self.starts[stage.index](known)])
         known |= zip(stage.once.outputs, made, strict=True)
         self.whole[stage.index] = known
-        for label, piece in stage.pieces.items():
-            self.static[stage.index, label] = [known[name] for name in piece.static]
+        for label in stage.pieces:
+            self.static[stage.index, label] = self.reads[stage.index, label](known)
         for name, position in stage.results.items():
             if name in known:
                 self.results[position].append(known[name])

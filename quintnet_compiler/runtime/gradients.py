@@ -25,7 +25,8 @@ def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[
 
 @dataclass
 class GradientStore:
-    """Holds, accumulates and settles the gradients of one rank's parameters."""
+    """Holds, accumulates and settles the gradients of one rank's parameters. What a step has to do with each of them is
+    found here once; between microbatches, its Python is as long for a thousand parameters as for one."""
 
     program: DistributedProgram
     part: RankProgram
@@ -35,8 +36,6 @@ class GradientStore:
     where: dict[str, Bucket] = field(default_factory=dict)
     fresh: set[str] = field(default_factory=set)
     settled: dict[str, Tensor] = field(default_factory=dict)  # each parameter's gradient: this rank's part
-    shared: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters of several stages: on which ranks
-    copies: list[str] = field(default_factory=list)  # what is settled in another dtype than it is added up
 
     def __post_init__(self) -> None:
         self.times: dict[str, int] = defaultdict(int)
@@ -60,22 +59,21 @@ class GradientStore:
                     self.buckets.append(make_bucket(pending, self.program, self.part.rank, self.device))
                     self.where |= dict.fromkeys(pending, self.buckets[-1])
                     pending, size = [], 0
+        for bucket in self.buckets:
+            bucket.terms = sum(self.times[name] for name in bucket.views) * self.program.schedule.num_microbatches
         for name, bucket in self.where.items():  # where sums have more bits than the parameter, a copy
             self.settled[name] = bucket.views[name].to(self.program.state[name].dtype)
-            if self.settled[name].dtype is not bucket.own.dtype:
-                self.copies.append(name)
-        shared = {
-            name: shared_by(self.program.state[name], self.program, self.part.rank) for name in sorted(self.where)
-        }
-        self.shared = {name: ranks for name, ranks in shared.items() if ranks}
-        microbatches = self.program.schedule.num_microbatches
-        self.terms = [sum(self.times[name] for name in bucket.views) * microbatches for bucket in self.buckets]
+        copied = [name for name, bucket in self.where.items() if self.settled[name].dtype is not bucket.buffer.dtype]
+        self.copies = [self.settled[name] for name in copied], [self.where[name].views[name] for name in copied]
+        owners = {name: shared_by(self.program.state[name], self.program, self.part.rank) for name in self.where}
+        self.shared = {name: ranks for name, ranks in sorted(owners.items()) if ranks}
 
     def begin(self) -> None:
         """A new step: forget the gradients of the last one."""
         self.fresh = set(self.where)
-        for bucket, terms in zip(self.buckets, self.terms, strict=True):
-            bucket.wait, bucket.left = None, terms
+        for bucket in self.buckets:
+            bucket.wait = None
+            bucket.left = bucket.terms
 
     def accumulate(self, gradient: Tensor, value: str) -> None:
         """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
@@ -141,8 +139,8 @@ class GradientStore:
             _keep(view, moving)
         if scale != 1:
             torch._foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
-        for name in self.copies:
-            _keep(self.settled[name], self.where[name].views[name])
+        if self.copies[0]:
+            torch._foreach_copy_(*self.copies)
 
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.wait is not None and bucket.moving is not None
@@ -159,8 +157,7 @@ class GradientStore:
     @property
     def nbytes(self) -> int:
         """Of all sums, and of what is not a view of them."""
-        copies = sum(self.settled[name].nbytes for name in self.copies)
-        return sum(bucket.buffer.nbytes for bucket in self.buckets) + copies
+        return sum(bucket.buffer.nbytes for bucket in self.buckets) + sum(x.nbytes for x in self.copies[0])
 
     def screen(self) -> Tensor:
         """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -11,12 +12,13 @@ from torch import Tensor
 from .. import layout
 from ..errors import InputError, RunError
 from ..mesh import Mesh
-from ..program import DistributedProgram, StateSpec
-from .backend import Caches, clip, gradients_before, hand_over, not_known, refuse_unset, total_norm
+from ..program import DistributedProgram, StateSpec, ValueSpec
+from ..sharding import Shard
+from .backend import Caches, Ready, clip, not_known, parts_of_gradients, refuse_unset, total_norm
 from .engines import Engine, eager
 from .executor import Executor, Run
-from .finite import require_finite
 from .gradients import GradientStore
+from .handover import HandOver
 from .local import LocalTransport, LocalWorld
 from .loss_scale import LossScale
 from .state import new_caches, one_rank_mesh, part_of, whole_dtensor, whole_parameter
@@ -36,7 +38,7 @@ class LocalBackend:
     ) -> None:
         self.mesh, self.engine, self.scaler = mesh, engine, LossScale.of(program)
         self.devices = one_rank_mesh(device.type)
-        self.ready: dict[int, _Ready] = {}
+        self.worlds: dict[int, _World] = {}
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         self.tensors = {
             name: torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
@@ -66,28 +68,31 @@ class LocalBackend:
             )
         refuse_unset(self.unset, program)
         how = self.scaler.run(program, how)
-        old, given = gradients_before(self.parameters, how), caches or {}
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
         with torch.no_grad():
-            ready = self._ready(program, how.train)
-            watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
+            ready = self._world(program, how.train)
+            old = ready.handover.take() if how.train else None
+            if how.train and ready.handover.kept:
+                del self.worlds[id(program)]
+                ready = self._world(program, how.train)
             try:
+                watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
+                given = caches or {}
                 outputs = ready.world.run(
-                    {
-                        rank: self._rank(ready, rank, inputs, how, watch, given.get(rank, {}))
-                        for rank, watch in enumerate(watches)
-                    }
+                    {r: self._rank(ready, r, inputs, how, w, given.get(r, {})) for r, w in enumerate(watches)}
                 )
             except RunError:
-                for name, gradient in old.items():
-                    self.parameters[name].grad = gradient
+                if old is not None:
+                    ready.handover.put(old)
                 raise
             if how.train:
-                executors = ready.executors.values()
-                self.scaler.update(how, finite=all(one.finite for one in executors) or not how.may_skip)
-                made = ready.gradients or self._wholes_of([one.settled for one in executors], program)
-                hand_over(self.parameters, made, old, skipped=self.scaler.skipped)
-        results: list[Tensor] = outputs[0]
+                self.scaler.update(how, finite=all(good for _, good in outputs.values()))
+                if self.scaler.skipped:
+                    ready.handover.put(repeat(None))
+                else:
+                    self._join(ready, program)
+                    ready.handover.give(old)
+        results: list[Tensor] = outputs[0][0]
         return results
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
@@ -100,7 +105,7 @@ class LocalBackend:
         return {rank: new_caches(program, program.rank(rank), device) for rank in range(self.mesh.size)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        gradients = [p.grad.to_local() for p in self.parameters.values() if p.grad is not None]  # type: ignore[attr-defined]
+        gradients = list(parts_of_gradients(self.parameters).values())
         total = total_norm(gradients, program, _device_of(self.tensors))
         clip(gradients, max_norm, total)
         return total
@@ -126,77 +131,87 @@ class LocalBackend:
     def first(self) -> bool:
         return True
 
-    def _ready(self, program: DistributedProgram, train: bool) -> _Ready:
-        """One rank alone stays ready; several would hold gradients several times."""
-        found = self.ready.get(id(program))
-        if found is None:
-            world, device = LocalWorld(self.mesh, program.sites), _device_of(self.tensors)
-            executors, states = {}, {}
-            for rank in range(self.mesh.size):
-                part, transport = program.rank(rank), world.transport(rank)
-                store = GradientStore(program, part, transport, device) if train else None
-                executors[rank] = Executor(program, part, transport, device, store, self.engine)
-                states[rank] = {
-                    name: part_of(self.tensors[name], spec.sharding, program.axes, part.coordinate)
-                    for name, spec in program.state.items()
-                    if spec.kind != "cache"
-                }
-            found = _Ready(program, world, executors, states, {})
-            if self.mesh.size == 1:
-                found.gradients.update({n: whole_dtensor(x, self.devices) for n, x in executors[0].settled.items()})
-                self.ready[id(program)] = found
-        return found
-
     def _rank(  # type: ignore[no-untyped-def]
         self,
-        ready: _Ready,
+        world: _World,
         rank: int,
         inputs: Sequence[Tensor],
         how: Run,
         watch: Watch | None,
         caches: Mapping[str, Tensor],
     ):
-        def work(_: LocalTransport) -> list[Tensor]:
-            executor, state = ready.executors[rank], {**ready.states[rank], **caches}
-            program = ready.program
-            mine = [
-                part_of(x, spec.sharding, program.axes, executor.part.coordinate)
-                for x, spec in zip(inputs, program.inputs, strict=True)
-            ]
-            results = executor.step(state, mine, how, watch)
-            if not executor.finite and not how.may_skip:
-                require_finite(executor, state, mine, how, results[0])
-            return results
+        ready = world.ranks[rank]
+        program, place = ready.program, ready.executor.part.coordinate
+
+        def part(x: Tensor, spec: StateSpec | ValueSpec) -> Tensor:
+            return part_of(x, spec.sharding, program.axes, place)
+
+        def work(_: LocalTransport) -> tuple[list[Tensor], bool]:
+            cut = {name: part(self.tensors[name], program.state[name]) for name in world.cut}
+            mine = [part(x, spec) for x, spec in zip(inputs, program.inputs, strict=True)]
+            return ready.step({**world.state[rank], **cut, **caches}, mine, how, watch)
 
         return work
 
-    def _wholes_of(self, settled: Sequence[Mapping[str, Tensor]], program: DistributedProgram) -> dict[str, Tensor]:
-        """Gradients put together from those of all ranks."""
+    def _world(self, program: DistributedProgram, train: bool) -> _World:
+        """What runs ``program``: made once, but that only one program at a time has memory for gradients."""
+        if id(program) not in self.worlds:
+            self.worlds = {key: w for key, w in self.worlds.items() if not train or w.ranks[0].store is None}
+            self.worlds[id(program)] = self._new_world(program, train)
+        return self.worlds[id(program)]
+
+    def _new_world(self, program: DistributedProgram, train: bool) -> _World:
+        world, device, ranks = LocalWorld(self.mesh, program.sites), _device_of(self.tensors), []
+        state: list[dict[str, Tensor]] = []
+        kept = [spec for spec in program.state.values() if spec.kind != "cache"]
+        for rank in range(self.mesh.size):
+            part, transport = program.rank(rank), world.transport(rank)
+            store = GradientStore(program, part, transport, device) if train else None
+            ranks.append(Ready(program, Executor(program, part, transport, device, store, self.engine), store))
+            state.append(
+                {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in kept}
+            )
+        cut = [s.name for s in kept if not all(_views(mine[s.name], self.tensors[s.name]) for mine in state)]
+        settled = {name: x for one in reversed(ranks) if one.store for name, x in one.store.settled.items()}
+        joined = {
+            name: torch.empty(program.state[name].shape, dtype=x.dtype, device=device)
+            for name, x in settled.items()
+            if any(isinstance(kind, Shard) for kind in program.state[name].sharding)
+        }
+        parameters = [self.parameters[name] for name in settled]
+        gradients = [whole_dtensor(joined.get(name, x), self.devices) for name, x in settled.items()]
+        return _World(world, ranks, state, cut, joined, HandOver(parameters, gradients))
+
+    def _join(self, ready: _World, program: DistributedProgram) -> None:
+        """Whole gradients of the parts that ranks have."""
         space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
-        wholes: dict[str, Tensor] = {}
-        for name in self.parameters:
+        for name, whole in ready.joined.items():
             parts: dict[tuple[int, ...], Tensor] = {}
-            for rank, found in enumerate(settled):
+            for rank, one in enumerate(ready.ranks):
                 place = self.mesh.coordinate(rank)
                 key = tuple(place.get(axis.name, 0) for _, axis in space)
-                if name in found and key not in parts:
-                    parts[key] = found[name]
-            if parts:
-                kinds = tuple(program.state[name].sharding[i] for i, _ in space)
-                whole = layout.assemble(parts, kinds, [axis.size for _, axis in space])
-                wholes[name] = whole_dtensor(whole, self.devices)
-        return wholes
+                if one.store is not None and name in one.store.settled and key not in parts:
+                    parts[key] = one.store.settled[name]
+            kinds = tuple(program.state[name].sharding[i] for i, _ in space)
+            whole.copy_(layout.assemble(parts, kinds, [axis.size for _, axis in space]))
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """What running a program needs. ``gradients``: of one rank alone, views of its store's buffers."""
+class _World:
+    """All ranks of a program in this process, and what they meet in. ``state``: each rank's parts; ``cut``: the names
+    of those that are no views, and have to be cut again; ``joined``: whole gradients whose parts several ranks have."""
 
-    program: DistributedProgram
     world: LocalWorld
-    executors: dict[int, Executor]
-    states: dict[int, dict[str, Tensor]]
-    gradients: dict[str, Tensor]
+    ranks: Sequence[Ready]
+    state: Sequence[Mapping[str, Tensor]]
+    cut: Sequence[str]
+    joined: Mapping[str, Tensor]
+    handover: HandOver
+
+
+def _views(part: Tensor, whole: Tensor) -> bool:
+    """Whether ``part`` changes with ``whole``."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
 
 
 def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,13 @@ from ..errors import RunError
 from ..mesh import Mesh
 from ..program import Axis, DistributedProgram, StateSpec
 from ..sharding import I, Shard
-from .backend import Caches, clip, gradients_before, hand_over, not_known, refuse_unset, total_norm
+from .backend import Caches, Ready, clip, not_known, parts_of_gradients, refuse_unset, total_norm
 from .buckets import reduced_axes, scattered_axes
 from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .engines import Engine, eager
 from .executor import Executor, Run
-from .finite import require_finite
 from .gradients import GradientStore, shared_by
+from .handover import HandOver
 from .handshake import agree, tell
 from .loss_scale import LossScale
 from .state import new_caches, part_of, sharded_dtensor
@@ -54,7 +55,8 @@ class ProcessBackend:
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
         self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
         self.place = mesh.coordinate(rank)
-        self.ready: dict[int, _Ready] = {}
+        self.ready: dict[int, _Process] = {}
+        self.counted: dict[int, tuple[DistributedProgram, set[str]]] = {}  # parameters whose norm this rank adds
         mine = set(self._owned(program))
         self.state = {
             name: _kept(tensors[name].detach(), spec, program.axes, self.place, device)
@@ -80,7 +82,6 @@ class ProcessBackend:
     ) -> list[Tensor]:
         refuse_unset(self.unset, program)
         ready, how = self._ready(program, how.train), self.scaler.run(program, how)
-        old = gradients_before(self.parameters, how)
         # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
         place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}
@@ -90,17 +91,18 @@ class ProcessBackend:
         ]
         state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad():
+            old = ready.handover.take() if how.train else None
+            if how.train and ready.handover.kept:
+                ready = self.ready[id(program)] = self._made(program, how.train)
             try:
-                results = ready.executor.step(state, mine, how)
-                if not ready.executor.finite and not how.may_skip:
-                    require_finite(ready.executor, state, mine, how, results[0])
+                results, good = ready.step(state, mine, how)
             except RunError:
-                for name, gradient in old.items():
-                    self.parameters[name].grad = gradient
+                if old is not None:
+                    ready.handover.put(old)
                 raise
             if how.train:
-                self.scaler.update(how, finite=ready.executor.finite or not how.may_skip)
-            hand_over(self.parameters, ready.gradients, old, skipped=self.scaler.skipped)
+                self.scaler.update(how, finite=good)
+                ready.handover.put(repeat(None)) if self.scaler.skipped else ready.handover.give(old)
         return results
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
@@ -113,8 +115,11 @@ class ProcessBackend:
         return {rank: new_caches(program, program.rank(rank), self.device)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        gradients = {n: p.grad.to_local() for n, p in self.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
-        counted = [g for name, g in gradients.items() if self._counts(program.state[name], program)]
+        gradients = parts_of_gradients(self.parameters)
+        if id(program) not in self.counted:
+            mine = {name for name in self.parameters if self._counts(program.state[name], program)}
+            self.counted[id(program)] = program, mine
+        counted = [gradient for name, gradient in gradients.items() if name in self.counted[id(program)][1]]
         squares = total_norm(counted, program, self.device) ** 2
         if self.mesh.size > 1:
             everyone = tuple(range(self.mesh.size))
@@ -171,30 +176,29 @@ class ProcessBackend:
         first = program.schedule.placement[spec.stages[0]]
         return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
 
-    def _ready(self, program: DistributedProgram, train: bool) -> _Ready:
+    def _ready(self, program: DistributedProgram, train: bool) -> _Process:
         found = self.ready.get(id(program))
         if found is None:
             agree({"program": program.digest}, self.device)
             self.transport.add_groups(_groups(program, self.mesh))
-            rank = self.transport.rank
-            store = GradientStore(program, program.rank(rank), self.transport, self.device) if train else None
-            gradients = {
-                name: sharded_dtensor(gradient, program.state[name], program, self.stage_mesh)
-                for name, gradient in (store.settled.items() if store else ())
-            }
-            executor = Executor(program, program.rank(rank), self.transport, self.device, store, self.engine)
-            found = self.ready[id(program)] = _Ready(program, executor, store, gradients)
+            found = self.ready[id(program)] = self._made(program, train)
         return found
+
+    def _made(self, program: DistributedProgram, train: bool) -> _Process:
+        part = program.rank(self.transport.rank)
+        store = GradientStore(program, part, self.transport, self.device) if train else None
+        settled = store.settled if store else {}
+        parameters = [self.parameters[name] for name in settled]
+        gradients = [sharded_dtensor(x, program.state[name], program, self.stage_mesh) for name, x in settled.items()]
+        executor = Executor(program, part, self.transport, self.device, store, self.engine)
+        return _Process(program, executor, store, HandOver(parameters, gradients))
 
 
 @dataclass(frozen=True)
-class _Ready:
-    """What running a program again and again needs. ``gradients`` are views of the store's buffers."""
+class _Process(Ready):
+    """The same, with what parameters get."""
 
-    program: DistributedProgram
-    executor: Executor
-    store: GradientStore | None
-    gradients: Mapping[str, Tensor]
+    handover: HandOver
 
 
 def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..errors import CompileError
+
 
 class Record(Protocol):
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
@@ -50,8 +52,10 @@ class TensorBoardRecord:
     """Scalars for TensorBoard, which must be installed."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise CompileError("QN108", "tensorboard is not installed", fix="pip install tensorboard") from None
         self.writer: Any = SummaryWriter(str(folder))
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:

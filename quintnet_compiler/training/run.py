@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from ..api import compile as compile_model
 from ..capture import LossFn
+from ..checkpoint.manifest import steps_in
+from ..compiled import CompiledProgram
 from ..errors import CompileError
 from ..plan import Plan
 from .batches import BatchSampler
@@ -28,7 +30,11 @@ from .trainer import History, Trainer
 @dataclass(frozen=True)
 class TrainTask:
     """What a config's ``model`` function returns: a plain module, and map-style datasets whose samples, collated, are
-    what ``quintnet.compile`` takes as a batch."""
+    what ``quintnet.compile`` takes as a batch.
+
+    ``start``: gives the program its first values, where the module is on the meta device (``load_pretrained``,
+    ``initialize``); not called where a checkpoint has them.
+    """
 
     model: nn.Module
     train_data: Dataset[Any]
@@ -37,6 +43,7 @@ class TrainTask:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     perplexity: bool = False
     collate: Callable[[list[Any]], Any] = default_collate
+    start: Callable[[CompiledProgram], None] | None = None
 
 
 def run(config: TrainConfig) -> History:
@@ -48,7 +55,10 @@ def run(config: TrainConfig) -> History:
     workers: dict[str, Any] = {"num_workers": config.num_workers, "collate_fn": task.collate}
     first = task.collate([task.train_data[index] for index in range(config.batch_size)])
     plan: Plan = config.decisions
-    program = compile_model(task.model.to(device), config.mesh, first, loss_fn=task.loss_fn, plan=plan, device=device)
+    model = task.model if any(p.is_meta for p in task.model.parameters()) else task.model.to(device)
+    program = compile_model(model, config.mesh, first, loss_fn=task.loss_fn, plan=plan, device=device)
+    if task.start is not None and not (config.checkpoint_dir and steps_in(Path(config.checkpoint_dir))):
+        task.start(program)
     optimizer = _optimizer(config, program.parameters())
     steps = config.num_epochs * (sampler.samples // config.batch_size)
     steps = min(steps, config.max_steps or steps)

@@ -20,8 +20,8 @@ def validate(program: CompiledProgram, batches: Iterable[Any], metrics: Mapping[
     """Means over all rows (or over all labels that count, where labels are classes).
 
     Raises:
-        InputError: QN102 if there are no batches, QN106 if a model that computes its own loss gets a batch that does
-            not divide over data ranks.
+        InputError: QN102 if there are no batches; QN106 if a model that computes its own loss, from something else than
+            ``labels`` of classes, gets a batch that does not divide over data ranks.
     """
     sums: dict[str, float] = defaultdict(float)
     counts: dict[str, float] = defaultdict(float)
@@ -33,8 +33,9 @@ def validate(program: CompiledProgram, batches: Iterable[Any], metrics: Mapping[
     for batch in batches:
         given = plain_batch(batch)
         if program.loss_fn is None or isinstance(given, dict):
-            rows = batch_size_of(batch)
-            add("loss", rows * float(program.evaluate(batch)), rows)
+            labels = _classes(given)
+            count = float(batch_size_of(batch)) if labels is None else _counted(labels)
+            add("loss", count * float(program.evaluate(_filled(program, given))), count)
             continue
         *inputs, labels = given
         outputs = _outputs(program, tuple(inputs))
@@ -52,13 +53,33 @@ def validate(program: CompiledProgram, batches: Iterable[Any], metrics: Mapping[
 def _outputs(program: CompiledProgram, inputs: tuple[Any, ...]) -> Any:
     """The model's outputs for any number of rows: filled up with the first one, whose outputs are dropped."""
     rows = batch_size_of(inputs)
+    found = program(*_more_rows(inputs, -rows % program.mesh.data_ways))
+    return pytree.tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, found)
+
+
+def _filled(program: CompiledProgram, batch: Any) -> Any:
+    """With rows that divide: more of the first one, whose labels do not count."""
+    rows = batch_size_of(batch)
     more = -rows % program.mesh.data_ways
+    if not more or _classes(batch) is None:
+        return batch
+    found = _more_rows(batch, more)
+    found["labels"][rows:] = -100
+    return found
+
+
+def _more_rows(batch: Any, count: int) -> Any:
+    rows = batch_size_of(batch)
 
     def fill(x: Any) -> Any:
-        return torch.cat([x, x[:1].expand(more, *x.shape[1:])]) if isinstance(x, Tensor) and len(x) == rows else x
+        return torch.cat([x, x[:1].expand(count, *x.shape[1:])]) if isinstance(x, Tensor) and len(x) == rows else x
 
-    found = program(*(pytree.tree_map(fill, inputs) if more else inputs))
-    return pytree.tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, found) if more else found
+    return pytree.tree_map(fill, batch) if count else batch
+
+
+def _classes(batch: Any) -> Tensor | None:
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    return labels if isinstance(labels, Tensor) and labels.dtype is torch.int64 else None
 
 
 def _counted(labels: Tensor) -> float:

@@ -1,0 +1,62 @@
+"""Gradients as optimizers see them: the same tensors in every step, as long as nobody else looks at them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from sys import getrefcount
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Old = Sequence[Tensor | None] | None  # gradients that parameters had before a step; None: not one
+
+
+class HandOver:
+    """What a step gives to ``parameters``: ``gradients``, DTensors over memory that every step writes to.
+
+    Whoever keeps one of them (or its memory) from an earlier step is told from the numbers of references: then the next
+    step needs others. No loop over parameters is in Python unless they still have gradients, to which those of a step
+    are added.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[DTensor]) -> None:
+        self.parameters, self.gradients = parameters, gradients
+        self._locals = [gradient._local_tensor for gradient in gradients]
+        storages = [x.untyped_storage() for x in self._locals]
+        self._memory = list({storage.data_ptr(): storage for storage in storages}.values())
+        del storages
+        self._own = self._references()
+
+    def _references(self) -> tuple[list[int], ...]:
+        uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._memory]
+        return list(map(getrefcount, self.gradients)), list(map(getrefcount, self._locals)), uses
+
+    @property
+    def kept(self) -> bool:
+        """Whether somebody else has one of the gradients, a view of it or what it is a view of."""
+        return self._references() != self._own
+
+    def take(self) -> Old:
+        """Before a step: what the parameters have. They have nothing then, and none of it is overwritten."""
+        there = list(map(attrgetter("grad"), self.parameters))
+        if all(map(is_, there, repeat(None))):
+            return None
+        old = [None if gradient is None else gradient.clone() for gradient in there]
+        self.put(repeat(None))
+        return old
+
+    def give(self, old: Old) -> None:
+        """After a step: its gradients, added to what there was."""
+        if old is None:
+            self.put(self.gradients)
+        else:
+            pairs = zip(old, self.gradients, strict=True)
+            self.put([gradient if before is None else before + gradient for before, gradient in pairs])
+
+    def put(self, gradients: Iterable[Tensor | None]) -> None:
+        """Set every parameter's ``grad``."""
+        deque(map(setattr, self.parameters, repeat("grad"), gradients), maxlen=0)

@@ -1,0 +1,77 @@
+"""The machine of a textbook: equal devices, and links between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from ..cost_models.collectives import volume
+from ..errors import CompileError
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes ``seconds + n / bytes_per_second``: the alpha-beta model."""
+
+    seconds: float
+    bytes_per_second: float
+
+    def time(self, num_bytes: float) -> float:
+        return self.seconds + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``ranks`` devices of ``flops_per_second``. Any two are joined by ``link``, or, where they are in different nodes
+    of ``node`` ranks, by ``between``. On a ``"ring"`` only neighbours are joined: a message takes a step for each rank
+    on its way, the shorter way around. ``memory_bytes``: of each device.
+
+    Raises:
+        CompileError: QN201 for numbers that no machine has.
+    """
+
+    ranks: int
+    flops_per_second: float = 1e12
+    link: Link = Link(1e-6, 1e10)
+    between: Link | None = None
+    node: int = 0
+    topology: Literal["full", "ring"] = "full"
+    memory_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.flops_per_second <= 0 or self.node < 0:
+            raise CompileError(
+                "QN201",
+                f"{self.ranks} ranks of {self.flops_per_second} FLOP/s, in nodes of {self.node}",
+                fix="give at least one rank, and a speed above 0",
+            )
+
+    def joins(self, one: int, other: int) -> Link:
+        """The link that a message between two ranks takes."""
+        here = self.link
+        if self.between is not None and self.node and one // self.node != other // self.node:
+            here = self.between
+        if self.topology == "ring":
+            apart = abs(one - other)
+            hops = min(apart, self.ranks - apart)
+            return Link(here.seconds * hops, here.bytes_per_second / max(hops, 1))
+        return here
+
+    def collective_seconds(self, kind: str, num_bytes: float, over: Sequence[int]) -> float:
+        """Along a ring through ``over``, as fast as its slowest link: an all-reduce is 2 (n-1) steps of 1/n of the
+        bytes; gathers and scatters are n-1 of them (Thakur, Rabenseifner and Gropp 2005).
+
+        Raises:
+            CompileError: QN210 for a collective that does not exist.
+        """
+        count = len(over)
+        moved = volume(kind, num_bytes, count)
+        if count == 1:
+            return 0.0
+        ring = [self.joins(a, b) for a, b in pairwise([*over, over[0]])]
+        steps = 2 * (count - 1) if kind == "all_reduce" else count - 1
+        slowest = min(link.bytes_per_second for link in ring)
+        return steps * max(link.seconds for link in ring) + moved / slowest

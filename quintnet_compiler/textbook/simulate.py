@@ -1,0 +1,157 @@
+"""Runs textbook programs: when each rank does what, what it waits for, and what it holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import CompileError
+from ..simulation.timeline import Event, Held, RankTimeline, Timeline, size
+from .machine import Machine
+from .steps import Collective, Compute, Hold, Receive, Release, Send, Step, Wait
+
+
+@dataclass
+class _Rank:
+    number: int
+    steps: Sequence[Step]
+    at: int = 0  # the next step
+    clock: float = 0.0
+    lane: float = 0.0  # when its communication in the background is free
+    events: list[Event] = field(default_factory=list)
+    done: dict[str, float] = field(default_factory=dict)  # background collectives: their ends
+    held: dict[str, float] = field(default_factory=dict)
+    memory: list[Held] = field(default_factory=list)
+    arrived: tuple[int, float] | None = None  # at a collective: which of its kind, and when
+
+    @property
+    def next(self) -> Step | None:
+        return self.steps[self.at] if self.at < len(self.steps) else None
+
+
+@dataclass
+class _World:
+    machine: Machine
+    ranks: list[_Rank]
+    mail: dict[tuple[int, int], deque[tuple[float, float]]] = field(default_factory=lambda: defaultdict(deque))
+    links: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def run(self) -> None:
+        moved = True
+        while moved:
+            moved = sum(map(self._advance, self.ranks)) > 0
+        stuck = [rank for rank in self.ranks if rank.next is not None]
+        if stuck:
+            lines = [f"rank {rank.number} waits in {rank.next}" for rank in stuck[:8]]
+            raise CompileError(
+                "QN208", "\n  ".join(lines), fix="let every receive have a send, and ranks meet in equal collectives"
+            )
+
+    def _advance(self, rank: _Rank) -> bool:
+        moved = False
+        while rank.next is not None and self._step(rank, rank.next):
+            rank.at += 1
+            moved = True
+        return moved
+
+    def _step(self, rank: _Rank, step: Step) -> bool:
+        """Do a step if that is possible now."""
+        if isinstance(step, Compute):
+            seconds = step.seconds + step.flops / self.machine.flops_per_second
+            event = Event(rank.clock, rank.clock + seconds, step.kind, step.name, -1, step.microbatch)
+            rank.events.append(event)
+            rank.clock += seconds
+        elif isinstance(step, Send):
+            self._send(rank, step)
+        elif isinstance(step, Receive):
+            box = self.mail[step.source, rank.number]
+            if not box:
+                return False
+            rank.clock = max(rank.clock, box.popleft()[1])
+        elif isinstance(step, Collective):
+            return self._meet(rank, step)
+        elif isinstance(step, Wait):
+            if step.name not in rank.done:
+                return False
+            rank.clock = max(rank.clock, rank.done.pop(step.name))
+        else:
+            self._remember(rank, step)
+        return True
+
+    def _send(self, rank: _Rank, step: Send) -> None:
+        pair = rank.number, step.to
+        start = max(rank.clock, self.links.get(pair, 0.0))
+        link = self.machine.joins(*pair)
+        self.links[pair] = start + step.bytes / link.bytes_per_second  # the next message may follow at once
+        end = start + link.time(step.bytes)
+        self.mail[pair].append((start, end))
+        rank.events.append(Event(start, end, "transfer", step.name, axis="pp"))
+
+    def _meet(self, rank: _Rank, step: Collective) -> bool:
+        others = [self.ranks[number] for number in step.over]
+        if rank not in others:
+            raise CompileError("QN208", f"rank {rank.number} is not among those of {step}", fix="name it in over=")
+        met = [other.next for other in others]
+        if any(one != step for one in met if isinstance(one, Collective) and set(one.over) == set(step.over)):
+            lines = [f"rank {other.number} is in {other.next}" for other in others]
+            raise CompileError("QN208", "\n  ".join(lines), fix="let all ranks of a collective call the same one")
+        if any(one != step for one in met):
+            return False
+        begin = max(max(other.clock, other.lane) if step.background else other.clock for other in others)
+        end = begin + self.machine.collective_seconds(step.kind, step.bytes, step.over)
+        for other in others:
+            name = step.name or step.kind
+            waited = 0.0 if step.background else end - other.clock
+            other.events.append(Event(begin, end, "collective", name, axis=step.axis, exposed=waited))
+            if step.background:
+                other.lane = other.done[name] = end
+            else:
+                other.clock = end
+            if other is not rank:
+                other.at += 1
+        return True
+
+    def _remember(self, rank: _Rank, step: Hold | Release) -> None:
+        if isinstance(step, Release):
+            if rank.held.pop(step.name, None) is None:
+                raise CompileError("QN208", f"rank {rank.number} holds no {step.name}", fix="hold it first")
+        else:
+            rank.held[step.name] = rank.held.get(step.name, 0.0) + step.bytes
+        now = int(sum(rank.held.values()))
+        if now > self.machine.memory_bytes:
+            raise CompileError(
+                "QN212",
+                f"rank {rank.number} needs {size(now)} for {', '.join(rank.held)}, and its device has "
+                f"{size(self.machine.memory_bytes)}",
+                fix="split more, or hold less",
+            )
+        rank.memory.append(Held(rank.clock, step.name, now, now))
+
+
+def simulate(programs: Sequence[Sequence[Step]], machine: Machine, title: str = "textbook") -> Timeline:
+    """The time of programs, one for each rank of ``machine``. Two ranks share no link with others; sends never wait.
+
+    Raises:
+        CompileError: QN208 if ranks wait for ever, with what each one waits for; QN212 if memory is too small; QN210
+            for a collective that does not exist.
+    """
+    if len(programs) != machine.ranks:
+        raise CompileError(
+            "QN201", f"{len(programs)} programs for {machine.ranks} ranks", fix="give every rank a program"
+        )
+    ranks = [_Rank(number, steps) for number, steps in enumerate(programs)]
+    _World(machine, ranks).run()
+    end = max(max([rank.clock, rank.lane, *(event.end for event in rank.events)]) for rank in ranks)
+    return Timeline(title, "steps", 1, len(ranks), end, tuple(_row(rank, end) for rank in ranks))
+
+
+def _row(rank: _Rank, end: float) -> RankTimeline:
+    busy = sum(event.seconds for event in rank.events if not event.axis)
+    exposed: dict[str, float] = defaultdict(float)
+    for event in rank.events:
+        exposed[event.axis] += event.exposed
+    waits = {axis: seconds for axis, seconds in exposed.items() if seconds}
+    bubble = (end - busy - sum(waits.values())) / end if end else 0.0
+    events = tuple(sorted(rank.events, key=lambda event: (event.start, event.end)))
+    return RankTimeline(rank.number, {}, 1, events, busy, bubble, waits, memory=tuple(rank.memory))
