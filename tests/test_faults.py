@@ -73,7 +73,7 @@ def _gone(folder: Path) -> bool:
         ("kill", 2, "QN302", "rank 1 was killed by SIGKILL in step 3"),
         ("stop", 3, "QN303", "rank 1 is stopped (SIGSTOP) in step 3"),
         ("raise", 2, "QN302", "rank 1 raised ValueError: told to fail"),
-        ("hang", 6, "QN402", "rank 1 did not come in step 3"),
+        pytest.param("hang", 6, "QN402", "rank 1 did not come in step 3", marks=pytest.mark.slow),
     ],
 )
 def test_a_fault_is_named_once_and_soon(what: str, seconds: float, code: str, says: str, tmp_path: Path) -> None:
@@ -85,17 +85,15 @@ def test_a_fault_is_named_once_and_soon(what: str, seconds: float, code: str, sa
     assert text.count("\n  rank 0: ") <= 1 and text.count("Traceback") == (what == "raise"), text
     assert ("told to fail" in text) == (what == "raise") and ("test_faults.py" in text) == (what in ("raise", "hang"))
     assert since < seconds and _gone(tmp_path)
-    print(what, since, text)
 
 
-@pytest.mark.parametrize("what", ["shape", "none"])
+@pytest.mark.parametrize("what", ["shape", *(pytest.param(w, marks=pytest.mark.slow) for w in ("dtype", "none"))])
 def test_a_bad_batch_on_one_rank_is_the_same_error_on_all(what: str, tmp_path: Path) -> None:
     with pytest.raises(quintnet.InputError, match=r"(?s)QN102.*rank 1: .*all others: \(float64\[6, 16\]") as caught:
         quintnet.launch(_until, 3, (what, tmp_path))
     for rank in range(3):
         since, _, text = (tmp_path / f"heard{rank}").read_text().partition(" ")
         assert text == str(caught.value) and float(since) < 1, (rank, since, text)
-        print(since, text)
 
 
 def _resumed(folder: Path, what: str, steps: int) -> tuple[list[float], int | None, list[torch.Tensor], int]:
@@ -188,6 +186,13 @@ def test_sweep(kind: str, seeds: int, seconds: float, tmp_path: Path, monkeypatc
     print(f"{kind}: {seeds} runs, named and ended after {statistics.median(took):.2f} s, at most {max(took):.2f} s")
     print(f"  went on from steps {lost}")
     assert max(took) < seconds
+
+
+def test_a_run_that_takes_too_long_is_ended() -> None:
+    start = time.monotonic()
+    with pytest.raises(quintnet.RunError, match=r"QN304 .*\n  ranks \[0, 1\] did not finish in time"):
+        quintnet.launch(time.sleep, 2, (100,), timeout=1)
+    assert time.monotonic() - start < 30
 
 
 def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:

@@ -143,10 +143,10 @@ class Pulse:
             return found
         except Exception as lost:  # whoever keeps the rows is gone as well
             return RunError("QN402", f"step {step}: {first_line(error)}; {first_line(lost)}")
-        found = first_line(error)
+        why = first_line(error)
         if self.observer is not None:  # else the process that launched this one tells of the others
-            found = self.verdict or f"{found}{self._silent()}"
-        return RunError("QN402", f"step {step}: {found}")
+            why = self.verdict or f"{why}{self._silent()}"
+        return RunError("QN402", f"step {step}: {why}")
 
     def _silent(self) -> str:
         """Who has not said anything for some beats."""
