@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ..errors import QuintNetError, RunError
 from .faults import Fault, Report, Scene, stopped
-from .pulse import GRACE, PERIOD, VERDICT, Pulse, Row, first_line, of_communication, read_rows
+from .pulse import GRACE, PERIOD, VERDICT, Pulse
+from .rows import Row, first_line, of_communication, read_rows
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
@@ -42,11 +43,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits. ``slot``: what it has of this machine (its GPU); ``port``: of the attempt's store."""
+    """Where a rank sits. ``slot``: what it has of this machine (its GPU), of ``slots``; ``port``: of the attempt's
+    store."""
 
     rank: int
     size: int
     slot: int
+    slots: int
     port: int
     folder: Path
 
@@ -76,7 +79,7 @@ class Attempt:
         self.processes, self.pipes = [], {}
         for rank, slot in enumerate(self.slots):
             ours, theirs = context.Pipe(duplex=False)
-            seat = Seat(rank, self.size, slot, port, self.folder)
+            seat = Seat(rank, self.size, slot, max(self.slots) + 1, port, self.folder)
             process = context.Process(target=work, args=(self.job, seat, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -173,7 +176,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
             return TCPStore(LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=LOST))
 
         with Pulse(connect, seat.rank, seat.size, seat.folder, job.patience):
-            nccl = torch.cuda.is_available() and torch.cuda.device_count() > seat.slot
+            nccl = torch.cuda.is_available() and torch.cuda.device_count() >= seat.slots  # alike on all ranks
             if nccl:
                 torch.cuda.set_device(seat.slot)
             patience = timedelta(seconds=job.patience)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import QuintNetError, RunError
-from .pulse import Row, last_step
+from .pulse import last_step
+from .rows import Row
 
 REPEATABLE = ("QN302", "QN303", "QN402")  # codes of faults that may not happen again
 

@@ -62,20 +62,21 @@ def launch(
     deadline = time.monotonic() + timeout if timeout is not None else math.inf
     folder = Path(tempfile.mkdtemp(prefix="quintnet-"))  # of stacks; it stays if they are needed
     slots, suspects = list(range(num_ranks)), set[int]()
-    for number in range(restarts + 1):
-        with Attempt(job, slots, folder / f"attempt{number}") as attempt:
-            found = attempt.run(deadline)
-        if not isinstance(found, Fault):
-            _tidy(folder)
-            return found
-        if number == restarts or not found.again:
-            _tidy(folder)
-            raise found.error
-        blamed = {slots[rank] for rank in found.ranks}
-        gone = blamed & suspects if len(slots) - len(blamed & suspects) >= least else set()
-        slots, suspects = [slot for slot in slots if slot not in gone], blamed - gone
-        message = f"{found.error}\n  restart {number + 1} of {restarts}, with {len(slots)} ranks"
-        warnings.warn(FaultWarning(message), stacklevel=2)
+    try:
+        for number in range(restarts + 1):
+            with Attempt(job, slots, folder / f"attempt{number}") as attempt:
+                found = attempt.run(deadline)
+            if not isinstance(found, Fault):
+                return found
+            if number == restarts or not found.again:
+                raise found.error
+            blamed = {slots[rank] for rank in found.ranks}
+            gone = blamed & suspects if len(slots) - len(blamed & suspects) >= least else set()
+            slots, suspects = [slot for slot in slots if slot not in gone], blamed - gone
+            message = f"{found.error}\n  restart {number + 1} of {restarts}, with {len(slots)} ranks"
+            warnings.warn(FaultWarning(message), stacklevel=2)
+    finally:
+        _tidy(folder)
     raise AssertionError("the last attempt returns or raises")
 
 

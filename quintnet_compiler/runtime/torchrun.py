@@ -26,7 +26,8 @@ from torch.distributed.rendezvous import rendezvous
 from ..errors import RunError
 from .attempt import Job
 from .faults import stopped
-from .pulse import PERIOD, VERDICT, Pulse, Row, dump_stacks, read_rows
+from .pulse import PERIOD, VERDICT, Pulse, dump_stacks
+from .rows import Row, read_rows
 
 LONGEST_SILENCE = 60.0  # seconds that a rank may say nothing: the network repairs itself within some
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
