@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from ..errors import RunError
+from ..errors import QuintNetError, RunError
 from .attempt import Job
 from .faults import stopped
 from .pulse import PERIOD, VERDICT, Pulse, dump_stacks
-from .rows import Row, read_rows
+from .rows import Row, of_communication, read_rows
 
 LONGEST_SILENCE = 60.0  # seconds that a rank may say nothing: the network repairs itself within some
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
@@ -68,7 +68,12 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
         store = PrefixStore(f"{name}/group", given)
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-        results[rank] = job.fn(*job.args)
+        try:
+            results[rank] = job.fn(*job.args)
+        except RuntimeError as error:  # outside of a program's run: in a save, or in communication of the user's own
+            if isinstance(error, QuintNetError) or not of_communication(error):
+                raise
+            raise pulse.cause(error) from error
         dist.destroy_process_group()
     shutil.rmtree(folder)
     return results
