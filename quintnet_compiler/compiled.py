@@ -36,6 +36,7 @@ from .runtime.backend import Backend
 from .runtime.backends import open_backend
 from .runtime.engines import ENGINES
 from .runtime.executor import Run
+from .runtime.pulse import running
 from .schedule import Schedule
 from .simulation.faults import Faults
 from .simulation.program import simulate_program
@@ -60,6 +61,7 @@ class CompiledProgram(ProgramState):
         self._backend: Backend | None = None
         self._batch: Any = None
         self._steps = 0
+        self._given: dict[Any, Any] = {}
         self._decoding: Decoding | None = None
         self._saving = None
 
@@ -403,16 +405,17 @@ class CompiledProgram(ProgramState):
         return self._backend
 
     def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
-        batch = plain_batch(batch)
-        rows = batch_size_of(batch)
-        program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
-        inputs = self._inputs(kind, program, batch, local)
-        if kind == "train" and not local:
-            self._batch = batch
-        backend = self._state()
-        if kind != self._task.leads:
-            backend.learn(program, self._captured[kind].tensors)
-        found = backend.run(program, inputs, self._how(kind, local))
+        with running(self._given, self._steps, kind, local, batch):
+            batch = plain_batch(batch)
+            rows = batch_size_of(batch)
+            program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
+            inputs = self._inputs(kind, program, batch, local)
+            if kind == "train" and not local:
+                self._batch = batch
+            backend = self._state()
+            if kind != self._task.leads:
+                backend.learn(program, self._captured[kind].tensors)
+            found = backend.run(program, inputs, self._how(kind, local))
         self._steps += kind == "train"
         return found
 

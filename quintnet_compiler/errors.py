@@ -32,6 +32,8 @@ SUMMARIES = MappingProxyType(
         "QN215": "the precision does not fit the model",
         "QN301": "the mesh does not fit the world",
         "QN302": "a launched process failed",
+        "QN303": "a rank does not answer",
+        "QN304": "the run takes too long",
         "QN401": "ranks disagree about communication",
         "QN402": "a rank waits for something that never comes",
         "QN403": "ranks run different programs",
@@ -102,3 +104,7 @@ class CheckpointError(QuintNetError, ValueError):
 
 class CheckpointWarning(UserWarning):
     """A checkpoint is damaged, and another one is used."""
+
+
+class FaultWarning(UserWarning):
+    """A rank failed, and all ranks are started again."""
