@@ -16,13 +16,12 @@ from ..training.run import run as run_training
 from .answer import Answer
 from .options import Json
 
-LONGEST_RUN = 14 * 24 * 3600.0  # seconds; the system takes no more than 24 days
-
 
 def train(
     config: Annotated[Path, typer.Argument(help="a YAML file with the keys of quintnet.TrainConfig")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="in place of the file's")] = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="processes here; without it, as many as the mesh")] = None,
+    restarts: Annotated[int, typer.Option(min=0, help="start again after a fault, from the newest checkpoint")] = 0,
     json: Json = False,
 ) -> Answer:
     """Train a model as a file says, going on from the newest checkpoint if there is one.
@@ -39,6 +38,6 @@ def train(
         raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")
     found = TrainConfig.read(config, **{key: yaml.safe_load(value) for key, _, value in given})
     ranks = nproc or found.mesh.size
-    histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,), timeout=LONGEST_RUN)
+    histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,), restarts=restarts)
     history = next(one for one in histories if one is not None)
     return Answer("", dumps(asdict(history)))
