@@ -266,9 +266,11 @@ def _out_of_space(folder: str) -> tuple[str, list[str]]:
     return "", []
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase", [name if name in ("write", "rename") else pytest.param(name, marks=pytest.mark.slow) for name in PHASES]
+)
 def test_a_killed_save_leaves_the_checkpoint_before(phase: str, trained: Made, tmp_path: Path) -> None:
-    with pytest.raises(quintnet.RunError, match="exit code -9"):
+    with pytest.raises(quintnet.RunError, match="killed by SIGKILL"):
         quintnet.launch(_killed, 1, (str(tmp_path), phase), timeout=120)
     program, optimizer = trained
     assert program.load(tmp_path).step == (2 if phase == "cleaning" else 1)
