@@ -120,6 +120,15 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "A process that launch started raised an error, or ended. The first failure is shown; the others followed.",
             "Look at the first traceback. A negative exit code is a signal: -9 often means out of memory.",
         ),
+        "QN303": (
+            "A rank was stopped (SIGSTOP, a debugger) or said nothing for too long, while the others wait for it. The "
+            "message names it, and where the others' stacks are.",
+            "Let it go on, or end it: with restarts= all ranks begin again from their checkpoint.",
+        ),
+        "QN304": (
+            "The run took longer than launch's timeout, which is of the whole run.",
+            "Give a longer timeout, or none; collective_timeout is how long ranks wait for each other.",
+        ),
         "QN401": (
             "Two ranks met in different collectives, or with different shapes or dtypes: they would exchange nonsense.",
             "The message has both operators and their source lines. Ranks must see batches of equal shapes.",
