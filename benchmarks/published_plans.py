@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -146,6 +146,11 @@ class Prices:
     closer_bytes = bytes
 
     guess = seconds
+
+    def alike(self, choice: Choice, /) -> tuple[Hashable, ...]:
+        """A guess is wrong by what a pipeline waits, and state that is sliced."""
+        pipeline = choice.pp, choice.vpp, choice.zero
+        return (*pipeline, choice.tp, choice.microbatch), (*pipeline, choice.tp), pipeline
 
 
 def compare(row: Row, seconds: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from .plan import Plan, check_plan, read_plan
 from .planner.estimate import Estimate
 from .planner.planning import Machine, Planner, plan_model
 from .planner.report import PlanReport
-from .planner.search import Objective
+from .planner.search import Effort, Objective
 from .progress import bar
 from .schedule_synthesis import check_schedule
 
@@ -35,7 +35,8 @@ def plan(
     rules: Sequence[Rule] = (),
     top_k: int = 5,
     objective: Objective = "time",
-    seconds: float = 35.0,
+    work: float = Effort.work,
+    seconds: float = Effort.seconds,
     progress: bool | None = None,
 ) -> PlanReport:
     """The best ways to train ``model`` on ``cluster`` with batches like ``batch``.
@@ -50,7 +51,9 @@ def plan(
         top_k: how many plans.
         objective: what counts: seconds of a step (``"time"``), bytes on the fullest rank (``"memory"``), or
             device-seconds of a token (``"cost"``), for which plans may use fewer nodes.
-        seconds: when to stop searching; the report says whether anything was left.
+        work: how much to do for a good plan, where there are too many layouts to know the best: in operators that are
+            compiled, which gives the same plan on every machine; twice as much takes about twice as long.
+        seconds: when to stop searching whatever was found. The report says whether anything was left, and why.
         progress: whether to show a bar; by default on a terminal.
 
     Raises:
@@ -59,7 +62,7 @@ def plan(
     """
     planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules)
     with bar("layouts settled", progress) as shown:
-        return plan_model(planner, top_k=top_k, objective=objective, seconds=seconds, progress=shown)
+        return plan_model(planner, top_k=top_k, objective=objective, effort=Effort(work, seconds), progress=shown)
 
 
 def estimate(

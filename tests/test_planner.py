@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from quintnet_compiler.plan import Plan
 from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.layouts import layouts
 from quintnet_compiler.planner.planning import Machine, Planner, faster
+from quintnet_compiler.planner.search import Effort
 from quintnet_compiler.program import Axis
 
 from .models import CASES, GPT, build
@@ -94,7 +96,7 @@ def _planner(model: str, cluster: str) -> Planner:
 @pytest.mark.parametrize(("model", "cluster"), list(itertools.product(MODELS, CLUSTERS)))
 def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
     planner = _planner(model, cluster)
-    found = planner.search(3, "time", 600.0)
+    found = planner.search(3, "time", Effort(math.inf, 600.0))
     builder, limits = planner.builder(), planner.limits()
     everything = []
     for layout in layouts(limits):

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
+from math import log, prod
 
 from ..cost import RankCosts
 from ..errors import CompileError
 from .estimate import MOMENTS
-from .layouts import ORDER, Layout
+from .layouts import Again, Layout
 from .pipeline import StageWork, least_saved, least_seconds
 from .stages import Slices, cut, stage_work
 from .units import Unit
@@ -19,7 +19,7 @@ from .units import Unit
 # What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
 # whole.
 SLACK = 0.95
-FEW = (1, 8, 64)  # rows of a microbatch; more cost their share
+FEW = (1, 8)  # rows of a microbatch that are priced; what they cost more than their share, others cost, too
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,15 @@ class LessSplit:
         self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, routed: int, batch: int
     ) -> None:
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
-        self.known: dict[Layout, Least] = {}
-        self.stages: dict[tuple[Layout, int], tuple[list[StageWork], float, float]] = {}
+        self.known: dict[Hashable, Least] = {}
+        self.stages: dict[Hashable, tuple[list[StageWork], float, float]] = {}
         self.moved: dict[Hashable, float] = {}
-        self.dearer: dict[int, float] = {}
+        self.more: dict[int, float] = {}
+
+    def alike(self, layout: Layout) -> tuple[Hashable, ...]:
+        """One build; the splits of one model; the same whatever is computed again."""
+        split = layout.tp, layout.cp, layout.ep, layout.context, layout.experts, layout.dp if layout.experts else 0
+        return (*split, layout.recompute, layout.rows), (*split, layout.recompute), split
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages, and what slices of its state move."""
@@ -71,50 +76,57 @@ class LessSplit:
         if not self._unsplit(layout).seconds:
             return 0.0
         over = layout.experts or ("ep",)
-        ranks = prod(layout.mesh[axis] for axis in over)
-        size = sum(unit.received for unit in self.build(self._whole(layout)) if unit.begin)
+        ranks = prod(layout.size(axis) for axis in over)
+        size = sum(unit.received for unit in self.build(self._whole(layout.recompute)) if unit.begin)
         moved = 2 * self._group("all_reduce", size, layout, ("tp",))
         moved += 2 * self._group("all_gather", size, layout, ("cp",))
         moved += ranks * self._group("all_to_all", self.routed, layout, over)  # sizes are those of all ranks together
         passes = (3 if layout.recompute == "full" else 2) * layout.microbatches / layout.pp
-        few = self._dearer(layout, layout.rows * ranks)  # as many rows as an expert sees, in equal shares
+        few = self._few(layout.rows * ranks / layout.tp)  # as many rows as an expert sees, in equal shares
         return few * self.seconds(layout) + passes * layout.rows / (self.batch * layout.cp) * moved
 
-    def _dearer(self, layout: Layout, rows: int) -> float:
-        """How much more a row costs in a microbatch of so many (up to 1, 8 or 64, where the batch divides so) than in
-        one of all."""
-        most = next((n for n in FEW if n >= rows), self.batch)
+    def _few(self, rows: float) -> float:
+        """How much more a row costs in a microbatch of so many than in one of all: what a kernel takes however few rows
+        there are is spread over them."""
+        low, high = (self._more(n) for n in FEW)
+        part = min(1.0, max(0.0, log(max(rows, 1)) / log(FEW[1])))
+        return 1 + (low + part * (high - low)) / rows
+
+    def _more(self, most: int) -> float:
+        """The rows that the time of a kernel is worth before it computes any: in a microbatch of so many, or fewer where
+        the batch does not divide so."""
         rows = next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
-        if rows not in self.dearer:
-            whole = self._whole(layout).sharded
+        if rows not in self.more:
+            whole = self._whole("none").sharded
             some = replace(whole, rows=rows, microbatches=self.batch // rows)
-            self.dearer[rows] = 1.0
+            self.more[rows] = 0.0
             with suppress(CompileError):
                 least, found = (
                     sum(unit.forward + unit.backward for unit in self.build(one)) / one.rows for one in (whole, some)
                 )
-                self.dearer[rows] = found / least
-        return self.dearer[rows]
+                self.more[rows] = rows * max(0.0, found / least - 1)
+        return self.more[rows]
 
     def _group(self, name: str, size: float, layout: Layout, over: tuple[str, ...]) -> float:
         """Seconds of all bytes at once, so that what a call takes however small it is does not count."""
-        mesh = layout.mesh
-        over = tuple(axis for axis in over if mesh[axis] > 1)
-        key = name, size, over, tuple((axis, mesh[axis]) for axis in ORDER[1:])
+        over = tuple(axis for axis in over if layout.size(axis) > 1)
+        if not over or not size:
+            return 0.0
+        key = name, size, over, layout.dp, layout.ep, layout.cp, layout.tp
         if key not in self.moved:
-            self.moved[key] = self.costs.group_seconds(name, size, mesh.peers(0, over)) if over and size else 0.0
+            self.moved[key] = self.costs.group_seconds(name, size, layout.mesh.peers(0, over))
         return self.moved[key]
 
     def _split(self, layout: Layout) -> int:
         """In how many parts parameters may be, but for slices of state."""
-        return layout.tp * layout.pp * layout.ep * prod({"dp": layout.dp, "cp": layout.cp}[a] for a in layout.experts)
+        return layout.tp * layout.pp * layout.ep * prod(layout.size(axis) for axis in layout.experts)
 
     def _slicing(self, layout: Layout) -> tuple[str, ...]:
-        return tuple(a for a in layout.zero_axes if a not in layout.experts and layout.mesh[a] > 1)
+        return tuple(a for a in layout.zero_axes if a not in layout.experts and layout.size(a) > 1)
 
     def _state(self, layout: Layout) -> float:
         """Parameters, gradients and moments, split as far as anything can be."""
-        slices = prod(layout.mesh[axis] for axis in self._slicing(layout))
+        slices = prod(layout.size(axis) for axis in self._slicing(layout))
         state = sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
         return state * self.parameters / self._split(layout)
 
@@ -127,34 +139,39 @@ class LessSplit:
         scatter, gather = (self._group(name, size, layout, over) for name in ("reduce_scatter", "all_gather"))
         return layout.microbatches * (scatter + (2 * gather if layout.zero == 3 else 0.0))
 
-    def _whole(self, layout: Layout) -> Layout:
+    def _whole(self, recompute: Again) -> Layout:
         """The whole batch at once on each stage: more rows never take more time or memory each."""
-        less = replace(layout, tp=1, cp=1, ep=1, dp=1, context="all_gather", experts=(), zero=0)
-        return replace(less, rows=self.batch, microbatches=1)
+        return Layout(1, 1, 1, 1, 1, 1, self.batch, "all_gather", (), "1f1b", 1, recompute, 0, ())
 
     def _unsplit(self, layout: Layout) -> Least:
-        return self._least(layout, self._whole(layout))
+        key = layout.recompute, *self._often(layout)
+        return self._kept(key, lambda: replace(self._whole(layout.recompute), pp=layout.pp), layout)
 
     def _uncut(self, layout: Layout) -> Least:
         experts = tuple(axis for axis in layout.experts if axis != "cp")
-        return self._least(layout, replace(layout, cp=1, context="all_gather", experts=experts, zero=0))
+        key = self.alike(layout)[0], layout.dp, *self._often(layout)
+        return self._kept(
+            key, lambda: replace(layout, cp=1, context="all_gather", experts=experts, zero=0), layout
+        )
 
-    def _least(self, layout: Layout, less: Layout) -> Least:
+    @staticmethod
+    def _often(layout: Layout) -> tuple[Hashable, ...]:
+        return layout.pp, layout.schedule, layout.virtual_stages, layout.microbatches, layout.rows
+
+    def _kept(self, key: Hashable, less: Callable[[], Layout], layout: Layout) -> Least:
         """Of ``less`` with as many microbatches of as many rows as ``layout``; zeros where the model cannot be split
         so."""
-        key = replace(less, rows=layout.rows, microbatches=layout.microbatches)
         if key not in self.known:
             self.known[key] = Least()
             with suppress(CompileError):
-                self.known[key] = self._of(less, key, layout.rows / less.rows)
+                self.known[key] = self._least(less(), layout)
         return self.known[key]
 
-    def _of(self, less: Layout, layout: Layout, share: float) -> Least:
-        """Of stages for more rows, ``share`` of the time and memory for each."""
-        work, working, block = self._stages(less)
-        seconds = least_seconds(layout.schedule, layout.pp, layout.microbatches, work)
-        saved = least_saved(layout.schedule, layout.pp, layout.microbatches, work)
-        return Least(share * seconds, share * saved, share * working, block)
+    def _least(self, less: Layout, layout: Layout) -> Least:
+        """Of stages for more rows than ``layout`` has, its share of the time and memory."""
+        work, working, block = self._stages(replace(less, virtual_stages=layout.virtual_stages))
+        share, often = layout.rows / less.rows, (layout.schedule, layout.pp, layout.microbatches)
+        return Least(share * least_seconds(*often, work), share * least_saved(*often, work), share * working, block)
 
     def _stages(self, less: Layout) -> tuple[list[StageWork], float, float]:
         """What stages do, and the least of what they work with, and of their largest block's parameters."""

@@ -27,12 +27,13 @@ from ..schedule import Action, Op, Schedule
 from .layouts import Layout
 from .units import Unit, unit_boundaries, unit_work
 
+AGAIN = 0.3  # the share of compiling that what is recomputed changes
 Made = TypeVar("Made")
 
 
 @dataclass
 class Builder:
-    """Units of layouts, kept by what they depend on. Refusals are kept too."""
+    """Units of layouts, kept by what they depend on. Refusals are kept too. ``work``: operators that were compiled."""
 
     folded: Folded
     plan: Plan
@@ -41,6 +42,7 @@ class Builder:
     costs: RankCosts
     differentiate: Differentiate = field(default_factory=Differentiate)
     found: dict[Hashable, Any] = field(default_factory=dict)
+    work: float = 0.0
 
     def __call__(self, layout: Layout) -> tuple[Unit, ...]:
         """
@@ -62,6 +64,7 @@ class Builder:
 
     def _units(self, layout: Layout) -> tuple[Unit, ...]:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
+        self.work += AGAIN * len(self.folded.program.graph.nodes)
         if layout.recompute != "none" or self.plan.regather:
             differentiated = Recompute(layout.recompute, self.plan.regather)(differentiated)
         mesh = self._mesh(layout)
@@ -79,6 +82,7 @@ class Builder:
         fixed = fixed_types(self.plan, names, mesh)
         wishes = Wishes(fixed, plan.sequence_parallel, plan.context, plan.experts or ("ep",))
         book = RuleBook(self.rules, plan.unknown_ops)
+        self.work += (1 - AGAIN) * len(self.folded.program.graph.nodes)
         choose = ChooseSharding(axes_of(mesh, layout.microbatches), book, self.cost, wishes, self.folded.repeats)
         sharded = choose(self.folded.program)
         staged = CutStages(mesh["pp"], self.cost, unit_boundaries(self.folded))(sharded)

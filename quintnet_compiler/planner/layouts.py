@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Literal
 
@@ -55,9 +56,12 @@ class Layout:
     zero: int
     zero_axes: tuple[str, ...]
 
-    @property
+    def size(self, axis: str) -> int:
+        return int(getattr(self, axis))
+
+    @cached_property
     def mesh(self) -> Mesh:
-        sizes = {name: getattr(self, name) for name in ORDER}
+        sizes = {name: self.size(name) for name in ORDER}
         return Mesh(**({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
 
     @property

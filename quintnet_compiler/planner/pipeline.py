@@ -62,9 +62,8 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
             schedule = _named(name, ranks, count, virtual_stages)
         return *_run(schedule, stages), schedule
 
-    enough = 3 * ranks + microbatches % ranks
-    uneven = name == SYNTHESIZED or (virtual_stages > 1 and microbatches % ranks)
-    if microbatches <= enough + ranks or uneven:
+    enough = _enough(name, ranks, microbatches, virtual_stages)
+    if enough == microbatches:
         seconds, saved, schedule = of(microbatches)
         return Pipeline(seconds, saved, schedule.placement)
     (before, held, schedule), (after, more, _) = of(enough), of(enough + ranks)
@@ -74,6 +73,20 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
     for stage, rank in zip(stages, schedule.placement, strict=True):
         busy[rank] += ranks * stage.seconds
     return Pipeline(before + rounds * max(after - before, *busy), saved, schedule.placement)
+
+
+def _enough(name: str, ranks: int, microbatches: int, virtual_stages: int) -> int:
+    """How many microbatches are run before rounds are added; all where there are no rounds."""
+    enough = 3 * ranks + microbatches % ranks
+    uneven = name == SYNTHESIZED or (virtual_stages > 1 and microbatches % ranks)
+    return microbatches if microbatches <= enough + ranks or uneven else enough
+
+
+def actions_run(name: str, ranks: int, microbatches: int, virtual_stages: int) -> int:
+    """About how many actions :func:`pipeline` runs."""
+    enough = _enough(name, ranks, microbatches, virtual_stages)
+    often = enough if enough == microbatches else 2 * enough + ranks
+    return often * ranks * virtual_stages * (2 if name in UNSPLIT else 3)
 
 
 @lru_cache(16)

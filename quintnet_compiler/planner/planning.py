@@ -31,8 +31,9 @@ from .build import Builder
 from .estimate import Estimate
 from .evaluate import evaluate
 from .layouts import Again, Layout, Limits, divisors, layouts
+from .pipeline import actions_run
 from .report import PlanReport
-from .search import Found, Objective, Wanted, search
+from .search import Effort, Found, Objective, Wanted, search
 from .units import unit_count
 from .versus import Versus
 
@@ -40,6 +41,7 @@ aten = torch.ops.aten
 ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
 AGAIN: tuple[Again, ...] = ("none", "selective", "full")  # the less is computed again, the faster
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
+ACTION = 0.01  # what it takes to run an action of a schedule, beside what it takes to compile an operator
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 
@@ -141,7 +143,7 @@ class Planner:
         return Builder(self.folded, self.pinned, self.rules, self.machine.prices, self.machine.costs)
 
     def search(
-        self, top_k: int, objective: Objective, seconds: float, progress: Callable[[int, int], None] | None = None
+        self, top_k: int, objective: Objective, effort: Effort, progress: Callable[[int, int], None] | None = None
     ) -> Found[Layout, Estimate]:
         """The best layouts.
 
@@ -152,26 +154,30 @@ class Planner:
         memory = self.machine.memory_bytes * self.machine.usable
         limits, program = self.limits(objective), self.folded.program
         routed = routed_bytes(program.graph, self.folded.repeats)
-
         bounds = LessSplit(build, costs, self.parameter_bytes(), routed, program.batch_size)
 
         @cache
         def price(layout: Layout) -> Estimate:
-            return evaluate(build(layout), layout, costs)
+            units = build(layout)
+            build.work += ACTION * actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
+            return evaluate(units, layout, costs)
 
         def useful(layout: Layout) -> Estimate:
-            for sooner, reason in faster(layout, limits) if objective != "memory" else ():
+            for sooner in faster(layout, limits) if objective != "memory" else ():
                 if bounds.bytes(sooner) <= memory and price(sooner).memory_bytes <= memory:
-                    raise CompileError("QN212", f"fits {reason}, which is faster")
+                    return useful(sooner)
             return price(layout)
 
         return search(
             layouts(limits),
             useful,
             bounds,
-            Wanted(top_k, objective, memory, time.monotonic() + seconds, lambda layout: layout.mesh.size),
+            Wanted(
+                top_k, objective, memory, time.monotonic() + effort.seconds,
+                lambda layout: layout.mesh.size, effort.work, lambda: build.work,
+            ),
             progress or (lambda done, total: None),
-        )
+        )  # fmt: skip
 
     def parameter_bytes(self) -> int:
         """Of all parameters, as ranks hold them."""
@@ -201,17 +207,17 @@ class Planner:
         return evaluate(self.builder()(layout), layout, self.machine.costs, plan.stages)
 
 
-def faster(layout: Layout, limits: Limits) -> Iterator[tuple[Layout, str]]:
+def faster(layout: Layout, limits: Limits) -> Iterator[Layout]:
     """Layouts that do the same with less work and more memory."""
     for less in AGAIN[: AGAIN.index(layout.recompute)]:
         if less in limits.recompute:
-            yield replace(layout, recompute=less), f"with recompute {less}"
+            yield replace(layout, recompute=less)
     if layout.zero > 1 and layout.zero - 1 in limits.zero:
-        yield replace(layout, zero=layout.zero - 1), f"with ZeRO {layout.zero - 1}"
+        yield replace(layout, zero=layout.zero - 1)
 
 
 def plan_model(
-    planner: Planner, *, top_k: int, objective: Objective, seconds: float,
+    planner: Planner, *, top_k: int, objective: Objective, effort: Effort,
     progress: Callable[[int, int], None] | None = None,
 ) -> PlanReport:  # fmt: skip
     """Search, and say what came of it.
@@ -221,22 +227,22 @@ def plan_model(
             anything was found.
     """
     started = time.monotonic()
-    found = planner.search(top_k, objective, seconds, progress)
+    found = planner.search(top_k, objective, effort, progress)
     if not found.ranked and not found.complete:
-        raise CompileError("QN212", _unfinished(found, seconds), fix="search longer (seconds=), or pin the mesh")
+        raise CompileError("QN212", _unfinished(found, effort), fix="search longer (seconds=), or pin the mesh")
     if not found.ranked:
-        raise _infeasible(planner, found, seconds)
+        raise _infeasible(planner, found, effort)
     plans = tuple(planner.complete(one) for one in found.ranked)
     machine = planner.machine
 
     def ask(decisions: Mapping[str, Any]) -> Versus:
         given = {**planner.pinned.model_dump(exclude_unset=True), **decisions}
         other = replace(planner, pinned=read_plan(given))
-        made = other.search(1, objective, seconds)
+        made = other.search(1, objective, effort)
         if made.ranked:
             return Versus(found.ranked[0], made.ranked[0])
         if not made.complete:
-            return Versus(found.ranked[0], None, _unfinished(made, seconds))
+            return Versus(found.ranked[0], None, _unfinished(made, effort))
         nearest = min(made.rejected, key=lambda one: one.lacks, default=None)
         return Versus(found.ranked[0], None, f"{nearest.layout}: {nearest.reason}" if nearest else "no such layout")
 
@@ -246,12 +252,12 @@ def plan_model(
     )  # fmt: skip
 
 
-def _unfinished(found: Found[Layout, Estimate], seconds: float) -> str:
+def _unfinished(found: Found[Layout, Estimate], effort: Effort) -> str:
     seen = f"{len(found.rejected)} do not, and {found.left} were not looked at"
-    return f"in {seconds:g} s no layout was found that fits: {seen}"
+    return f"in {effort.seconds:g} s no layout was found that fits: {seen}"
 
 
-def _infeasible(planner: Planner, found: Found[Layout, Estimate], seconds: float) -> CompileError:
+def _infeasible(planner: Planner, found: Found[Layout, Estimate], effort: Effort) -> CompileError:
     """Nothing fits: free what is pinned, one decision at a time, and then take more devices; the first change that
     another search finds a plan for is the suggestion."""
     closest = min(found.rejected, key=lambda one: one.lacks, default=None)
@@ -266,12 +272,12 @@ def _infeasible(planner: Planner, found: Found[Layout, Estimate], seconds: float
         if name in planner.pinned.model_fields_set:
             kept = planner.pinned.model_dump(include=planner.pinned.model_fields_set - {name})
             freed = replace(planner, pinned=Plan.model_validate(kept))
-            if freed.search(1, "time", seconds).ranked:
+            if freed.search(1, "time", effort).ranked:
                 return CompileError("QN212", message, fix=text)
     cluster = planner.machine.cluster
     for times in (2, 4, 8, 16, 32, 64):
         larger = replace(planner, machine=replace(planner.machine, cluster=cluster.larger(times)))
-        better = larger.search(1, "time", seconds)
+        better = larger.search(1, "time", effort)
         if better.ranked:
             return CompileError(
                 "QN212", message, fix=f"use {cluster.size * times} devices: {better.ranked[0].layout} fits"

@@ -16,6 +16,11 @@ from .search import Found
 from .versus import Versus
 
 MOST_SHOWN = 100  # rejected layouts in a notebook
+LEFT = {
+    "proof": "cost more, whatever they do inside",
+    "work": "were left when the work was done (work=)",
+    "time": "were left when time ran out (seconds=)",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class PlanReport:
                 "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
                 "not_looked_at": self.found.left,
                 "complete": self.found.complete,
+                "ended": self.found.ended,
                 "seconds": self.seconds,
             },
             indent=2,
@@ -77,8 +83,7 @@ class PlanReport:
             example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
             lines.append(f"rejected {count}: {example.reason} ({example.layout})")
         if self.found.left:
-            why = "cost more, whatever they do inside" if self.found.complete else "were left when time ran out"
-            lines.append(f"{self.found.left} layouts {why}")
+            lines.append(f"{self.found.left} layouts {LEFT[self.found.ended]}")
         return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
 
     def _repr_html_(self) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ..errors import CompileError
 from .estimate import gib
+from .promising import Promising
 
 Objective = Literal["time", "memory", "cost"]
 
@@ -28,7 +29,7 @@ class Priced(Protocol):
     def memory_bytes(self) -> float: ...
 
 
-NEARLY = 1.1  # a layout that takes no more than this times what was guessed is tried at once, and what may be the best
+SOONER = "fits with less that is computed or gathered again, which is faster"
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
 E = TypeVar("E", bound=Priced)
@@ -46,12 +47,17 @@ class Rejected(Generic[L]):
 @dataclass(frozen=True)
 class Found(Generic[L, E]):
     """``ranked``: feasible layouts, best first. ``rejected``: the others that were looked at. ``left``: how many were
-    never looked at, because they cost at least ``bound`` (or because time ran out: then ``complete`` is False)."""
+    never looked at. ``ended``: by what the search did: ``"proof"`` that what is left cannot be among the best, its
+    ``"work"`` or its ``"time"``."""
 
     ranked: tuple[E, ...]
     rejected: tuple[Rejected[L], ...]
     left: int
-    complete: bool
+    ended: Literal["proof", "work", "time"]
+
+    @property
+    def complete(self) -> bool:
+        return self.ended == "proof"
 
 
 class Bounds(Protocol[L_contra]):
@@ -69,6 +75,10 @@ class Bounds(Protocol[L_contra]):
         """What a step takes, roughly: for the order in which layouts are tried, not for leaving one out."""
         ...
 
+    def alike(self, layout: L_contra, /) -> tuple[Hashable, ...]:
+        """What it has in common with layouts of which ``guess`` is wrong by as much, the most first: three values."""
+        ...
+
     def bytes(self, layout: L_contra, /) -> float:
         """On the fullest rank; cheap to ask."""
         ...
@@ -79,15 +89,27 @@ class Bounds(Protocol[L_contra]):
 
 
 @dataclass(frozen=True)
+class Effort:
+    """When a search ends that proves nothing: once it found something and has done so much ``work``, which is the same
+    on every machine (in operators that were compiled, for all layouts together), or after so many ``seconds``."""
+
+    work: float = 9_000
+    seconds: float = 45.0
+
+
+@dataclass(frozen=True)
 class Wanted:
     """How many plans, by what, from how much memory, until when (of time.monotonic). ``devices``: how many a layout
-    uses, where its cost counts."""
+    uses, where its cost counts. ``work``: how much the search may do once it has found something, and ``spent``: how
+    much was done: the same on every machine."""
 
     top_k: int
     objective: Objective
     memory_bytes: float
     deadline: float
     devices: Callable[[Any], int] = lambda layout: 1
+    work: float = math.inf
+    spent: Callable[[], float] = lambda: 0.0
 
     def value(self, found: Priced) -> float:
         if self.objective == "memory":
@@ -105,10 +127,12 @@ def search(
     wanted: Wanted,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Found[L, E]:
-    """Evaluate layouts until the best are known, or time is over.
+    """Evaluate layouts until the best are known, or work or time is over. What ``evaluate`` returns may have another
+    layout, which does the same in less time: then that one is meant.
 
-    A layout that is taken up gets its closer bound first, and waits again with that. Three of four are the fastest,
-    roughly, of those that are likely to fit: so that good ones are found early.
+    Three quarters of the work are for what is :class:`.promising.Promising`, so that good layouts are found early; the
+    rest is for those that cost least at least, which proves that no other is better. Such a layout gets its closer bound
+    first, and waits again with that.
     """
     return _Search(evaluate, bounds, wanted).run(layouts, progress)
 
@@ -119,103 +143,86 @@ class _Search(Generic[L, E]):
         self.ranked: list[E] = []
         self.rejected: list[Rejected[L]] = []
         self.sizes: dict[L, float] = {}  # what each layout that is open takes at least
-        self.near: set[L] = set()  # those of which the closer bounds are known
-        self.queue: list[tuple[float, L]] = []  # by what they take roughly
-        self.parked: list[tuple[float, L]] = []  # those that do not seem to fit
-        self.growth = {False: 1.0, True: 1.0}  # how much more it turned out to be, lately: than a bound, than a closer
+        self.promising: Promising[L] | None = None
+        self.proving = 1.0  # what was done for the proof, less a third of all else
 
     def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> Found[L, E]:
         for layout in layouts:
             size = self.bounds.bytes(layout)
             if not self._too_large(layout, size):
                 self.sizes[layout] = size
-        waiting = sorted((self._least(layout, near=False), False, layout) for layout in self.sizes)
-        self.queue = sorted((max(least, self._guess(layout)), layout) for least, _, layout in waiting)
-        total, turn = len(waiting), 0
+        least = {layout: self._least(layout) for layout in self.sizes}
+        self.promising = self._promising(least)
+        waiting = sorted((bound, False, layout) for layout, bound in least.items())
+        total = len(waiting)
         while waiting:
             progress(total - len(self.sizes), total)
-            turn += 1
-            if turn % 4 and (chosen := self._likely()) is not None:
-                self._settle(chosen)
-                continue
-            bound, near, layout = heapq.heappop(waiting)
+            bound, near, layout = waiting[0]
             if layout not in self.sizes:
-                continue
-            enough = bound > self._worst()
-            if enough or time.monotonic() > self.wanted.deadline:
-                return self._found(len(self.sizes), complete=enough)
-            if near:
-                self._settle(layout)
-            elif (least := self._closer(layout)) is not None:
-                heapq.heappush(waiting, (max(bound, least), True, layout))
+                heapq.heappop(waiting)
+            elif ended := self._ended(bound):
+                return self._found(ended)
+            elif self.proving <= 0 or not self._try():
+                heapq.heappop(waiting)
+                before = self.wanted.spent()
+                if near:
+                    self._settle(layout)
+                elif (closer := self._closer(layout)) is not None:
+                    heapq.heappush(waiting, (max(bound, closer), True, layout))
+                self.proving += 1 + self.wanted.spent() - before
         progress(total, total)
-        return self._found(0, complete=True)
+        return self._found("proof")
 
-    def _found(self, left: int, *, complete: bool) -> Found[L, E]:
-        return Found(tuple(self.ranked[: self.wanted.top_k]), tuple(self.rejected), left, complete)
+    def _promising(self, least: Mapping[L, float]) -> Promising[L] | None:
+        """Nothing is guessed of memory."""
+        if self.wanted.objective == "memory":
+            return None
+        bounds, wanted = self.bounds, self.wanted
+        return Promising(
+            self.sizes, wanted.memory_bytes, least, lambda one: wanted.weighed(one, bounds.guess(one)), bounds.alike
+        )
+
+    def _ended(self, bound: float) -> Literal["proof", "work", "time"] | None:
+        if bound > self._worst():
+            return "proof"
+        if self.ranked and self.wanted.spent() > self.wanted.work:
+            return "work"
+        return "time" if time.monotonic() > self.wanted.deadline else None
+
+    def _found(self, ended: Literal["proof", "work", "time"]) -> Found[L, E]:
+        return Found(tuple(self.ranked[: self.wanted.top_k]), tuple(self.rejected), len(self.sizes), ended)
 
     def _worst(self) -> float:
         """What a layout must cost less than to be among the best."""
         top_k = self.wanted.top_k
         return self.wanted.value(self.ranked[top_k - 1]) if len(self.ranked) >= top_k else math.inf
 
-    def _least(self, layout: L, *, near: bool) -> float:
+    def _least(self, layout: L) -> float:
         if self.wanted.objective == "memory":
-            return self.bounds.closer_bytes(layout) if near else self.sizes[layout]
-        seconds = self.bounds.closer(layout) if near else self.bounds.seconds(layout)
-        return self.wanted.weighed(layout, seconds)
+            return self.sizes[layout]
+        return self.wanted.weighed(layout, self.bounds.seconds(layout))
 
     def _closer(self, layout: L) -> float | None:
         """The closer bound; None for what cannot be."""
         try:
             size = self.bounds.closer_bytes(layout)
-            if layout not in self.near:
-                self._learn(layout, size)
             if not self._too_large(layout, size):
-                self.near.add(layout)
-                self.sizes[layout] = size
-                return self._least(layout, near=True)
+                memory = self.wanted.objective == "memory"
+                return size if memory else self.wanted.weighed(layout, self.bounds.closer(layout))
         except CompileError as error:
             self._reject(layout, f"{error.code} {error.message}")
         return None
 
-    def _guess(self, layout: L) -> float:
-        return 0.0 if self.wanted.objective == "memory" else self.wanted.weighed(layout, self.bounds.guess(layout))
-
-    def _likely(self) -> L | None:
-        """The layout that is fastest, roughly, of those that fit if they take as much beyond their bounds as others."""
-        worst = self._worst()
-        while self.queue and time.monotonic() <= self.wanted.deadline:
-            guess, layout = heapq.heappop(self.queue)
-            if layout not in self.sizes or self._least(layout, near=False) >= worst:
-                continue
-            if not self._fits(layout):
-                self.parked.append((guess, layout))
-            elif layout in self.near:
-                return layout
-            elif (closer := self._closer(layout)) is not None:
-                best = self.wanted.value(self.ranked[0]) if self.ranked else math.inf
-                if self._fits(layout) and closer < min(worst, max(best, NEARLY * guess)):
-                    return layout
-                heapq.heappush(self.queue, (max(guess, closer), layout))
-        if not self.queue:  # nothing is likely: what is possible comes next
-            self.growth = {False: 1.0, True: 1.0}
-            self._unpark()
-        return None
-
-    def _unpark(self) -> None:
-        self.queue, self.parked = [*self.queue, *self.parked], []
-        heapq.heapify(self.queue)
-
-    def _fits(self, layout: L) -> bool:
-        near = layout in self.near
-        growth = self.growth[True] * (1.0 if near else self.growth[False])
-        return self.sizes.get(layout, math.inf) * growth <= self.wanted.memory_bytes
-
-    def _learn(self, layout: L, size: float) -> None:
-        near, known = layout in self.near, self.sizes[layout]
-        if known > 0:
-            self.growth[near] = max(1.0, self.growth[near] ** 0.7 * (size / known) ** 0.3)
+    def _try(self) -> bool:
+        """Settle the most promising layout; False if there is none."""
+        layout = self.promising.next(self._worst()) if self.promising else None
+        if layout is None:
+            self.promising = None
+            return False
+        before = self.wanted.spent()
+        self._settle(layout)
+        self.proving -= (1 + self.wanted.spent() - before) / 3
+        return True
 
     def _settle(self, layout: L) -> None:
         try:
@@ -223,12 +230,16 @@ class _Search(Generic[L, E]):
         except CompileError as error:
             self._reject(layout, f"{error.code} {error.message}")
             return
-        self._learn(layout, found.memory_bytes)
+        if found.layout != layout:
+            self._reject(layout, SOONER)
+            if (layout := found.layout) not in self.sizes:
+                return
+        if self.promising:
+            self.promising.learn(layout, self.wanted.value(found), found.memory_bytes)
         if not self._too_large(layout, found.memory_bytes, "needs"):
             self.sizes.pop(layout, None)
             self.ranked.append(found)
             self.ranked.sort(key=lambda e: (self.wanted.value(e), e.seconds, e.layout))
-            self._unpark()
 
     def _too_large(self, layout: L, size: float, takes: str = "takes at least") -> bool:
         lacks = size - self.wanted.memory_bytes
