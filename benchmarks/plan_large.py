@@ -118,7 +118,7 @@ def plan_one(name: str, gpus: int | None, seconds: float) -> dict[str, Any]:
     took, peak = time.monotonic() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     best = report.found.ranked[0]
     found: dict[str, Any] = {
-        "model": name, "gpus": devices, "seconds": took, "gib": peak, "complete": report.found.complete,
+        "model": name, "gpus": devices, "seconds": took, "gib": peak, "ended": report.found.ended,
         "planned": str(best.layout), "planned_s": best.seconds, "planned_gib": best.memory_bytes / 2**30,
         "measured_s": case.measured, "source": case.source,
     }  # fmt: skip
@@ -163,7 +163,7 @@ def scaling(path: Path, seconds: float) -> list[dict[str, Any]]:
 
 def show(results: list[dict[str, Any]]) -> None:
     for one in results:
-        took = f"planned in {one['seconds']:.0f} s, {one['gib']:.1f} GiB{'' if one['complete'] else ', not complete'}"
+        took = f"planned in {one['seconds']:.0f} s, {one['gib']:.1f} GiB; ended by {one['ended']}"
         print(f"{one['model']} on {one['gpus']} GPUs: {took}")
         print(f"  planned   {one['planned_s']:8.2f} s {one['planned_gib']:7.1f} GiB  {one['planned']}")
         if one.get("published_s"):
@@ -178,7 +178,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--only", default="", help="models whose name has this in it")
     options.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    options.add_argument("--seconds", type=float, default=35.0, help="how long to search")
+    options.add_argument("--seconds", type=float, default=45.0, help="how long to search at most")
     options.add_argument("--scaling", type=Path, help="write a picture of the planning time over the number of GPUs")
     options.add_argument("--one", help=argparse.SUPPRESS)
     options.add_argument("--gpus", type=int, help=argparse.SUPPRESS)

@@ -150,7 +150,8 @@ class Prices:
     def alike(self, choice: Choice, /) -> tuple[Hashable, ...]:
         """A guess is wrong by what a pipeline waits, and state that is sliced."""
         pipeline = choice.pp, choice.vpp, choice.zero
-        return (*pipeline, choice.tp, choice.microbatch), (*pipeline, choice.tp), pipeline
+        split = *pipeline, choice.tp, choice.cp
+        return (*split, choice.microbatch, choice.recompute), (*split, choice.microbatch), split, pipeline
 
 
 def compare(row: Row, seconds: float) -> dict[str, Any]:

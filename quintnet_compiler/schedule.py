@@ -237,8 +237,8 @@ def simulate(
         moved = False
         for row, line in zip(rows, lines, strict=True):
             end = line[-1].end if line else 0.0
-            for action in row[len(line) :] if len(line) < len(row) else ():
-                start = end
+            for place in range(len(line), len(row)):
+                action, start = row[place], end
                 for times, way in reads[action.op, action.stage]:
                     there = times.get(action.microbatch)
                     if there is None:

@@ -46,9 +46,11 @@ class LessSplit:
         self.more: dict[int, float] = {}
 
     def alike(self, layout: Layout) -> tuple[Hashable, ...]:
-        """One build; the splits of one model; the same whatever is computed again."""
+        """One pipeline of one build, as deep as it may be; one build; one split; that whatever is computed again."""
         split = layout.tp, layout.cp, layout.ep, layout.context, layout.experts, layout.dp if layout.experts else 0
-        return (*split, layout.recompute, layout.rows), (*split, layout.recompute), split
+        build = *split, layout.recompute, layout.rows
+        pipeline = layout.schedule, layout.virtual_stages, layout.microbatches / layout.pp
+        return (*build, *pipeline), build, (*split, layout.recompute), split
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages, and what slices of its state move."""
@@ -149,10 +151,8 @@ class LessSplit:
 
     def _uncut(self, layout: Layout) -> Least:
         experts = tuple(axis for axis in layout.experts if axis != "cp")
-        key = self.alike(layout)[0], layout.dp, *self._often(layout)
-        return self._kept(
-            key, lambda: replace(layout, cp=1, context="all_gather", experts=experts, zero=0), layout
-        )
+        key = self.alike(layout)[1], layout.dp, *self._often(layout)
+        return self._kept(key, lambda: replace(layout, cp=1, context="all_gather", experts=experts, zero=0), layout)
 
     @staticmethod
     def _often(layout: Layout) -> tuple[Hashable, ...]:

@@ -64,12 +64,13 @@ class Builder:
 
     def _units(self, layout: Layout) -> tuple[Unit, ...]:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
-        self.work += AGAIN * len(self.folded.program.graph.nodes)
         if layout.recompute != "none" or self.plan.regather:
             differentiated = Recompute(layout.recompute, self.plan.regather)(differentiated)
         mesh = self._mesh(layout)
         generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
-        return unit_work(generate(differentiated), self.folded, self.costs)
+        units = unit_work(generate(differentiated), self.folded, self.costs)
+        self.work += AGAIN * len(self.folded.program.graph.nodes)
+        return units
 
     def _mesh(self, layout: Layout) -> Mesh:
         """The layout's, with a stage for each unit."""
@@ -82,12 +83,13 @@ class Builder:
         fixed = fixed_types(self.plan, names, mesh)
         wishes = Wishes(fixed, plan.sequence_parallel, plan.context, plan.experts or ("ep",))
         book = RuleBook(self.rules, plan.unknown_ops)
-        self.work += (1 - AGAIN) * len(self.folded.program.graph.nodes)
         choose = ChooseSharding(axes_of(mesh, layout.microbatches), book, self.cost, wishes, self.folded.repeats)
         sharded = choose(self.folded.program)
         staged = CutStages(mesh["pp"], self.cost, unit_boundaries(self.folded))(sharded)
         local = InsertCommunication(dict(self.rules), plan.balance_context)(staged)
-        return self.differentiate(JoinRoutes(self.rules)(local))
+        differentiated = self.differentiate(JoinRoutes(self.rules)(local))
+        self.work += (1 - AGAIN) * len(self.folded.program.graph.nodes)
+        return differentiated
 
 
 def _one_of(microbatches: int, stages: int) -> Schedule:

@@ -41,7 +41,7 @@ aten = torch.ops.aten
 ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
 AGAIN: tuple[Again, ...] = ("none", "selective", "full")  # the less is computed again, the faster
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
-ACTION = 0.01  # what it takes to run an action of a schedule, beside what it takes to compile an operator
+ACTION = 0.002  # what it takes to run an action of a schedule, beside what it takes to compile an operator
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 # What layouts may take less than others made believe that have as much in common, and in all that nobody knows of: so
 # little-known ones are tried before the last percent of well-known ones.
-DOUBT = (0.98, 0.94, 0.92)
+DOUBT = (0.99, 0.97, 0.94, 0.92)
 NOBODY = 0.88
 L = TypeVar("L", bound=Hashable)
 
@@ -24,8 +24,12 @@ class Learned:
         self.ratios: dict[Hashable, float] = {}
 
     def learn(self, kinds: Sequence[Hashable], ratio: float) -> None:
+        """What others with as much in common took counts half; then it says nothing new of those with less."""
         for kind in (*kinds, None):
+            known = kind in self.ratios
             self.ratios[kind] = math.sqrt(self.ratios.get(kind, ratio) * ratio)
+            if known:
+                break
 
     def factor(self, kinds: Sequence[Hashable]) -> float:
         for kind, doubt in zip(kinds, DOUBT, strict=True):
@@ -35,8 +39,9 @@ class Learned:
 
 
 class Promising(Generic[L]):
-    """``left``: layouts that are open, with what they take of ``memory`` at least. ``least``: what each costs at least.
-    ``guess``: roughly. ``alike``: what it has in common with others: the first says what one guess holds for."""
+    """``left``: layouts that are open (a search takes out what it settles), and what they take of ``memory`` at least.
+    ``least``: what each costs at least. ``guess``: roughly. ``alike``: what it has in common with others, the most
+    first; those that have the first in common stand in one group, in the order of ``least``."""
 
     def __init__(
         self,
@@ -46,7 +51,8 @@ class Promising(Generic[L]):
         guess: Callable[[L], float],
         alike: Callable[[L], tuple[Hashable, ...]],
     ) -> None:
-        self.left, self.memory, self.least, self.guess = left, memory, least, guess
+        self.left, self.memory, self.least = left, memory, least
+        self.guess, self.alike = guess, alike
         self.cost, self.size = Learned(), Learned()
         self.kinds: dict[Hashable, tuple[Hashable, ...]] = {}
         self.groups: dict[Hashable, list[L]] = defaultdict(list)
@@ -55,12 +61,12 @@ class Promising(Generic[L]):
             self.kinds[first] = kinds
             self.groups[first].append(layout)
         self.guessed: dict[L, float] = {}
-        self.alike = alike
         self._order()
 
     def next(self, worst: float) -> L | None:
-        """The most promising layout that may cost less than ``worst``; None if no other is likely to fit."""
-        while self.queue:
+        """The most promising layout that may cost less than ``worst``; None if no other is likely to fit. As long as
+        too few fit, what is unlikely is tried, too."""
+        while self.queue or self._forget(worst):
             promised, layout, place, kind = heapq.heappop(self.queue)
             if layout in self.left and self.least[layout] < worst:
                 promises = self._guess(layout) * self.cost.factor(self.kinds[kind])
@@ -71,6 +77,14 @@ class Promising(Generic[L]):
                 return layout
             self._push(kind, place + 1)
         return None
+
+    def _forget(self, worst: float) -> bool:
+        """What was learned of memory, if nothing is left that promises to fit; False if there is nothing to forget."""
+        if worst < math.inf or not self.size.ratios:
+            return False
+        self.size = Learned()
+        self._order()
+        return bool(self.queue)
 
     def learn(self, layout: L, cost: float, size: float) -> None:
         """What a layout that was tried costs and takes; ``left`` has it still."""

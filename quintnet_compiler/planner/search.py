@@ -29,6 +29,7 @@ class Priced(Protocol):
     def memory_bytes(self) -> float: ...
 
 
+PROOF = 1 / 7  # of the work for promising layouts goes into the proof that no other is better
 SOONER = "fits with less that is computed or gathered again, which is faster"
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
@@ -76,7 +77,7 @@ class Bounds(Protocol[L_contra]):
         ...
 
     def alike(self, layout: L_contra, /) -> tuple[Hashable, ...]:
-        """What it has in common with layouts of which ``guess`` is wrong by as much, the most first: three values."""
+        """What it has in common with layouts of which ``guess`` is wrong by as much, the most first: four values."""
         ...
 
     def bytes(self, layout: L_contra, /) -> float:
@@ -130,9 +131,9 @@ def search(
     """Evaluate layouts until the best are known, or work or time is over. What ``evaluate`` returns may have another
     layout, which does the same in less time: then that one is meant.
 
-    Three quarters of the work are for what is :class:`.promising.Promising`, so that good layouts are found early; the
-    rest is for those that cost least at least, which proves that no other is better. Such a layout gets its closer bound
-    first, and waits again with that.
+    Most of the work is for what is :class:`.promising.Promising`, so that good layouts are found early. The rest is for
+    those that cost least at least, which proves that no other is better: such a layout gets its closer bound first, and
+    waits again with that.
     """
     return _Search(evaluate, bounds, wanted).run(layouts, progress)
 
@@ -144,7 +145,7 @@ class _Search(Generic[L, E]):
         self.rejected: list[Rejected[L]] = []
         self.sizes: dict[L, float] = {}  # what each layout that is open takes at least
         self.promising: Promising[L] | None = None
-        self.proving = 1.0  # what was done for the proof, less a third of all else
+        self.proving = 1.0  # what was done for the proof, less its part of all else
 
     def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> Found[L, E]:
         for layout in layouts:
@@ -221,7 +222,7 @@ class _Search(Generic[L, E]):
             return False
         before = self.wanted.spent()
         self._settle(layout)
-        self.proving -= (1 + self.wanted.spent() - before) / 3
+        self.proving -= PROOF * (1 + self.wanted.spent() - before)
         return True
 
     def _settle(self, layout: L) -> None:
