@@ -89,14 +89,14 @@ class LessSplit:
 
     def _few(self, rows: float) -> float:
         """How much more a row costs in a microbatch of so many than in one of all: what a kernel takes however few rows
-        there are is spread over them."""
+        there are is spread over them. Less than one row counts as one."""
+        rows = max(rows, 1.0)
         low, high = (self._more(n) for n in FEW)
-        part = min(1.0, max(0.0, log(max(rows, 1)) / log(FEW[1])))
-        return 1 + (low + part * (high - low)) / rows
+        return 1 + (low + min(1.0, log(rows) / log(FEW[1])) * (high - low)) / rows
 
     def _more(self, most: int) -> float:
-        """The rows that the time of a kernel is worth before it computes any: in a microbatch of so many, or fewer where
-        the batch does not divide so."""
+        """The rows that the time of kernels is worth before they compute any: in a microbatch of so many, or fewer
+        where the batch does not divide so."""
         rows = next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
         if rows not in self.more:
             whole = self._whole("none").sharded

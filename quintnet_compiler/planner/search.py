@@ -94,7 +94,7 @@ class Effort:
     """When a search ends that proves nothing: once it found something and has done so much ``work``, which is the same
     on every machine (in operators that were compiled, for all layouts together), or after so many ``seconds``."""
 
-    work: float = 9_000
+    work: float = 6_500
     seconds: float = 45.0
 
 
