@@ -149,9 +149,9 @@ class Prices:
 
     def alike(self, choice: Choice, /) -> tuple[Hashable, ...]:
         """A guess is wrong by what a pipeline waits, and state that is sliced."""
-        pipeline = choice.pp, choice.vpp, choice.zero
-        split = *pipeline, choice.tp, choice.cp
-        return (*split, choice.microbatch, choice.recompute), (*split, choice.microbatch), split, pipeline
+        pipeline = choice.pp, choice.vpp
+        sliced = *pipeline, choice.zero
+        return (*sliced, choice.tp, choice.microbatch), sliced, pipeline, choice.pp
 
 
 def compare(row: Row, seconds: float) -> dict[str, Any]:

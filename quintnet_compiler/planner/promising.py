@@ -91,11 +91,15 @@ class Promising(Generic[L]):
         kinds = self.alike(layout)
         if kinds[0] in self.cost.ratios:
             return
+        little = kinds[1] in self.cost.ratios
         if (guess := self._guess(layout)) > 0:
             self.cost.learn(kinds, cost / guess)
         if (least := self.left[layout]) > 0:
             self.size.learn(kinds, size / least)
-        self._order()
+        if little:  # of one group
+            self._push(kinds[0], 0)
+        else:
+            self._order()
 
     def _guess(self, layout: L) -> float:
         if layout not in self.guessed:
