@@ -16,6 +16,8 @@ from ..canonical import LEAF, WHERE
 from ..errors import CompileError, Where
 from ..program import Captured, Program
 from .rewrites import REWRITES
+from .sharding_rules import RULES
+from .take_apart import has_parts, take_apart
 
 aten = torch.ops.aten
 
@@ -93,6 +95,10 @@ class Normalize:
         try:
             if rewrite is not None:
                 return rewrite(builder, node, args, kwargs)
+            if target not in RULES and has_parts(target):
+                graph, given = take_apart(builder.mode, target, args, kwargs)
+                if all(_known(part) for part in graph.nodes):  # else the error names what the user knows
+                    return self._parts(builder, graph, given)
             return builder.call(target, *args, **kwargs)
         except CompileError:
             raise
@@ -103,6 +109,21 @@ class Normalize:
                 where=builder.where,
                 fix="the model's code fits some batch sizes only; use one of those",
             ) from error
+
+    def _parts(self, builder: GraphBuilder, graph: fx.Graph, given: list[fx.Node]) -> Any:
+        env = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                some = [_resolve(a, env) for a in node.args]
+                env[node] = self._node(builder, node, some, {k: _resolve(a, env) for k, a in node.kwargs.items()})
+        return fx.map_arg(graph.output_node().args[0], lambda node: env[node])
+
+
+def _known(part: fx.Node) -> bool:
+    """Whether something is made of a node of an operator's definition, here or later."""
+    if part.op != "call_function" or part.target is operator.getitem:
+        return part.op in ("call_function", "placeholder", "output")
+    return part.target in REWRITES or part.target in RULES or has_parts(part.target)
 
 
 def _flat(tree: Any) -> list[Any]:

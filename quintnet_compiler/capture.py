@@ -157,8 +157,16 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
     shapes = None if dynamic is None else (dynamic,)
     exported: torch.export.ExportedProgram = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_no_grad(exported.graph_module)
-    exported = exported.run_decompositions(_decompositions())
+    if any(_writes(node.target) for node in exported.graph.nodes):
+        exported = exported.run_decompositions({})  # traces again: in-place operators become functions
     return exported
+
+
+def _writes(target: Any) -> bool:
+    """Whether an operator changes one of its arguments (the running statistics of a norm are not in its schema)."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or target in (_aten.batch_norm.default, _aten.instance_norm.default)
+    return isinstance(target, torch._ops.HigherOrderOperator)
 
 
 def _fixes_the_batch(error: Exception) -> bool:
@@ -176,27 +184,6 @@ def _sample(x: Any, size: int, traced: int, device: torch.device) -> Any:
         return x
     shape = (traced, *x.shape[1:]) if _batched(x, size) else tuple(x.shape)
     return torch.zeros(shape, dtype=x.dtype, device=device)
-
-
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Operators that are split here because their parts have rules: losses, mostly."""
-    from torch._decomp import get_decompositions
-
-    found: dict[Any, Callable[..., Any]] = get_decompositions(
-        [
-            _aten.mse_loss.default,
-            _aten.smooth_l1_loss.default,
-            _aten.huber_loss.default,
-            _aten.binary_cross_entropy.default,
-            _aten.binary_cross_entropy_with_logits.default,
-            _aten.soft_margin_loss.default,
-            _aten.addcmul.default,
-            _aten.addcdiv.default,
-            _aten.hardswish.default,
-            _aten.softplus.default,
-        ]
-    )
-    return found
 
 
 @contextlib.contextmanager

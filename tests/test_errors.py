@@ -349,7 +349,7 @@ MESSAGES: dict[str, str] = {
     ),
     "random numbers": (
         "QN105 the model uses something that is not supported yet\n"
-        "  aten.bernoulli.p draws random numbers, which would differ between layouts\n"
+        "  aten.alpha_dropout.default draws random numbers, which would differ between layouts\n"
         "  at: drop  test_errors.py:N: return self.drop(self.layer(x))\n"
         "  fix: use dropout, whose mask is the same on every layout, or pass the random numbers in the batch"
     ),

@@ -96,6 +96,36 @@ def test_a_bad_batch_on_one_rank_is_the_same_error_on_all(what: str, tmp_path: P
         assert text == str(caught.value) and float(since) < 1, (rank, since, text)
 
 
+@pytest.mark.slow
+def test_watching_a_thread_that_traces_does_no_harm(tmp_path: Path) -> None:
+    """Walking the frames of a thread that traces ended its process within seconds; so they are not walked."""
+    watched = """
+import sys, threading, time, torch
+sys.setswitchinterval(1e-5)
+from torch.distributed import HashStore
+from quintnet_compiler.runtime.pulse import Pulse
+import quintnet
+from tests.models import CASES, build
+torch.set_num_threads(1)
+store = HashStore()
+store.set("verdict", "")
+pulse, over, seen = Pulse(lambda: store, 0, 1, __import__("pathlib").Path(sys.argv[1]), 1.0), threading.Event(), set()
+def look():
+    while not over.wait(0.0002):
+        pulse._look()
+        seen.add(pulse.place)
+thread = threading.Thread(target=look)
+thread.start()
+for _ in range(12):
+    quintnet.compile(build("gpt"), quintnet.Mesh(tp=2), CASES["gpt"].batch(8), loss_fn=CASES["gpt"].loss_fn)
+over.set()
+thread.join()
+assert any("models.py" in at for _, at in seen), seen
+"""
+    root = Path(__file__).parent.parent
+    subprocess.run([sys.executable, "-c", watched, str(tmp_path)], cwd=root, check=True, timeout=300)
+
+
 def _resumed(folder: Path, what: str, steps: int) -> tuple[list[float], int | None, list[torch.Tensor], int]:
     """A training run that goes on from its checkpoints; what it did, and the weights in the end."""
     torch.set_num_threads(1)

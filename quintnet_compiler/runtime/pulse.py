@@ -10,6 +10,7 @@ import os
 import socket
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from ..errors import InputError, QuintNetError, RunError
 from .rows import Row, described, differ, first_line, of_communication, place, read_rows, shown
 
 PERIOD = 0.1  # seconds between two beats
+LOOK = 3  # beats between two looks at where the main thread is
 LATEST = 0.5  # seconds in which a rank that was given another batch waits to hear of all others
 GRACE = 2.0  # seconds that a rank may take to leave after it has heard of a fault
 STEP = struct.Struct("q")
@@ -60,6 +62,8 @@ class Pulse:
         self.store, self.beat = self.connect(), 0
         self.main = threading.get_ident()
         self.now: tuple[int, int, Any] = 0, -1, ()  # one value: the other thread reads it
+        self.place, self.looked = (False, ""), -1
+        self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as this lives
         self.mark = _mark(self.folder, self.rank)
         STEP.pack_into(self.mark, 0, -1)
         self.lock, self.over = threading.Lock(), threading.Event()
@@ -163,7 +167,21 @@ class Pulse:
             if self.verdict:
                 self._leave(self.verdict)
 
+    def _look(self) -> None:
+        """Where the main thread is, if it has been in one run since the last look."""
+        run = self.now[0]
+        self.place, stays = (False, ""), self.looked == run
+        self.looked = run
+        if stays:
+            self.stacks.seek(0)
+            self.stacks.truncate()
+            faulthandler.dump_traceback(self.stacks, all_threads=True)
+            self.stacks.seek(0)
+            self.place = place(self.stacks.read().decode(errors="replace"), self.main)
+
     def _beat(self) -> None:
+        if self.beat % LOOK == 0:
+            self._look()
         with self.lock:
             self._say()
             self.verdict = self.store.get(VERDICT).decode()
@@ -195,8 +213,7 @@ class Pulse:
     def _say(self) -> None:
         self.beat += 1
         runs, step, given = self.now
-        waiting, at = place(sys._current_frames().get(self.main))
-        row = Row(self.beat, runs, step, shown(given), waiting, at, os.getpid(), socket.gethostname())
+        row = Row(self.beat, runs, step, shown(given), *self.place, os.getpid(), socket.gethostname())
         self.store.set(str(self.rank), json.dumps(asdict(row)))
 
 

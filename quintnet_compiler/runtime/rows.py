@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import RunError
 
-TORCH = str(Path(torch.__file__).parent)
-HERE = str(Path(__file__).parent.parent)
+LIBRARY = sysconfig.get_path("stdlib")
+OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), LIBRARY, "<"
+FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -94,15 +95,18 @@ def shown(given: Any) -> str:
     return str(given)
 
 
-def place(frame: FrameType | None) -> tuple[bool, str]:
-    """Whether a thread is in communication, and the innermost line that is neither torch's nor ours."""
+def place(stacks: str, thread: int) -> tuple[bool, str]:
+    """Whether a thread is in communication, and the innermost line that is neither Python's, torch's nor ours.
+
+    Args:
+        stacks: what faulthandler writes of all threads. Frames of a running thread must not be walked from another
+            one: while torch traces, that ends the process (a segmentation fault, seen with Python 3.11).
+    """
     waiting = False
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for file, line, name in FRAME.findall(stacks.partition(f" 0x{thread:016x} ")[2].partition("\n\n")[0]):
         waiting = waiting or "/torch/distributed/" in file or file.endswith("runtime/distributed.py")
-        if not file.startswith((TORCH, HERE, "<")):
-            return waiting, f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+        if not file.startswith(OTHERS):
+            return waiting, f"{file}:{line} in {name}"
     return waiting, ""
 
 
