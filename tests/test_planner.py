@@ -320,3 +320,10 @@ def test_time_that_ran_out_is_not_taken_for_a_model_that_does_not_fit() -> None:
     model, batch = _gpt(4, 64)
     with pytest.raises(quintnet.CompileError, match=r"QN212(?s:.*)in 0 s no layout was found(?s:.*)search longer"):
         quintnet.plan(model, CLUSTERS["2 of a node"], batch, seconds=0)
+
+
+def test_work_that_is_done_ends_a_search_with_the_same_plan_each_time() -> None:
+    model, batch = _gpt(4, 64)
+    first, second = (quintnet.plan(model, CLUSTERS["two nodes of 2"], batch, work=1, top_k=1) for _ in range(2))
+    assert first.found == second.found and first.found.ended == "work" and first.found.left > 0
+    assert "were left when the work was done" in str(first) and json.loads(first.to_json())["ended"] == "work"
