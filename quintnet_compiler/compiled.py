@@ -37,8 +37,10 @@ from .runtime.backends import open_backend
 from .runtime.engines import ENGINES
 from .runtime.executor import Run
 from .runtime.pulse import running
+from .runtime.record import Recorder
 from .schedule import Schedule
 from .simulation.faults import Faults
+from .simulation.measured import measured_timeline, shown_ranks
 from .simulation.program import simulate_program
 from .simulation.timeline import Timeline
 from .task import Task
@@ -86,6 +88,25 @@ class CompiledProgram(ProgramState):
         """
         self._require_training("step")
         return self._run("train", batch, batch_is_local)[0]
+
+    def measure(self, batch: Any, *, batch_is_local: bool = False) -> tuple[Tensor, Timeline]:
+        """As :meth:`step`, with a clock: the loss, and when each rank did what and what it waited for, the same on
+        every rank. Gradients settle as they do in a step.
+
+        The first steps of a program are slower than others: take some before. Of many ranks, only as many whole
+        pipelines as a picture can show are in it.
+
+        Raises:
+            RunError: QN301 where several ranks share this process, and take turns.
+        """
+        self._require_training("measure")
+        recorder = Recorder()
+        loss = self._run("train", batch, batch_is_local, recorder)[0]
+        assert recorder.found is not None
+        shown = recorder.found.rank in shown_ranks(self.mesh)
+        told = self._state().told(recorder.found.to_json() if shown else "")
+        program = self._leader().program
+        return loss, measured_timeline(program, [text for text in told if text], self._task.device)
 
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
         """The loss of one global batch with the model in evaluation mode; no gradients."""
@@ -359,8 +380,13 @@ class CompiledProgram(ProgramState):
             costs: of the timeline, as for :meth:`simulate`.
             measured: a timeline of a real step, which is shown beside the predicted one.
             report: of :func:`quintnet.plan`; its plans are shown beside this one.
+
+        Raises:
+            CompileError: QN211 if ``measured`` is of another layout or schedule.
         """
         leader = self._leader()
+        if measured is not None:
+            measured.require(self.mesh.size, self.schedule)
         predicted, unpriced = None, ""
         try:
             predicted = self.simulate(costs)
@@ -404,7 +430,7 @@ class CompiledProgram(ProgramState):
             self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan, engine)
         return self._backend
 
-    def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
+    def _run(self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None) -> list[Tensor]:
         with running(self._given, self._steps, kind, local, batch):
             batch = plain_batch(batch)
             rows = batch_size_of(batch)
@@ -415,7 +441,7 @@ class CompiledProgram(ProgramState):
             backend = self._state()
             if kind != self._task.leads:
                 backend.learn(program, self._captured[kind].tensors)
-            found = backend.run(program, inputs, self._how(kind, local))
+            found = backend.run(program, inputs, self._how(kind, local), recorder=recorder)
         self._steps += kind == "train"
         return found
 

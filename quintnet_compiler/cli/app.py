@@ -11,13 +11,14 @@ from .doctor import doctor
 from .dump import dump
 from .estimate import estimate
 from .explain import explain
+from .measure import measure
 from .plan import plan
 from .simulate import simulate
 from .train import train
 from .verify import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Train a plain nn.Module on any number of GPUs.")
-for one in (plan, explain, estimate, simulate, dump, diff, verify, train, doctor, calibrate):
+for one in (plan, explain, estimate, simulate, measure, dump, diff, verify, train, doctor, calibrate):
     app.command()(verb(one))
 
 

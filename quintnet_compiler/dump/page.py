@@ -51,7 +51,7 @@ def page(
         axes=[(axis.name, axis.size, axis.role) for axis in program.space],
         picture=picture, units=_unit_rows(program, units), traffic=_traffic(program), stages=stages_code(program),
         passes=passes_view(passes), pictures=_pictures(extras), memory=_memory(extras), plans=extras.plans,
-        unpriced=extras.unpriced, notes=extras.predicted.notes if extras.predicted else (), hashes=hashes,
+        unpriced=extras.unpriced, hashes=hashes,
     )  # fmt: skip
 
 
@@ -69,6 +69,8 @@ def _cards(program: DistributedProgram, extras: Extras) -> list[tuple[str, str]]
         found = extras.predicted
         cards += [("a step, predicted", duration(found.seconds)), ("bubble", f"{found.bubble:.1%}")]
         cards += [("peak of a rank", size(found.peak.bytes))]
+    if extras.measured:
+        cards += [("a step, measured", duration(extras.measured.seconds))]
     return cards
 
 
@@ -115,10 +117,12 @@ def _traffic(program: DistributedProgram) -> dict[str, Any]:
     return {"collectives": rows, "transfers": document["transfers"], "gradients": document["gradients"]}
 
 
-def _pictures(extras: Extras) -> list[tuple[str, Markup]]:
-    both = (("predicted", extras.predicted), ("measured", extras.measured))
+def _pictures(extras: Extras) -> list[tuple[str, Timeline, Markup]]:
+    """On one scale."""
+    both = [(n, t) for n, t in (("predicted", extras.predicted), ("measured", extras.measured)) if t is not None]
+    longest = max((found.seconds for _, found in both), default=0.0)
     # the template of the picture has escaped it
-    return [(name, Markup(timeline_svg(found, "auto"))) for name, found in both if found is not None]
+    return [(name, found, Markup(timeline_svg(found, "auto", longest))) for name, found in both]
 
 
 def _memory(extras: Extras) -> list[dict[str, Any]]:

@@ -54,6 +54,8 @@ class Trainer:
         checkpoint_folder: where to save, and to go on from if there is anything; ``keep``: how many of the newest stay.
         log_every: steps between two lines; ``log_folder``: for ``metrics.jsonl``, and TensorBoard's if that is set.
         batch_is_local: training batches are this data rank's rows.
+        measure_step: the step (from 1) whose timeline is written into ``log_folder`` as ``timeline.json``; see
+            :meth:`CompiledProgram.measure`.
     """
 
     program: CompiledProgram
@@ -77,6 +79,7 @@ class Trainer:
     tensorboard: bool = False
     console: bool = True
     batch_is_local: bool = False
+    measure_step: int | None = None
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -143,7 +146,7 @@ class Trainer:
     def _step(self, batch: Any, records: list[Record]) -> None:
         start = time.perf_counter()
         log = self.log_every > 0 and (self.history.step + 1) % self.log_every == 0
-        loss = self.program.step(batch, batch_is_local=self.batch_is_local)
+        loss = self._loss(batch)
         norm = None
         if self.max_grad_norm is not None or log:
             norm = self.program.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else math.inf)
@@ -167,6 +170,14 @@ class Trainer:
             self._validate(records)
         if self.save_every and self.history.step % self.save_every == 0:
             self._save()
+
+    def _loss(self, batch: Any) -> Tensor:
+        if self.history.step + 1 != self.measure_step:
+            return self.program.step(batch, batch_is_local=self.batch_is_local)
+        loss, timeline = self.program.measure(batch, batch_is_local=self.batch_is_local)
+        if self.program.first:
+            timeline.save(Path(self.log_folder or ".") / "timeline.json")
+        return loss
 
     def _speed(self, batch: Any, rows: int, device: torch.device, seconds: float) -> dict[str, float]:
         found = {"memory_gib": memory_gib(device)}
