@@ -93,7 +93,7 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Measure it with quintnet calibrate, or give the operator's cost.",
         ),
         "QN211": (
-            "The file is no calibration or timeline of this version, its numbers cannot be, or it is of another layout.",
+            "The file is no calibration or timeline of this version, or its numbers or its layout cannot be.",
             "Make it again: quintnet calibrate --out machine.json; quintnet measure TARGET --out step.json.",
         ),
         "QN212": (
