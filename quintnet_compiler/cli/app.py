@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from .answer import verb
+from .answer import Volume, verb, volume
 from .calibrate import calibrate
 from .diff import diff
 from .doctor import doctor
@@ -23,8 +25,12 @@ for one in (plan, explain, estimate, simulate, measure, dump, diff, verify, trai
 
 
 @app.callback()
-def quintnet() -> None:
+def quintnet(
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="neither progress nor warnings")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="say where an error was raised")] = False,
+) -> None:
     """Train a plain nn.Module on any number of GPUs."""
+    volume.set(Volume(quiet, verbose))
 
 
 def main() -> None:

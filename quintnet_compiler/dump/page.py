@@ -45,7 +45,7 @@ def page(
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment("quintnet_compiler.dump").get_template("index.html.jinja")
     return template.render(
-        size=size, duration=duration, title=f"{program.mesh}",
+        size=size, duration=duration, counted=counted, title=f"{program.mesh}",
         style=Markup(_text("page.css")), script=Markup(script), script_digest=digest,
         cards=_cards(program, extras), decisions={"schedule": plan.schedule, **plan.decisions}.items(),
         axes=[(axis.name, axis.size, axis.role) for axis in program.space],
@@ -53,6 +53,10 @@ def page(
         passes=passes_view(passes), pictures=_pictures(extras), memory=_memory(extras), plans=extras.plans,
         unpriced=extras.unpriced, hashes=hashes,
     )  # fmt: skip
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _text(name: str) -> str:

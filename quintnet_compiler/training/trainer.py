@@ -99,6 +99,9 @@ class Trainer:
         self._resume()
         records = self._records()
         try:
+            if self.history.resumed_from is not None:
+                for record in records:
+                    record.write(self.history.step, "resumed", {})
             while self.epoch < self.epochs and not self._over():
                 for batch in self._batches():
                     self._step(batch, records)
