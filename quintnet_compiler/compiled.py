@@ -21,7 +21,7 @@ from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.operators import model_flops
 from .dump.folder import dump_program
 from .dump.page import Extras
-from .errors import CompileError, InputError
+from .errors import CompileError, InputError, RunError
 from .explain import Difference, Explain, Explanation, difference
 from .generation import Decoding, Held, Sampling, ends_of
 from .html import table
@@ -66,6 +66,7 @@ class CompiledProgram(ProgramState):
         self._given: dict[Any, Any] = {}
         self._decoding: Decoding | None = None
         self._saving = None
+        self._apart: InputError | None = None  # why this rank is not in a step that the others are in
 
     # -- training
 
@@ -431,19 +432,36 @@ class CompiledProgram(ProgramState):
         return self._backend
 
     def _run(self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None) -> list[Tensor]:
-        with running(self._given, self._steps, kind, local, batch):
-            batch = plain_batch(batch)
-            rows = batch_size_of(batch)
-            program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
-            inputs = self._inputs(kind, program, batch, local)
-            if kind == "train" and not local:
-                self._batch = batch
-            backend = self._state()
-            if kind != self._task.leads:
-                backend.learn(program, self._captured[kind].tensors)
-            found = backend.run(program, inputs, self._how(kind, local), recorder=recorder)
+        if self._apart is not None:
+            raise RunError(
+                "QN401",
+                f"this rank was given another batch than all others, who wait for it in that step; what it does "
+                f"next would be mixed with theirs\n  it was: {self._apart.message}",
+                fix="do not catch that error: quintnet.launch ends the others, and starts all again where it may",
+            )
+        begun = False
+        try:
+            with running(self._given, self._steps, kind, local, batch):
+                begun = True
+                found = self._run_here(kind, batch, local, recorder)
+        except InputError as error:
+            if not begun:  # the others' batch was as usual, so they did not stop to compare
+                self._apart = error
+            raise
         self._steps += kind == "train"
         return found
+
+    def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
+        batch = plain_batch(batch)
+        rows = batch_size_of(batch)
+        program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
+        inputs = self._inputs(kind, program, batch, local)
+        if kind == "train" and not local:
+            self._batch = batch
+        backend = self._state()
+        if kind != self._task.leads:
+            backend.learn(program, self._captured[kind].tensors)
+        return backend.run(program, inputs, self._how(kind, local), recorder=recorder)
 
     def _how(self, kind: str, local: bool) -> Run:
         task = self._task
