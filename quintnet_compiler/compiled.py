@@ -142,8 +142,9 @@ class CompiledProgram(ProgramState):
         Args:
             ids: the global batch of prompts [rows, length], on every rank; padded on the left.
             attention_mask: [rows, length], 0 for padding.
-            temperature, top_k, top_p: for ``do_sample``: divide logits by it; of the most likely so many; as many of
-                the most likely as have this probability together.
+            temperature: for ``do_sample``: what logits are divided by.
+            top_k: for ``do_sample``: of the most likely, so many.
+            top_p: for ``do_sample``: of the most likely, as many as have this probability together.
             eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
             pad_token_id: what follows the end; by default the (first) eos_token_id.
             seed: of the samples, by default the program's. Equal seeds give equal samples on every layout.

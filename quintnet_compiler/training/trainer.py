@@ -46,9 +46,11 @@ class Trainer:
             run was cut off, others are read again up to there.
         val_loader: read once for each validation; a last batch of any size is fine.
         scheduler: of the learning rate, stepped after each step of the optimizer.
-        epochs, max_steps: fit ends with whichever comes first.
+        epochs: fit ends after so many,
+        max_steps: or after so many steps, whichever comes first.
         max_grad_norm: the largest global L2 norm of all gradients.
-        validate_every, save_every: in steps; without, after every epoch.
+        validate_every: in steps; without, after every epoch.
+        save_every: the same for checkpoints.
         patience: stop after so many validations whose loss was not below the best one.
         metrics: of the model's outputs in validation, by name; ``perplexity``: also e to the validation loss.
         checkpoint_folder: where to save, and to go on from if there is anything; ``keep``: how many of the newest stay.
