@@ -47,6 +47,7 @@ def test_screenshots_are_those_that_pages_ask_for() -> None:
     pictures, screenshots = _script("pictures"), _script("screenshots")
     asked = {name for page in PAGES for name, _ in pictures.SHOT.findall(page.read_text())}
     assert asked == set(screenshots.SHOTS)
+    assert pictures.on_page_markdown("```python no-run\nx\n```\n") == "```python\nx\n```\n"
     assert pictures.on_page_markdown("a\n\n<!-- screenshot nothing: of this name -->\n\nb") == "a\n\n\n\nb"
 
 

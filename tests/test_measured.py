@@ -117,6 +117,16 @@ def test_waiting_for_a_stage_is_idle_until_it_sends() -> None:
     assert [(e.start, e.end) for e in second.events if e.kind == "transfer"] == [(4.0, 5.0)]
 
 
+def test_processes_of_a_machine_have_one_clock() -> None:
+    """Rank 1 left the barrier 2 seconds after rank 0; of rank 2's machine nothing is known but its own start."""
+    program = _compiled(pp=2)[0]._leader().program
+    spans = (Span(0.0, 1.0, "F", "0F0", 0, 0),)
+    found = [Recorded(0, 4.0, spans, "a", 10.0), Recorded(1, 3.0, spans, "a", 12.0), Recorded(2, 3.0, spans, "b", 77.0)]
+    timeline = measured_timeline(replace(program, mesh=Mesh(pp=3)), [r.to_json() for r in found], torch.device("cpu"))
+    assert [row.events[0].start for row in timeline.rows] == [0.0, 2.0, 0.0] and timeline.seconds == 5.0
+    assert "first rank of each" in timeline.notes[1]
+
+
 def test_of_many_ranks_whole_pipelines_are_shown() -> None:
     mesh = Mesh(pp=4, dp=32)
     shown = shown_ranks(mesh)

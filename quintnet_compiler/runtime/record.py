@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +25,12 @@ KINDS = {"once": "once", "forward": "F", "backward": "B", "weight": "W"}  # of a
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds from when the rank left the barrier before the step. ``kind``: F, B, I, W, ``once``; ``collective``
-    (within a function), ``sum`` (of gradients), ``meeting`` (what else ranks add up or hand round), ``send`` (begins)
-    and ``receive`` (is waited for), whose ``mail`` is the other rank, the channel, and the how manieth there.
-    ``exposed``: the seconds of it in which the rank did nothing else."""
+    """Seconds by the rank's clock, which starts when it leaves the barrier before the step.
+
+    ``kind``: F, B, I, W, ``once``; ``collective`` (within a function), ``sum`` (of gradients), ``meeting`` (what else
+    ranks add up or hand round), ``send`` (begins) and ``receive`` (is waited for), whose ``mail`` is the other rank, the
+    channel, and the how manieth there. ``exposed``: the seconds of it in which the rank did nothing else.
+    """
 
     start: float
     end: float
@@ -42,20 +45,22 @@ class Span:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank has to tell: its spans, and when its step was over."""
+    """What one rank has to tell: its spans, and when its step was over. ``zero``: when its clock started, by its host's."""
 
     rank: int
     seconds: float
     spans: tuple[Span, ...]
+    host: str = ""
+    zero: float = 0.0
 
     def to_json(self) -> str:
-        return json.dumps([self.rank, self.seconds, [asdict(span) for span in self.spans]])
+        return json.dumps([self.rank, self.seconds, [asdict(span) for span in self.spans], self.host, self.zero])
 
     @classmethod
     def from_json(cls, text: str) -> Recorded:
-        rank, seconds, spans = json.loads(text)
+        rank, seconds, spans, *place = json.loads(text)
         made = (Span(**{**one, "mail": one["mail"] and tuple(one["mail"])}) for one in spans)
-        return cls(rank, seconds, tuple(made))
+        return cls(rank, seconds, tuple(made), *place)
 
 
 class Clock:
@@ -63,7 +68,9 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.zero = self.mark()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()  # so that the stream's zero is the host's
+        self.host_zero, self.zero = time.perf_counter(), self.mark()
 
     def mark(self) -> Any:
         if self.device.type == "cpu":
@@ -95,7 +102,8 @@ class Recorder:
         end = self.clock.mark()
         if executor.device.type != "cpu":
             torch.accelerator.synchronize()
-        self.found = Recorded(executor.part.rank, self.clock.seconds(end), tuple(self._spans()))
+        place = socket.gethostname(), self.clock.host_zero
+        self.found = Recorded(executor.part.rank, self.clock.seconds(end), tuple(self._spans()), *place)
         return result
 
     def timed(self, call: Callable[[], T], **what: Any) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -34,11 +35,13 @@ def measured_timeline(program: DistributedProgram, texts: Sequence[str], device:
 
     A rank that waits for another stage is idle until that one sends, and waits for the transfer from then on.
     """
-    ranks = [Recorded.from_json(text) for text in texts]
+    ranks = _together([Recorded.from_json(text) for text in texts])
     end = max(one.seconds for one in ranks)
     sends = [(one.rank, span) for one in ranks for span in one.spans if span.kind == "send"]
     sent = {(rank, *span.mail): span.start for rank, span in sends if span.mail}
-    notes = [f"measured on {device.type}; the ranks' clocks start when they leave a barrier"]
+    notes = [f"measured on {device.type}"]
+    if len({one.host for one in ranks}) > 1:
+        notes.append("the clocks of machines start when the first rank of each leaves a barrier")
     if len(ranks) < program.mesh.size:
         notes.append(f"{len(ranks)} of {program.mesh.size} ranks are shown")
     return Timeline(
@@ -50,6 +53,19 @@ def measured_timeline(program: DistributedProgram, texts: Sequence[str], device:
         tuple(_row(program.mesh, one, sent, end) for one in sorted(ranks, key=lambda one: one.rank)),
         tuple(notes),
     )
+
+
+def _together(ranks: Sequence[Recorded]) -> list[Recorded]:
+    """By one clock. Processes of a machine have the same; a rank may have left the barrier late, but never early."""
+    zeros: dict[str, float] = {}
+    for one in ranks:
+        zeros[one.host] = min(one.zero, zeros.get(one.host, one.zero))
+    return [_later(one, one.zero - zeros[one.host]) for one in ranks]
+
+
+def _later(one: Recorded, seconds: float) -> Recorded:
+    spans = tuple(replace(span, start=span.start + seconds, end=span.end + seconds) for span in one.spans)
+    return replace(one, seconds=one.seconds + seconds, spans=spans)
 
 
 def _row(mesh: Mesh, one: Recorded, sent: Sent, end: float) -> RankTimeline:
