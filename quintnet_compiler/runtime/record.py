@@ -28,8 +28,8 @@ class Span:
     """Seconds by the rank's clock, which starts when it leaves the barrier before the step.
 
     ``kind``: F, B, I, W, ``once``; ``collective`` (within a function), ``sum`` (of gradients), ``meeting`` (what else
-    ranks add up or hand round), ``send`` (begins) and ``receive`` (is waited for), whose ``mail`` is the other rank, the
-    channel, and the how manieth there. ``exposed``: the seconds of it in which the rank did nothing else.
+    ranks add up or hand round), ``send`` (begins) and ``receive`` (is waited for), whose ``mail`` is the other rank,
+    the channel, and the how manieth there. ``exposed``: the seconds of it in which the rank did nothing else.
     """
 
     start: float
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank has to tell: its spans, and when its step was over. ``zero``: when its clock started, by its host's."""
+    """What one rank has to tell: its spans, and when its step was over. ``zero``: its clock's start, by its host's."""
 
     rank: int
     seconds: float
