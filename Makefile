@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: setup demo test test-all check docs
+.PHONY: setup demo test test-all check docs screenshots
 
 setup: .venv/.installed
 
@@ -27,6 +27,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+screenshots: setup
+	$(BIN)/python docs/screenshots.py
+
 docs: setup
 	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/screenshots.py --if-possible
 	$(BIN)/mkdocs build

@@ -73,6 +73,10 @@ class CalibratedCosts:
     _memo: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def source(self) -> str:
+        return f"{self.calibration.machine}, measured"
+
+    @property
     def overlaps(self) -> bool:
         return self.calibration.overlaps
 

@@ -58,8 +58,9 @@ class Cluster:
     Raises:
         CompileError: QN210 for unknown hardware or a count below 1.
 
-    >>> [level.name for level in Cluster("h100", nodes=8).levels]
-    ['NVLink', 'leaf']
+    Examples:
+        >>> [level.name for level in Cluster("h100", nodes=8).levels]
+        ['NVLink', 'leaf']
     """
 
     device: Hardware
@@ -134,8 +135,9 @@ class Cluster:
     def group_of(self, ranks: Sequence[int]) -> Group:
         """The levels that these ranks cross, where devices are numbered node by node.
 
-        >>> [hop.members for hop in Cluster("h100", nodes=4).group_of(range(0, 32, 4)).hops]
-        [2, 4]
+        Examples:
+            >>> [hop.members for hop in Cluster("h100", nodes=4).group_of(range(0, 32, 4)).hops]
+            [2, 4]
 
         Raises:
             CompileError: QN301 for a rank that the cluster has no device for.

@@ -25,6 +25,10 @@ class ClusterCosts:
     _groups: dict[Any, Group] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def source(self) -> str:
+        return f"{self.cluster.gpus_per_node} {self.cluster.device.name} in a node"
+
+    @property
     def action_seconds(self) -> float:
         return 0.0
 

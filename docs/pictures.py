@@ -1,4 +1,7 @@
-"""A hook of mkdocs: runs the code of a page, and shows each SVG file that it writes beneath the block that names it."""
+"""A hook of mkdocs: runs the code of a page, and shows each SVG file that it writes beneath the block that names it.
+
+Where a page asks for a screenshot, it is shown if screenshots.py took it.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.S | re.M)
+SHOT = re.compile(r"^<!-- screenshot ([\w-]+): (.*) -->$", re.M)  # on a page of the top folder
 NAMED = re.compile(r"open\(f?\"([\w{}/:. ]+)\.svg\", \"w\"\)")
 
 
 def on_page_markdown(markdown: str, /, **_: Any) -> str:
+    # a mark for the tests, which mkdocs does not know: it would take all that follows for code
+    return _drawn(SHOT.sub(_screenshot, markdown)).replace("```python no-run\n", "```python\n")
+
+
+def _drawn(markdown: str) -> str:
     blocks = BLOCK.findall(markdown)
     if not any(NAMED.search(block) for block in blocks):
         return markdown
@@ -37,6 +46,11 @@ def on_page_markdown(markdown: str, /, **_: Any) -> str:
         return block[0] + "".join(f"\n{picture}\n" for picture in pictures)
 
     return BLOCK.sub(shown, markdown)
+
+
+def _screenshot(asked: re.Match[str]) -> str:
+    there = (Path(__file__).parent / f"screenshots/{asked[1]}.png").is_file()
+    return f"![{asked[2]}](screenshots/{asked[1]}.png)" if there else ""
 
 
 def _inline(svg: str) -> str:

@@ -21,7 +21,7 @@ from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.operators import model_flops
 from .dump.folder import dump_program
 from .dump.page import Extras
-from .errors import CompileError, InputError
+from .errors import CompileError, InputError, RunError
 from .explain import Difference, Explain, Explanation, difference
 from .generation import Decoding, Held, Sampling, ends_of
 from .html import table
@@ -37,8 +37,10 @@ from .runtime.backends import open_backend
 from .runtime.engines import ENGINES
 from .runtime.executor import Run
 from .runtime.pulse import running
+from .runtime.record import Recorder
 from .schedule import Schedule
 from .simulation.faults import Faults
+from .simulation.measured import measured_timeline, shown_ranks
 from .simulation.program import simulate_program
 from .simulation.timeline import Timeline
 from .task import Task
@@ -64,6 +66,7 @@ class CompiledProgram(ProgramState):
         self._given: dict[Any, Any] = {}
         self._decoding: Decoding | None = None
         self._saving = None
+        self._apart: InputError | None = None  # why this rank is not in a step that the others are in
 
     # -- training
 
@@ -86,6 +89,25 @@ class CompiledProgram(ProgramState):
         """
         self._require_training("step")
         return self._run("train", batch, batch_is_local)[0]
+
+    def measure(self, batch: Any, *, batch_is_local: bool = False) -> tuple[Tensor, Timeline]:
+        """As :meth:`step`, with a clock: the loss, and when each rank did what and what it waited for, the same on
+        every rank. Gradients settle as they do in a step.
+
+        The first steps of a program are slower than others: take some before. Of many ranks, only as many whole
+        pipelines as a picture can show are in it.
+
+        Raises:
+            RunError: QN301 where several ranks share this process, and take turns.
+        """
+        self._require_training("measure")
+        recorder = Recorder()
+        loss = self._run("train", batch, batch_is_local, recorder)[0]
+        assert recorder.found is not None
+        shown = recorder.found.rank in shown_ranks(self.mesh)
+        told = self._state().told(recorder.found.to_json() if shown else "")
+        program = self._leader().program
+        return loss, measured_timeline(program, [text for text in told if text], self._task.device)
 
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
         """The loss of one global batch with the model in evaluation mode; no gradients."""
@@ -120,8 +142,9 @@ class CompiledProgram(ProgramState):
         Args:
             ids: the global batch of prompts [rows, length], on every rank; padded on the left.
             attention_mask: [rows, length], 0 for padding.
-            temperature, top_k, top_p: for ``do_sample``: divide logits by it; of the most likely so many; as many of
-                the most likely as have this probability together.
+            temperature: for ``do_sample``: what logits are divided by.
+            top_k: for ``do_sample``: of the most likely, so many.
+            top_p: for ``do_sample``: of the most likely, as many as have this probability together.
             eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
             pad_token_id: what follows the end; by default the (first) eos_token_id.
             seed: of the samples, by default the program's. Equal seeds give equal samples on every layout.
@@ -359,8 +382,13 @@ class CompiledProgram(ProgramState):
             costs: of the timeline, as for :meth:`simulate`.
             measured: a timeline of a real step, which is shown beside the predicted one.
             report: of :func:`quintnet.plan`; its plans are shown beside this one.
+
+        Raises:
+            CompileError: QN211 if ``measured`` is of another layout or schedule.
         """
         leader = self._leader()
+        if measured is not None:
+            measured.require(self.mesh.size, self.schedule)
         predicted, unpriced = None, ""
         try:
             predicted = self.simulate(costs)
@@ -404,20 +432,37 @@ class CompiledProgram(ProgramState):
             self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan, engine)
         return self._backend
 
-    def _run(self, kind: str, batch: Any, local: bool) -> list[Tensor]:
-        with running(self._given, self._steps, kind, local, batch):
-            batch = plain_batch(batch)
-            rows = batch_size_of(batch)
-            program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
-            inputs = self._inputs(kind, program, batch, local)
-            if kind == "train" and not local:
-                self._batch = batch
-            backend = self._state()
-            if kind != self._task.leads:
-                backend.learn(program, self._captured[kind].tensors)
-            found = backend.run(program, inputs, self._how(kind, local))
+    def _run(self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None) -> list[Tensor]:
+        if self._apart is not None:
+            raise RunError(
+                "QN401",
+                f"this rank was given another batch than all others, who wait for it in that step; what it does "
+                f"next would be mixed with theirs\n  it was: {self._apart.message}",
+                fix="do not catch that error: quintnet.launch ends the others, and starts all again where it may",
+            )
+        begun = False
+        try:
+            with running(self._given, self._steps, kind, local, batch):
+                begun = True
+                found = self._run_here(kind, batch, local, recorder)
+        except InputError as error:
+            if not begun:  # the others' batch was as usual, so they did not stop to compare
+                self._apart = error
+            raise
         self._steps += kind == "train"
         return found
+
+    def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
+        batch = plain_batch(batch)
+        rows = batch_size_of(batch)
+        program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
+        inputs = self._inputs(kind, program, batch, local)
+        if kind == "train" and not local:
+            self._batch = batch
+        backend = self._state()
+        if kind != self._task.leads:
+            backend.learn(program, self._captured[kind].tensors)
+        return backend.run(program, inputs, self._how(kind, local), recorder=recorder)
 
     def _how(self, kind: str, local: bool) -> Run:
         task = self._task

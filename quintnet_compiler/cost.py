@@ -27,8 +27,12 @@ class RankCosts(Protocol):
     """Prices of what one rank runs, node by node: a simulation asks for them. All in seconds.
 
     ``overlaps``: whether communication that is started early runs beside computing, or takes its time. ``cores``: how
-    many ranks compute at once where all share one machine; None if each has a device of its own.
+    many ranks compute at once where all share one machine; None if each has a device of its own. ``source``: whose
+    prices these are.
     """
+
+    @property
+    def source(self) -> str: ...
 
     @property
     def overlaps(self) -> bool: ...

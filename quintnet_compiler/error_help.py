@@ -93,8 +93,8 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Measure it with quintnet calibrate, or give the operator's cost.",
         ),
         "QN211": (
-            "The file is no calibration of this version, or has numbers that cannot be.",
-            "Make it again: quintnet calibrate --out machine.json.",
+            "The file is no calibration or timeline of this version, or its numbers or its layout cannot be.",
+            "Make it again: quintnet calibrate --out machine.json; quintnet measure TARGET --out step.json.",
         ),
         "QN212": (
             "No layout that was allowed fits into the devices' memory, or none was found in time.",

@@ -25,7 +25,7 @@ SUMMARIES = MappingProxyType(
         "QN208": "the schedule is not valid",
         "QN209": "a compiled program failed a check of the compiler",
         "QN210": "the cost model has no price for this",
-        "QN211": "the calibration is not valid",
+        "QN211": "the calibration or the timeline is not valid",
         "QN212": "no layout fits the cluster",
         "QN213": "the budget of saved values is too small",
         "QN214": "a partial sum would be rounded before it is added up",

@@ -6,11 +6,24 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+
+_hush: ContextVar[bool] = ContextVar("quintnet_hush", default=False)
+
+
+@contextlib.contextmanager
+def hushed(quiet: bool = True) -> Iterator[None]:
+    """Show nothing while inside."""
+    token = _hush.set(quiet)
+    try:
+        yield
+    finally:
+        _hush.reset(token)
 
 
 def seen() -> bool:
     """Whether somebody watches this process: stderr is a terminal, and it is not one of many ranks."""
-    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    return not _hush.get() and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from typer.testing import CliRunner, Result
 from quintnet_compiler import doctor as examining
 from quintnet_compiler.cli import answer, app
 from quintnet_compiler.error_help import ErrorHelp, error_help
-from quintnet_compiler.errors import SUMMARIES, CheckpointError, CompileError, InputError, QuintNetError, RunError
+from quintnet_compiler.errors import (
+    SUMMARIES,
+    CheckpointError,
+    CompileError,
+    FaultWarning,
+    InputError,
+    QuintNetError,
+    RunError,
+)
 
 ROOT = Path(__file__).parent.parent
 MODULE = """
@@ -211,3 +220,17 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examining, "launch", fails)
     done = _run("doctor")
     assert done.exit_code == answer.RANK_FAULT and "FAIL: rank 1 ended with exit code -9" in done.stdout
+
+
+def test_quiet_and_verbose(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warns(*_: object, **__: object) -> None:
+        warnings.warn(FaultWarning("rank 1 is gone"), stacklevel=2)
+        raise RunError("QN302", "rank 1 ended")
+
+    monkeypatch.setattr(examining, "launch", warns)
+    loud, quiet = _run("doctor"), _run("-q", "doctor")
+    assert "\nwarning: rank 1 is gone\n" in f"\n{loud.stderr}" and "warnings.warn" not in loud.stderr
+    assert not quiet.stderr and "FAIL: rank 1 ended" in quiet.stdout
+    told = ("explain", "cli_target:build", "nowhere", "--mesh", "dp=1")
+    assert "Traceback" not in _run(*told).stderr and "Traceback" in _run("-v", *told).stderr
+    assert "QN204" in _run("-v", *told).stderr

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,3 +41,30 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_error_is_documented() -> None:
     listed = dict(re.findall(r"^\| (QN\d+) \| (.*) \|$", (ROOT / "docs/errors.md").read_text(), re.M))
     assert listed == dict(SUMMARIES)
+
+
+def test_screenshots_are_those_that_pages_ask_for() -> None:
+    pictures, screenshots = _script("pictures"), _script("screenshots")
+    asked = {name for page in PAGES for name, _ in pictures.SHOT.findall(page.read_text())}
+    assert asked == set(screenshots.SHOTS)
+    assert pictures.on_page_markdown("```python no-run\nx\n```\n") == "```python\nx\n```\n"
+    assert pictures.on_page_markdown("a\n\n<!-- screenshot nothing: of this name -->\n\nb") == "a\n\n\n\nb"
+
+
+def test_without_a_browser_there_are_no_screenshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    screenshots = _script("screenshots")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["screenshots.py"])
+    with pytest.raises(SystemExit, match=r"none of chromium, .* is on the PATH"):
+        screenshots.main()
+    sys.argv.append("--if-possible")
+    screenshots.main()
+
+
+def _script(name: str) -> Any:
+    """A script of the documentation, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / f"docs/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
+from quintnet_compiler.simulation.timeline import Timeline
 from quintnet_compiler.training.run import factor, run
 from quintnet_compiler.training.validation import validate
 
@@ -138,7 +139,8 @@ def test_it_stops_when_validation_gets_no_better(tmp_path: Path) -> None:
 
 
 def test_each_logged_step_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _trainer({"dp": 1}, max_steps=4, log_every=2, log_folder=tmp_path).fit()
+    _trainer({"dp": 1}, max_steps=4, log_every=2, log_folder=tmp_path, measure_step=3).fit()
+    assert Timeline.load(tmp_path / "timeline.json").ranks == 1
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4]
     assert lines[0]["grad_norm"] > 0

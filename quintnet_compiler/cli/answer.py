@@ -7,12 +7,16 @@ import functools
 import json
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import typer
 
+from .. import errors, progress
 from ..errors import CheckpointError, QuintNetError, RunError
 
 USAGE, NO_PLAN, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, CHECKPOINT, NOT_FINITE = 2, 3, 4, 5, 6, 7, 8
@@ -38,6 +42,18 @@ class Answer:
         return cls(str(report), report.to_json(), code)
 
 
+@dataclass(frozen=True)
+class Volume:
+    """What a verb says on stderr. ``quiet``: neither progress nor warnings; ``verbose``: where an error was raised."""
+
+    quiet: bool = False
+    verbose: bool = False
+
+
+USUAL = Volume()
+volume: ContextVar[Volume] = ContextVar("quintnet_volume", default=USUAL)  # of the verb that runs
+
+
 def exit_code(error: QuintNetError) -> int:
     """The exit code that an error ends the command with; docs/cli.md has the table."""
     if error.code == "QN212":
@@ -58,9 +74,11 @@ def verb(function: Callable[P, Answer]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         as_json = bool(kwargs.get("json"))
         try:
-            with _aside() if as_json else contextlib.nullcontext():
+            with _aside() if as_json else contextlib.nullcontext(), _plain_warnings(volume.get().quiet):
                 found = function(*args, **kwargs)
         except QuintNetError as error:
+            if volume.get().verbose:
+                traceback.print_exc()
             typer.echo(str(error), err=True)
             typer.echo(f"  more: quintnet explain {error.code}", err=True)
             raise _end(_document(error), exit_code(error), as_json) from None
@@ -73,6 +91,24 @@ def verb(function: Callable[P, Answer]) -> Callable[P, None]:
         raise typer.Exit(found.code)
 
     return run
+
+
+@contextlib.contextmanager
+def _plain_warnings(quiet: bool) -> Iterator[None]:
+    """QuintNet's warnings without the line of its own that raised them; ``quiet``: none at all, and no progress."""
+    with warnings.catch_warnings(), progress.hushed(quiet):
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> None:
+            if category.__module__ == errors.__name__:
+                typer.echo(f"warning: {message}", err=True)
+            else:
+                usual(message, category, *place, **options)
+
+        warnings.showwarning = show
+        if quiet:
+            warnings.simplefilter("ignore")
+        yield
 
 
 @contextlib.contextmanager

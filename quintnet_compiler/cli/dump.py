@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ..progress import working
+from ..simulation.timeline import Timeline
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, Target, compiled
+from .options import CalibrationOption, Json, MeshOption, Microbatches, PlanOption, Target, compiled, costs_of
 
 
 def dump(
@@ -19,6 +20,8 @@ def dump(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
+    measured: Annotated[Path | None, typer.Option(help="a step of quintnet measure, to show beside")] = None,
+    calibration: CalibrationOption = None,
     json: Json = False,
 ) -> Answer:
     """Write all that runs as files, and a page to look at it: index.html, which needs no network.
@@ -26,10 +29,13 @@ def dump(
     Exit code: 0, 2 usage, 4 the model or the layout is not supported.
 
     Example: quintnet dump mymodel:build --mesh pp=2,tp=2 --out out
+
+    Example: quintnet dump mymodel:build --mesh pp=2,tp=2 --out out --measured step.json --calibration machine.json
     """
+    costs, real = costs_of(calibration), Timeline.load(measured) if measured else None
     program = compiled(target, mesh, plan, microbatches)
     with working("writing"):
-        folder = program.dump(out)
+        folder = program.dump(out, costs=costs, measured=real)
     manifest = json_module.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     text = f"{len(manifest['files'])} files in {folder}; open {folder / 'index.html'}"
     return Answer(text, json_module.dumps({"folder": str(folder), **manifest}, indent=2))

@@ -9,6 +9,8 @@ import typer
 
 from ..api import compile as compile_model
 from ..compiled import CompiledProgram
+from ..cost_models.calibrated import CalibratedCosts
+from ..cost_models.calibration import Calibration
 from ..mesh import Mesh
 from ..plan import read_plan
 from ..progress import working
@@ -27,6 +29,7 @@ MeshOption = Annotated[
 ]
 PlanOption = Annotated[Path | None, typer.Option(help="a plan file; without it, the default rules")]
 Microbatches = Annotated[int | None, typer.Option(min=1, help="parts of the batch in time")]
+CalibrationOption = Annotated[Path | None, typer.Option(help="of quintnet calibrate; without it, H100 GPUs")]
 Gpu = Annotated[str, typer.Option(help="kind of device: h100, a100-80, b200, ...")]
 Nodes = Annotated[int, typer.Option(min=1, help="nodes of the cluster")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")]
@@ -49,6 +52,15 @@ def parse_mesh(text: str) -> Mesh:
             )
         sizes[name.strip()] = int(size)
     return Mesh(**sizes)
+
+
+def costs_of(calibration: Path | None) -> CalibratedCosts | None:
+    """What times are predicted from; None: the usual.
+
+    Raises:
+        CompileError: QN211 if the file is no calibration.
+    """
+    return CalibratedCosts(Calibration.load(calibration)) if calibration else None
 
 
 def compiled(target: str, mesh: str | None, plan: Path | None, microbatches: int | None) -> CompiledProgram:

@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..cost_models.calibrated import CalibratedCosts
-from ..cost_models.calibration import Calibration
 from ..progress import working
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, Target, compiled
+from .options import CalibrationOption, Json, MeshOption, Microbatches, PlanOption, Target, compiled, costs_of
 
 
 def simulate(
@@ -19,7 +17,7 @@ def simulate(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
-    calibration: Annotated[Path | None, typer.Option(help="of quintnet calibrate; without it, H100 GPUs")] = None,
+    calibration: CalibrationOption = None,
     html: Annotated[Path | None, typer.Option(help="write a page with a picture here")] = None,
     trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto here")] = None,
     json: Json = False,
@@ -30,7 +28,7 @@ def simulate(
 
     Example: quintnet simulate mymodel:build --mesh pp=4,tp=2 --microbatches 16 --html step.html
     """
-    costs = CalibratedCosts(Calibration.load(calibration)) if calibration else None
+    costs = costs_of(calibration)
     program = compiled(target, mesh, plan, microbatches)
     with working("simulating"):
         report = program.simulate(costs)

@@ -45,14 +45,18 @@ def page(
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     template = environment("quintnet_compiler.dump").get_template("index.html.jinja")
     return template.render(
-        size=size, duration=duration, title=f"{program.mesh}",
+        size=size, duration=duration, counted=counted, title=f"{program.mesh}",
         style=Markup(_text("page.css")), script=Markup(script), script_digest=digest,
         cards=_cards(program, extras), decisions={"schedule": plan.schedule, **plan.decisions}.items(),
         axes=[(axis.name, axis.size, axis.role) for axis in program.space],
         picture=picture, units=_unit_rows(program, units), traffic=_traffic(program), stages=stages_code(program),
         passes=passes_view(passes), pictures=_pictures(extras), memory=_memory(extras), plans=extras.plans,
-        unpriced=extras.unpriced, notes=extras.predicted.notes if extras.predicted else (), hashes=hashes,
+        unpriced=extras.unpriced, hashes=hashes,
     )  # fmt: skip
+
+
+def counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _text(name: str) -> str:
@@ -69,6 +73,8 @@ def _cards(program: DistributedProgram, extras: Extras) -> list[tuple[str, str]]
         found = extras.predicted
         cards += [("a step, predicted", duration(found.seconds)), ("bubble", f"{found.bubble:.1%}")]
         cards += [("peak of a rank", size(found.peak.bytes))]
+    if extras.measured:
+        cards += [("a step, measured", duration(extras.measured.seconds))]
     return cards
 
 
@@ -115,10 +121,12 @@ def _traffic(program: DistributedProgram) -> dict[str, Any]:
     return {"collectives": rows, "transfers": document["transfers"], "gradients": document["gradients"]}
 
 
-def _pictures(extras: Extras) -> list[tuple[str, Markup]]:
-    both = (("predicted", extras.predicted), ("measured", extras.measured))
+def _pictures(extras: Extras) -> list[tuple[str, Timeline, Markup]]:
+    """On one scale."""
+    both = [(n, t) for n, t in (("predicted", extras.predicted), ("measured", extras.measured)) if t is not None]
+    longest = max((found.seconds for _, found in both), default=0.0)
     # the template of the picture has escaped it
-    return [(name, Markup(timeline_svg(found, "auto"))) for name, found in both if found is not None]
+    return [(name, found, Markup(timeline_svg(found, "auto", longest))) for name, found in both]
 
 
 def _memory(extras: Extras) -> list[dict[str, Any]]:

@@ -7,6 +7,8 @@ import multiprocessing as mp
 import os
 import pickle
 import socket
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -168,6 +170,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.slot), "WORLD_SIZE": str(seat.size)}
     torch.set_num_threads(job.threads)
+    _prepare(seat)
     answer: Any
     try:
         store = TCPStore(LOOPBACK, seat.port, None, False)
@@ -193,6 +196,24 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
         return
     send(pipe, seat.rank, answer)
     dist.destroy_process_group()
+
+
+def _prepare(seat: Seat) -> None:
+    """End with the launching process at once: ranks that train on meanwhile would write into the checkpoints of the run
+    that follows. And leave nothing behind that outlives a rank that is killed."""
+    if (parent := mp.parent_process()) is not None:
+
+        def end() -> None:
+            parent.join()
+            if seat.rank == 0:
+                print("all ranks end: the process that launched them is gone", file=sys.stderr, flush=True)
+            os._exit(1)
+
+        threading.Thread(target=end, daemon=True, name="quintnet-parent").start()
+    with contextlib.suppress(ImportError):  # torch.fx makes bars, which have a lock that all processes of a machine see
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
 
 
 def report(rank: int, error: BaseException) -> Report:

@@ -16,6 +16,7 @@ from .executor import Executor, Run
 from .finite import require_finite
 from .gradients import GradientStore
 from .loss_scale import LossScale
+from .record import Recorder
 from .watch import Watch
 
 Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
@@ -31,10 +32,16 @@ class Backend(Protocol):
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
 
     def run(
-        self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run, *, caches: Caches | None = None
+        self,
+        program: DistributedProgram,
+        inputs: Sequence[Tensor],
+        how: Run,
+        *,
+        caches: Caches | None = None,
+        recorder: Recorder | None = None,
     ) -> list[Tensor]:
         """One step over the whole batch. The result is the same on every rank. What the program keeps from run to run
-        is in ``caches``."""
+        is in ``caches``; ``recorder`` takes the time."""
         ...
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
@@ -64,7 +71,7 @@ class Backend(Protocol):
         ...
 
     def told(self, text: str) -> tuple[str, ...]:
-        """What every rank has to tell (the start of it, if it is long), in their order."""
+        """What every rank has to tell, in their order."""
         ...
 
     @property
@@ -123,14 +130,22 @@ class Ready:
     store: GradientStore | None
 
     def step(
-        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], how: Run, watch: Watch | None = None
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Watch | None = None,
+        recorder: Recorder | None = None,
     ) -> tuple[list[Tensor], bool]:
         """The results, and whether the gradients are good: if not, their scale was too large.
 
         Raises:
             RunError: QN501 on every rank where the scale is not to blame.
         """
-        results = self.executor.step(state, inputs, how, watch)
+        if recorder is None:
+            results = self.executor.step(state, inputs, how, watch)
+        else:
+            results = recorder.step(self.executor, lambda: self.executor.step(state, inputs, how, watch))
         if not self.executor.finite and not how.may_skip:
             require_finite(self.executor, state, inputs, how, results[0])
         return results, self.executor.finite or not how.may_skip

@@ -13,8 +13,6 @@ from ..errors import RunError
 
 WIDTH = 40  # bytes of one claim: a short text itself, or the start of a longer one's SHA-256
 
-LONGEST = 4000  # bytes of one rank's report to the others
-
 
 def agree(claims: Mapping[str, str], device: torch.device) -> None:
     """Compare ``claims`` (what about -> text) between all ranks of the world. Every rank calls this at the same time,
@@ -41,12 +39,14 @@ def agree(claims: Mapping[str, str], device: torch.device) -> None:
 
 
 def tell(text: str, device: torch.device) -> tuple[str, ...]:
-    """The start of every rank's ``text``. Every rank calls this at the same time."""
-    mine = text.encode(errors="replace")[:LONGEST]
-    row = torch.tensor(list(mine.ljust(LONGEST, b"\0")), dtype=torch.uint8, device=device)
+    """Every rank's ``text``. Every rank calls this at the same time."""
+    mine = text.encode(errors="replace")
+    most = torch.tensor(len(mine), device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    row = torch.frombuffer(bytearray(mine.ljust(max(1, int(most)), b"\0")), dtype=torch.uint8).to(device)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)
-    return tuple(_text(bytes(r.tolist())) for r in rows)
+    return tuple(_text(r.cpu().numpy().tobytes()) for r in rows)
 
 
 def _shortened(text: str) -> bytes:

@@ -21,6 +21,7 @@ from .gradients import GradientStore
 from .handover import HandOver
 from .local import LocalTransport, LocalWorld
 from .loss_scale import LossScale
+from .record import Recorder
 from .state import new_caches, one_rank_mesh, part_of, whole_dtensor, whole_parameter
 from .watch import Watch
 
@@ -58,8 +59,15 @@ class LocalBackend:
         watch: Sequence[Watch] | None = None,
         *,
         caches: Caches | None = None,
+        recorder: Recorder | None = None,
     ) -> list[Tensor]:
         """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
+        if recorder is not None and self.mesh.size > 1:
+            raise RunError(
+                "QN301",
+                f"the {self.mesh.size} ranks of {self.mesh} take turns in this process: their times say nothing",
+                fix="measure in processes: quintnet measure, quintnet.launch or torchrun",
+            )
         if how.local and self.mesh.data_ways > 1:
             raise InputError(
                 "QN102",
@@ -79,7 +87,7 @@ class LocalBackend:
                 watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
                 given = caches or {}
                 outputs = ready.world.run(
-                    {r: self._rank(ready, r, inputs, how, w, given.get(r, {})) for r, w in enumerate(watches)}
+                    {r: self._rank(ready, r, inputs, how, w, given.get(r, {}), recorder) for r, w in enumerate(watches)}
                 )
             except RunError:
                 if old is not None:
@@ -139,6 +147,7 @@ class LocalBackend:
         how: Run,
         watch: Watch | None,
         caches: Mapping[str, Tensor],
+        recorder: Recorder | None,
     ):
         ready = world.ranks[rank]
         program, place = ready.program, ready.executor.part.coordinate
@@ -149,7 +158,7 @@ class LocalBackend:
         def work(_: LocalTransport) -> tuple[list[Tensor], bool]:
             cut = {name: part(self.tensors[name], program.state[name]) for name in world.cut}
             mine = [part(x, spec) for x, spec in zip(inputs, program.inputs, strict=True)]
-            return ready.step({**world.state[rank], **cut, **caches}, mine, how, watch)
+            return ready.step({**world.state[rank], **cut, **caches}, mine, how, watch, recorder)
 
         return work
 

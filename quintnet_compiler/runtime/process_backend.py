@@ -24,6 +24,7 @@ from .gradients import GradientStore, shared_by
 from .handover import HandOver
 from .handshake import agree, tell
 from .loss_scale import LossScale
+from .record import Recorder
 from .state import new_caches, part_of, sharded_dtensor
 
 
@@ -78,7 +79,13 @@ class ProcessBackend:
                 yield name
 
     def run(
-        self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run, *, caches: Caches | None = None
+        self,
+        program: DistributedProgram,
+        inputs: Sequence[Tensor],
+        how: Run,
+        *,
+        caches: Caches | None = None,
+        recorder: Recorder | None = None,
     ) -> list[Tensor]:
         refuse_unset(self.unset, program)
         ready, how = self._ready(program, how.train), self.scaler.run(program, how)
@@ -95,7 +102,7 @@ class ProcessBackend:
             if how.train and ready.handover.kept:
                 ready = self.ready[id(program)] = self._made(program, how.train)
             try:
-                results, good = ready.step(state, mine, how)
+                results, good = ready.step(state, mine, how, recorder=recorder)
             except RunError:
                 if old is not None:
                     ready.handover.put(old)

@@ -162,10 +162,10 @@ def _hover(event: Event) -> str:
     return f"{what}{axis}{stage}\n{duration(event.seconds)}, from {duration(event.start)} to {duration(event.end)}"
 
 
-def svg(timeline: Timeline, theme: str = "") -> str:
-    """The picture; ``theme="auto"`` follows the viewer's dark mode."""
+def svg(timeline: Timeline, theme: str = "", seconds: float | None = None) -> str:
+    """The picture, ``seconds`` wide (without, as long as the step); ``theme="auto"`` follows the viewer's dark mode."""
     shown = timeline.rows[:MOST_ROWS]
-    scale = Scale(timeline.seconds)
+    scale = Scale(timeline.seconds if seconds is None else seconds)
     most = max((held.peak for row in shown for held in row.memory), default=0)
     layout = _Layout(timeline, scale, most)
     for row in shown:

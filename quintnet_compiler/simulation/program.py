@@ -45,7 +45,7 @@ def _notes(program: DistributedProgram, durations: Priced) -> tuple[str, ...]:
         for node in piece.module.graph.nodes
         if node.op == "call_method"
     }
-    found = []
+    found = [f"times as of {durations.costs.source}"]
     if "route" in names:
         found.append("experts are taken to get equally many rows each")
     if durations.cores is not None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from ..errors import CompileError
+from ..schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +99,10 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. ``rows``: the ranks that differ from each other; each says for how many it stands.
+    """A simulated or measured step. ``rows``: the ranks that differ from each other; each says for how many it stands.
 
     ``str()`` for people, ``to_json()`` for programs, ``chrome_trace()`` for Chrome's tracing page and Perfetto,
-    ``svg()`` and ``html()`` as pictures.
+    ``svg()`` and ``html()`` as pictures; ``save()`` and ``load()`` for later.
     """
 
     title: str
@@ -122,6 +124,13 @@ class Timeline:
                 return row
         shown = ", ".join(str(row.rank) for row in self.rows[:20])
         raise CompileError("QN201", f"rank {rank} is like one of those shown", fix=f"ask for one of {shown}")
+
+    def require(self, ranks: int, schedule: Schedule) -> None:
+        """Raises: CompileError QN211 if this is a step of another number of ranks, or another schedule."""
+        mine, wanted = (self.ranks, self.schedule, self.microbatches), (ranks, schedule.name, schedule.num_microbatches)
+        if mine != wanted:
+            said, here = ("{} ranks, {}, {} microbatches".format(*one) for one in (mine, wanted))
+            raise CompileError("QN211", f"the timeline is of {said}, the program of {here}", fix="measure this program")
 
     @property
     def bubble(self) -> float:
@@ -146,6 +155,21 @@ class Timeline:
         found = {"seconds": self.seconds, "bubble": self.bubble, "exposed": dict(self.exposed)}
         return json.dumps({**head, **found, "peak": asdict(self.peak), "notes": self.notes, "rows": rows}, indent=1)
 
+    def save(self, path: str | Path) -> None:
+        """Write ``to_json()``."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        """What ``save`` wrote.
+
+        Raises:
+            CompileError: QN211 if the file cannot be read, or is no timeline.
+        """
+        from .saved import read_timeline
+
+        return read_timeline(Path(path))
+
     def __str__(self) -> str:
         shown = " ".join(f"{axis} {seconds / self.seconds:.1%}," for axis, seconds in self.exposed.items() if seconds)
         lines = [
@@ -157,13 +181,13 @@ class Timeline:
             lines.append(f"peak memory {self.peak}")
         names = [row.name for row in self.rows[:MOST_ROWS]]
         width = max(map(len, names))
-        lines.append(f"  {'':<{width}}  {'busy':>9} {'bubble':>7} {'exposed':>9} {'live':>5} {'kept':>10} {'peak':>10}")
+        memory = any(row.memory for row in self.rows)
+        more = f" {'live':>5} {'kept':>10} {'peak':>10}" if memory else ""
+        lines.append(f"  {'':<{width}}  {'busy':>9} {'bubble':>7} {'exposed':>9}{more}")
         for name, row in zip(names, self.rows, strict=False):
             exposed = duration(sum(row.exposed.values()))
-            lines.append(
-                f"  {name:<{width}}  {duration(row.busy_seconds):>9} {row.bubble:>7.1%} {exposed:>9} "
-                f"{row.peak_live:>5} {size(row.peak_held):>10} {size(row.peak.bytes):>10}"
-            )
+            more = f" {row.peak_live:>5} {size(row.peak_held):>10} {size(row.peak.bytes):>10}" if memory else ""
+            lines.append(f"  {name:<{width}}  {duration(row.busy_seconds):>9} {row.bubble:>7.1%} {exposed:>9}{more}")
         if len(self.rows) > MOST_ROWS:
             lines.append(f"  and {len(self.rows) - MOST_ROWS} more")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])

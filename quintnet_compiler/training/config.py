@@ -46,6 +46,7 @@ class TrainConfig(BaseModel):
     ``max_grad_norm``: of all gradients. ``patience``: validations without a better loss before the run stops.
     ``val_interval``, ``save_interval``, ``log_interval``: in steps; without the first two, every epoch.
     ``checkpoint_dir``: for the newest ``keep_checkpoints``, and to go on from. ``log_dir``: for metrics.
+    ``measure_step``: the step (from 1) whose timeline is written to ``log_dir``, for ``quintnet dump --measured``.
     ``device``: ``auto`` takes GPUs where every rank has one.
     """
 
@@ -77,6 +78,7 @@ class TrainConfig(BaseModel):
     keep_checkpoints: int = Field(default=3, ge=1)
     log_dir: str | None = None
     tensorboard: bool = False
+    measure_step: int | None = Field(default=None, ge=1)
     num_workers: int = Field(default=0, ge=0)
     shuffle: bool = True
     seed: int = Field(default=0, ge=0)
@@ -86,6 +88,8 @@ class TrainConfig(BaseModel):
     def _fits(self) -> TrainConfig:
         if len(self.mesh_dim) != len(self.mesh_name) or len(set(self.mesh_name)) != len(self.mesh_name):
             raise ValueError(f"mesh_dim {list(self.mesh_dim)} and mesh_name {list(self.mesh_name)} do not pair up")
+        if self.measure_step is not None and self.log_dir is None:
+            raise ValueError("measure_step needs a log_dir to write to")
         if self.strategy_name is not None:
             allowed = STRATEGIES[self.strategy_name]
             extra = [f"{n}={size}" for n, size in zip(self.mesh_name, self.mesh_dim, strict=True) if size > 1]

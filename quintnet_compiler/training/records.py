@@ -14,7 +14,7 @@ from ..errors import CompileError
 
 class Record(Protocol):
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
-        """``kind``: ``"train"`` or ``"validation"``."""
+        """``kind``: ``"train"``, ``"validation"``, or ``"resumed"``, which has no numbers."""
         ...
 
     def close(self) -> None: ...
@@ -25,7 +25,8 @@ class ConsoleRecord:
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
         told = "   ".join(f"{_LABELS.get(name, name)} {_shown(name, x)}" for name, x in numbers.items())
-        print(f"{kind} {step:>7}   {told}" if kind != "train" else f"step {step:>7}   {told}", flush=True)
+        line = f"{kind} {step:>7}   {told}" if kind != "train" else f"step {step:>7}   {told}"
+        print(line.rstrip(), flush=True)
 
     def close(self) -> None:
         pass

@@ -85,6 +85,7 @@ def run(config: TrainConfig) -> History:
         log_every=config.log_interval,
         log_folder=config.log_dir,
         tensorboard=config.tensorboard,
+        measure_step=config.measure_step,
     ).fit()
 
 

@@ -46,14 +46,18 @@ class Trainer:
             run was cut off, others are read again up to there.
         val_loader: read once for each validation; a last batch of any size is fine.
         scheduler: of the learning rate, stepped after each step of the optimizer.
-        epochs, max_steps: fit ends with whichever comes first.
+        epochs: fit ends after so many,
+        max_steps: or after so many steps, whichever comes first.
         max_grad_norm: the largest global L2 norm of all gradients.
-        validate_every, save_every: in steps; without, after every epoch.
+        validate_every: in steps; without, after every epoch.
+        save_every: the same for checkpoints.
         patience: stop after so many validations whose loss was not below the best one.
         metrics: of the model's outputs in validation, by name; ``perplexity``: also e to the validation loss.
         checkpoint_folder: where to save, and to go on from if there is anything; ``keep``: how many of the newest stay.
         log_every: steps between two lines; ``log_folder``: for ``metrics.jsonl``, and TensorBoard's if that is set.
         batch_is_local: training batches are this data rank's rows.
+        measure_step: the step (from 1) whose timeline is written into ``log_folder`` as ``timeline.json``; see
+            :meth:`CompiledProgram.measure`.
     """
 
     program: CompiledProgram
@@ -77,6 +81,7 @@ class Trainer:
     tensorboard: bool = False
     console: bool = True
     batch_is_local: bool = False
+    measure_step: int | None = None
 
     def __post_init__(self) -> None:
         self.history = History()
@@ -96,6 +101,9 @@ class Trainer:
         self._resume()
         records = self._records()
         try:
+            if self.history.resumed_from is not None:
+                for record in records:
+                    record.write(self.history.step, "resumed", {})
             while self.epoch < self.epochs and not self._over():
                 for batch in self._batches():
                     self._step(batch, records)
@@ -143,7 +151,7 @@ class Trainer:
     def _step(self, batch: Any, records: list[Record]) -> None:
         start = time.perf_counter()
         log = self.log_every > 0 and (self.history.step + 1) % self.log_every == 0
-        loss = self.program.step(batch, batch_is_local=self.batch_is_local)
+        loss = self._loss(batch)
         norm = None
         if self.max_grad_norm is not None or log:
             norm = self.program.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else math.inf)
@@ -167,6 +175,14 @@ class Trainer:
             self._validate(records)
         if self.save_every and self.history.step % self.save_every == 0:
             self._save()
+
+    def _loss(self, batch: Any) -> Tensor:
+        if self.history.step + 1 != self.measure_step:
+            return self.program.step(batch, batch_is_local=self.batch_is_local)
+        loss, timeline = self.program.measure(batch, batch_is_local=self.batch_is_local)
+        if self.program.first:
+            timeline.save(Path(self.log_folder or ".") / "timeline.json")
+        return loss
 
     def _speed(self, batch: Any, rows: int, device: torch.device, seconds: float) -> dict[str, float]:
         found = {"memory_gib": memory_gib(device)}

@@ -1,0 +1,76 @@
+"""Timelines from files. A file may come from anywhere: what is not a timeline is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..errors import CompileError
+from ..names import one_line
+from .timeline import Event, Held, RankTimeline, Timeline
+
+
+class _Row(BaseModel):
+    """A rank; ``peak`` follows from the rest."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    rank: int
+    coordinate: dict[str, int]
+    count: int
+    events: list[Event]
+    busy_seconds: float
+    bubble: float
+    exposed: dict[str, float]
+    peak_live: int
+    parameter_bytes: int
+    gradient_bytes: int
+    memory: list[Held]
+    peak: Any
+
+
+class _Document(BaseModel):
+    """A timeline; ``bubble``, ``exposed`` and ``peak`` follow from the rest."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    title: str
+    schedule: str
+    microbatches: int
+    ranks: int
+    seconds: float
+    bubble: Any
+    exposed: Any
+    peak: Any
+    notes: list[str]
+    rows: list[_Row]
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Raises: CompileError QN211, see :meth:`Timeline.load`."""
+    try:
+        found = _Document.model_validate_json(path.read_text(encoding="utf-8"))
+        return _checked(found)
+    except (ValidationError, ValueError, OSError) as error:
+        why = one_line(" ".join(str(error).splitlines()[:3]))
+        fix = "save one with Timeline.save or quintnet measure"
+        raise CompileError("QN211", f"{path} is no timeline: {why}", fix=fix) from error
+
+
+def _checked(found: _Document) -> Timeline:
+    rows = tuple(_row(row) for row in found.rows)
+    times = [found.seconds, *(t for row in rows for event in row.events for t in (event.start, event.end))]
+    times += [point.seconds for row in rows for point in row.memory]
+    if not rows or found.seconds <= 0 or not all(math.isfinite(t) and 0 <= t <= 1.001 * found.seconds for t in times):
+        raise ValueError("its times do not lie within a step")
+    head = found.title, found.schedule, found.microbatches, found.ranks
+    return Timeline(*head, found.seconds, rows, tuple(found.notes))
+
+
+def _row(row: _Row) -> RankTimeline:
+    given: Mapping[str, Any] = {name: getattr(row, name) for name in _Row.model_fields if name != "peak"}
+    return RankTimeline(**{**given, "events": tuple(row.events), "memory": tuple(row.memory)})
