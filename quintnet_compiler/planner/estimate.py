@@ -78,7 +78,7 @@ class Estimate:
 
     def __str__(self) -> str:
         fullest = max(self.memory, key=lambda stage: stage.total)
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in vars(fullest).items())
+        parts = ", ".join(f"{name} {bytes_of(size)}" for name, size in vars(fullest).items())
         waits = ", ".join(f"{axis} {time_of(seconds)}" for axis, seconds in self.communication.items())
         return "\n".join(
             [
@@ -86,7 +86,7 @@ class Estimate:
                 f"step {time_of(self.seconds)}: pipeline {time_of(self.pipeline)} (bubble {time_of(self.bubble)}), "
                 f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
                 f"communication on the fullest stage: {waits or 'none'}",
-                f"memory of the fullest rank {gib(fullest.total)}: {parts}",
+                f"memory of the fullest rank {bytes_of(fullest.total)}: {parts}",
             ]
         )
 
@@ -94,8 +94,8 @@ class Estimate:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def bytes_of(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def time_of(seconds: float) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..html import table
 from ..plan import Plan
-from .estimate import Estimate, gib, time_of
+from .estimate import Estimate, bytes_of, time_of
 from .layouts import Layout
 from .search import Found
 from .versus import Versus
@@ -75,7 +75,7 @@ class PlanReport:
         lines.append(f"{header[0]:>10} {header[1]:>10} {header[2]:>7} {header[3]:>8}  {header[4]}")
         for one in self.found.ranked:
             lines.append(
-                f"{time_of(one.seconds):>10} {gib(one.memory_bytes):>10} {one.bubble / one.seconds:>7.1%} "
+                f"{time_of(one.seconds):>10} {bytes_of(one.memory_bytes):>10} {one.bubble / one.seconds:>7.1%} "
                 f"{one.exposed / one.seconds:>8.1%}  {one.layout}"
             )
         reasons = Counter(_kind(one.reason) for one in self.found.rejected)
@@ -89,7 +89,7 @@ class PlanReport:
     def _repr_html_(self) -> str:
         head = "step", "memory of a rank", "bubble", "exposed", "layout"
         rows = [
-            (time_of(one.seconds), gib(one.memory_bytes), f"{one.bubble / one.seconds:.1%}",
+            (time_of(one.seconds), bytes_of(one.memory_bytes), f"{one.bubble / one.seconds:.1%}",
              f"{one.exposed / one.seconds:.1%}", one.layout)
             for one in self.found.ranked
         ]  # fmt: skip

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ..errors import CompileError
-from .estimate import gib
+from .estimate import bytes_of
 from .promising import Promising
 
 Objective = Literal["time", "memory", "cost"]
@@ -30,7 +30,7 @@ class Priced(Protocol):
 
 
 PROOF = 1 / 7  # of the work for promising layouts goes into the proof that no other is better
-SOONER = "fits with less that is computed or gathered again, which is faster"
+SOONER = "the same fits with less computed or gathered again, and is faster"
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
 E = TypeVar("E", bound=Priced)
@@ -245,7 +245,7 @@ class _Search(Generic[L, E]):
     def _too_large(self, layout: L, size: float, takes: str = "takes at least") -> bool:
         lacks = size - self.wanted.memory_bytes
         if lacks > 0:
-            self._reject(layout, f"{takes} {gib(size)} of {gib(self.wanted.memory_bytes)}", lacks)
+            self._reject(layout, f"{takes} {bytes_of(size)} of {bytes_of(self.wanted.memory_bytes)}", lacks)
         return lacks > 0
 
     def _reject(self, layout: L, reason: str, lacks: float = math.inf) -> None:

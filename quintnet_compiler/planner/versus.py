@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
-from .estimate import Estimate, StageMemory, gib, time_of
+from .estimate import Estimate, StageMemory, bytes_of, time_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Versus:
         memory = False
         for name, a, b in self.rows():
             memory |= name == "memory"
-            show = gib if memory else time_of
+            show = bytes_of if memory else time_of
             change = f"{b / a - 1:+.1%}" if a else ""
             lines.append(f"{name:<24} {show(a):>10} {show(b):>10} {change:>8}")
         return "\n".join([*lines, *([self.refused] if self.refused else [])])
