@@ -16,6 +16,7 @@ from .transport import Pending
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+SMALL = 2**16  # bytes; from here on gloo's own collectives are as fast
 MOST_TAGS = 2**30  # after so many messages their tags begin anew
 
 
@@ -62,7 +63,7 @@ class Native:
 
 class Messages:
     """Every rank sends to every other what that one needs, and adds up in the order of ranks: as much traffic as a
-    ring, in one step. Gloo hands its collectives to other threads, which takes longer than such a step does."""
+    ring, in one step. Gloo hands its collectives to other threads, which takes longer than a small message does."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
@@ -70,20 +71,23 @@ class Messages:
         self.tags = itertools.count(1)
 
     def all_reduce(self, x: Tensor, later: bool) -> Pending:
-        if self.size > 2:  # whole tensors to all would be more traffic
+        if x.nbytes > SMALL or self.size > 2:  # whole tensors to many would be more traffic
             return self.native.all_reduce(x, later)
         x = x.contiguous()
         return self._summed(x, [x] * self.size)
 
     def all_gather(self, x: Tensor, later: bool) -> Pending:
+        if x.nbytes > SMALL:
+            return self.native.all_gather(x, later)
         out = x.new_empty((self.size, *x.shape))
         works = self._exchange([x] * self.size, out.unbind(0))
         out[self.rank].copy_(x)
         return pending(works, x, lambda: out.flatten(0, 1) if x.dim() else out)
 
     def reduce_scatter(self, x: Tensor, later: bool) -> Pending:
-        pieces = x.chunk(self.size)
-        return self._summed(x, pieces)
+        if x.nbytes > SMALL:
+            return self.native.reduce_scatter(x, later)
+        return self._summed(x, x.chunk(self.size))
 
     def _summed(self, x: Tensor, pieces: Sequence[Tensor]) -> Pending:
         """The sum of what all ranks have for this one; ``pieces[r]`` of ``x`` is for rank r."""
