@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
-from .collectives import Collectives, collectives, gather_single, pending, scatter_single
 from .transport import GRADIENTS, VALUES, Pending, Wait
+
+# torch 2.13 renamed these two; the names before it are deprecated
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
 ORDER = ("pp", "dp", "ep", "cp", "tp")
@@ -50,10 +53,8 @@ class DistributedTransport:
         for axis in mesh.names:
             if mesh[axis] > 1:
                 self.group[mesh.peers(self.rank, [axis])] = devices.get_group(axis)
-        self.axis: dict[str, tuple[Collectives, int, int]] = {
-            axis: (collectives(group), mesh[axis], self.place[axis])
-            for axis in mesh.names
-            if (group := self.group.get(mesh.peers(self.rank, [axis]))) is not None
+        self.axis = {
+            axis: (self.group.get(mesh.peers(self.rank, [axis])), mesh[axis], self.place[axis]) for axis in mesh.names
         }
         self.group[tuple(range(mesh.size))] = dist.group.WORLD
         # Values and their gradients, up and down the ranks, travel on channels of their own, so that none waits for
@@ -81,11 +82,13 @@ class DistributedTransport:
         return self._all_reduce(x, axis, at)()  # type: ignore[no-any-return]
 
     def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
-        return self.axis[axis][0].all_reduce(x, later)
+        out = x.clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(out, group=self.axis[axis][0], async_op=later)
+        return _pending(work, None, lambda: out)
 
     def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.axis[axis][0].group)
+        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.axis[axis][0])
         return out
 
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
@@ -93,10 +96,12 @@ class DistributedTransport:
 
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group, size, _ = self.axis[axis]
-        gathered = group.all_gather(x.contiguous(), later)
+        given = x.contiguous()
+        out = x.new_empty((size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(size)
+        work = _all_gather(out, given, group=group, async_op=later)
         if dim == 0 and parts == 1:
-            return gathered
-        return lambda: layout.join(gathered().chunk(size), dim, parts)
+            return _pending(work, given, lambda: out)
+        return _pending(work, given, lambda: layout.join(out.chunk(size), dim, parts))
 
     def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         group, size, index = self.axis[axis]
@@ -105,7 +110,7 @@ class DistributedTransport:
         assert (dim, parts) == (0, 1), "only rows can be gathered in place"
         first = x.storage_offset() - index * x.numel()
         whole = x.as_strided((size * x.shape[0], *x.shape[1:]), x.stride(), first)
-        gather_single(whole, x, group=group.group)
+        _all_gather(whole, x, group=group)
         return whole
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
@@ -117,7 +122,9 @@ class DistributedTransport:
             stacked = x.contiguous()
         else:
             stacked = torch.cat(layout.pieces(x, dim, parts, size))
-        return group.reduce_scatter(stacked, later)
+        out = stacked.new_empty((stacked.shape[0] // size, *stacked.shape[1:]))
+        work = _reduce_scatter(out, stacked, group=group, async_op=later)
+        return _pending(work, stacked, lambda: out)
 
     def gather_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -136,11 +143,12 @@ class DistributedTransport:
     ) -> Pending:
         group, size, _ = self.axis[axis]
         flat = torch.cat([x.reshape(-1) for x in xs])
-        gathered = group.all_gather(flat, later)
+        out = flat.new_empty(size, flat.numel())
+        work = _all_gather(out.view(-1), flat, group=group, async_op=later)
         shapes = [x.shape for x in xs]
 
         def each() -> tuple[Tensor, ...]:
-            runs = torch.split(gathered().view(size, -1), [shape.numel() for shape in shapes], 1)
+            runs = torch.split(out, [shape.numel() for shape in shapes], 1)
             return tuple(
                 run.reshape(size * shape[0], *shape[1:])
                 if (dim, n) == (0, 1)
@@ -148,7 +156,7 @@ class DistributedTransport:
                 for shape, run, dim, n in zip(shapes, runs, dims, parts, strict=True)
             )
 
-        return each
+        return _pending(work, flat, each)
 
     def scatter_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -174,9 +182,12 @@ class DistributedTransport:
             for mine, piece in zip(run, pieces, strict=True):
                 mine.view(piece.shape).copy_(piece)
             shapes.append(pieces[0].shape)
-        scattered = group.reduce_scatter(flat.view(-1), later)
-        return lambda: tuple(
-            run.view(shape) for run, shape in zip(torch.split(scattered(), sizes), shapes, strict=True)
+        out = flat.new_empty(sum(sizes))
+        work = _reduce_scatter(out, flat.view(-1), group=group, async_op=later)
+        return _pending(
+            work,
+            flat,
+            lambda: tuple(run.view(shape) for run, shape in zip(torch.split(out, sizes), shapes, strict=True)),
         )
 
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
@@ -191,8 +202,8 @@ class DistributedTransport:
             return lambda: layout.take(whole(), to_dim, to_parts, size, index)
         outgoing = torch.stack(layout.pieces(x, to_dim, to_parts, size))
         incoming = torch.empty_like(outgoing)
-        work = dist.all_to_all_single(incoming, outgoing, group=group.group, async_op=later)
-        return pending([work], outgoing, lambda: layout.join(incoming.unbind(0), dim, parts))
+        work = dist.all_to_all_single(incoming, outgoing, group=group, async_op=later)
+        return _pending(work, outgoing, lambda: layout.join(incoming.unbind(0), dim, parts))
 
     def exchange_rows(
         self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
@@ -211,13 +222,14 @@ class DistributedTransport:
     ) -> Pending:
         assert receives is not None
         given, out = x.contiguous(), x.new_empty((sum(receives), *x.shape[1:]))
-        work = dist.all_to_all_single(out, given, receives, sends, group=self.axis[axis][0].group, async_op=later)
-        return pending([work], given, lambda: out)
+        work = dist.all_to_all_single(out, given, receives, sends, group=self.axis[axis][0], async_op=later)
+        return _pending(work, given, lambda: out)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
-        group, index = self.axis[axis][0].group, self.axis[axis][2]
+        group, _, index = self.axis[axis]
         if sources[index] == index:
             return lambda: x
+        assert group is not None
         ranks, sent = dist.get_process_group_ranks(group), x.contiguous()
         got = torch.empty_like(sent)
         moves = [
@@ -249,7 +261,7 @@ class DistributedTransport:
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         own = x.chunk(len(ranks))[ranks.index(self.rank)]
-        work = scatter_single(own, x, group=self.group[ranks], async_op=True)
+        work = _reduce_scatter(own, x, group=self.group[ranks], async_op=True)
 
         def wait() -> Tensor:
             work.wait()
@@ -286,6 +298,19 @@ class DistributedTransport:
     def _device(self) -> torch.device:
         kind = self.devices.device_type
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def _pending(work: dist.Work | None, given: Tensor | None, made: Callable[[], Any]) -> Pending:
+    """``work`` is None where it is done; ``given`` lives until then."""
+    kept = [given]
+
+    def wait() -> Any:
+        if work is not None:
+            work.wait()
+        kept.clear()
+        return made()
+
+    return wait
 
 
 def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:
