@@ -23,6 +23,10 @@ from .conversion_prices import ConversionPrices, leaves_as_is
 from .integer_program import FORBIDDEN, IntegerProgram
 from .strategies import find_cuts, flows
 
+User = tuple[Hashable, int]  # the class of an operator, and the position among its inputs (or outputs)
+Together = tuple[tuple[User, int], ...]  # who uses a value, each with how often it is repeated
+Shared = dict[tuple[AxisType, AxisType, Together], int]
+
 
 class AxisSearch:
     """``same``: operators with the same key in repeated blocks share variables."""
@@ -96,25 +100,32 @@ class AxisSearch:
     # -- edges
 
     def _edges(self) -> None:
-        """Edges of the same classes share variables; conversions of one value to one type are paid once."""
-        found: dict[tuple[Hashable, int], Counter[tuple[Hashable, int]]] = defaultdict(Counter)
-        examples: dict[tuple[Hashable, int, Hashable, int], Edge] = {}
+        """Edges of the same classes share variables; all users of a value share its conversion to one type."""
+        uses: dict[tuple[fx.Node, int], dict[User, int]] = defaultdict(dict)
+        examples: dict[tuple[User, User], Edge] = {}
         for node in self.factors:
             grads = flows(node)[0]
             additive = self.factors[node].additive
             for position, given in enumerate(tensor_inputs(node)):
                 source, output = origin(given)
-                a, b = (self.key[source], output), (self.key[node], position)
-                found[a][b] += self.view.repeats.get(node, 1)
-                examples.setdefault((*a, *b), Edge(source, node, position, grads[position], position in additive))
-        for (source_key, output), users in found.items():
-            shared: dict[tuple[AxisType, AxisType], int] = {}
-            for (user_key, position), times in users.items():
-                edge = examples[source_key, output, user_key, position]
-                self._edge(edge, output, times, shared if len(users) > 1 else None)
+                user = (self.key[node], position)
+                often = self.view.repeats.get(node, 1)
+                uses[source, output][user] = max(uses[source, output].get(user, 0), often)
+                edge = Edge(source, node, position, grads[position], position in additive)
+                examples.setdefault(((self.key[source], output), user), edge)
+        # Values of one class may differ in who uses them: the last block's go to the head, the others' to a block.
+        found: dict[User, Counter[Together]] = defaultdict(Counter)
+        for (source, output), users in uses.items():
+            found[self.key[source], output][tuple(users.items())] += 1
+        for value, groups in found.items():
+            shared: Shared = {}
+            alone = all(len(group) == 1 for group in groups)
+            for user in dict.fromkeys(user for group in groups for user, _ in group):
+                times = {group: n * dict(group)[user] for group, n in groups.items() if user in dict(group)}
+                self._edge(examples[value, user], value[1], times, None if alone else shared)
         self._sinks()
 
-    def _edge(self, edge: Edge, output: int, times: int, shared: dict[tuple[AxisType, AxisType], int] | None) -> None:
+    def _edge(self, edge: Edge, output: int, times: Mapping[Together, int], shared: Shared | None) -> None:
         sources, targets = self.key[edge.source], self.key[edge.user]
         from_: dict[AxisType, list[int]] = defaultdict(list)
         to: dict[AxisType, list[int]] = defaultdict(list)
@@ -130,8 +141,8 @@ class AxisSearch:
         output: int,
         from_: Mapping[AxisType, list[int]],
         to: Mapping[AxisType, list[int]],
-        times: int,
-        shared: dict[tuple[AxisType, AxisType], int] | None,
+        times: Mapping[Together, int],
+        shared: Shared | None,
     ) -> None:
         model = self.model
         joint: dict[tuple[AxisType, AxisType], int] = {}
@@ -145,16 +156,17 @@ class AxisSearch:
                         continue
                     price = FORBIDDEN  # a way out, so that the refusal can name the place
                 pays_here = price == 0 or shared is None
-                joint[a, b] = model.variable(price * times if pays_here else 0.0)
+                joint[a, b] = model.variable(price * sum(times.values()) if pays_here else 0.0)
                 if price >= FORBIDDEN:
                     self.forbidden[joint[a, b]] = edge
                 if not pays_here:
                     assert shared is not None
-                    if (a, b) not in shared:
-                        shared[a, b] = model.variable(0.0)
-                    both = shared[a, b]
-                    model.costs[both] = max(model.costs[both], price * times)
-                    model.constrain([(both, 1.0), (joint[a, b], -1.0)], 0, math.inf)
+                    for group, count in times.items():
+                        if (a, b, group) not in shared:
+                            shared[a, b, group] = model.variable(0.0)
+                        both = shared[a, b, group]
+                        model.costs[both] = max(model.costs[both], price * count)
+                        model.constrain([(both, 1.0), (joint[a, b], -1.0)], 0, math.inf)
         for a, variables in from_.items():
             row = [(j, 1.0) for (x, _), j in joint.items() if x == a]
             model.constrain([*row, *((v, -1.0) for v in variables)], 0, 0)
