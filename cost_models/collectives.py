@@ -82,7 +82,6 @@ def send(group: Group, num_bytes: float) -> float:
 ALGORITHMS: Mapping[str, Callable[[Group, float], float]] = MappingProxyType(
     {
         "all_reduce": all_reduce,
-        "all_reduce_max": all_reduce,
         "all_gather": gather,
         "reduce_scatter": gather,
         "broadcast": gather,

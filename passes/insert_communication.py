@@ -13,7 +13,6 @@ from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, te
 from ..attention_ops import attention
 from ..builder import GraphBuilder
 from ..comm_ops import (
-    all_reduce_max,
     convert,
     dropout,
     embedding_rows,
@@ -185,8 +184,8 @@ class _Lowering:
         return [new]
 
     def _cross_entropy(self, node: fx.Node, logits: fx.Node, labels: fx.Node, ignore: int) -> fx.Node:
-        """log(sum of exp(logits)) minus the label's logit. Where ranks hold slices of the classes, they exchange two
-        numbers per row instead of logits (Shoeybi et al. 2019)."""
+        """log(sum of exp(logits)) minus the label's logit. Where ranks hold slices of the classes, they exchange three
+        numbers per row instead of logits (as Shoeybi et al. 2019, who do so in three steps)."""
         call, axes = self.builder.call, self._split_on(node, 0, 1)
         if any(axis.role == "time" for axis in axes):
             raise CompileError("QN104", "classes cannot be split over microbatches", where=self.builder.where)
@@ -194,16 +193,23 @@ class _Lowering:
             scores = call(aten._log_softmax.default, logits, 1, False)
             return self.builder.getitem(call(aten.nll_loss_forward.default, scores, labels, None, 0, ignore), 0)
         names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
-        top = call(aten.amax.default, call(aten.detach.default, logits), [1], True)
-        for axis in axes:
-            top = call(all_reduce_max, top, axis.name, axis.size)
-        terms = call(nll_terms, logits, top, labels, names, sizes)
-        for axis in axes:
-            terms = call(convert, terms, axis.name, axis.size, "P", "I")
-        total, picked = (call(aten.select.int, terms, 0, i) for i in (0, 1))
-        gap = call(aten.sub.Tensor, self._cast(self.builder.reshape(top, shape(total)), total), picked)
+        terms = call(nll_terms, logits, labels, names, sizes)
+        for axis in reversed(axes):
+            terms = self._joined_terms(call(convert, terms, axis.name, axis.size, "S(0)", "I"))
+        top, total, picked = (call(aten.select.int, call(aten.select.int, terms, 0, 0), 0, i) for i in range(3))
+        gap = call(aten.sub.Tensor, top, picked)
         losses = self._cast(call(aten.add.Tensor, call(aten.log.default, total), gap), logits)
         return call(aten.masked_fill.Scalar, losses, call(aten.eq.Scalar, labels, ignore), 0.0)
+
+    def _joined_terms(self, terms: fx.Node) -> fx.Node:
+        """Of the terms of all ranks, those of their classes together."""
+        call = self.builder.call
+        tops, totals, picked = (call(aten.slice.Tensor, terms, 1, i, i + 1) for i in range(3))
+        tops = call(aten.detach.default, tops)
+        top = call(aten.amax.default, tops, [0], True)
+        totals = call(aten.mul.Tensor, totals, call(aten.exp.default, call(aten.sub.Tensor, tops, top)))
+        sums = [call(aten.sum.dim_IntList, x, [0], True) for x in (totals, picked)]
+        return call(aten.cat.default, [top, *sums], 1)
 
     def _expert_linear(
         self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool

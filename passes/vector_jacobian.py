@@ -170,10 +170,13 @@ class VectorJacobian:
         return [self.builder.call(embedding_rows, *args)], pullback
 
     def _nll_terms(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-            return [self.builder.call(nll_terms_backward, tangents[0], *args), None, None]
+        terms = self.builder.call(nll_terms, *args)
 
-        return [self.builder.call(nll_terms, *args)], pullback
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            logits, *rest = args
+            return [self.builder.call(nll_terms_backward, tangents[0], logits, terms, *rest), None]
+
+        return [terms], pullback
 
     def _expert_linear(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
         rows, ids, weight, bias, transposed = args

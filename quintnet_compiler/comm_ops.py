@@ -76,7 +76,6 @@ row_nll = define_composite("row_nll(Tensor logits, Tensor labels, int ignore) ->
 
 convert = define_operator("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)
 all_reduce = define_operator("all_reduce(Tensor x, str axis, int size) -> Tensor", _same)
-all_reduce_max = define_operator("all_reduce_max(Tensor x, str axis, int size) -> Tensor", _same)
 all_gather = define_operator(
     "all_gather(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
@@ -122,15 +121,15 @@ embedding_rows_backward = define_operator(
     "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
 )
-# this rank's terms of a cross entropy whose classes ``axes`` split: row 0, each sum of exp(logits - top); row 1, each
-# label's logit
+# this rank's terms of a cross entropy whose classes ``axes`` split: of each row its largest logit (top, a constant of
+# the derivative), the sum of exp(logits - top), and the label's logit
 nll_terms = define_operator(
-    "nll_terms(Tensor logits, Tensor top, Tensor labels, str[] axes, int[] sizes) -> Tensor",
-    lambda logits, top, labels, axes, sizes: logits.new_empty([2, logits.shape[0]], dtype=widened(logits.dtype)),
+    "nll_terms(Tensor logits, Tensor labels, str[] axes, int[] sizes) -> Tensor",
+    lambda logits, labels, axes, sizes: logits.new_empty([1, 3, logits.shape[0]], dtype=widened(logits.dtype)),
 )
 nll_terms_backward = define_operator(
-    "nll_terms_backward(Tensor grad, Tensor logits, Tensor top, Tensor labels, str[] axes, int[] sizes) -> Tensor",
-    lambda grad, logits, top, labels, axes, sizes: torch.empty_like(logits),
+    "nll_terms_backward(Tensor grad, Tensor logits, Tensor terms, Tensor labels, str[] axes, int[] sizes) -> Tensor",
+    lambda grad, logits, terms, labels, axes, sizes: torch.empty_like(logits),
 )
 # ids counted from this rank's first expert, of ``experts`` that ``axes`` split: those of other ranks fall outside
 own_experts = define_operator("own_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", _same)
@@ -230,7 +229,7 @@ wait = define_operator("wait(Tensor x) -> Tensor", _same)
 
 COMMUNICATION = frozenset(
     {
-        *STARTS.values(), all_reduce, all_reduce_max, all_gather, reduce_scatter, all_to_all,
+        *STARTS.values(), all_reduce, all_gather, reduce_scatter, all_to_all,
         ring_attention, ring_attention_backward, route_plan, route, unroute,
         gather_state, gather_together, scatter_together,
     }

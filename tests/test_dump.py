@@ -124,7 +124,7 @@ def test_the_page_says_what_is_there(page: Page, program: quintnet.CompiledProgr
     assert "blocks.0.up.weight [128, 32], on a rank [64, 32] dp R tp S(0)" in text
     assert "models.py:48: return x + self.down(F.gelu(self.up(self.ln2(x))))" in text
     assert "comm.reduce_scatter(linear_1, 'tp', 0, 1, 2)" in text and "ranks 0, 1, 2, 3" in text
-    assert "10 Overlap" in text and "changes nothing" in text and "+%all_reduce_max" in text
+    assert "10 Overlap" in text and "changes nothing" in text and "+%nll_terms" in text
     assert "no predicted timeline" not in text and "rank 4 (pp1 dp0 tp0) ×4" in text
 
 

@@ -37,7 +37,6 @@ class Comm:
         gradients: GradientStore | None = None,
     ) -> None:
         self.all_reduce = transport.all_reduce
-        self.all_reduce_max = transport.all_reduce_max
         self.all_gather = transport.all_gather
         self.gather_state = transport.gather_state
         self.reduce_scatter = transport.reduce_scatter
@@ -105,20 +104,22 @@ class Comm:
         local, outside = self._rows(ids, experts // math.prod(sizes), axes, sizes)
         return local.masked_fill(outside, -1)
 
-    def nll_terms(
-        self, logits: Tensor, top: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int
-    ) -> Tensor:
-        """This rank's terms of a cross entropy: of each row's sum of exponentials, and of its label's logit."""
+    def nll_terms(self, logits: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
+        """This rank's terms of a cross entropy: of each row its largest logit, the sum of exponentials relative to it,
+        and the label's logit (0 where another rank has it)."""
         local, outside = self._rows(labels, logits.shape[1], axes, sizes)
         picked = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill_(outside, 0.0)
+        # a rank may have nothing but masked classes
+        top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
         wide = widened(logits.dtype)
-        return torch.stack([(logits - top).exp_().sum(1, dtype=wide), picked.to(wide)])
+        total = (logits - top).exp_().sum(1, dtype=wide)
+        return torch.stack([top.squeeze(1).to(wide), total, picked.to(wide)]).unsqueeze(0)
 
     def nll_terms_backward(
         self,
         grad: Tensor,
         logits: Tensor,
-        top: Tensor,
+        terms: Tensor,
         labels: Tensor,
         axes: Sequence[str],
         sizes: Sequence[int],
@@ -126,8 +127,8 @@ class Comm:
     ) -> Tensor:
         """The gradient of this rank's logits, from that of the terms."""
         local, outside = self._rows(labels, logits.shape[1], axes, sizes)
-        total, picked = grad.to(logits.dtype).unsqueeze(-1).unbind(0)
-        found = (logits - top).exp_().mul_(total)
+        _, total, picked = grad[0].to(logits.dtype).unsqueeze(-1).unbind(0)
+        found = (logits - terms[0, 0].to(logits.dtype).unsqueeze(-1)).exp_().mul_(total)
         return found.scatter_add_(1, local.unsqueeze(1), picked.masked_fill(outside.unsqueeze(1), 0.0))
 
     def _rows(self, ids: Tensor, rows: int, axes: Sequence[str], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -86,11 +86,6 @@ class DistributedTransport:
         work = dist.all_reduce(out, group=self.axis[axis][0], async_op=later)
         return _pending(work, None, lambda: out)
 
-    def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=self.axis[axis][0])
-        return out
-
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._all_gather(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
 

@@ -144,10 +144,10 @@ def _carry_out(meetings: list[Meeting], wanted: Sequence[int]) -> list[Any]:
     """The collective's result on the ranks at ``wanted`` places."""
     kind, xs, detail = meetings[0].kind, [m.tensor for m in meetings], meetings[0].detail
     count = len(xs)
-    if kind in ("sum", "max"):
+    if kind == "sum":
         total = xs[0].clone()
         for x in xs[1:]:
-            total = total + x if kind == "sum" else torch.maximum(total, x)
+            total = total + x
         return [total.clone() for _ in wanted]
     if kind == "gather":
         dim, parts = detail
@@ -204,9 +204,6 @@ class LocalTransport:
 
     def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
         return self._meet("sum", x, self.peers[axis], self._site(at))
-
-    def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor:
-        return self._meet("max", x, self.peers[axis], self._site(at))
 
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("gather", x, self.peers[axis], self._site(at), dim, parts)

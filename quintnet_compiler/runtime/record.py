@@ -195,9 +195,6 @@ class TimedTransport:
     def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
         return self.recorder.timed(lambda: self.inner.all_reduce(x, axis, at), **self._what(axis, at))
 
-    def all_reduce_max(self, x: Tensor, axis: str, at: int) -> Tensor:
-        return self.recorder.timed(lambda: self.inner.all_reduce_max(x, axis, at), **self._what(axis, at))
-
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self.recorder.timed(lambda: self.inner.all_gather(x, axis, dim, parts, at), **self._what(axis, at))
 

@@ -26,7 +26,7 @@ PLAIN = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 # what another collective is priced as
 _LIKE = MappingProxyType(
     {
-        "all_reduce_max": "all_reduce", "gather_state": "all_gather", "gather_together": "all_gather",
+        "gather_state": "all_gather", "gather_together": "all_gather",
         "scatter_together": "reduce_scatter",
     }
 )  # fmt: skip
