@@ -3,9 +3,11 @@ are the same tensors in every step, unless somebody keeps one."""
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -141,3 +143,23 @@ def test_gradients_add_up_where_nobody_clears_them() -> None:
     with pytest.raises(quintnet.RunError):
         program.step(bad)
     assert all(torch.equal(p.grad.full_tensor(), x) for p, x in zip(parameters, kept, strict=True))  # type: ignore[union-attr]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
+def test_memory_stays_from_step_to_step() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x).square().mean()
+
+    x = torch.randn(2048, 256)  # 2 MiB for each layer's output
+    program = quintnet.compile(Wide(), quintnet.Mesh(dp=1), (x,))
+    for _ in range(3):
+        program.step((x,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        program.step((x,))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 10 * 100  # a layer's output has 512 pages

@@ -14,11 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
+from .collectives import Native, collectives, pending
 from .transport import GRADIENTS, VALUES, Pending, Wait
-
-# torch 2.13 renamed these two; the names before it are deprecated
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
 ORDER = ("pp", "dp", "ep", "cp", "tp")
@@ -49,14 +46,13 @@ class DistributedTransport:
             )
         self.place = mesh.coordinate(self.rank)
         self.devices = devices
-        self.group: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for axis in mesh.names:
-            if mesh[axis] > 1:
-                self.group[mesh.peers(self.rank, [axis])] = devices.get_group(axis)
-        self.axis = {
-            axis: (self.group.get(mesh.peers(self.rank, [axis])), mesh[axis], self.place[axis]) for axis in mesh.names
-        }
-        self.group[tuple(range(mesh.size))] = dist.group.WORLD
+        axes = [axis for axis in mesh.names if mesh[axis] > 1]
+        self.axis = {axis: collectives(devices.get_group(axis)) for axis in axes}
+        self.group: dict[tuple[int, ...], Native] = {mesh.peers(self.rank, [axis]): self.axis[axis] for axis in axes}
+        if mesh.size > 1:
+            assert dist.group.WORLD is not None
+            self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
+        self.known = set(self.group)
         # Values and their gradients, up and down the ranks, travel on channels of their own, so that none waits for
         # another: NCCL takes all transfers of a group between two ranks in order, whichever way they go.
         self.channel = [(dist.new_group(), dist.new_group()) for _ in (VALUES, GRADIENTS)] if mesh["pp"] > 1 else []
@@ -65,12 +61,11 @@ class DistributedTransport:
     def add_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Make process groups. Every rank must call this with the same groups in the same order."""
         for ranks in groups:
-            if ranks not in self.group and len(ranks) > 1:
+            if ranks not in self.known and len(ranks) > 1:
+                self.known.add(ranks)
                 made = dist.new_group(list(ranks))
                 if self.rank in ranks:
-                    self.group[ranks] = made
-                else:
-                    self.group[ranks] = None
+                    self.group[ranks] = collectives(made)
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
@@ -82,44 +77,37 @@ class DistributedTransport:
         return self._all_reduce(x, axis, at)()  # type: ignore[no-any-return]
 
     def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
-        out = x.clone(memory_format=torch.contiguous_format)
-        work = dist.all_reduce(out, group=self.axis[axis][0], async_op=later)
-        return _pending(work, None, lambda: out)
+        return self.axis[axis].all_reduce(x.contiguous(), later)
 
     def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._all_gather(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
 
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
-        group, size, _ = self.axis[axis]
-        given = x.contiguous()
-        out = x.new_empty((size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(size)
-        work = _all_gather(out, given, group=group, async_op=later)
+        group = self.axis[axis]
+        out = x.new_empty((group.size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(group.size)
+        gathered = group.all_gather(x.contiguous(), out, later)
         if dim == 0 and parts == 1:
-            return _pending(work, given, lambda: out)
-        return _pending(work, given, lambda: layout.join(out.chunk(size), dim, parts))
+            return gathered
+        return lambda: layout.join(gathered().chunk(group.size), dim, parts)
 
     def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        group, size, index = self.axis[axis]
         if x.untyped_storage().nbytes() == x.nbytes:
             return self.all_gather(x, axis, dim, parts, at)
         assert (dim, parts) == (0, 1), "only rows can be gathered in place"
-        first = x.storage_offset() - index * x.numel()
-        whole = x.as_strided((size * x.shape[0], *x.shape[1:]), x.stride(), first)
-        _all_gather(whole, x, group=group)
-        return whole
+        group = self.axis[axis]
+        first = x.storage_offset() - group.rank * x.numel()
+        whole = x.as_strided((group.size * x.shape[0], *x.shape[1:]), x.stride(), first)
+        return group.all_gather(x, whole, False)()  # type: ignore[no-any-return]
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._reduce_scatter(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
 
     def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
-        group, size, _ = self.axis[axis]
-        if dim == 0 and parts == 1:
-            stacked = x.contiguous()
-        else:
-            stacked = torch.cat(layout.pieces(x, dim, parts, size))
-        out = stacked.new_empty((stacked.shape[0] // size, *stacked.shape[1:]))
-        work = _reduce_scatter(out, stacked, group=group, async_op=later)
-        return _pending(work, stacked, lambda: out)
+        group = self.axis[axis]
+        whole = dim == 0 and parts == 1
+        stacked = x.contiguous() if whole else torch.cat(layout.pieces(x, dim, parts, group.size))
+        out = stacked.new_empty((stacked.shape[0] // group.size, *stacked.shape[1:]))
+        return group.reduce_scatter(stacked, out, later)
 
     def gather_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -136,14 +124,13 @@ class DistributedTransport:
         *,
         later: bool = False,
     ) -> Pending:
-        group, size, _ = self.axis[axis]
-        flat = torch.cat([x.reshape(-1) for x in xs])
-        out = flat.new_empty(size, flat.numel())
-        work = _all_gather(out.view(-1), flat, group=group, async_op=later)
+        group = self.axis[axis]
+        flat, size = torch.cat([x.reshape(-1) for x in xs]), group.size
+        gathered = group.all_gather(flat, flat.new_empty(size, flat.numel()), later)
         shapes = [x.shape for x in xs]
 
         def each() -> tuple[Tensor, ...]:
-            runs = torch.split(out, [shape.numel() for shape in shapes], 1)
+            runs = torch.split(gathered(), [shape.numel() for shape in shapes], 1)
             return tuple(
                 run.reshape(size * shape[0], *shape[1:])
                 if (dim, n) == (0, 1)
@@ -151,7 +138,7 @@ class DistributedTransport:
                 for shape, run, dim, n in zip(shapes, runs, dims, parts, strict=True)
             )
 
-        return _pending(work, flat, each)
+        return each
 
     def scatter_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -168,8 +155,8 @@ class DistributedTransport:
         *,
         later: bool = False,
     ) -> Pending:
-        group, size, _ = self.axis[axis]
-        sizes = [x.numel() // size for x in xs]
+        group = self.axis[axis]
+        size, sizes = group.size, [x.numel() // group.size for x in xs]
         flat = xs[0].new_empty(size, sum(sizes))
         shapes = []
         for x, run, dim, n in zip(xs, torch.split(flat, sizes, 1), dims, parts, strict=True):
@@ -177,12 +164,9 @@ class DistributedTransport:
             for mine, piece in zip(run, pieces, strict=True):
                 mine.view(piece.shape).copy_(piece)
             shapes.append(pieces[0].shape)
-        out = flat.new_empty(sum(sizes))
-        work = _reduce_scatter(out, flat.view(-1), group=group, async_op=later)
-        return _pending(
-            work,
-            flat,
-            lambda: tuple(run.view(shape) for run, shape in zip(torch.split(out, sizes), shapes, strict=True)),
+        scattered = group.reduce_scatter(flat.view(-1), flat.new_empty(sum(sizes)), later)
+        return lambda: tuple(
+            run.view(shape) for run, shape in zip(torch.split(scattered(), sizes), shapes, strict=True)
         )
 
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
@@ -191,14 +175,14 @@ class DistributedTransport:
     def _all_to_all(
         self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int, *, later: bool = False
     ) -> Pending:
-        group, size, index = self.axis[axis]
+        group = self.axis[axis]
         if dim == to_dim:  # the same dim in other parts: rare
             whole = self._all_gather(x, axis, dim, parts, at, later=later)
-            return lambda: layout.take(whole(), to_dim, to_parts, size, index)
-        outgoing = torch.stack(layout.pieces(x, to_dim, to_parts, size))
+            return lambda: layout.take(whole(), to_dim, to_parts, group.size, group.rank)
+        outgoing = torch.stack(layout.pieces(x, to_dim, to_parts, group.size))
         incoming = torch.empty_like(outgoing)
-        work = dist.all_to_all_single(incoming, outgoing, group=group, async_op=later)
-        return _pending(work, outgoing, lambda: layout.join(incoming.unbind(0), dim, parts))
+        work = dist.all_to_all_single(incoming, outgoing, group=group.group, async_op=later)
+        return pending(work, outgoing, lambda: layout.join(incoming.unbind(0), dim, parts))
 
     def exchange_rows(
         self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
@@ -217,14 +201,13 @@ class DistributedTransport:
     ) -> Pending:
         assert receives is not None
         given, out = x.contiguous(), x.new_empty((sum(receives), *x.shape[1:]))
-        work = dist.all_to_all_single(out, given, receives, sends, group=self.axis[axis][0], async_op=later)
-        return _pending(work, given, lambda: out)
+        work = dist.all_to_all_single(out, given, receives, sends, group=self.axis[axis].group, async_op=later)
+        return pending(work, given, lambda: out)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
-        group, _, index = self.axis[axis]
+        group, index = self.axis[axis].group, self.axis[axis].rank
         if sources[index] == index:
             return lambda: x
-        assert group is not None
         ranks, sent = dist.get_process_group_ranks(group), x.contiguous()
         got = torch.empty_like(sent)
         moves = [
@@ -246,26 +229,14 @@ class DistributedTransport:
     # -- what the executor asks for
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        work = dist.all_reduce(x, group=self.group[ranks], async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return x
-
-        return wait
+        return self.group[ranks].add(x)
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         own = x.chunk(len(ranks))[ranks.index(self.rank)]
-        work = _reduce_scatter(own, x, group=self.group[ranks], async_op=True)
-
-        def wait() -> Tensor:
-            work.wait()
-            return own
-
-        return wait
+        return self.group[ranks].reduce_scatter(x, own, True)
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
-        dist.broadcast(x, src=source, group=self.group[ranks])
+        dist.broadcast(x, src=source, group=self.group[ranks].group)
         return x
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
@@ -293,19 +264,6 @@ class DistributedTransport:
     def _device(self) -> torch.device:
         kind = self.devices.device_type
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
-
-
-def _pending(work: dist.Work | None, given: Tensor | None, made: Callable[[], Any]) -> Pending:
-    """``work`` is None where it is done; ``given`` lives until then."""
-    kept = [given]
-
-    def wait() -> Any:
-        if work is not None:
-            work.wait()
-        kept.clear()
-        return made()
-
-    return wait
 
 
 def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:

@@ -19,6 +19,7 @@ from ..sharding import P, Shard
 from .comm import Comm
 from .engines import Engine, eager
 from .gradients import GradientStore
+from .heap import keep_heap
 from .transport import GRADIENTS, VALUES, Transport, Wait
 from .watch import Watch, run_watched
 
@@ -63,6 +64,8 @@ class Executor:
     ) -> None:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
+        if device.type == "cpu":
+            keep_heap()
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {

@@ -1,0 +1,93 @@
+"""The collectives of one process group that add up and join tensors: the backend's own, or exchanges in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .transport import Pending
+
+# torch 2.13 renamed these two; the names before it are deprecated
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Native:
+    """What the backend has. Each collective takes contiguous tensors, which must not change until it is waited for.
+    ``later``: whether something else is done in between."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.size, self.rank = group, group.size(), group.rank()
+
+    def add(self, x: Tensor, later: bool = True) -> Pending:
+        """Makes ``x`` the sum of all ranks'."""
+        return pending(dist.all_reduce(x, group=self.group, async_op=later), x, lambda: x)
+
+    def all_reduce(self, x: Tensor, later: bool) -> Pending:
+        """The sum of all ranks' ``x``."""
+        return self.add(x.clone(), later)
+
+    def all_gather(self, x: Tensor, into: Tensor, later: bool) -> Pending:
+        """All ranks' ``x`` in ``into``, one after the other. ``x`` may lie there already."""
+        return pending(_gather(into, x, group=self.group, async_op=later), x, lambda: into)
+
+    def reduce_scatter(self, x: Tensor, into: Tensor, later: bool) -> Pending:
+        """This rank's run of the sum of all ranks' ``x`` in ``into``, which may be that run of ``x``."""
+        return pending(_scatter(into, x, group=self.group, async_op=later), x, lambda: into)
+
+
+class Exchanges(Native):
+    """Gloo sums in a ring, each of whose steps wakes several threads. Where no rank has more to send for it, all send
+    to all in one step, and what arrives is added up here, in the order of ranks."""
+
+    def add(self, x: Tensor, later: bool = True) -> Pending:
+        if self.size > 2:
+            return super().add(x, later)
+        return self._exchanged(x, torch.empty_like(x), later, x.add_)
+
+    def all_reduce(self, x: Tensor, later: bool) -> Pending:
+        if self.size > 2:
+            return super().all_reduce(x, later)
+        return self._exchanged(x, torch.empty_like(x), later, x.add)
+
+    def all_gather(self, x: Tensor, into: Tensor, later: bool) -> Pending:
+        if self.size > 2:
+            return super().all_gather(x, into, later)
+        halves = into.view(-1).chunk(2)
+        mine, other = halves[self.rank], halves[1 - self.rank]
+        if mine.data_ptr() != x.data_ptr():
+            mine.copy_(x.view(-1))
+        return self._exchanged(x, other, later, lambda _: into)
+
+    def reduce_scatter(self, x: Tensor, into: Tensor, later: bool) -> Pending:
+        got = torch.empty_like(x)
+        work = dist.all_to_all_single(got.view(-1), x.view(-1), group=self.group, async_op=later)
+        terms = got.view(self.size, *into.shape)
+        return pending(work, x, lambda: torch.sum(terms, 0, out=into))
+
+    def _exchanged(self, x: Tensor, got: Tensor, later: bool, made: Callable[[Tensor], Tensor]) -> Pending:
+        """What ``made`` of the other one's ``x``."""
+        counts = [x.numel(), 0] if self.rank else [0, x.numel()]
+        work = dist.all_to_all_single(got.view(-1), x.view(-1), counts, counts, group=self.group, async_op=later)
+        return pending(work, x, lambda: made(got))
+
+
+def collectives(group: dist.ProcessGroup) -> Native:
+    return Exchanges(group) if dist.get_backend(group) == "gloo" else Native(group)
+
+
+def pending(work: dist.Work | None, given: Tensor, made: Callable[[], Any]) -> Pending:
+    """``work`` is None where it is done; ``given`` lives until then."""
+    kept = [given]
+
+    def wait() -> Any:
+        if work is not None:
+            work.wait()
+        kept.clear()
+        return made()
+
+    return wait
