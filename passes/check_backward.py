@@ -188,19 +188,25 @@ class _Check:
         self.terms[origin(loss), self.local.stage.get(origin(loss)[0], 0)].append(Term(one, {}, origin(loss)[0]))
 
     def _sum(self, made: fx.Node | None, terms: list[Term], what: str, node: fx.Node, stage: int | None) -> None:
-        """``made`` adds up exactly ``terms``, and each term is computed in the stage of its operator."""
+        """``made`` adds up exactly ``terms``; each term is computed in the stage of its operator, and added there to
+        the others of that stage."""
         if made is None:
             raise self._fail(f"{what} is missing", node)
-        left, todo = list(terms), [made]
+        left, todo, crossing = list(terms), [(made, self.program.stage.get(made))], set[int | None]()
         while todo:
-            here = todo.pop()
+            here, reader = todo.pop()
+            home = self.program.stage.get(here)
+            if home != reader:
+                if home in crossing:
+                    raise self._fail(f"{what} leaves stage {home} in several tensors", node)
+                crossing.add(home)
             found = next(
                 (t for t in left if self._equal(t.node, here, dict(t.bound), self.local.stage.get(t.user))), None
             )
             if found is not None:
                 left.remove(found)
             elif here.target is aten.add.Tensor and len(here.args) == 2 and len(here.all_input_nodes) in (1, 2):
-                todo += [here.args[0], here.args[1]]  # type: ignore[list-item]
+                todo += [(here.args[0], home), (here.args[1], home)]  # type: ignore[list-item]
             else:
                 raise self._fail(f"{what} has a term too many or a wrong one: {here.name}", node)
         if left:

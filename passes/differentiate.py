@@ -157,11 +157,11 @@ class _Tape:
         self.arrived[source, index][stage].append(seed)
         first_users = _first_users(self.local)
         for node, pullback in reversed(self.pullbacks):
-            before = len(self.builder.made)
             stage = self.local.stage[node]
-            self._enter(node)
             with self.builder.at(node, backward=True):
                 tangents = [self._sum((node, i), stage) for i in range(len(values(node)))]
+                before = len(self.builder.made)
+                self._enter(node)
                 if any(t is not None for t in tangents):
                     terms = pullback(tangents)
                     for given, term in zip(tensor_inputs(node), terms, strict=True):

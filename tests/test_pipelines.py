@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.schedule import Op
@@ -193,3 +193,20 @@ def test_a_number_of_stages_that_a_schedule_does_not_have_is_refused_before_anyt
                 schedule=name,
                 virtual_stages=count,
             )
+
+
+def test_one_gradient_of_each_value_returns() -> None:
+    class Fan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return (self.a(x) * self.b(x) * self.c(x)).sum()
+
+    batch = (torch.randn(4, 4, dtype=torch.double),)
+    program = quintnet.compile(Fan().double(), quintnet.Mesh(pp=2), batch, plan={"stages": ["a"]})
+    assert program.verify().ok
+    (transfer,) = program._leader().program.transfers
+    assert len(transfer.forward) == len(transfer.backward) == 1
