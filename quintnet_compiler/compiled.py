@@ -7,14 +7,13 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .capture import LossFn, batch_size_of, capture, plain_batch
-from .compiler import Compiled, Request, Runner, compile_program, follow_program
+from .capture import LossFn, batch_size_of, plain_batch
+from .compiler import Request, Runner, compile_program
 from .cost import RankCosts
 from .cost_models.cluster import Cluster
 from .cost_models.cluster_costs import ClusterCosts
@@ -23,15 +22,16 @@ from .dump.folder import dump_program
 from .dump.page import Extras
 from .errors import CompileError, InputError, RunError
 from .explain import Difference, Explain, Explanation, difference
-from .generation import Decoding, Held, Sampling, ends_of
+from .generation import Decoding, Sampling, ends_of
 from .html import table
 from .mesh import Mesh
 from .meta_buffers import with_buffers
 from .passes.prove import prove
 from .plan import Plan, precision_of
 from .planner.report import PlanReport
-from .program import Captured, DistributedProgram, RankProgram
+from .program import DistributedProgram, RankProgram
 from .program_state import ProgramState
+from .programs import Programs, check_divides
 from .runtime.backend import Backend
 from .runtime.backends import open_backend
 from .runtime.engines import ENGINES
@@ -57,9 +57,7 @@ class CompiledProgram(ProgramState):
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._captured: dict[str, Captured] = {}
-        self._programs: dict[tuple[str, int], DistributedProgram] = {}
-        self._compiled: Compiled | None = None
+        self._programs = Programs(task)
         self._backend: Backend | None = None
         self._batch: Any = None
         self._steps = 0
@@ -117,7 +115,7 @@ class CompiledProgram(ProgramState):
         """The model's outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
         batch = kwargs if kwargs else inputs
         leaves = self._run("outputs", batch, False)
-        return pytree.tree_unflatten(leaves, self._captured["outputs"].output_spec)
+        return pytree.tree_unflatten(leaves, self._programs.captured["outputs"].output_spec)
 
     def generate(
         self,
@@ -161,7 +159,7 @@ class CompiledProgram(ProgramState):
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
         check_divides(self.mesh, 1, ids.shape[0])
         if self._decoding is None:
-            self._decoding = Decoding(self._task.model, self._state(), self._follow)
+            self._decoding = Decoding(self._task.model, self._state(), self._programs.follow)
         return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
 
     # -- proof
@@ -228,7 +226,7 @@ class CompiledProgram(ProgramState):
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
             rows = leader.program.source.local.staged.sharded.program.batch_size
             request = Request(task.mesh, plan, rows, task.device, task.rules)
-            other = compile_program(self._captured[task.leads], request, Runner(), training=task.training)
+            other = compile_program(self._programs.captured[task.leads], request, Runner(), training=task.training)
             return other.program, other.plan
 
         return Explain(leader.program, task.plan, leader.plan, task.rules, self._prices(costs), recompile)(
@@ -281,12 +279,13 @@ class CompiledProgram(ProgramState):
             )
 
     def _subject(self, batch: Any) -> Subject:
-        program = self._program("train", batch, batch_size_of(batch))
-        task, tensors = self._task, dict(self._captured["train"].tensors)
+        programs = self._programs
+        program = programs.get("train", batch, batch_size_of(batch))
+        task, tensors = self._task, dict(programs.captured["train"].tensors)
         try:
             inputs = model_inputs(batch, task.loss_fn)
-            outputs: DistributedProgram | str = self._program("outputs", inputs, batch_size_of(inputs))
-            tensors = {**self._captured["outputs"].tensors, **tensors}
+            outputs: DistributedProgram | str = programs.get("outputs", inputs, batch_size_of(inputs))
+            tensors = {**programs.captured["outputs"].tensors, **tensors}
         except CompileError as error:
             outputs = error.message
         return Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
@@ -352,9 +351,9 @@ class CompiledProgram(ProgramState):
         return dict(self._leader().runner.seconds)
 
     def _repr_html_(self) -> str:
-        if self._compiled is None:
+        if not self._programs.led:
             return table([], [("mesh", self.mesh)], "A program that is not compiled yet: it has not seen a batch")
-        program = self._compiled.program
+        program = self._leader().program
         rows = [
             (
                 stage.index, program.schedule.placement[stage.index], len(stage.state),
@@ -404,7 +403,7 @@ class CompiledProgram(ProgramState):
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything."""
         self._batch = plain_batch(batch)
-        self._program(self._task.leads, self._batch, batch_size_of(batch))
+        self._programs.get(self._task.leads, self._batch, batch_size_of(batch))
         return self
 
     # -- how
@@ -414,19 +413,10 @@ class CompiledProgram(ProgramState):
             message = f"{what} was called, and the program has no backward"
             raise CompileError("QN107", message, fix="compile without training=False")
 
-    def _leader(self) -> Compiled:
-        if self._compiled is None:
-            raise CompileError(
-                "QN102",
-                "the program is not compiled yet, because it has not seen a batch",
-                fix="pass batch= to quintnet.compile, call prepare(batch), or run a step",
-            )
-        return self._compiled
-
     def _state(self) -> Backend:
         if self._backend is None:
             leader = self._leader()
-            tensors = with_buffers(self._task.model, self._captured[self._task.leads].tensors)
+            tensors = with_buffers(self._task.model, self._programs.captured[self._task.leads].tensors)
             plan = leader.plan.to_json()
             engine = ENGINES[self._task.backend]()
             self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan, engine)
@@ -455,118 +445,15 @@ class CompiledProgram(ProgramState):
     def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
         batch = plain_batch(batch)
         rows = batch_size_of(batch)
-        program = self._program(kind, batch, rows * (self.mesh.data_ways if local else 1))
-        inputs = self._inputs(kind, program, batch, local)
+        program = self._programs.get(kind, batch, rows * (self.mesh.data_ways if local else 1))
+        inputs = self._programs.inputs(kind, program, batch, local)
         if kind == "train" and not local:
             self._batch = batch
         backend = self._state()
         if kind != self._task.leads:
-            backend.learn(program, self._captured[kind].tensors)
+            backend.learn(program, self._programs.captured[kind].tensors)
         return backend.run(program, inputs, self._how(kind, local), recorder=recorder)
 
     def _how(self, kind: str, local: bool) -> Run:
         task = self._task
         return Run(kind == "train", local, task.plan.seed, self._steps, task.check_finite)
-
-    def _program(self, kind: str, batch: Any, size: int) -> DistributedProgram:
-        found = self._programs.get((kind, size))
-        if found is not None:
-            return found
-        check_divides(self.mesh, self._task.plan.microbatches if kind == "train" else 1, size)
-        if self._compiled is None:
-            self._lead(batch, size) if kind == self._task.leads else self._lead_for(kind, batch, size)
-            if kind == self._task.leads:
-                return self._programs[kind, size]
-        found = self._programs[kind, size] = self._follow(self._capture(kind, batch), size, training=kind == "train")
-        return found
-
-    def _follow(
-        self, captured: Captured, size: int, held: Held = MappingProxyType({}), *, training: bool = False
-    ) -> DistributedProgram:
-        task, leader = self._task, self._leader()
-        request = Request(task.mesh, leader.plan, size, task.device, task.rules, held)
-        return follow_program(captured, request, leader, Runner(), training=training)
-
-    def _lead_for(self, kind: str, batch: Any, size: int) -> None:
-        """Evaluation came first: the training program still decides where parameters live."""
-        if not self._task.training:
-            batch = model_inputs(batch, self._task.loss_fn)
-        elif kind == "outputs":
-            raise CompileError(
-                "QN102",
-                "the model's outputs were asked for before a training batch was seen",
-                fix="pass batch= to quintnet.compile, or training=False",
-            )
-        self._lead(batch, size)
-
-    def _lead(self, batch: Any, size: int) -> None:
-        task = self._task
-        request = Request(task.mesh, task.plan, size, task.device, task.rules)
-        captured = self._capture(task.leads, batch)
-        self._compiled = compile_program(captured, request, Runner(keep=True), training=task.training)
-        self._programs[task.leads, size] = self._compiled.program
-
-    def _capture(self, kind: str, batch: Any) -> Captured:
-        if kind not in self._captured:
-            task = self._task
-            want = "outputs" if kind == "outputs" else "loss"
-            self._captured[kind] = capture(
-                task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
-            )
-        return self._captured[kind]
-
-    def _inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:
-        leaves, spec = pytree.tree_flatten(batch)
-        captured = self._captured[kind]
-        if spec != captured.input_spec:
-            raise InputError(
-                "QN102",
-                f"the batch has another structure than the first one: {_outline(batch)}",
-                fix="pass the same kinds of arguments in the same order",
-            )
-        literals = tuple(x for x in leaves if not isinstance(x, Tensor))
-        if literals != captured.literals:
-            raise InputError(
-                "QN102",
-                f"the batch has {_values(literals)} where the first one had {_values(captured.literals)}",
-                fix="compile again for other values: the model's code may take another way with them",
-            )
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        for x, want in zip(tensors, program.inputs, strict=True):
-            expected = list(want.shape)
-            if local and x.dim() and expected[0] != x.shape[0]:
-                expected[0] //= self.mesh.data_ways
-            if list(x.shape) != expected or x.dtype != want.dtype:
-                raise InputError(
-                    "QN102",
-                    f"batch{want.path} is {tuple(x.shape)} {x.dtype}, and {tuple(expected)} {want.dtype} was compiled",
-                    fix="pass batches like the first one (any number of rows that divides)",
-                )
-        return tensors
-
-
-def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
-    """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches."""
-    ways = mesh.data_ways * microbatches
-    if rows % ways:
-        near = max(ways, rows // ways * ways)
-        split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
-        split += f" x {microbatches} microbatches" if microbatches > 1 else ""
-        raise InputError(
-            "QN106",
-            f"a batch of {rows} rows does not divide over {split}",
-            fix=f"use a batch of {near} rows, or drop the last incomplete batch",
-        )
-
-
-def _values(literals: tuple[Any, ...]) -> str:
-    return ", ".join(map(repr, literals))[:200]
-
-
-def _outline(batch: Any) -> str:
-    def one(x: Any) -> str:
-        return f"{x.dtype}{list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
-
-    if isinstance(batch, dict):
-        return "{" + ", ".join(f"{name}: {one(x)}" for name, x in batch.items()) + "}"
-    return "(" + ", ".join(one(x) for x in batch) + ")"

@@ -21,7 +21,7 @@ from .initialize import Init, chosen, key_of
 from .pretrained import Allowed, load_weights
 from .pretrained import Subject as Pretrained
 from .pretrained_save import save_weights
-from .program import Captured
+from .programs import Programs
 from .runtime.backend import Backend
 from .task import Task
 
@@ -31,11 +31,11 @@ class ProgramState(abc.ABC):
 
     _task: Task
     _steps: int
-    _captured: dict[str, Captured]
+    _programs: Programs
     _saving: Background | None
 
-    @abc.abstractmethod
-    def _leader(self) -> Compiled: ...
+    def _leader(self) -> Compiled:
+        return self._programs.leader
 
     @abc.abstractmethod
     def _state(self) -> Backend: ...
@@ -109,7 +109,7 @@ class ProgramState(abc.ABC):
         save_weights(self._pretrained(), Path(folder), max_file_bytes)
 
     def _pretrained(self) -> Pretrained:
-        program, aliases = self._leader().program, self._captured[self._task.leads].aliases
+        program, aliases = self._leader().program, self._programs.captured[self._task.leads].aliases
         return Pretrained(self._task.model, program, self._state(), aliases)
 
     def zero_grad(self) -> None:

@@ -1,0 +1,163 @@
+"""The programs of one task: training, evaluation, outputs, each for any number of rows."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .capture import capture
+from .compiler import Compiled, Request, Runner, compile_program, follow_program
+from .errors import CompileError, InputError
+from .generation import Held
+from .mesh import Mesh
+from .program import Captured, DistributedProgram
+from .task import Task
+from .verification import model_inputs
+
+
+class Programs:
+    """Makes programs when they are first asked for, and keeps them. The one that leads (see :class:`.task.Task`)
+    decides where parameters live, and the others follow it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.captured: dict[str, Captured] = {}
+        self._made: dict[tuple[str, int], DistributedProgram] = {}
+        self._leader: Compiled | None = None
+
+    @property
+    def led(self) -> bool:
+        """Whether there is one that leads."""
+        return self._leader is not None
+
+    @property
+    def leader(self) -> Compiled:
+        """Raises: CompileError QN102 if there is none yet."""
+        if self._leader is None:
+            raise CompileError(
+                "QN102",
+                "the program is not compiled yet, because it has not seen a batch",
+                fix="pass batch= to quintnet.compile, call prepare(batch), or run a step",
+            )
+        return self._leader
+
+    def get(self, kind: str, batch: Any, size: int) -> DistributedProgram:
+        """The program for ``size`` rows of batches like this one.
+
+        Args:
+            kind: ``"train"``, ``"evaluate"`` (both give the loss) or ``"outputs"``.
+
+        Raises:
+            CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
+            InputError: QN106 if the rows do not divide.
+        """
+        found = self._made.get((kind, size))
+        if found is not None:
+            return found
+        check_divides(self.task.mesh, self.task.plan.microbatches if kind == "train" else 1, size)
+        if self._leader is None:
+            self._lead(batch, size) if kind == self.task.leads else self._lead_for(kind, batch, size)
+            if kind == self.task.leads:
+                return self._made[kind, size]
+        found = self._made[kind, size] = self.follow(self._capture(kind, batch), size, training=kind == "train")
+        return found
+
+    def follow(
+        self, captured: Captured, size: int, held: Held = MappingProxyType({}), *, training: bool = False
+    ) -> DistributedProgram:
+        """A program of another kind, on the parameters where the leader has them."""
+        task, leader = self.task, self.leader
+        request = Request(task.mesh, leader.plan, size, task.device, task.rules, held)
+        return follow_program(captured, request, leader, Runner(), training=training)
+
+    def _lead_for(self, kind: str, batch: Any, size: int) -> None:
+        """Evaluation came first: the training program still decides where parameters live."""
+        if not self.task.training:
+            batch = model_inputs(batch, self.task.loss_fn)
+        elif kind == "outputs":
+            raise CompileError(
+                "QN102",
+                "the model's outputs were asked for before a training batch was seen",
+                fix="pass batch= to quintnet.compile, or training=False",
+            )
+        self._lead(batch, size)
+
+    def _lead(self, batch: Any, size: int) -> None:
+        task = self.task
+        request = Request(task.mesh, task.plan, size, task.device, task.rules)
+        captured = self._capture(task.leads, batch)
+        self._leader = compile_program(captured, request, Runner(keep=True), training=task.training)
+        self._made[task.leads, size] = self._leader.program
+
+    def _capture(self, kind: str, batch: Any) -> Captured:
+        if kind not in self.captured:
+            task = self.task
+            want = "outputs" if kind == "outputs" else "loss"
+            self.captured[kind] = capture(
+                task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
+            )
+        return self.captured[kind]
+
+    def inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:
+        """The batch's tensors, as ``program`` takes them; ``local``: this data rank's rows.
+
+        Raises:
+            InputError: QN102 for a batch of another structure, other constants, or other shapes.
+        """
+        leaves, spec = pytree.tree_flatten(batch)
+        captured = self.captured[kind]
+        if spec != captured.input_spec:
+            raise InputError(
+                "QN102",
+                f"the batch has another structure than the first one: {_outline(batch)}",
+                fix="pass the same kinds of arguments in the same order",
+            )
+        literals = tuple(x for x in leaves if not isinstance(x, Tensor))
+        if literals != captured.literals:
+            raise InputError(
+                "QN102",
+                f"the batch has {_values(literals)} where the first one had {_values(captured.literals)}",
+                fix="compile again for other values: the model's code may take another way with them",
+            )
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        for x, want in zip(tensors, program.inputs, strict=True):
+            expected = list(want.shape)
+            if local and x.dim() and expected[0] != x.shape[0]:
+                expected[0] //= self.task.mesh.data_ways
+            if list(x.shape) != expected or x.dtype != want.dtype:
+                raise InputError(
+                    "QN102",
+                    f"batch{want.path} is {tuple(x.shape)} {x.dtype}, and {tuple(expected)} {want.dtype} was compiled",
+                    fix="pass batches like the first one (any number of rows that divides)",
+                )
+        return tensors
+
+
+def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
+    """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches."""
+    ways = mesh.data_ways * microbatches
+    if rows % ways:
+        near = max(ways, rows // ways * ways)
+        split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
+        split += f" x {microbatches} microbatches" if microbatches > 1 else ""
+        raise InputError(
+            "QN106",
+            f"a batch of {rows} rows does not divide over {split}",
+            fix=f"use a batch of {near} rows, or drop the last incomplete batch",
+        )
+
+
+def _values(literals: tuple[Any, ...]) -> str:
+    return ", ".join(map(repr, literals))[:200]
+
+
+def _outline(batch: Any) -> str:
+    def one(x: Any) -> str:
+        return f"{x.dtype}{list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
+
+    if isinstance(batch, dict):
+        return "{" + ", ".join(f"{name}: {one(x)}" for name, x in batch.items()) + "}"
+    return "(" + ", ".join(one(x) for x in batch) + ")"
