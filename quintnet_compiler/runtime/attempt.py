@@ -29,7 +29,7 @@ from .rows import Row, first_line, of_communication, read_rows
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
-LOST = 2.0  # seconds in which the launching process answers, if it is there
+LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
 LOOPBACK = "127.0.0.1"
 
 
