@@ -1,0 +1,56 @@
+"""What ranks exchange over gloo in place of its own collectives is what those make."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+import quintnet
+from quintnet_compiler.runtime.collectives import Exchanges, Native, collectives
+
+torch.set_num_threads(1)
+SHAPES = [(), (4,), (4, 3), (8, 0), (4, 5, 2)]
+
+
+def _both(mine: Native, theirs: Native, shape: tuple[int, ...], dtype: torch.dtype, later: bool) -> None:
+    """Whole numbers, so that every order of terms has the same sum."""
+    dice = torch.Generator().manual_seed(mine.rank)
+    x = torch.randint(-8, 8, shape, generator=dice).to(dtype)
+    sums = []
+    for one in (mine, theirs):
+        moving = x.clone()
+        assert one.add(moving, later)() is moving
+        sums += [moving, one.all_reduce(x, later)()]
+    for other in sums[1:]:
+        assert torch.equal(sums[0], other)
+    rows = x.reshape(1) if x.dim() == 0 else x
+    joined, scattered = [], []
+    for one in (mine, theirs):
+        whole = rows.new_empty((one.size * rows.shape[0], *rows.shape[1:]))
+        slot = whole[one.rank * rows.shape[0] : (one.rank + 1) * rows.shape[0]].copy_(rows)
+        joined += [one.all_gather(rows, torch.empty_like(whole), later)(), one.all_gather(slot, whole, later)()]
+        given = whole * (1 + one.rank)
+        part = given.chunk(one.size)[one.rank]
+        kept = one.reduce_scatter(given.clone(), torch.empty_like(part), later)()
+        scattered += [kept, one.reduce_scatter(given, part, later)()]
+    for found in (joined, scattered):
+        for other in found[1:]:
+            assert torch.equal(found[0], other)
+
+
+def _compare() -> str:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    groups = [pairs[dist.get_rank() // 2], dist.group.WORLD]
+    for group in groups:
+        assert group is not None
+        mine = collectives(group)
+        assert type(mine) is Exchanges
+        for shape in SHAPES:
+            for dtype in (torch.float32, torch.bfloat16):
+                for later in (False, True):
+                    _both(mine, Native(group), shape, dtype, later)
+    return "equal"
+
+
+def test_exchanges_equal_gloo() -> None:
+    assert quintnet.launch(_compare, 4, timeout=100) == ["equal"] * 4
