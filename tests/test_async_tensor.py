@@ -23,7 +23,10 @@ from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.passes.check_fused import check_fused
 from quintnet_compiler.program import DifferentiatedProgram
 from quintnet_compiler.runtime.comm import Comm
+from quintnet_compiler.runtime.distributed import DistributedTransport, device_mesh
 from quintnet_compiler.runtime.local import LocalWorld
+from quintnet_compiler.runtime.products import factors
+from quintnet_compiler.runtime.symmetric import Kernels, fused_kernels
 from quintnet_compiler.simulation.program import simulate_program
 
 from .models import CASES, build
@@ -306,3 +309,46 @@ class _Slow(ClusterCosts):
     def node_seconds(self, node: fx.Node) -> float:
         seconds = super().node_seconds(node)
         return seconds + 1e-3 if "product" in str(node.target) else seconds
+
+
+# -- between processes
+
+
+def _kernels_and_ring(lead: tuple[int, ...], dim: int) -> tuple[list[Tensor], list[Tensor], bool]:
+    """What torch's fused kernels make by their own reference, and the ring; whether their shapes agree on no device."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    group = torch.distributed.group.WORLD
+    mesh = Mesh(tp=2)
+    transport = DistributedTransport(mesh, device_mesh(mesh, "cpu"))
+    assert transport.kernels("tp", torch.device("cpu")) is None
+    comm = Comm(transport, mesh, mesh.coordinate(transport.rank))
+    reference = Kernels(
+        group.group_name, symmetric._fused_all_gather_matmul_fallback, symmetric._fused_matmul_reduce_scatter_fallback
+    )
+    generator = torch.Generator().manual_seed(transport.rank)
+    x = torch.randn(*lead, 6, generator=generator, dtype=torch.float64)
+    weights = [torch.ones(6, 4).triu().double(), torch.ones(6, 5).tril().double().t()]
+    options: Any = weights, [None, torch.arange(5.0).double()], [False, True]
+    given = factors(*options)
+    ring = [*comm.gather_products(x, "tp", dim, 1, *options, True, 0)]
+    ring.append(comm.product_scatter([x], "tp", dim, 1, weights[:1], [None], [False], 0))
+    found, scattered = (
+        (k := reference).gather_products(x, dim, 1, given, True),
+        k.product_scatter([x], dim, 1, given[:1]),
+    )
+    assert found is not None and scattered is not None
+    assert k.product_scatter([x, x], dim, 1, [given[0]] * 2) is None is k.gather_products(x, dim, 2, given, False)
+    real, on_meta = fused_kernels(group), factors([w.to("meta") for w in weights], [None, None], [False, True])
+    shapes = [*real.gather_products(x.to("meta"), dim, 1, on_meta, True)]  # type: ignore[misc]
+    shapes.append(real.product_scatter([x.to("meta")], dim, 1, on_meta[:1]))  # type: ignore[arg-type]
+    return [*found, scattered], ring, [s.shape for s in shapes] == [r.shape for r in ring]
+
+
+@pytest.mark.parametrize(("lead", "dim"), [((4,), 0), ((2, 4), 1)], ids=str)
+def test_fused_kernels_are_asked_for_what_the_ring_makes(lead: tuple[int, ...], dim: int) -> None:
+    for found, ring, agree in quintnet.launch(_kernels_and_ring, 2, (lead, dim), timeout=120):
+        assert agree and len(found) == len(ring) == 4
+        for a, b in zip(found, ring, strict=True):
+            torch.testing.assert_close(a, b)
+            assert a.is_contiguous()

@@ -203,8 +203,12 @@ class Comm:
         keep: bool,
         at: int,
     ) -> tuple[Tensor, ...]:
-        """Products with what the ranks of ``axis`` gather, and (``keep``) that itself, see :mod:`.products`."""
-        return gather_products(self._circle(axis, at), x, dim, parts, factors(weights, biases, turned), keep)
+        """Products with what the ranks of ``axis`` gather, and (``keep``) that itself, see :mod:`.products`; by fused
+        kernels where the transport has some."""
+        given = factors(weights, biases, turned)
+        kernels = self.transport.kernels(axis, x.device)
+        made = kernels.gather_products(x, dim, parts, given, keep) if kernels is not None else None
+        return gather_products(self._circle(axis, at), x, dim, parts, given, keep) if made is None else made
 
     def product_scatter(
         self,
@@ -218,7 +222,10 @@ class Comm:
         at: int,
     ) -> Tensor:
         """This rank's slice of the sum of products over the ranks of ``axis``, see :mod:`.products`."""
-        return product_scatter(self._circle(axis, at), xs, dim, parts, factors(weights, biases, turned))
+        given = factors(weights, biases, turned)
+        kernels = self.transport.kernels(axis, xs[0].device)
+        made = kernels.product_scatter(xs, dim, parts, given) if kernels is not None else None
+        return product_scatter(self._circle(axis, at), xs, dim, parts, given) if made is None else made
 
     def _circle(self, axis: str, at: int) -> Circle:
         return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)

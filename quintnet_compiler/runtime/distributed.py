@@ -15,6 +15,7 @@ from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
 from .collectives import Native, collectives, pending
+from .symmetric import Kernels, kernels_of
 from .transport import GRADIENTS, VALUES, Pending, Wait
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
@@ -53,6 +54,7 @@ class DistributedTransport:
             assert dist.group.WORLD is not None
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
         self.known = set(self.group)
+        self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
         # Values and their gradients, up and down the ranks, travel on channels of their own, so that none waits for
         # another: NCCL takes all transfers of a group between two ranks in order, whichever way they go.
         self.channel = [(dist.new_group(), dist.new_group()) for _ in (VALUES, GRADIENTS)] if mesh["pp"] > 1 else []
@@ -225,6 +227,11 @@ class DistributedTransport:
             return got
 
         return wait
+
+    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
+        if (axis, device) not in self.fused:
+            self.fused[axis, device] = kernels_of(self.axis[axis].group, device)
+        return self.fused[axis, device]
 
     # -- what the executor asks for
 
