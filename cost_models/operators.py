@@ -213,7 +213,8 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     if target in PRODUCTS:
         batch, rows, columns, depth = PRODUCTS[target](node)
         flops = 2.0 * batch * rows * columns * depth
-        return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch)
+        launches = batch if target in (gather_products, product_scatter) else 1
+        return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
     if target in ATTENTION:
         return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
     name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""

@@ -169,12 +169,15 @@ class Priced:
         return NodeTime(node, computing, waited, axis)
 
     def _products(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
-        """Each slice but the last travels while another is multiplied; the longer of the two decides."""
+        """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
+        their way."""
+        gathers, hops = node.target == "gather_products", len(ranks) - 1
+        moved = num_bytes(values(tensor_inputs(source)[0] if gathers else source)[0])
+        hop = self.costs.send_seconds(moved, ranks[0], ranks[-1])
         computing = self.costs.node_seconds(source)
-        slice_ = tensor_inputs(source)[0] if node.target == "gather_products" else source
-        hop = self.costs.send_seconds(num_bytes(values(slice_)[0]), ranks[0], ranks[1])
         hidden = computing / len(ranks) if self.overlaps else 0.0
-        return NodeTime(node, computing, (len(ranks) - 1) * max(0.0, hop - hidden), axis)
+        adding = 0.0 if gathers else hops * self.costs.accumulate_seconds(moved)
+        return NodeTime(node, computing + adding, hops * max(0.0, hop - hidden), axis)
 
     def _accumulate(self, stage: StageProgram, node: fx.Node) -> float:
         value = str(node.args[-1])
