@@ -207,26 +207,8 @@ class DistributedTransport:
         return pending(work, given, lambda: out)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
-        group, index = self.axis[axis].group, self.axis[axis].rank
-        if sources[index] == index:
-            return lambda: x
-        ranks, sent = dist.get_process_group_ranks(group), x.contiguous()
-        got = torch.empty_like(sent)
-        moves = [
-            dist.P2POp(dist.isend, sent, ranks[sources.index(index)], group),
-            dist.P2POp(dist.irecv, got, ranks[sources[index]], group),
-        ]
-        works = dist.batch_isend_irecv(moves)
-
-        kept = [sent]  # alive until it is there
-
-        def wait() -> Tensor:
-            for work in works:
-                work.wait()
-            kept.clear()
-            return got
-
-        return wait
+        group = self.axis[axis]
+        return (lambda: x) if sources[group.rank] == group.rank else group.permute(x.contiguous(), sources)
 
     def kernels(self, axis: str, device: torch.device) -> Kernels | None:
         if (axis, device) not in self.fused:
