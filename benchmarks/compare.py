@@ -2,7 +2,7 @@
 
 python benchmarks/compare.py [--only tensor,pipeline] [--size tiny|small|medium] [--rounds N] [--json]
 
-Comparisons: single, data, zero-3, tensor, sequence, pipeline, interleaved, zero-bubble, tensor-pipeline.
+Comparisons: single, data, zero-3, tensor, sequence, async-tensor, pipeline, interleaved, zero-bubble, tensor-pipeline.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ COMPARISONS = {
     "zero-3": Comparison(2, 8, {"ours": partial(ours.build, mesh={"dp": 2}, zero=3), "fsdp2": torch_data.fsdp}),
     "tensor": _tensor(sequence_parallel=False),
     "sequence": _tensor(sequence_parallel=True),
+    "async-tensor": Comparison(
+        2,
+        4,
+        {"async": partial(ours.build, mesh={"tp": 2}, async_tensor=True), "apart": partial(ours.build, mesh={"tp": 2})},
+    ),
     "pipeline": _pipeline("1f1b"),
     "interleaved": _pipeline("interleaved"),
     "zero-bubble": _pipeline("zb-v"),

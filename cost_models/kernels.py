@@ -29,7 +29,8 @@ class Kernel:
     """One launch (or ``launches`` alike) on one device.
 
     ``flops``: arithmetic, 2 per multiply-add. ``bytes``: read and written in device memory. Products give their
-    shape: (``rows`` x ``depth``) @ (``depth`` x ``columns``), ``batch`` times. A view has no bytes and no launch.
+    shape: (``rows`` x ``depth``) @ (``depth`` x ``columns``), ``batch`` times in all launches together. A view has no
+    bytes and no launch.
     """
 
     name: str
@@ -64,18 +65,18 @@ def memory(name: str, num_bytes: float, launches: int = 1) -> Kernel:
 
 def _quantised_flops(kernel: Kernel, device: Hardware) -> float:
     """The arithmetic that the busiest multiprocessor does, times their number: what tiles and waves round up to."""
-    best = math.inf
+    best, batch = math.inf, kernel.batch / kernel.launches  # one launch ends before the next begins
     wide, narrow = device.tile
     for speed, by_wide, by_narrow in TILES:
         across, along = wide // by_wide, narrow // by_narrow
-        tiles = math.ceil(kernel.rows / across) * math.ceil(kernel.columns / along) * kernel.batch
+        tiles = math.ceil(kernel.rows / across) * math.ceil(kernel.columns / along) * batch
         # Too few tiles for the device: the summed dim is split too, and the parts are added up.
         parts = max(1, min(device.multiprocessors // tiles, kernel.depth // 512))
         waves = tiles * parts / device.multiprocessors
         waves = max(1.0, 0.5 * (waves + math.ceil(waves)))  # libraries choose tiles, and balance the last wave, well
         depth = kernel.depth / parts + START_DEPTH * (2 if parts > 1 else 1)
         best = min(best, 2.0 * waves * device.multiprocessors * across * along * depth / speed)
-    return best
+    return best * kernel.launches
 
 
 def work_seconds(kernel: Kernel, device: Hardware) -> float:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ..annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..attention_ops import attention
-from ..comm_ops import cached_attention, ring_attention, ring_attention_backward
+from ..comm_ops import cached_attention, gather_products, product_scatter, ring_attention, ring_attention_backward
 from ..errors import CompileError
 from ..expert_ops import expert_linear, expert_weight_grad
 from .kernels import Kernel
@@ -69,11 +69,27 @@ def _expert_weight_grad(node: fx.Node) -> tuple[int, int, int, int]:
     return 1, grad[-1], rows[-1], math.prod(rows[:-1])
 
 
+def _gather_products(node: fx.Node) -> tuple[int, int, int, int]:
+    """One product for each slice that travels, with all weights side by side."""
+    args: Any = node.args
+    x, size, made = shape(args[0]), args[2], values(node)[: len(args[5])]
+    return size, math.prod(x[:-1]), sum(value.shape[-1] for value in made), x[-1]
+
+
+def _product_scatter(node: fx.Node) -> tuple[int, int, int, int]:
+    """One product for each slice that travels, with all terms end to end."""
+    args: Any = node.args
+    out = shape(node)
+    return args[2], math.prod(out[:-1]), out[-1], sum(shape(x)[-1] for x in args[0])
+
+
 # Multiply-adds count 2. Each entry says (batch, rows, columns, depth).
 PRODUCTS: Mapping[Any, Callable[[fx.Node], tuple[int, int, int, int]]] = MappingProxyType(
     {
         aten.linear.default: _linear,
         expert_linear: _linear,
+        gather_products: _gather_products,
+        product_scatter: _product_scatter,
         expert_weight_grad: _expert_weight_grad,
         aten.convolution_backward.default: _convolution_backward,
         **dict.fromkeys([aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default], _matmul),
@@ -197,7 +213,8 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     if target in PRODUCTS:
         batch, rows, columns, depth = PRODUCTS[target](node)
         flops = 2.0 * batch * rows * columns * depth
-        return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch)
+        launches = batch if target in (gather_products, product_scatter) else 1
+        return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
     if target in ATTENTION:
         return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
     name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""

@@ -42,6 +42,7 @@ def compile(
     zero_axes: Sequence[str] | None = None,
     regather: bool | None = None,
     overlap: bool | None = None,
+    async_tensor: bool | None = None,
     recompute: str | None = None,
     precision: str | None = None,
     loss_scale: float | None = None,
@@ -80,6 +81,8 @@ def compile(
         zero_axes: over which axes; by default ``dp``.
         regather: whether the backward gathers parameters and values again (it does by default), or they are kept.
         overlap: whether communication runs beside computing where it can (it does by default).
+        async_tensor: whether what tensor parallelism gathers and scatters then still waits for runs slice by slice,
+            beside the products that need it, or that make it.
         recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
             ``"selective"`` what is cheap, ``"full"`` everything.
         precision: ``"bf16"`` or ``"fp16"`` compute in 16 bits with float32 parameters and sums of gradients, see Plan.
@@ -117,6 +120,7 @@ def compile(
         "zero_axes": None if zero_axes is None else tuple(zero_axes),
         "regather": regather,
         "overlap": overlap,
+        "async_tensor": async_tensor,
         "recompute": recompute,
         "precision": precision,
         "loss_scale": loss_scale,

@@ -211,6 +211,39 @@ ring_attention_backward = define_operator(
 )
 
 
+def _gathered_products(
+    x: Tensor, axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object, turned: list[bool],
+    keep: bool,
+) -> list[Tensor]:  # fmt: skip
+    whole = _resized(x, dim, times=size)
+    columns = [w.shape[0] if turn else w.shape[1] for w, turn in zip(weights, turned, strict=True)]
+    return [*(whole.new_empty([*whole.shape[:-1], n]) for n in columns), *([whole] if keep else [])]
+
+
+def _scattered_products(
+    xs: list[Tensor], axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object,
+    turned: list[bool],
+) -> Tensor:  # fmt: skip
+    columns = weights[0].shape[0] if turned[0] else weights[0].shape[1]
+    return _resized(xs[0].new_empty([*xs[0].shape[:-1], columns]), dim, over=size)
+
+
+# Collectives in one with products that need them, or that they need (Wang et al. 2023): while a slice travels, another
+# is multiplied. A weight is [in, out], or ``turned``: [out, in]; ``dim`` is never the last one, which is multiplied.
+# Each weight's product with all_gather(x), and (``keep``) what was gathered
+gather_products = define_operator(
+    "gather_products(Tensor x, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
+    "bool[] turned, bool keep) -> Tensor[]",
+    _gathered_products,
+)
+# reduce_scatter of the sum of each of ``xs`` times its weight
+product_scatter = define_operator(
+    "product_scatter(Tensor[] xs, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
+    "bool[] turned) -> Tensor",
+    _scattered_products,
+)
+
+
 def _start_of(collective: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return define_operator(f"start_{str(collective._schema).removeprefix('quintnet::')}", collective)
 
@@ -231,7 +264,7 @@ COMMUNICATION = frozenset(
     {
         *STARTS.values(), all_reduce, all_gather, reduce_scatter, all_to_all,
         ring_attention, ring_attention_backward, route_plan, route, unroute,
-        gather_state, gather_together, scatter_together,
+        gather_state, gather_together, scatter_together, gather_products, product_scatter,
     }
 )  # fmt: skip
 # depend on the rank's coordinate or on the step, move nothing

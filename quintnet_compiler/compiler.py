@@ -22,6 +22,7 @@ from .passes.axis_view import Wishes, stores_state
 from .passes.bundle import Bundle
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
+from .passes.check_fused import check_fused
 from .passes.check_overlap import check_overlap
 from .passes.check_reductions import check_reductions
 from .passes.check_types import check_types
@@ -30,6 +31,7 @@ from .passes.cut_stages import CutStages, boundaries, parameter_stages, stage_se
 from .passes.differentiate import Differentiate
 from .passes.expert_axes import check_experts
 from .passes.follow_stages import FollowStages
+from .passes.fuse_products import FuseProducts
 from .passes.generate_ranks import GenerateRanks
 from .passes.insert_communication import InsertCommunication
 from .passes.join_routes import JoinRoutes
@@ -234,6 +236,10 @@ def _lower(
         blocking = differentiated
         differentiated = runner(Overlap(_node_seconds(request), frozenset(halves)), blocking)
         runner.check(check_overlap, blocking, differentiated)
+    if request.plan.async_tensor:  # what nothing hides by now
+        apart = differentiated
+        differentiated = runner(FuseProducts(), apart)
+        runner.check(check_fused, apart, differentiated)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)
     runner.check(check_ranks, program)

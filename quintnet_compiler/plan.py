@@ -58,6 +58,9 @@ class Plan(BaseModel):
     sequence and context parallelism gather: of those, ranks keep their slices.
     ``overlap``: whether collectives are started ahead of what reads them, where products can be computed meanwhile; a
     block's parameters are then gathered while the one before is computed.
+    ``async_tensor``: whether collectives that no other work hides run slice by slice, each slice beside products with
+    the one before: gathers of what column-parallel products read, and scatters of what row-parallel ones make (with
+    ``sequence_parallel``), forward and backward.
     ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
     takes no more than passes over memory (no product, attention or communication), ``"full"`` everything, or
     ``"auto"`` what the cost model finds cheapest so that no rank saves more than ``saved_gib`` GiB at once.
@@ -90,6 +93,7 @@ class Plan(BaseModel):
     zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
     regather: bool = True
     overlap: bool = True
+    async_tensor: bool = False
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     saved_gib: float | None = Field(default=None, gt=0, lt=2**20)
     precision: Literal["model", "bf16", "fp16"] = "model"

@@ -45,6 +45,7 @@ def _compiled(kernel: Kernel) -> int:
         pytest.param("gpt", {"pp": 2, "dp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
         pytest.param("hf_llama_double", {"tp": 2}, {"recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param("mixture", {"ep": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("gpt", {"tp": 2}, {"async_tensor": True}, marks=pytest.mark.slow),
         pytest.param("mlp", {"dp": 2}, {"zero": 3}, marks=pytest.mark.slow),
         pytest.param("vit", {"pp": 2}, {"microbatches": 4, "schedule": "zb-h1"}, marks=pytest.mark.slow),
     ],

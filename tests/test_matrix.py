@@ -96,6 +96,7 @@ def drawn(dice: random.Random, precision: str) -> Point:
                 continue
         if "tp" in axes:
             options["sequence_parallel"] = dice.random() < 0.6
+            options["async_tensor"] = dice.random() < 0.4
         if "cp" in axes:
             options["context"] = dice.choice(["all_gather", "ulysses", "ring"])
         if precision == "bf16":

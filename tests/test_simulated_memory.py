@@ -75,6 +75,7 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("mixture", {"dp": 2}, {"zero": 2, "microbatches": 2}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 3}),
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "zero": 3, "regather": False}),
+    ("gpt", {"tp": 2}, {"microbatches": 2, "async_tensor": True, "overlap": False, "regather": False}),
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "precision": "bf16", "sum_dtype": "float32"}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 1, "schedule": "zb-h1"}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 3, "recompute": "full"}),

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..annotations import facts, num_bytes, tensor_inputs, values
+from ..comm_ops import gather_products, product_scatter
 from ..program import DistributedProgram, Piece, Transfer
 from ..runtime.gradients import GradientStore
 from ..runtime.local import LocalTransport, LocalWorld
@@ -46,6 +47,9 @@ def moved_bytes(node: fx.Node) -> int:
     """Of a collective: what a rank holds before or after it, whichever is more."""
     if str(node.target).partition(".")[2].startswith("start_") and node.users:
         node = next(iter(node.users))  # what is under way has no value yet, but its wait has
+    if node.target in (gather_products, product_scatter):
+        slice_ = tensor_inputs(node)[0] if node.target is gather_products else node
+        return num_bytes(values(slice_)[0]) * node.args[2]  # type: ignore[operator,return-value]
     after = sum(num_bytes(x) for x in values(node) if x is not None)
     return max(after, sum(num_bytes(x) for n in tensor_inputs(node)[:1] for x in values(n) if x is not None))
 

@@ -39,6 +39,23 @@ class Native:
         """This rank's run of the sum of all ranks' ``x`` in ``into``, which may be that run of ``x``."""
         return pending(_scatter(into, x, group=self.group, async_op=later), x, lambda: into)
 
+    def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
+        """The ``x`` of the rank that ``sources`` names at this rank's place."""
+        ranks, got = dist.get_process_group_ranks(self.group), torch.empty_like(x)
+        moves = [
+            dist.P2POp(dist.isend, x, ranks[sources.index(self.rank)], self.group),
+            dist.P2POp(dist.irecv, got, ranks[sources[self.rank]], self.group),
+        ]
+        works, kept = dist.batch_isend_irecv(moves), [x]  # alive until it is there
+
+        def wait() -> Tensor:
+            for work in works:
+                work.wait()
+            kept.clear()
+            return got
+
+        return wait
+
 
 class Exchanges(Native):
     """Gloo sums in a ring, each of whose steps wakes several threads. Where no rank has more to send for it, all send
@@ -68,6 +85,14 @@ class Exchanges(Native):
         work = dist.all_to_all_single(got.view(-1), x.view(-1), group=self.group, async_op=later)
         terms = got.view(self.size, *into.shape)
         return pending(work, x, lambda: torch.sum(terms, 0, out=into))
+
+    def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
+        # gloo's messages keep their caller until they are under way; its collectives have threads of their own
+        got, count = torch.empty_like(x), x.numel()
+        gets = [count if rank == sources[self.rank] else 0 for rank in range(self.size)]
+        sends = [count if source == self.rank else 0 for source in sources]
+        work = dist.all_to_all_single(got.view(-1), x.view(-1), gets, sends, group=self.group, async_op=True)
+        return pending(work, x, lambda: got)
 
     def _exchanged(self, x: Tensor, got: Tensor, later: bool, made: Callable[[Tensor], Tensor]) -> Pending:
         """What ``made`` of the other one's ``x``."""

@@ -17,7 +17,8 @@ from ..mesh import Mesh
 from ..noise import Key, keep_mask
 from ..sharding import Shard
 from .gradients import GradientStore
-from .ring import Ring, ring_backward, ring_forward
+from .products import factors, gather_products, product_scatter
+from .ring import Circle, Ring, ring_backward, ring_forward
 from .routing import Router
 from .transport import Pending, Transport
 
@@ -189,6 +190,45 @@ class Comm:
     def _ring(self, axis: str, scale: float, causal: bool, window: int, balance: bool, at: int) -> Ring:
         size, index = self.mesh[axis], self.coordinate[axis]
         return Ring(self.transport, axis, size, index, at, scale, causal, window, balance)
+
+    def gather_products(
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        parts: int,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        turned: Sequence[bool],
+        keep: bool,
+        at: int,
+    ) -> tuple[Tensor, ...]:
+        """Products with what the ranks of ``axis`` gather, and (``keep``) that itself, see :mod:`.products`; by fused
+        kernels where the transport has some."""
+        given = factors(weights, biases, turned)
+        kernels = self.transport.kernels(axis, x.device)
+        made = kernels.gather_products(x, dim, parts, given, keep) if kernels is not None else None
+        return gather_products(self._circle(axis, at), x, dim, parts, given, keep) if made is None else made
+
+    def product_scatter(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dim: int,
+        parts: int,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        turned: Sequence[bool],
+        at: int,
+    ) -> Tensor:
+        """This rank's slice of the sum of products over the ranks of ``axis``, see :mod:`.products`."""
+        given = factors(weights, biases, turned)
+        kernels = self.transport.kernels(axis, xs[0].device)
+        made = kernels.product_scatter(xs, dim, parts, given) if kernels is not None else None
+        return product_scatter(self._circle(axis, at), xs, dim, parts, given) if made is None else made
+
+    def _circle(self, axis: str, at: int) -> Circle:
+        return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)
 
     def cached_attention(
         self,

@@ -15,6 +15,7 @@ from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
 from .collectives import Native, collectives, pending
+from .symmetric import Kernels, kernels_of
 from .transport import GRADIENTS, VALUES, Pending, Wait
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
@@ -53,6 +54,7 @@ class DistributedTransport:
             assert dist.group.WORLD is not None
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
         self.known = set(self.group)
+        self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
         # Values and their gradients, up and down the ranks, travel on channels of their own, so that none waits for
         # another: NCCL takes all transfers of a group between two ranks in order, whichever way they go.
         self.channel = [(dist.new_group(), dist.new_group()) for _ in (VALUES, GRADIENTS)] if mesh["pp"] > 1 else []
@@ -205,26 +207,13 @@ class DistributedTransport:
         return pending(work, given, lambda: out)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
-        group, index = self.axis[axis].group, self.axis[axis].rank
-        if sources[index] == index:
-            return lambda: x
-        ranks, sent = dist.get_process_group_ranks(group), x.contiguous()
-        got = torch.empty_like(sent)
-        moves = [
-            dist.P2POp(dist.isend, sent, ranks[sources.index(index)], group),
-            dist.P2POp(dist.irecv, got, ranks[sources[index]], group),
-        ]
-        works = dist.batch_isend_irecv(moves)
+        group = self.axis[axis]
+        return (lambda: x) if sources[group.rank] == group.rank else group.permute(x.contiguous(), sources)
 
-        kept = [sent]  # alive until it is there
-
-        def wait() -> Tensor:
-            for work in works:
-                work.wait()
-            kept.clear()
-            return got
-
-        return wait
+    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
+        if (axis, device) not in self.fused:
+            self.fused[axis, device] = kernels_of(self.axis[axis].group, device)
+        return self.fused[axis, device]
 
     # -- what the executor asks for
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from .comm import Comm
 from .engines import Function
 from .executor import Executor
+from .symmetric import Kernels
 from .transport import Pending, Transport, Wait
 
 T = TypeVar("T")
@@ -236,6 +237,9 @@ class TimedTransport:
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.recorder.begun(lambda: self.inner.permute(x, axis, sources, at), **self._what(axis, at))
+
+    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
+        return self.inner.kernels(axis, device)
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         return self.recorder.begun(lambda: self.inner.start_sum(x, ranks, label), **self._over(ranks, label))

@@ -21,14 +21,28 @@ POSITIONS = 2  # the dim of positions in q, k and v
 
 
 @dataclass(frozen=True)
-class Ring:
-    """One rank's place in a ring, and what its attention is."""
+class Circle:
+    """One rank's place in a ring: ``index`` of the ``size`` ranks of an axis."""
 
     transport: Transport
     axis: str
     size: int
     index: int
     at: int
+
+    def passed(self, xs: Sequence[Tensor], back: int = -1) -> Callable[[], list[Tensor]]:
+        """Begin to send ``xs`` to the next rank (or ``back`` by so many) and to receive as they come."""
+        if back % self.size == 0:
+            return lambda: list(xs)
+        sources = tuple((i + back) % self.size for i in range(self.size))
+        waits = [self.transport.permute(x, self.axis, sources, self.at) for x in xs]
+        return lambda: [wait() for wait in waits]
+
+
+@dataclass(frozen=True)
+class Ring(Circle):
+    """What a ring's attention is."""
+
     scale: float
     causal: bool
     window: int
@@ -74,14 +88,6 @@ class Ring:
         first, second = x.chunk(2, dim)
         sources = tuple(reversed(range(self.size)))
         return torch.cat([first, self.transport.permute(second, self.axis, sources, self.at)()], dim)
-
-    def passed(self, xs: Sequence[Tensor], back: int = -1) -> Callable[[], list[Tensor]]:
-        """Begin to send ``xs`` to the next rank (or ``back`` by so many) and to receive as they come."""
-        if back % self.size == 0:
-            return lambda: list(xs)
-        sources = tuple((i + back) % self.size for i in range(self.size))
-        waits = [self.transport.permute(x, self.axis, sources, self.at) for x in xs]
-        return lambda: [wait() for wait in waits]
 
 
 def ring_forward(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .symmetric import Kernels
 
 Wait = Callable[[], Tensor]  # blocks until a transfer is complete, and returns its tensor
 Pending = Callable[[], Any]  # the same for a collective of a graph, which may make several
@@ -57,6 +60,10 @@ class Transport(Protocol):
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         """Begin to replace ``x`` by that of another rank: the i-th of the axis gets what its ``sources[i]``-th has."""
+        ...
+
+    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
+        """Kernels that multiply what other ranks of the axis hold, if ``device`` has some for them."""
         ...
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

@@ -18,7 +18,12 @@ from ..runtime.comm import Comm
 from ..runtime.local import LocalTransport, LocalWorld
 
 # What these return is new, whatever it is; their values depend on data, or take long.
-OPAQUE = frozenset({"route_plan", "route", "unroute", "ring_attention", "ring_attention_backward", "keep_mask"})
+OPAQUE = frozenset(
+    {
+        "route_plan", "route", "unroute", "ring_attention", "ring_attention_backward", "keep_mask", "gather_products",
+        "product_scatter",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from .work import GradientSum, Meeting, Part, Work
 
 COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
 RINGS = frozenset({"ring_attention", "ring_attention_backward"})
+FUSED = frozenset({"gather_products", "product_scatter"})
 PLAIN = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 # what another collective is priced as
 _LIKE = MappingProxyType(
@@ -141,6 +142,8 @@ class Priced:
         x = values(tensor_inputs(source)[0])[0]
         if name in RINGS:
             return self._ring(node, source, axis, ranks)
+        if name in FUSED:
+            return self._products(node, source, axis, ranks)
         made = values(source)[0]
         kind = _LIKE.get(name, name)
         if name.endswith("_together"):
@@ -164,6 +167,17 @@ class Priced:
         travelling = hops * self.costs.send_seconds(moved, ranks[0], ranks[-1])
         waited = max(0.0, travelling - computing) if self.overlaps else travelling
         return NodeTime(node, computing, waited, axis)
+
+    def _products(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
+        """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
+        their way."""
+        gathers, hops = node.target == "gather_products", len(ranks) - 1
+        moved = num_bytes(values(tensor_inputs(source)[0] if gathers else source)[0])
+        hop = self.costs.send_seconds(moved, ranks[0], ranks[-1])
+        computing = self.costs.node_seconds(source)
+        hidden = computing / len(ranks) if self.overlaps else 0.0
+        adding = 0.0 if gathers else hops * self.costs.accumulate_seconds(moved)
+        return NodeTime(node, computing + adding, hops * max(0.0, hop - hidden), axis)
 
     def _accumulate(self, stage: StageProgram, node: fx.Node) -> float:
         value = str(node.args[-1])
