@@ -41,6 +41,8 @@ class Native:
 
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         """The ``x`` of the rank that ``sources`` names at this rank's place."""
+        if sources[self.rank] == self.rank:
+            return lambda: x
         ranks, got = dist.get_process_group_ranks(self.group), torch.empty_like(x)
         moves = [
             dist.P2POp(dist.isend, x, ranks[sources.index(self.rank)], self.group),
@@ -87,7 +89,8 @@ class Exchanges(Native):
         return pending(work, x, lambda: torch.sum(terms, 0, out=into))
 
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
-        # gloo's messages keep their caller until they are under way; its collectives have threads of their own
+        # gloo's messages keep their caller until they are under way; its collectives have threads of their own, and
+        # need ranks that only get what they have, too
         got, count = torch.empty_like(x), x.numel()
         gets = [count if rank == sources[self.rank] else 0 for rank in range(self.size)]
         sends = [count if source == self.rank else 0 for source in sources]

@@ -207,8 +207,7 @@ class DistributedTransport:
         return pending(work, given, lambda: out)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
-        group = self.axis[axis]
-        return (lambda: x) if sources[group.rank] == group.rank else group.permute(x.contiguous(), sources)
+        return self.axis[axis].permute(x.contiguous(), sources)
 
     def kernels(self, axis: str, device: torch.device) -> Kernels | None:
         if (axis, device) not in self.fused:
