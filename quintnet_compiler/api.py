@@ -51,7 +51,7 @@ def compile(
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
     training: bool = True,
-    backend: Literal["eager", "inductor"] = "eager",
+    backend: Literal["eager", "inductor", "cudagraphs"] = "eager",
     device: torch.device | str | None = None,
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
@@ -93,6 +93,7 @@ def compile(
             gradient is kept or communicated for, and models that only train on one device (BatchNorm) are fine.
         backend: ``"inductor"``: what lies between two calls of communication runs as code that torch's compiler made
             of it; it is compiled when it first runs. What cannot be compiled runs eager, with a BackendWarning.
+            ``"cudagraphs"``: that code is also captured in CUDA graphs and replayed, where a replay is the same.
         device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
 
     Raises:

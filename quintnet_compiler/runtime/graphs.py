@@ -1,0 +1,158 @@
+"""Segments as CUDA graphs, whose kernels the host starts all at once: captured and replayed where that is the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..errors import BackendWarning
+from .captured import Buffers, Capture, Captured, addresses
+from .segments import MOST_VARIANTS, Function
+
+MOST_CAPTURES = 64  # of one segment and layout: as many microbatches can be alive at once
+
+
+@dataclass(frozen=True)
+class CudaGraphs:
+    """They run one after the other, so what is temporary in one may lie where it does in another (``pool``). Inputs
+    and results lie elsewhere."""
+
+    device: str = "cuda"
+
+    @cached_property
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        # not torch.cuda.graph, which waits for all that the device does: for what comes from another rank, say, which
+        # may wait for this one
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")  # NCCL's thread may ask for its events
+            try:
+                work()
+            finally:
+                graph.capture_end()
+        here.wait_stream(self.stream)
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What all segments of an engine share."""
+
+    capture: Capture
+    warned: set[str] = field(default_factory=set)
+    buffers: Buffers = field(default_factory=Buffers)
+
+    def of(self, kernel: Function, module: fx.GraphModule, name: str) -> Function:
+        """``kernel``, which computes what ``module`` does, captured where it may be."""
+        reason = _illegal(module.graph)
+        if reason is None:
+            return Place(kernel, name, self)
+        self.warn(name, reason)
+        return kernel
+
+    def warn(self, name: str, reason: str) -> None:
+        if reason not in self.warned:
+            self.warned.add(reason)
+            text = f"a part of the {name} cannot be a CUDA graph, and runs as inductor alone runs it: {reason}"
+            warnings.warn(BackendWarning(text), stacklevel=2)
+
+
+def _illegal(graph: fx.Graph) -> str | None:
+    """Why a replay would not compute what ``graph`` does; None: it would. Seeds, steps and scales are behind calls of
+    ``comm``, which no segment has."""
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded in tags and _argument(node, "dropout_p") != 0:
+            return f"{node.target} draws random numbers"
+        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+            return f"how much {node.target} makes depends on values"
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return f"{node.target} writes into what it is given"
+    return None
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    """An argument of a node of an operator; None if the operator has none of this name."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of a segment's inputs. ``still``: those that lay at this address at every call (parameters, say), which are read
+    there; others are copied."""
+
+    still: dict[int, int]
+    captures: list[Captured] = field(default_factory=list)
+
+    def expect(self, args: Sequence[Tensor]) -> None:
+        """Give up captures that read where ``args`` do not lie."""
+        for i in [i for i, address in self.still.items() if args[i].data_ptr() != address]:
+            del self.still[i]
+            self.captures.clear()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A segment at its place in a function. It runs as it is at the first call with a layout, and is captured at the
+    next; and again at any call that finds the results of all captures in use."""
+
+    kernel: Function
+    name: str
+    graphs: Graphs
+    layouts: dict[tuple[Any, ...], Layout] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    def __call__(self, args: list[Tensor]) -> Sequence[Any]:
+        device = self.graphs.capture.device
+        other = next((x.device.type for x in args if x.device.type != device), None)
+        if other is not None:
+            self.graphs.warn(self.name, f"its values are on the {other}, not on {device}")
+        if other is not None or self.refused:
+            return self.kernel(args)
+        key = tuple((x.dtype, x.shape, x.stride()) for x in args)
+        if key in self.layouts:
+            return self._made(self.layouts[key], args)
+        if len(self.layouts) < MOST_VARIANTS:
+            self.layouts[key] = Layout(addresses(args))
+        return self.kernel(args)
+
+    def _made(self, layout: Layout, args: list[Tensor]) -> Sequence[Any]:
+        layout.expect(args)
+        ready = next((one for one in layout.captures if one.free), None)
+        made = ready(args) if ready is not None else self._first(layout, args)
+        if made is None:
+            return self.kernel(args)
+        args.clear()
+        return made
+
+    def _first(self, layout: Layout, args: Sequence[Tensor]) -> list[Tensor] | None:
+        """The results of a new capture."""
+        if len(layout.captures) == MOST_CAPTURES:
+            self.graphs.warn(self.name, f"more than {MOST_CAPTURES} results of it are in use at once")
+            return None
+        try:
+            new = Captured.of(self.kernel, args, layout.still, self.graphs.buffers, self.graphs.capture)
+        except Exception as error:  # of many kinds: what the host waits for cannot be captured, say
+            self.refused.append(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+            self.graphs.warn(self.name, self.refused[0])
+            return None
+        layout.captures.append(new)
+        return new.results(args)
