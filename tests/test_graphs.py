@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import quintnet
 from quintnet_compiler import compiled
 from quintnet_compiler.runtime import engines, graphs
-from quintnet_compiler.runtime.captured import Buffers, Captured, addresses
+from quintnet_compiler.runtime.captured import Buffers, Captured, Work
 from quintnet_compiler.runtime.engines import Inductor
 from quintnet_compiler.runtime.graphs import Graphs, Place
 
@@ -35,18 +35,20 @@ RATE = 0.05
 
 @dataclass
 class Again:
-    """Does captured work again."""
+    """Does captured work again, on inputs that lie where they lay."""
 
     device: str = "cpu"
     captured: int = 0
     replayed: int = 0
 
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, work: Work, given: list[Tensor]) -> Work:
         self.captured += 1
+        addresses = [x.data_ptr() for x in given]
 
-        def replay() -> None:
+        def replay(given: list[Tensor]) -> None:
+            assert [x.data_ptr() for x in given] == addresses
             self.replayed += 1
-            work()
+            work(given)
 
         return replay
 
@@ -112,6 +114,22 @@ def test_gradients_are_those_of_the_unsplit_model(
     assert again.captured == known  # what is alive at once is the same at every step
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::quintnet.BackendWarning")
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [("mlp", {"pp": 2}, {"microbatches": 4}), ("gpt", {"tp": 2}, {"microbatches": 2, "recompute": "selective"})],
+    ids=str,
+)
+def test_what_inductor_made_is_captured(
+    name: str, axes: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Again()
+    monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": lambda: Inductor(Graphs(found))})
+    assert _worst(name, _program(name, axes, **options)) < LIMIT
+    assert found.replayed > found.captured > 0
+
+
 class Forgetful(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +192,7 @@ def test_more_in_use_than_may_be_captured_runs_as_it_is(
 
 
 def test_what_cannot_be_captured_runs_as_it_is_with_one_warning(monkeypatch: pytest.MonkeyPatch, again: Again) -> None:
-    def waits(self: Again, work: Callable[[], None]) -> None:
+    def waits(self: Again, work: Work, given: list[Tensor]) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(Again, "__call__", waits)
@@ -225,19 +243,25 @@ def _results(args: list[Tensor]) -> tuple[Tensor, ...]:
     return both[0], both[1:], x.sum(0, keepdim=True).expand(3, -1), weight.t(), x[1:], x[:0] + 1
 
 
-CALLS = st.lists(st.tuples(st.integers(0, 1), st.booleans(), st.booleans(), st.integers(0, 3)), min_size=1, max_size=12)
+KINDS = ("apart", "moved", "joint", "expanded")
+CALLS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KINDS), st.integers(0, 3)), min_size=1, max_size=12)
 
 
+@pytest.mark.filterwarnings("error")
+@settings(deadline=None, max_examples=300)
 @given(CALLS)
-def test_what_somebody_has_stays_as_it_is(calls: list[tuple[int, bool, bool, int]]) -> None:
-    """Calls with one of two weights, which may have moved, and inputs that may be expanded; some results are kept for
-    a number of calls, as views or as they are."""
+def test_what_somebody_has_stays_as_it_is(calls: list[tuple[int, str, int]]) -> None:
+    """Calls with one of two weights and an input, of several ``KINDS``; some results are kept for a number of calls, as
+    they are or in views."""
     place = Place(_results, "forward of stage 0", Graphs(Again()))
     weights = [torch.randn(4, 4), torch.randn(4, 4)]
     kept: list[tuple[int, Tensor, Tensor]] = []
-    for number, (which, moved, expanded, last) in enumerate(calls):
-        weights[which] = weights[which].clone() if moved else weights[which].add_(1)
-        args = [torch.randn(1, 4).expand(3, 4) if expanded else torch.randn(3, 4), weights[which]]
+    for number, (which, kind, last) in enumerate(calls):
+        weights[which] = weights[which].add_(1) if kind in ("apart", "expanded") else weights[which].clone()
+        x = torch.randn(1, 4).expand(3, 4) if kind == "expanded" else torch.randn(3, 4)
+        if kind == "joint":
+            x, weights[which] = torch.cat([x, weights[which]]).split([3, 4])
+        args = [x, weights[which]]
         found, expected = list(place(list(args))), _results(list(args))
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, expected, strict=True))
         del found[3:5]  # views of inputs, which change with them
@@ -247,21 +271,14 @@ def test_what_somebody_has_stays_as_it_is(calls: list[tuple[int, bool, bool, int
         assert all(torch.equal(mine, was[..., : mine.shape[-1]]) for _, mine, was in kept)
 
 
-class Lost(Again):
-    """Keeps nothing of what it captures, as a GPU does, and does nothing again."""
-
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        return lambda: None
-
-
 def test_memory_is_taken_again_as_soon_as_nobody_has_it() -> None:
     args = [torch.randn(3, 4), torch.randn(4, 4)]
-    one = Captured.of(_results, args, addresses(args), Buffers(), Lost())
-    assert one.free
-    found = one.results(args)
-    part = found[1][0, 1:]
-    assert not one.free
-    del found
-    assert not one.free
-    del part
-    assert one.free
+    one = Captured(_results, args, Buffers(), Again())
+    for use in (one.results, one, one):
+        found = use(args)
+        part = found[1][0, 1:]
+        assert not one.free
+        found.clear()
+        assert not one.free
+        del part
+        assert one.free

@@ -6,7 +6,8 @@ refers to it any more: not as long as a microbatch in flight, a backward, a tran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,16 +16,18 @@ from torch import Tensor
 
 from .segments import Function
 
+Work = Callable[[list[Tensor]], None]  # on inputs that lie at the same addresses each time
+
 
 class Capture(Protocol):
-    """Makes of ``work``, which reads and writes the same memory each time, what does it again."""
+    """Makes of ``work`` on ``given`` what does the same again; it need not keep ``given`` alive."""
 
     @property
     def device(self) -> str:
         """The type of device that works."""
         ...
 
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]: ...
+    def __call__(self, work: Work, given: list[Tensor]) -> Work: ...
 
 
 @dataclass(frozen=True)
@@ -34,16 +37,13 @@ class Buffers:
 
     found: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
-    def like(self, x: Tensor, taken: set[tuple[Any, ...]]) -> Tensor:
-        """One that is not yet ``taken`` for this segment."""
-        number, layout = 0, (x.dtype, x.shape, x.stride(), x.device)
-        while (number, *layout) in taken:
-            number += 1
-        key = (number, *layout)
-        taken.add(key)
-        if key not in self.found:
-            self.found[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        return self.found[key]
+    def free(self, x: Tensor, taken: Collection[tuple[Any, ...]]) -> tuple[Any, ...]:
+        """The name of one for ``x`` that is not ``taken``."""
+        layout = (x.dtype, x.shape, x.stride(), x.device)
+        name = next((number, *layout) for number in itertools.count() if (number, *layout) not in taken)
+        if name not in self.found:
+            self.found[name] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        return name
 
 
 @dataclass(frozen=True)
@@ -60,35 +60,65 @@ class View:
         return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True)
 class Captured:
-    """``copied``: which inputs are copied to ``buffers``. ``made``: each result, or how it is seen in an input.
-    ``memory``: what the results lie in, and ``idle`` how often each is referred to from here."""
+    """``kernel`` on inputs laid out like ``args``, for which its results are there at once. When it runs again it is
+    captured. Inputs that lie at the same address each time (parameters, results of other captures) are read there;
+    others are copied. Where one that did not move lies elsewhere, the work is captured again."""
 
-    replay: Callable[[], None]
-    copied: tuple[int, ...]
-    buffers: list[Tensor]
-    made: tuple[Tensor | View, ...]
-    memory: tuple[torch.UntypedStorage, ...]
-    idle: list[int]
+    def __init__(self, kernel: Function, args: Sequence[Tensor], buffers: Buffers, capture: Capture) -> None:
+        self.kernel, self.buffers, self.capture = kernel, buffers, capture
+        self.taken: dict[int, tuple[Any, ...]] = {}  # the buffer of an input
+        self.still = {i: x.data_ptr() for i, x in enumerate(args)}
+        self.replay: Work | None = None
+        self._run(args)
+        self.memory = [x.untyped_storage() for x in self.whole]
+        self.idle = self._uses()
 
-    @classmethod
-    def of(
-        cls, kernel: Function, args: Sequence[Tensor], still: Mapping[int, int], buffers: Buffers, capture: Capture
-    ) -> Captured:
-        """``kernel`` on ``args``, whose results are there then. ``still``: the inputs that are read where they lie."""
-        parts = _captured(kernel, args, still, buffers, capture)  # of whose own references none is left
-        return cls(*parts, _uses(parts[-1]))
+    def _run(self, args: Sequence[Tensor]) -> None:
+        """``made``: each result, or how it is seen in an input; ``whole``: the memory of those that replays make."""
+        homes = [_home(x) for x in args]
+        # a result must not look like a view of another input than it is one of
+        given = self._put(args, [i for i, home in enumerate(homes) if homes.count(home) > 1])
+        results = self.kernel(list(given))
+        inputs = {_home(x): i for i, x in enumerate(given) if x.numel()}
+        self.made = [_seen(x, given, inputs) for x in results]
+        # what depends on this device's values is on no other, unless the host waits for it, which cannot be captured
+        device = self.capture.device
+        there = [i for i, x in enumerate(self.made) if isinstance(x, Tensor) and x.numel() and x.device.type == device]
+        self.homes = list({_home(results[i]): i for i in there}.values())
+        self.whole = [_whole(results[i]) for i in self.homes]
+
+    def _put(self, args: Sequence[Tensor], copied: Sequence[int]) -> list[Tensor]:
+        """``args``, some of them in buffers."""
+        given = list(args)
+        for i in copied:
+            if i not in self.taken:
+                self.taken[i] = self.buffers.free(args[i], self.taken.values())
+            given[i] = self.buffers.found[self.taken[i]]
+        _copy([_once(given[i]) for i in copied], [_once(args[i]) for i in copied])
+        return given
+
+    def _work(self, given: list[Tensor]) -> None:
+        again = self.kernel(list(given))
+        _copy(self.whole, [_whole(again[i]) for i in self.homes])
+
+    def _uses(self) -> list[int]:
+        return [torch._C._storage_Use_Count(storage._cdata) for storage in self.memory]
 
     @property
     def free(self) -> bool:
         """Whether nobody has what the last run made."""
-        return _uses(self.memory) == self.idle
+        return self._uses() == self.idle
 
     def __call__(self, args: Sequence[Tensor]) -> list[Tensor]:
-        """The results for ``args``, of the same layout, whose ``still`` inputs lie where they did."""
-        _copy(self.buffers, [_once(args[i]) for i in self.copied])
-        self.replay()
+        """The results for other ``args`` of the same layout."""
+        moved = [i for i, address in self.still.items() if args[i].data_ptr() != address]
+        for i in moved:
+            del self.still[i]
+        given = self._put(args, [i for i in range(len(args)) if i not in self.still])
+        if self.replay is None or moved:
+            self.replay = self.capture(self._work, given)
+        self.replay(given)
         return self.results(args)
 
     def results(self, args: Sequence[Tensor]) -> list[Tensor]:
@@ -96,43 +126,8 @@ class Captured:
         return [x.of(args) if isinstance(x, View) else x.detach() for x in self.made]
 
 
-def _captured(
-    kernel: Function, args: Sequence[Tensor], still: Mapping[int, int], buffers: Buffers, capture: Capture
-) -> tuple[
-    Callable[[], None], tuple[int, ...], list[Tensor], tuple[Tensor | View, ...], tuple[torch.UntypedStorage, ...]
-]:
-    taken: set[tuple[Any, ...]] = set()
-    given = [x if i in still else buffers.like(x, taken) for i, x in enumerate(args)]
-    copied = tuple(i for i in range(len(args)) if i not in still)
-    entries = [_once(given[i]) for i in copied]
-    _copy(entries, [_once(args[i]) for i in copied])
-    results = kernel(list(given))
-    inputs = {_home(x): i for i, x in enumerate(given) if x.numel()}
-    made = tuple(_seen(x, given, inputs) for x in results)
-    # no other device can have what depends on this one's values, unless the host waits for it, which no capture allows
-    there = [i for i, x in enumerate(made) if isinstance(x, Tensor) and x.numel() and x.device.type == capture.device]
-    homes = {_home(results[i]): i for i in there}
-    whole = [_whole(results[i]) for i in homes.values()]
-
-    def work() -> None:
-        again = kernel(list(given))
-        _copy(whole, [_whole(again[i]) for i in homes.values()])
-
-    return capture(work), copied, entries, made, tuple(x.untyped_storage() for x in whole)
-
-
-def _uses(memory: Sequence[torch.UntypedStorage]) -> list[int]:
-    return [torch._C._storage_Use_Count(storage._cdata) for storage in memory]
-
-
 def _home(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
-
-
-def addresses(args: Sequence[Tensor]) -> dict[int, int]:
-    """By input; without those that share memory: which of them a result is a view of could not be told."""
-    homes = [_home(x) for x in args]
-    return {i: x.data_ptr() for i, x in enumerate(args) if homes.count(homes[i]) == 1}
 
 
 def _seen(x: Tensor, given: Sequence[Tensor], inputs: Mapping[int, int]) -> Tensor | View:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import BackendWarning
-from .captured import Buffers, Capture, Captured, addresses
+from .captured import Buffers, Capture, Captured, Work
 from .segments import MOST_VARIANTS, Function
 
 MOST_CAPTURES = 64  # of one segment and layout: as many microbatches can be alive at once
@@ -33,7 +33,7 @@ class CudaGraphs:
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+    def __call__(self, work: Work, given: list[Tensor]) -> Work:
         # not torch.cuda.graph, which waits for all that the device does: for what comes from another rank, say, which
         # may wait for this one
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -41,11 +41,11 @@ class CudaGraphs:
         with torch.cuda.stream(self.stream):
             graph.capture_begin(self.pool, capture_error_mode="thread_local")  # NCCL's thread may ask for its events
             try:
-                work()
+                work(given)
             finally:
                 graph.capture_end()
         here.wait_stream(self.stream)
-        return graph.replay
+        return lambda _: graph.replay()
 
 
 @dataclass(frozen=True)
@@ -95,29 +95,14 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Of a segment's inputs. ``still``: those that lay at this address at every call (parameters, say), which are read
-    there; others are copied."""
-
-    still: dict[int, int]
-    captures: list[Captured] = field(default_factory=list)
-
-    def expect(self, args: Sequence[Tensor]) -> None:
-        """Give up captures that read where ``args`` do not lie."""
-        for i in [i for i, address in self.still.items() if args[i].data_ptr() != address]:
-            del self.still[i]
-            self.captures.clear()
-
-
-@dataclass(frozen=True)
 class Place:
-    """A segment at its place in a function. It runs as it is at the first call with a layout, and is captured at the
-    next; and again at any call that finds the results of all captures in use."""
+    """A segment at its place in a function. It runs as it is at the first call with a layout of inputs; later ones have
+    results at places that stay, more of them whenever all are in use."""
 
     kernel: Function
     name: str
     graphs: Graphs
-    layouts: dict[tuple[Any, ...], Layout] = field(default_factory=dict)
+    layouts: dict[tuple[Any, ...], list[Captured]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
@@ -128,31 +113,26 @@ class Place:
         if other is not None or self.refused:
             return self.kernel(args)
         key = tuple((x.dtype, x.shape, x.stride()) for x in args)
-        if key in self.layouts:
-            return self._made(self.layouts[key], args)
-        if len(self.layouts) < MOST_VARIANTS:
-            self.layouts[key] = Layout(addresses(args))
-        return self.kernel(args)
-
-    def _made(self, layout: Layout, args: list[Tensor]) -> Sequence[Any]:
-        layout.expect(args)
-        ready = next((one for one in layout.captures if one.free), None)
-        made = ready(args) if ready is not None else self._first(layout, args)
-        if made is None:
+        if key not in self.layouts:
+            if len(self.layouts) < MOST_VARIANTS:
+                self.layouts[key] = []
+            return self.kernel(args)
+        try:
+            made = self._made(self.layouts[key], args)
+        except Exception as error:  # of many kinds: what the host waits for cannot be captured, say
+            self.refused.append(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+            self.graphs.warn(self.name, self.refused[0])
+            self.layouts.clear()
             return self.kernel(args)
         args.clear()
         return made
 
-    def _first(self, layout: Layout, args: Sequence[Tensor]) -> list[Tensor] | None:
-        """The results of a new capture."""
-        if len(layout.captures) == MOST_CAPTURES:
+    def _made(self, captures: list[Captured], args: list[Tensor]) -> Sequence[Any]:
+        ready = next((one for one in captures if one.free), None)
+        if ready is not None:
+            return ready(args)
+        if len(captures) == MOST_CAPTURES:
             self.graphs.warn(self.name, f"more than {MOST_CAPTURES} results of it are in use at once")
-            return None
-        try:
-            new = Captured.of(self.kernel, args, layout.still, self.graphs.buffers, self.graphs.capture)
-        except Exception as error:  # of many kinds: what the host waits for cannot be captured, say
-            self.refused.append(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
-            self.graphs.warn(self.name, self.refused[0])
-            return None
-        layout.captures.append(new)
-        return new.results(args)
+            return self.kernel(list(args))
+        captures.append(Captured(self.kernel, args, self.graphs.buffers, self.graphs.capture))
+        return captures[-1].results(args)
