@@ -7,6 +7,7 @@ as a wrong gradient, as it would on a GPU.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler import compiled
@@ -25,6 +25,7 @@ from quintnet_compiler.runtime import engines, graphs
 from quintnet_compiler.runtime.captured import Buffers, Captured, Work
 from quintnet_compiler.runtime.engines import Inductor
 from quintnet_compiler.runtime.graphs import Graphs, Place
+from quintnet_compiler.runtime.observed import Observed
 
 from .models import CASES, build, reference, worst_error
 
@@ -55,8 +56,10 @@ class Again:
 
 @pytest.fixture
 def again(monkeypatch: pytest.MonkeyPatch) -> Again:
-    """What programs of ``backend="cudagraphs"`` are captured by. Nothing is compiled, which would take long."""
+    """What programs of ``backend="cudagraphs"`` are captured by: all segments of them. Nothing is compiled, which would
+    take long."""
     found = Again()
+    monkeypatch.setattr(graphs, "FEWEST_OPERATORS", 0)
     monkeypatch.setattr(compiled, "ENGINES", {"cudagraphs": lambda: Inductor(Graphs(found))})
     monkeypatch.setattr(engines, "compiled", lambda module, args: None)
     return found
@@ -211,28 +214,45 @@ def test_without_a_gpu_it_is_inductor_with_one_warning(monkeypatch: pytest.Monke
     assert len([one for one in seen if issubclass(one.category, quintnet.BackendWarning)]) == 1
 
 
-def _module(work: Callable[..., Any], *shapes: tuple[int, ...]) -> fx.GraphModule:
-    found: fx.GraphModule = make_fx(work)(*(torch.zeros(shape) for shape in shapes))
-    return found
+def test_outputs_stay_as_they_are(again: Again) -> None:
+    model = build("vit")
+    images = torch.randn(6, 4, 1, 8, 8).double()
+    program = quintnet.compile(model, quintnet.Mesh(tp=2), (images[0],), training=False, backend="cudagraphs")
+    with torch.no_grad():
+        found = [program(x) for x in images]
+        for x, mine in zip(images, found, strict=True):
+            torch.testing.assert_close(mine, model(x), rtol=1e-9, atol=1e-11)
+    assert again.captured
 
 
 @pytest.mark.parametrize(
     ("work", "reason"),
     [
-        (lambda x: torch.rand_like(x) + x, "draws random numbers"),
-        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), "draws random numbers"),
-        (lambda x: x.nonzero(), "depends on values"),
-        (lambda x: x.add_(1), "writes into what it is given"),
-        (lambda x: F.scaled_dot_product_attention(x, x, x) + 1, None),
+        (lambda x: torch.rand_like(x).exp() + x, "draws random numbers"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5).exp() + x, "draws random numbers"),
+        (lambda x: x[x > 0].exp() + 1, "for the host to know"),
+        (lambda x: x * float(x.sum()) + 1, "for the host to know"),
+        (lambda x: x[0].add_(1).exp() * 2 + x, "writes into an input"),
+        (lambda x: F.scaled_dot_product_attention(x, x, x).exp().add_(x), None),
+        (lambda x: x.view(-1).exp(), None),
     ],
 )
 def test_what_a_replay_would_do_otherwise_is_told(work: Callable[[Tensor], Tensor], reason: str | None) -> None:
-    module, shared = _module(work, (1, 1, 4, 8)), Graphs(Again())
-    if reason is None:
-        assert isinstance(shared.of(module, module, "forward of stage 0"), Place)
-    else:
-        with pytest.warns(quintnet.BackendWarning, match=reason):
-            assert shared.of(module, module, "forward of stage 0") is module
+    with torch.no_grad(), Observed([x := torch.ones(1, 1, 4, 8)]) as seen:
+        work(x)
+    assert seen.operators >= 1
+    assert seen.reason is None if reason is None else reason in str(seen.reason)
+
+
+def test_what_cannot_be_replayed_is_never_captured(again: Again) -> None:
+    def noisy(args: list[Tensor]) -> list[Tensor]:
+        return [torch.rand_like(args.pop()).exp() + 1]
+
+    place = Place(noisy, noisy, "forward of stage 0", Graphs(again))  # type: ignore[arg-type]
+    with pytest.warns(quintnet.BackendWarning, match=r"rand_like.* draws random numbers") as seen:
+        found = [place([torch.ones(3)])[0] for _ in range(4)]
+    assert len(seen) == 1 and not again.captured
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(found))
 
 
 def _results(args: list[Tensor]) -> tuple[Tensor, ...]:
@@ -253,7 +273,7 @@ CALLS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KINDS), st.integer
 def test_what_somebody_has_stays_as_it_is(calls: list[tuple[int, str, int]]) -> None:
     """Calls with one of two weights and an input, of several ``KINDS``; some results are kept for a number of calls, as
     they are or in views."""
-    place = Place(_results, "forward of stage 0", Graphs(Again()))
+    place = Place(_results, _results, "forward of stage 0", Graphs(Again()))  # type: ignore[arg-type]
     weights = [torch.randn(4, 4), torch.randn(4, 4)]
     kept: list[tuple[int, Tensor, Tensor]] = []
     for number, (which, kind, last) in enumerate(calls):

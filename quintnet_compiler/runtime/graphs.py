@@ -13,8 +13,10 @@ from torch import Tensor, fx
 
 from ..errors import BackendWarning
 from .captured import Buffers, Capture, Captured, Work
+from .observed import Observed
 from .segments import MOST_VARIANTS, Function
 
+FEWEST_OPERATORS = 3  # of a segment: the kernels of fewer are started as soon as a replay is
 MOST_CAPTURES = 64  # of one segment and layout: as many microbatches can be alive at once
 
 
@@ -57,12 +59,8 @@ class Graphs:
     buffers: Buffers = field(default_factory=Buffers)
 
     def of(self, kernel: Function, module: fx.GraphModule, name: str) -> Function:
-        """``kernel``, which computes what ``module`` does, captured where it may be."""
-        reason = _illegal(module.graph)
-        if reason is None:
-            return Place(kernel, name, self)
-        self.warn(name, reason)
-        return kernel
+        """``kernel``, which computes what ``module`` does, captured where it may be and there is something to gain."""
+        return Place(kernel, module, name, self)
 
     def warn(self, name: str, reason: str) -> None:
         if reason not in self.warned:
@@ -71,35 +69,14 @@ class Graphs:
             warnings.warn(BackendWarning(text), stacklevel=2)
 
 
-def _illegal(graph: fx.Graph) -> str | None:
-    """Why a replay would not compute what ``graph`` does; None: it would. Seeds, steps and scales are behind calls of
-    ``comm``, which no segment has."""
-    for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags and _argument(node, "dropout_p") != 0:
-            return f"{node.target} draws random numbers"
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-            return f"how much {node.target} makes depends on values"
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            return f"{node.target} writes into what it is given"
-    return None
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of a node of an operator; None if the operator has none of this name."""
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
-
-
 @dataclass(frozen=True)
 class Place:
-    """A segment at its place in a function. It runs as it is at the first call with a layout of inputs; later ones have
-    results at places that stay, more of them whenever all are in use."""
+    """A segment at its place in a function. At the first call with a layout of inputs its Python runs, and is observed;
+    later ones have results at places that stay, more of them whenever all are in use. ``refused``: why it is not
+    captured; "" where nothing would be gained."""
 
     kernel: Function
+    module: fx.GraphModule
     name: str
     graphs: Graphs
     layouts: dict[tuple[Any, ...], list[Captured]] = field(default_factory=dict)
@@ -114,18 +91,30 @@ class Place:
             return self.kernel(args)
         key = tuple((x.dtype, x.shape, x.stride()) for x in args)
         if key not in self.layouts:
-            if len(self.layouts) < MOST_VARIANTS:
-                self.layouts[key] = []
-            return self.kernel(args)
+            return self._observed(key, args) if len(self.layouts) < MOST_VARIANTS else self.kernel(args)
         try:
             made = self._made(self.layouts[key], args)
         except Exception as error:  # of many kinds: what the host waits for cannot be captured, say
-            self.refused.append(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
-            self.graphs.warn(self.name, self.refused[0])
-            self.layouts.clear()
+            self._refuse(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return self.kernel(args)
         args.clear()
         return made
+
+    def _observed(self, key: tuple[Any, ...], args: list[Tensor]) -> Sequence[Any]:
+        with Observed(args) as seen:
+            made: Sequence[Any] = self.module(args)
+        if seen.operators < FEWEST_OPERATORS:
+            self.refused.append("")
+        elif seen.reason is not None:
+            self._refuse(seen.reason)
+        else:
+            self.layouts[key] = []
+        return made
+
+    def _refuse(self, reason: str) -> None:
+        self.refused.append(reason)
+        self.graphs.warn(self.name, reason)
+        self.layouts.clear()
 
     def _made(self, captures: list[Captured], args: list[Tensor]) -> Sequence[Any]:
         ready = next((one for one in captures if one.free), None)
