@@ -52,7 +52,7 @@ def compile(
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
     training: bool = True,
-    backend: Literal["eager", "inductor"] = "eager",
+    backend: Literal["eager", "inductor", "cudagraphs"] = "eager",
     device: torch.device | str | None = None,
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
@@ -96,6 +96,8 @@ def compile(
             gradient is kept or communicated for, and models that only train on one device (BatchNorm) are fine.
         backend: ``"inductor"``: what lies between two calls of communication runs as code that torch's compiler made
             of it; it is compiled when it first runs. What cannot be compiled runs eager, with a BackendWarning.
+            ``"cudagraphs"``: that code is also captured in CUDA graphs, where replays do the same; where they would
+            not, it runs as with ``"inductor"``, with a BackendWarning.
         device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
 
     Raises:

@@ -95,7 +95,7 @@ class RunError(QuintNetError, RuntimeError):
 
 
 class BackendWarning(UserWarning):
-    """A backend cannot compile a part of a program, which then runs as generated Python."""
+    """A backend cannot compile a part of a program, which then runs as generated Python, or cannot capture it."""
 
 
 class CheckpointError(QuintNetError, ValueError):

@@ -147,7 +147,7 @@ def lay_out(x: Tensor, sharding: Sharding, ranks: Sequence[int], dice: Generator
     kind, count = sharding[0], ranks[0]
     inner = sharding[1:], ranks[1:], dice
     if isinstance(kind, Shard):
-        wholes = [part.contiguous() for part in layout.pieces(x, kind.dim, kind.parts, count)]
+        wholes = [part.contiguous() for part in layout.stack(x, kind.dim, kind.parts, count)]
     elif kind is P:
         terms = [noise(x, dice) for _ in range(count - 1)]
         wholes = [*terms, x - sum(terms)]

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
+from quintnet_compiler import layout
 from quintnet_compiler.annotations import Leaf
 from quintnet_compiler.builder import GraphBuilder, aten
 from quintnet_compiler.program import Axis, ShardedProgram, Strategy
@@ -146,3 +149,22 @@ def test_paths_touch_one_axis_at_a_time_and_arrive() -> None:
             state[axis] = kind
             assert fits(tuple(state), ranks), (source, target, state)
         assert tuple(state) == target
+
+
+@drawn(
+    st.lists(st.integers(0, 3), min_size=1, max_size=3),
+    st.integers(0, 2),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_a_stack_holds_every_ranks_slice(shape: list[int], dim: int, parts: int, ranks: int, turned: bool) -> None:
+    dim %= len(shape)
+    shape[dim] *= parts * ranks
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    if turned:  # no longer contiguous
+        x, dim = x.permute(*reversed(range(x.dim()))), x.dim() - 1 - dim
+    stacked = layout.stack(x, dim, parts, ranks)
+    slices = [layout.take(x, dim, parts, ranks, index) for index in range(ranks)]
+    assert torch.equal(stacked, torch.stack(slices))
+    assert torch.equal(layout.unstack(stacked, dim, parts), x) and torch.equal(layout.join(slices, dim, parts), x)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 import quintnet
 from quintnet_compiler.runtime import engines
 from quintnet_compiler.runtime.engines import Inductor, Kernel
-from quintnet_compiler.runtime.segments import Segment, Stepper, split
+from quintnet_compiler.runtime.segments import MOST_VARIANTS, Segment, Stepper, split
 
 from .models import CASES, build, reference, worst_error
 
@@ -158,7 +158,7 @@ def test_sizes_that_never_stay_the_same_are_not_compiled_for_ever(monkeypatch: p
     kernel = Kernel(module, "forward of stage 0", set())
     monkeypatch.setattr(Kernel, "_compiled", lambda self, args: lambda given: (given.pop().exp(),))
     monkeypatch.setattr(engines, "eager", lambda module, name: lambda given: (given.pop().exp() + 1,))
-    for rows in range(engines.MOST_VARIANTS):
+    for rows in range(MOST_VARIANTS):
         assert torch.equal(kernel([torch.zeros(rows)])[0], torch.ones(rows))
     with pytest.warns(quintnet.BackendWarning, match="more than 8 sizes"):
         assert torch.equal(kernel([torch.zeros(20)])[0], 2 * torch.ones(20))

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 import quintnet
+from quintnet_compiler.runtime.distributed import DistributedTransport, device_mesh
+from quintnet_compiler.runtime.local import LocalWorld
+from quintnet_compiler.runtime.transport import Transport
 
 from .models import CASES, build, worst_error
 
@@ -86,6 +89,35 @@ def test_processes_equal_the_local_transport(
         names |= gradients.keys()
     assert names == expected[3].keys()
     assert len({outcome[0] for outcome in found}) == 1  # the same bits on every rank
+
+
+def _collectives(transport: Transport) -> list[Tensor]:
+    """What each collective of the graphs makes of each kind of slices on this rank."""
+    dice = torch.Generator().manual_seed(transport.rank)
+    xs = [torch.randn(shape, generator=dice).double() for shape in ((8, 8), (4, 8, 8), (8,))]
+    kinds = [(dim, parts) for dim in range(3) for parts in (1, 2)]
+    found = []
+    for x in (*xs, xs[1].movedim(0, 2)):
+        mine = [kind for kind in kinds if kind[0] < x.dim()]
+        for dim, parts in mine:
+            found += [transport.all_gather(x, "tp", dim, parts, 0), transport.reduce_scatter(x, "tp", dim, parts, 0)]
+            found += [transport.all_to_all(x, "tp", dim, parts, *to, 0) for to in mine]
+    for dims, parts in (((0, 0, 0), (1, 1, 1)), ((1, 2, 0), (2, 1, 2))):
+        found += transport.gather_together(xs, "tp", dims, parts, 0)
+        found += transport.scatter_together(xs, "tp", dims, parts, 0)
+    return found
+
+
+def _collectives_here() -> list[Tensor]:
+    mesh = quintnet.Mesh(tp=torch.distributed.get_world_size())
+    return _collectives(DistributedTransport(mesh, device_mesh(mesh, "cpu")))
+
+
+def test_collectives_are_those_of_the_local_transport() -> None:
+    expected = LocalWorld(quintnet.Mesh(tp=2), [""]).run(dict.fromkeys(range(2), _collectives))
+    for rank, found in enumerate(quintnet.launch(_collectives_here, 2, timeout=60)):
+        assert len(found) == len(expected[rank])
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[rank], strict=True))
 
 
 def _disagree(what: str) -> tuple[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import layout
 from ..program import DistributedProgram, StateSpec
 from ..sharding import R, Shard, local_shape
 from .transport import Wait
@@ -79,10 +80,8 @@ def accumulated_shape(spec: StateSpec, program: DistributedProgram) -> torch.Siz
 def by_rank(x: Tensor, cuts: Sequence[Cut], order: Sequence[str]) -> Tensor:
     """Every rank's slice of ``x``: a leading dim for each cut, in ``order`` of their axes. A view where parts are 1."""
     for place, cut in enumerate(cuts):
-        dim = cut.dim + place
-        x = torch.unflatten(x, dim, (cut.parts, cut.ranks, -1)).movedim(dim + 1, place)
-        x = x.flatten(dim + 1, dim + 2)
-    names = [cut.axis for cut in cuts]
+        x = layout.stack(x, cut.dim + place, cut.parts, cut.ranks)
+    names = [cut.axis for cut in reversed(cuts)]
     return x.permute(*(names.index(name) for name in order), *range(len(cuts), x.dim()))
 
 

@@ -90,7 +90,7 @@ class DistributedTransport:
         gathered = group.all_gather(x.contiguous(), out, later)
         if dim == 0 and parts == 1:
             return gathered
-        return lambda: layout.join(gathered().chunk(group.size), dim, parts)
+        return lambda: layout.unstack(gathered().view(group.size, *x.shape), dim, parts)
 
     def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         if x.untyped_storage().nbytes() == x.nbytes:
@@ -106,10 +106,8 @@ class DistributedTransport:
 
     def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
-        whole = dim == 0 and parts == 1
-        stacked = x.contiguous() if whole else torch.cat(layout.pieces(x, dim, parts, group.size))
-        out = stacked.new_empty((stacked.shape[0] // group.size, *stacked.shape[1:]))
-        return group.reduce_scatter(stacked, out, later)
+        stacked = layout.stack(x, dim, parts, group.size).contiguous()
+        return group.reduce_scatter(stacked.flatten(0, 1), stacked.new_empty(stacked.shape[1:]), later)
 
     def gather_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -132,11 +130,9 @@ class DistributedTransport:
         shapes = [x.shape for x in xs]
 
         def each() -> tuple[Tensor, ...]:
-            runs = torch.split(gathered(), [shape.numel() for shape in shapes], 1)
+            runs = gathered().split_with_sizes([shape.numel() for shape in shapes], 1)
             return tuple(
-                run.reshape(size * shape[0], *shape[1:])
-                if (dim, n) == (0, 1)
-                else layout.join([part.view(shape) for part in run.unbind(0)], dim, n)
+                layout.unstack(run.view(size, *shape), dim, n)
                 for shape, run, dim, n in zip(shapes, runs, dims, parts, strict=True)
             )
 
@@ -158,18 +154,16 @@ class DistributedTransport:
         later: bool = False,
     ) -> Pending:
         group = self.axis[axis]
-        size, sizes = group.size, [x.numel() // group.size for x in xs]
-        flat = xs[0].new_empty(size, sum(sizes))
-        shapes = []
-        for x, run, dim, n in zip(xs, torch.split(flat, sizes, 1), dims, parts, strict=True):
-            pieces = x.chunk(size) if (dim, n) == (0, 1) else layout.pieces(x, dim, n, size)
-            for mine, piece in zip(run, pieces, strict=True):
-                mine.view(piece.shape).copy_(piece)
-            shapes.append(pieces[0].shape)
-        scattered = group.reduce_scatter(flat.view(-1), flat.new_empty(sum(sizes)), later)
-        return lambda: tuple(
-            run.view(shape) for run, shape in zip(torch.split(scattered(), sizes), shapes, strict=True)
-        )
+        stacked = [layout.stack(x, dim, n, group.size) for x, dim, n in zip(xs, dims, parts, strict=True)]
+        flat = torch.cat([x.reshape(group.size, -1) for x in stacked], 1)
+        shapes = [x.shape[1:] for x in stacked]
+        scattered = group.reduce_scatter(flat.view(-1), flat.new_empty(flat.shape[1]), later)
+
+        def each() -> tuple[Tensor, ...]:
+            runs = scattered().split_with_sizes([shape.numel() for shape in shapes])
+            return tuple(run.view(shape) for run, shape in zip(runs, shapes, strict=True))
+
+        return each
 
     def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         return self._all_to_all(x, axis, dim, parts, to_dim, to_parts, at)()  # type: ignore[no-any-return]
@@ -181,10 +175,10 @@ class DistributedTransport:
         if dim == to_dim:  # the same dim in other parts: rare
             whole = self._all_gather(x, axis, dim, parts, at, later=later)
             return lambda: layout.take(whole(), to_dim, to_parts, group.size, group.rank)
-        outgoing = torch.stack(layout.pieces(x, to_dim, to_parts, group.size))
+        outgoing = layout.stack(x, to_dim, to_parts, group.size).contiguous()
         incoming = torch.empty_like(outgoing)
         work = dist.all_to_all_single(incoming, outgoing, group=group.group, async_op=later)
-        return pending(work, outgoing, lambda: layout.join(incoming.unbind(0), dim, parts))
+        return pending(work, outgoing, lambda: layout.unstack(incoming, dim, parts))
 
     def exchange_rows(
         self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int

@@ -1,4 +1,5 @@
-"""What runs generated functions: Python as it is, or inductor's code for what lies between communication."""
+"""What runs generated functions: Python as it is, or inductor's code for what lies between communication, which may be
+captured in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,12 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from ..errors import BackendWarning
-from .segments import Segment, Stepper, split
+from .graphs import CudaGraphs, Graphs
+from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
 
-Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
 Engine = Callable[[fx.GraphModule, str], Function]  # of a generated function and what messages call it
 
-MOST_VARIANTS = 8  # of one segment: where row counts depend on values (routed experts), code for each would not pay
 FEWEST_FUSED = 2  # operators that inductor could put into one kernel; products and views are as fast without it
 
 
@@ -32,19 +32,21 @@ def eager(module: fx.GraphModule, name: str) -> Function:
 class Inductor:
     """Between two calls of ``comm``, code that inductor made; equal segments (of repeated blocks, stages, ranks of one
     process) are compiled once, when they first run: then the strides of what they take are known. What inductor
-    cannot compile runs as it is, with one :class:`BackendWarning` for each reason."""
+    cannot compile runs as it is, with one :class:`BackendWarning` for each reason. ``graphs``: what captures it."""
 
+    graphs: Graphs | None = None
     functions: WeakKeyDictionary[fx.GraphModule, Function] = field(default_factory=WeakKeyDictionary)
     kernels: dict[str, Kernel] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def __call__(self, module: fx.GraphModule, name: str) -> Function:
         if module not in self.functions:
-            self.functions[module] = Stepper.of(module.graph, split(module.graph), lambda s: self._kernel(s, name))
+            self.functions[module] = Stepper.of(module.graph, split(module.graph), lambda s: self._run(s, name))
         return self.functions[module]
 
-    def _kernel(self, segment: Segment, name: str) -> Function:
-        return self.kernels.setdefault(segment.module.code, Kernel(segment.module, name, self.warned))
+    def _run(self, segment: Segment, name: str) -> Function:
+        kernel = self.kernels.setdefault(segment.module.code, Kernel(segment.module, name, self.warned))
+        return kernel if self.graphs is None else self.graphs.of(kernel, segment.module, name)
 
 
 @dataclass(frozen=True)
@@ -107,5 +109,7 @@ def _fuses(node: fx.Node) -> bool:
     return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
 
 
-ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType({"eager": lambda: eager, "inductor": Inductor})
+ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(
+    {"eager": lambda: eager, "inductor": Inductor, "cudagraphs": lambda: Inductor(Graphs(CudaGraphs()))}
+)
 """What makes an engine, under the name that ``compile(backend=...)`` gives it."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .comm import Comm
-from .engines import Function
 from .executor import Executor
+from .segments import Function
 from .symmetric import Kernels
 from .transport import Pending, Transport, Wait
 

@@ -11,6 +11,10 @@ from torch import fx
 
 from ..program import outputs
 
+Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
+
+MOST_VARIANTS = 8  # of one segment: where row counts depend on values (routed experts), code for each would not pay
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -74,7 +78,7 @@ def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
 class _Step:
     """``run`` on the values of some slots. ``dead``: the slots that nobody reads afterwards."""
 
-    run: Callable[[list[Any]], Sequence[Any]]
+    run: Function
     takes: tuple[int, ...]
     dead: tuple[int, ...]
     makes: tuple[int, ...]
@@ -93,7 +97,7 @@ class Stepper:
         cls,
         graph: fx.Graph,
         parts: Sequence[fx.Node | Segment],
-        kernel: Callable[[Segment], Callable[[list[Any]], Sequence[Any]]],
+        kernel: Callable[[Segment], Function],
     ) -> Stepper:
         """``kernel``: what runs a segment."""
         slot = {node: i for i, node in enumerate(graph.nodes)}
@@ -123,7 +127,7 @@ class Stepper:
         return tuple(env[i] for i in self.returns)
 
 
-def _call(node: fx.Node) -> Callable[[list[Any]], Sequence[Any]]:
+def _call(node: fx.Node) -> Function:
     """A call of a method of ``comm``, or a choice among its results."""
     order = {n: i for i, n in enumerate(dict.fromkeys(node.all_input_nodes))}
     receiver, *rest = (_argument(a, order) for a in node.args)
