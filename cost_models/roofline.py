@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..annotations import is_getitem, needs_grad
-from .collectives import volume
+from .collectives import START_SECONDS, volume
 from .hardware import H100, Hardware
 from .kernels import work_seconds
 from .operators import kernel_of
@@ -17,8 +17,8 @@ from .operators import kernel_of
 class Roofline:
     """Prices for one kind of hardware.
 
-    These compare ways to split the same work, so kernels' floors and the rounding to tiles are left out: every rank
-    pays the floor however an operator is split, and a price must halve when its work does.
+    These compare ways to split the same work, so kernels' floors (but for ``launch_seconds``) and the rounding to tiles
+    are left out: every rank pays the floor however an operator is split, and a price must halve when its work does.
     ``unknown="memory"``: operators without a price, which a plan may allow, cost what they read and write.
     """
 
@@ -30,6 +30,14 @@ class Roofline:
             return 0.0
         forward = work_seconds(kernel_of(node, self.unknown), self.hardware)
         return forward * (3.0 if needs_grad(node) else 1.0)  # the backward pass of a matmul is two matmuls
+
+    def launch_seconds(self, node: fx.Node) -> float:
+        times = 3 if needs_grad(node) else 1
+        return times * self.hardware.launch_seconds if self.operator_seconds(node) else 0.0  # views start nothing
+
+    def send_seconds(self, num_bytes: float) -> float:
+        hw = self.hardware
+        return START_SECONDS + hw.link_seconds + num_bytes / hw.link_bytes_per_second
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
         hw = self.hardware

@@ -30,9 +30,9 @@ class CutStages:
     Ensures: stages are runs of operators in graph order, so no edge points back; none is empty; what no parameter
     touches has no stage and runs wherever it is needed.
 
-    The slowest stage (its operators, its parameters, what it receives) is as fast as it can be, and among such cuts
-    the sum of squares of all stages is least: exactly so for up to 400 operators, among the narrowest places beyond
-    (dynamic programming over cut positions, as in PipeDream, Narayanan et al. 2019).
+    The slowest stage (its operators, its parameters, what it receives and sends) is as fast as it can be, and among
+    such cuts the sum of squares of all stages is least: exactly so for up to 400 operators, among the narrowest places
+    beyond (dynamic programming over cut positions, as in PipeDream, Narayanan et al. 2019).
 
     ``boundaries``: where each stage but the first begins, as operator names or module paths; empty: chosen.
 
@@ -83,7 +83,7 @@ def stage_seconds(staged: StagedProgram, cost: CostModel) -> tuple[float, ...]:
     """What one rank's share of the operators of each stage takes, forward and backward."""
     found = [0.0] * staged.num_stages
     for node in staged_operators(staged.sharded.program.graph):
-        found[staged.stage[node]] += cost.operator_seconds(node) * _share(staged.sharded, node)
+        found[staged.stage[node]] += _seconds(cost, staged.sharded, node)
     return tuple(found)
 
 
@@ -160,11 +160,13 @@ class _Loads:
     def __init__(self, program: ShardedProgram, order: list[fx.Node], cost: CostModel) -> None:
         self.count = len(order)
         place = {node: i for i, node in enumerate(order)}
-        work = np.array([cost.operator_seconds(n) * _share(program, n) for n in order])
+        work = np.array([_seconds(cost, program, n) for n in order])
         self.work = np.concatenate([[0.0], np.cumsum(work)])
         # One entry per use of a parameter or value: it is paid in a stage that begins after ``before`` (the use
         # before this one, or where the value is made) and not after ``at``.
         before, at, price = [], [], []
+        # One entry per value: it is sent by a stage that makes it at ``made`` and ends before its ``last`` use.
+        made, last, sent = [], [], []
         crossing = np.zeros(self.count + 1)
         for source, uses in _uses(order, place).items():
             node, output = source
@@ -174,8 +176,11 @@ class _Loads:
                 seconds, previous = cost.parameter_seconds(size), -1
             elif node in place:
                 ways = 2 if needs_grad(node) else 1
-                seconds, previous = ways * cost.collective_seconds("send", size, 2), place[node]
+                seconds, previous = ways * cost.send_seconds(size), place[node]
                 crossing[previous + 1 : uses[-1] + 1] += size
+                made.append(previous)
+                last.append(uses[-1])
+                sent.append(seconds)
             else:
                 continue
             for use in uses:
@@ -184,13 +189,18 @@ class _Loads:
                 price.append(seconds)
                 previous = use
         self.before, self.at, self.price = np.array(before, int), np.array(at, int), np.array(price, float)
+        self.made, self.last, self.sent = np.array(made, int), np.array(last, int), np.array(sent, float)
         self.places = _narrow_places(crossing)
 
     def from_start(self, start: int) -> Array:
         """For every end j: seconds of the stage [start, j)."""
         paid = (self.before < start) & (self.at >= start)
         entering = np.bincount(self.at[paid], weights=self.price[paid], minlength=self.count)
-        loads: Array = self.work - self.work[start] + np.concatenate([[0.0], np.cumsum(entering)])
+        mine = self.made >= start
+        ends = np.concatenate([self.made[mine] + 1, self.last[mine] + 1])  # from the first to before the second
+        changes = np.concatenate([self.sent[mine], -self.sent[mine]])
+        leaving = np.cumsum(np.bincount(ends, weights=changes, minlength=self.count + 1))
+        loads: Array = self.work - self.work[start] + np.concatenate([[0.0], np.cumsum(entering)]) + leaving
         return loads
 
 
@@ -202,6 +212,10 @@ def _uses(order: list[fx.Node], place: dict[fx.Node, int]) -> dict[tuple[fx.Node
             if kind is None or kind.kind == "parameter":
                 found[source].append(place[node])
     return found
+
+
+def _seconds(cost: CostModel, program: ShardedProgram, node: fx.Node) -> float:
+    return cost.operator_seconds(node) * _share(program, node) + cost.launch_seconds(node)
 
 
 def _share(program: ShardedProgram, node: fx.Node) -> float:

@@ -14,6 +14,15 @@ class CostModel(Protocol):
         """Time of one unsplit operator, forward and (where gradients flow) backward."""
         ...
 
+    def launch_seconds(self, node: fx.Node) -> float:
+        """What starting an operator takes, forward and backward, however small it is. Every rank that runs a part of it
+        pays that, so it counts where operators are divided, and not where each of them is."""
+        ...
+
+    def send_seconds(self, num_bytes: float) -> float:
+        """Time of sending a value from one stage to another, with what starting that takes."""
+        ...
+
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
         """Time of a collective over ``ranks``; ``num_bytes`` is the size of the full (unsplit) tensor."""
         ...

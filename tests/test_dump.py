@@ -118,7 +118,7 @@ def test_the_page_stands_alone(page: Page, folder: Path) -> None:
 
 def test_the_page_says_what_is_there(page: Page, program: quintnet.CompiledProgram) -> None:
     text = page.text
-    assert "from stage 0, for each microbatch: 1.00 KiB, and 2.00 KiB of gradients back" in text
+    assert "from stage 0, for each microbatch: 1.00 KiB, and 1.00 KiB of gradients back" in text
     assert "blocks.3 ×3" in text and "the same for blocks.4 to blocks.5" in text
     assert "tp P → tp S(0) reduce_scatter of linear_1, 2.00 KiB; gradient: all_gather" in text
     assert "blocks.0.up.weight [128, 32], on a rank [64, 32] dp R tp S(0)" in text
