@@ -195,14 +195,15 @@ class _Check:
         left, todo, crossing = list(terms), [(made, self.program.stage.get(made))], set[int | None]()
         while todo:
             here, reader = todo.pop()
-            home = self.program.stage.get(here)
+            found = next(
+                (t for t in left if self._equal(t.node, here, dict(t.bound), self.local.stage.get(t.user))), None
+            )
+            # what an operator passes on as it came is in the stage that it came from
+            home = self.program.stage.get(here) if found is None else self.local.stage.get(found.user)
             if home != reader:
                 if home in crossing:
                     raise self._fail(f"{what} leaves stage {home} in several tensors", node)
                 crossing.add(home)
-            found = next(
-                (t for t in left if self._equal(t.node, here, dict(t.bound), self.local.stage.get(t.user))), None
-            )
             if found is not None:
                 left.remove(found)
             elif here.target is aten.add.Tensor and len(here.args) == 2 and len(here.all_input_nodes) in (1, 2):

@@ -18,6 +18,7 @@ from ..program import ShardedProgram, StagedProgram
 from ..sharding import Shard
 from .partition import Array, balanced_starts
 
+EMPTY = 1e3  # seconds: what a stage without parameters costs
 MOST_PLACES = 400  # up to this many operators every cut is tried; beyond, the narrowest of each run of operators
 
 
@@ -32,7 +33,8 @@ class CutStages:
 
     The slowest stage (its operators, its parameters, what it receives and sends) is as fast as it can be, and among
     such cuts the sum of squares of all stages is least: exactly so for up to 400 operators, among the narrowest places
-    beyond (dynamic programming over cut positions, as in PipeDream, Narayanan et al. 2019).
+    beyond (dynamic programming over cut positions, as in PipeDream, Narayanan et al. 2019). Every stage has parameters
+    where that is possible.
 
     ``boundaries``: where each stage but the first begins, as operator names or module paths; empty: chosen.
 
@@ -162,6 +164,9 @@ class _Loads:
         place = {node: i for i, node in enumerate(order)}
         work = np.array([_seconds(cost, program, n) for n in order])
         self.work = np.concatenate([[0.0], np.cumsum(work)])
+        known = {n: [leaf(origin(x)[0]) for x in tensor_inputs(n)] for n in order}
+        reads = [any(found is not None and found.kind == "parameter" for found in known[n]) for n in order]
+        self.reads = np.concatenate([[0], np.cumsum(reads)])  # operators before a place that read parameters
         # One entry per use of a parameter or value: it is paid in a stage that begins after ``before`` (the use
         # before this one, or where the value is made) and not after ``at``.
         before, at, price = [], [], []
@@ -200,7 +205,8 @@ class _Loads:
         ends = np.concatenate([self.made[mine] + 1, self.last[mine] + 1])  # from the first to before the second
         changes = np.concatenate([self.sent[mine], -self.sent[mine]])
         leaving = np.cumsum(np.bincount(ends, weights=changes, minlength=self.count + 1))
-        loads: Array = self.work - self.work[start] + np.concatenate([[0.0], np.cumsum(entering)]) + leaving
+        empty = EMPTY * (self.reads == self.reads[start])
+        loads: Array = self.work - self.work[start] + np.concatenate([[0.0], np.cumsum(entering)]) + leaving + empty
         return loads
 
 

@@ -89,6 +89,12 @@ def test_equal_blocks_are_balanced() -> None:
     assert list(blocks.values()).count((0,)) in (3, 4, 5)
 
 
+def test_every_stage_has_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    staged = CutStages(3, Roofline())(_sharded(model, (torch.ones(4, 4), torch.ones(4, 4)), nn.functional.mse_loss))
+    assert {stage for stages in parameter_stages(staged).values() for stage in stages} == {0, 1, 2}
+
+
 def test_boundaries_reproduce_the_cut() -> None:
     staged = CutStages(3, Roofline())(_gpt())
     again = CutStages(3, Roofline(), boundaries(staged))(_gpt())

@@ -34,8 +34,7 @@ def _compiled(**axes: int) -> tuple[quintnet.CompiledProgram, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
     batch = torch.randn(8, 16), torch.randint(0, 8, (8,))
-    plan = {"stages": ["2"]} if axes.get("pp") == 2 else {}  # so that both have parameters
-    return quintnet.compile(model, Mesh(**axes), batch, loss_fn=F.cross_entropy, microbatches=2, plan=plan), batch
+    return quintnet.compile(model, Mesh(**axes), batch, loss_fn=F.cross_entropy, microbatches=2), batch
 
 
 def _measured_as_a_step(axes: dict[str, int]) -> Timeline:
