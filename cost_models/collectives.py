@@ -31,7 +31,7 @@ def volume(name: str, num_bytes: float, ranks: int) -> float:
     shares = {"all_reduce": 2 * others, "all_to_all": others / ranks, "send": 1.0}
     if name not in ALGORITHMS:
         raise CompileError("QN210", f"no price for the collective {name!r}", fix=f"use one of {', '.join(ALGORITHMS)}")
-    return num_bytes * shares.get(name.removesuffix("_max"), others)
+    return num_bytes * shares.get(name, others)
 
 
 def _slowest(group: Group) -> float:

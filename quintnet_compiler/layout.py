@@ -19,8 +19,12 @@ def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
     if parts == 1:
         size = x.shape[dim] // ranks
         return x.narrow(dim, index * size, size)
-    view = torch.unflatten(x, dim, (parts, ranks, -1))
-    return view.select(dim + 1, index).flatten(dim, dim + 1)
+    return slot(x, dim, parts, ranks, index).flatten(dim, dim + 1)
+
+
+def slot(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
+    """Rank ``index``'s slice of ``x``, always a view, with ``dim`` as (parts, rest): to write to."""
+    return torch.unflatten(x, dim, (parts, ranks, -1)).select(dim + 1, index)
 
 
 def join(shards: Sequence[Tensor], dim: int, parts: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 
 import pytest
 import torch
@@ -51,8 +50,12 @@ def test_split_vocabularies_are_exact(axes: dict[str, int], tied: bool, ignore: 
     program = quintnet.compile(Bigram(tied, ignore).double(), mesh, batch, microbatches=2)
     assert program.plan.parameters["head.weight" if not tied else "embed.weight"]["tp"] == "S(0)"
     last = program.ranks[-1].stages[-1]
-    calls = Counter(re.findall(r"comm\.(\w+)\(", last.forward.code))
-    assert calls["nll_terms"] == 1
+    code = last.forward.code
+    assert (
+        len(re.findall(r"comm\.nll_terms\(", code)) == len(re.findall(r"comm\.all_gather\(nll_terms, 'tp'", code)) == 1
+    )
+    _, _, after = code.partition("comm.nll_terms(")
+    assert re.findall(r"comm\.(\w+)\(", after) == ["all_gather"]  # one message, and no other for the loss
     shapes = {tuple(n.meta["val"].shape) for n in last.forward.module.graph.nodes if "val" in n.meta}
     assert not any(shape[-1:] == (VOCAB,) for shape in shapes)  # nobody has whole rows of logits
     assert program.verify().ok
@@ -93,6 +96,17 @@ def test_probabilities_as_targets() -> None:
     ids = torch.randint(0, VOCAB, (8, 8))
     target = torch.softmax(torch.randn(8, 8, VOCAB, dtype=torch.float64), -1)
     assert quintnet.compile(Loss(True).double(), quintnet.Mesh(dp=2, tp=2), (ids, target)).verify().ok
+
+
+def test_two_axes_may_split_the_classes() -> None:
+    batch, split = _batch(-100), {"head.weight": {"ep": "S(0)", "tp": "S(0)"}}
+    mesh = quintnet.Mesh(ep=2, tp=2)
+    program = quintnet.compile(Bigram(False).double(), mesh, batch, plan={"parameters": split})
+    assert (
+        "['ep', 'tp'], [2, 2]"
+        in program.ranks[-1].stages[-1].forward.code.partition("nll_terms(")[2].partition("\n")[0]
+    )
+    assert program.verify().ok
 
 
 def test_a_rank_may_have_only_masked_classes() -> None:

@@ -55,9 +55,9 @@ def gather_products(
         owner = (circle.index - step) % circle.size
         piece = torch.unflatten(here[0], dim, (parts, -1))
         for factor, out in zip(factors, made, strict=True):
-            factor.write(piece, _slot(out, dim, parts, circle.size, owner))
+            factor.write(piece, layout.slot(out, dim, parts, circle.size, owner))
         if whole is not None:
-            _slot(whole, dim, parts, circle.size, owner).copy_(piece)
+            layout.slot(whole, dim, parts, circle.size, owner).copy_(piece)
         if coming is not None:
             here = coming()
     return (*made, whole) if whole is not None else tuple(made)
@@ -86,8 +86,3 @@ def _sum(xs: Sequence[Tensor], factors: Sequence[Factor]) -> Tensor:
         factor.write(x, term)
         total += term
     return total
-
-
-def _slot(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
-    """Rank ``index``'s slice of ``x``, a view with ``dim`` as (parts, rest)."""
-    return torch.unflatten(x, dim, (parts, ranks, -1)).select(dim + 1, index)
