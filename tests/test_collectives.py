@@ -1,7 +1,12 @@
-"""What ranks exchange over gloo in place of its own collectives is what those make."""
+"""What ranks exchange over gloo in place of its own collectives is what those make; how its threads are scheduled."""
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -58,3 +63,20 @@ def _compare() -> str:
 
 def test_exchanges_equal_gloo() -> None:
     assert quintnet.launch(_compare, 4, timeout=100) == ["equal"] * 4
+
+
+def _policies() -> list[tuple[str, int]]:
+    batch = (torch.zeros(2, 4), torch.zeros(2, 1))
+    model, loss_fn = torch.nn.Linear(4, 1), torch.nn.functional.mse_loss
+    quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=loss_fn).step(batch)
+    threads = Path("/proc/self/task").iterdir()
+    return [((t / "comm").read_text().strip(), os.sched_getscheduler(int(t.name))) for t in threads]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="batch threads are Linux's")
+def test_only_gloos_readers_wait_for_a_free_core() -> None:
+    for found in quintnet.launch(_policies, 2, timeout=100):
+        readers = {policy for name, policy in found if name == "gloo_tcp_loop"}
+        others = {policy for name, policy in found if name != "gloo_tcp_loop"}
+        assert readers == {os.SCHED_BATCH}
+        assert others == {os.SCHED_OTHER}

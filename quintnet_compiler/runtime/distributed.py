@@ -15,6 +15,7 @@ from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
 from .collectives import Native, collectives, pending
+from .readers import calm_readers
 from .symmetric import Kernels, kernels_of
 from .transport import GRADIENTS, VALUES, Pending, Wait
 
@@ -68,6 +69,7 @@ class DistributedTransport:
                 made = dist.new_group(list(ranks))
                 if self.rank in ranks:
                     self.group[ranks] = collectives(made)
+        calm_readers()
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
