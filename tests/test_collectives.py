@@ -78,5 +78,6 @@ def test_only_gloos_readers_wait_for_a_free_core() -> None:
     for found in quintnet.launch(_policies, 2, timeout=100):
         readers = {policy for name, policy in found if name == "gloo_tcp_loop"}
         others = {policy for name, policy in found if name != "gloo_tcp_loop"}
-        assert readers == {os.SCHED_BATCH}
-        assert others == {os.SCHED_OTHER}
+        usual = os.sched_getscheduler(0)  # the tests themselves may have been started with another policy
+        assert readers == {os.SCHED_BATCH if usual == os.SCHED_OTHER else usual}
+        assert others == {usual}
