@@ -15,9 +15,10 @@ def calm_readers() -> None:
     What a rank writes wakes the reader at the other end, which would take the writer's core from it at once, and poll
     there as long as the writer, which has not gone on, holds the lock of its connection. A thread that has another
     policy than the usual one keeps it; so do all where the system is not Linux."""
-    if sys.platform != "linux":
+    threads = Path("/proc/self/task")
+    if sys.platform != "linux" or not threads.is_dir():
         return
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in threads.iterdir():
         try:
             named, number = (thread / "comm").read_text().strip() == NAME, int(thread.name)
             if named and os.sched_getscheduler(number) == os.SCHED_OTHER:
