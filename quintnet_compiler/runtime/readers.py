@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-NAME = "gloo_tcp_loop"  # of the thread that reads the connections of a process group
+NAME = "gloo_tcp_loop"  # of the thread that reads the connections of a process group; torch 2.11 gave it none
 
 
 def calm_readers() -> None:
