@@ -110,6 +110,7 @@ class _Cut:
     def __post_init__(self) -> None:
         stage = self.program.stage
         needed: set[fx.Node] = {n for n in self._results() if n.op != "placeholder"}
+        needed.update(node for (_, index), node in self.program.gradients.items() if index == self.index)
         order = [n for n in self.program.graph.nodes if n.op == "call_function"]
         for node in reversed(order):
             if stage.get(node) == self.index or (node in needed and node not in stage):
@@ -159,20 +160,22 @@ class _Cut:
         first, second = self._halves(sends) if split else (self.backward, [])
         rest = set(second)
         backward_out = [n for n in first if n.name in sends or _used_in(n, rest)]
-        names = {n: [ids[name] for name in names] for n, names in gradients.items()}
+        settled = {n: [ids[name] for name in names] for n, names in gradients.items()}
+        early = {n: names for n, names in settled.items() if n not in rest}
+        late = {n: names for n, names in settled.items() if n in rest}
         used = _leaves([*self.once, *self.forward, *self.backward, *self.slices, *results])
         return StageProgram(
             self.index,
             _piece(self.once, once_out, static, {}, sites),
             _piece(self.forward, forward_out, static, {}, sites),
-            _piece(first, backward_out, static, names, sites),
+            _piece(first, backward_out, static, early, sites),
             {n.name: found.name for n in used if (found := leaf(n)) is not None and found.kind != "input"},
             {n.name: _position(self.program, n) for n in used if (f := leaf(n)) is not None and f.kind == "input"},
             {n.name: Slice(n.args[0].name, n.args[2], n.args[3]) for n in self.slices},  # type: ignore[union-attr,arg-type]
             {n.name: position for n, position in results.items()},
             tuple(n.name for n in saved),
-            {ids[name]: name for n in [*first, *second] if n in gradients for name in gradients[n]},
-            _piece(second, [], static, names, sites) if split else None,
+            {ids[name]: name for n in [*self.received, *first, *second] for name in gradients.get(n, ())},
+            _piece(second, [], static, late, sites) if split else None,
         )
 
     def _halves(self, sends: set[str]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -234,10 +237,11 @@ def _piece(
     gradients: Mapping[fx.Node, list[str]],
     sites: list[str],
 ) -> Piece:
-    """A function of ``nodes``. A parameter's gradient is handed over as soon as it exists, not returned."""
+    """A function of ``nodes``. A parameter's gradient is handed over as soon as it exists, not returned; at once if it
+    is what another stage sent, as it came."""
     graph = fx.Graph()
     inside = set(nodes)
-    inputs: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = dict.fromkeys(n for n in gradients if n not in inside)
     for node in nodes:
         inputs.update((n, None) for n in node.all_input_nodes if n not in inside)
     ordered = [n for n in inputs if n in static] + [n for n in inputs if n not in static]
@@ -246,6 +250,9 @@ def _piece(
     for node in ordered:
         env[node] = graph.placeholder(node.name)
         env[node].meta = dict(node.meta)
+    for node in ordered:
+        for name in gradients.get(node, ()):
+            graph.call_method("accumulate", (comm, env[node], name))
     for node in nodes:
         parameters = gradients.get(node, [])
         if len(parameters) == 1 and _is_product(node):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import quintnet
 from quintnet_compiler.runtime.collectives import Exchanges, Native, collectives
+from quintnet_compiler.runtime.distributed import DistributedTransport, device_mesh
 
 torch.set_num_threads(1)
 SHAPES = [(), (4,), (4, 3), (8, 0), (4, 5, 2)]
@@ -58,7 +59,22 @@ def _compare() -> str:
             for dtype in (torch.float32, torch.bfloat16):
                 for later in (False, True):
                     _both(mine, Native(group), shape, dtype, later)
+    _bundles()
     return "equal"
+
+
+def _bundles() -> None:
+    """Several in one message, over more ranks than exchange, as each alone."""
+    mesh = quintnet.Mesh(dp=dist.get_world_size())
+    transport = DistributedTransport(mesh, device_mesh(mesh, "cpu"))
+    dice = torch.Generator().manual_seed(dist.get_rank())
+    xs = [torch.randint(-8, 8, shape, generator=dice).float() for shape in ((4,), (4, 3), (3, 8, 2))]
+    dims, parts = [0, 0, 1], [1, 1, 2]
+    joined = transport.gather_together(xs, "dp", dims, parts, 0)
+    scattered = transport.scatter_together(xs, "dp", dims, parts, 0)
+    for x, dim, n, whole, part in zip(xs, dims, parts, joined, scattered, strict=True):
+        assert torch.equal(whole, transport.all_gather(x, "dp", dim, n, 0))
+        assert torch.equal(part, transport.reduce_scatter(x, "dp", dim, n, 0))
 
 
 def test_exchanges_equal_gloo() -> None:

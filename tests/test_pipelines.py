@@ -62,6 +62,9 @@ FAST: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     # values that skip stages
     ("cnn", {"pp": 3}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2}),
     ("cnn", {"pp": 3}, {"microbatches": 8, "schedule": "zb-v", "virtual_stages": 2}),
+    # one row on each rank: what the next stage sends back is the gradient of the positions, as it came
+    ("vit", {"pp": 3, "dp": 2}, {"microbatches": 4, "schedule": "gpipe", "virtual_stages": 3}),
+    ("vit", {"pp": 3, "dp": 2}, {"microbatches": 4, "schedule": "zb-h1", "plan": {"stages": ["blocks.0", "norm"]}}),
     # beside other axes
     ("gpt", {"pp": 2, "dp": 2, "tp": 2}, {"microbatches": 2, "schedule": "zb-v", "virtual_stages": 2}),
     ("mlp", {"pp": 2, "tp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 3}),

@@ -128,11 +128,11 @@ class DistributedTransport:
     ) -> Pending:
         group = self.axis[axis]
         flat, size = torch.cat([x.reshape(-1) for x in xs]), group.size
-        gathered = group.all_gather(flat, flat.new_empty(size, flat.numel()), later)
+        gathered = group.all_gather(flat, flat.new_empty(size * flat.numel()), later)
         shapes = [x.shape for x in xs]
 
         def each() -> tuple[Tensor, ...]:
-            runs = gathered().split_with_sizes([shape.numel() for shape in shapes], 1)
+            runs = gathered().view(size, -1).split_with_sizes([shape.numel() for shape in shapes], 1)
             return tuple(
                 layout.unstack(run.view(size, *shape), dim, n)
                 for shape, run, dim, n in zip(shapes, runs, dims, parts, strict=True)
