@@ -88,7 +88,7 @@ class DistributedTransport:
 
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
-        out = x.new_empty((group.size * x.shape[0], *x.shape[1:])) if x.dim() else x.new_empty(group.size)
+        out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
         gathered = group.all_gather(x.contiguous(), out, later)
         if dim == 0 and parts == 1:
             return gathered
