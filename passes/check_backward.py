@@ -193,7 +193,6 @@ class _Check:
         if made is None:
             raise self._fail(f"{what} is missing", node)
         left, todo, crossing = list(terms), [(made, self.program.stage.get(made))], set[int | None]()
-        added = stage  # where the last sum is made, or the only term there is
         while todo:
             here, reader = todo.pop()
             found = next(
@@ -201,7 +200,8 @@ class _Check:
             )
             # what an operator passes on as it came is in the stage that it came from
             home = self.program.stage.get(here) if found is None else self.local.stage.get(found.user)
-            added = home if here is made else added
+            if here is made and stage not in (None, home):
+                raise self._fail(f"{what} is added up in stage {home}", node)
             if home != reader:
                 if home in crossing:
                     raise self._fail(f"{what} leaves stage {home} in several tensors", node)
@@ -215,8 +215,6 @@ class _Check:
         if left:
             users = ", ".join(t.user.name for t in left)
             raise self._fail(f"{what} lacks the term of {users}", node)
-        if stage is not None and added != stage:
-            raise self._fail(f"{what} is added up in stage {added}", node)
 
     # -- comparing graphs
 

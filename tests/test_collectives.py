@@ -90,7 +90,7 @@ def _policies() -> list[tuple[str, int]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="batch threads are Linux's")
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo's threads have no names")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="before, gloo's threads may have no names")
 def test_only_gloos_readers_wait_for_a_free_core() -> None:
     for found in quintnet.launch(_policies, 2, timeout=100):
         readers = {policy for name, policy in found if name == "gloo_tcp_loop"}
