@@ -1,0 +1,328 @@
+"""The plain module and the program of it, trained side by side.
+
+Used by the tests of what lies between a module and its program: modes, hooks, custom derivatives, state that forward
+changes, values that ranks disagree about. The module is the specification; nothing of the compiler is asked here but
+which dropout masks a program draws.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import quintnet
+from quintnet_compiler.reference import same_masks
+
+LAYOUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {"dp1": {"dp": 1}, "dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
+)
+TWO_RANKS: Mapping[str, Mapping[str, int]] = MappingProxyType({name: LAYOUTS[name] for name in ("dp2", "tp2", "pp2")})
+LIMIT = 1e-9  # relative to the largest element of a tensor; a floor is 1e-3 of the largest of all gradients, or values
+STEPS = 3
+SEED = 0  # of dropout masks
+
+Build = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module and how it trains.
+
+    ``build`` makes the module, the same one at every call (it is seeded); or, where the loss function uses trainable
+    modules, a triple: the module, its loss function, and those modules by name (a loss function that is a module
+    itself need not be among them). ``batch``: a tuple or a dict, or ``batch(step)``. ``before(module, step)`` changes
+    the module in front of a step. ``refuses``: layouts that cannot be compiled, and the code of the error that says
+    so: it is checked. ``options`` are those of :func:`quintnet.compile`.
+    """
+
+    build: Build
+    batch: Any
+    loss_fn: Callable[..., Tensor] | None = None
+    before: Callable[[nn.Module, int], None] | None = None
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What training side by side found. ``kind``: ``"equal"``, ``"refused"`` (then ``error``), ``"different"`` or
+    ``"raw"`` (an exception that is not a QuintNetError). ``seen``: the tensors of this process that were compared."""
+
+    kind: str
+    text: str = ""
+    code: str = ""
+    seen: frozenset[str] = frozenset()
+    expected: frozenset[str] = frozenset()
+    error: BaseException | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.text}".strip()
+
+
+def trains_equally(
+    build: Build,
+    batch: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    meshes: Mapping[str, Mapping[str, int]] = LAYOUTS,
+    *,
+    before: Callable[[nn.Module, int], None] | None = None,
+    refuses: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
+) -> dict[str, Verdict]:
+    """Three steps of SGD with momentum of the module and of its program, in float64, on each of ``meshes`` in this
+    process: losses, every gradient of each step (zeros for None), parameters, buffers and the batch are equal.
+
+    ``refuses`` (as in :class:`Case`) is checked too, and never covers all of ``meshes``. The verdicts, by layout.
+    """
+    case = Case(build, batch, loss_fn, before, refuses, options)
+    found = {name: compare(case, axes) for name, axes in meshes.items()}
+    report(case, found)
+    return found
+
+
+def refused(
+    build: Build,
+    batch: Any,
+    code: str,
+    *,
+    cause: str = "",
+    loss_fn: Callable[..., Tensor] | None = None,
+    meshes: Mapping[str, Mapping[str, int]] = LAYOUTS,
+    before: Callable[[nn.Module, int], None] | None = None,
+    **options: Any,
+) -> dict[str, str]:
+    """On each of ``meshes``, compiling or a step raises ``code`` with ``cause`` (a regular expression) in its text,
+    and until then the program does what the module does. The texts, by layout."""
+    texts = {}
+    for name, axes in meshes.items():
+        found = compare(Case(build, batch, loss_fn, before, {}, options), axes)
+        assert found.kind == "refused", f"{name}: expected {code}, found {found}"
+        assert found.code == code, f"{name}: expected {code}, found {found}"
+        assert re.search(cause, found.text), f"{name}: {cause!r} is not in: {found.text}"
+        texts[name] = found.text
+    return texts
+
+
+def on_processes(
+    cases: Callable[[], Mapping[str, Case]],
+    *,
+    meshes: Mapping[str, Mapping[str, int]] = TWO_RANKS,
+    timeout: float = 240,
+) -> dict[str, dict[str, Verdict]]:
+    """All cases on all ``meshes``, in one launch of two ranks over gloo. ``cases``: a function at the top level of a
+    module. The verdicts, by case and layout; :func:`report` asserts them."""
+    ranks = quintnet.launch(_all_here, 2, (cases, dict(meshes)), timeout=timeout, collective_timeout=60)
+    return {
+        name: {where: _joined([rank[name][where] for rank in ranks]) for where in found}
+        for name, found in ranks[0].items()
+    }
+
+
+def report(case: Case, found: Mapping[str, Verdict], name: str = "") -> None:
+    """Asserts that all layouts are equal, but those that the case says are refused."""
+    equal = [where for where, verdict in found.items() if verdict.kind == "equal"]
+    lines = [f"{name} {where}: {verdict}" for where, verdict in found.items() if not _as_said(case, where, verdict)]
+    assert not lines, "\n".join([*lines, f"equal: {', '.join(equal) or 'none'}"])
+    assert equal, f"{name} nothing was compared: {dict(found)}"
+
+
+def compare(case: Case, axes: Mapping[str, int]) -> Verdict:
+    """Train both; the first difference, or the refusal, or that all is equal. A refusal leaves the module as it was."""
+    sides = _Sides(*_built(case), *_built(case)[:2])
+    try:
+        return _compare(case, axes, sides)
+    except quintnet.QuintNetError as error:
+        now = {} if torch.distributed.is_initialized() else _values(sides.model)
+        changed = [n for n, x in now.items() if n not in sides.kept or not _gap(x, sides.kept[n], 0.0) <= LIMIT]
+        if changed:
+            return Verdict("different", f"refused, and {', '.join(changed)} changed nevertheless: {error}")
+        return Verdict("refused", str(error), error.code, error=error)
+    except Exception as error:
+        return Verdict("raw", f"{type(error).__name__}: {str(error)[:600]}", error=error)
+
+
+@dataclass
+class _Sides:
+    """``kept``: what the compiled module holds by right."""
+
+    plain: nn.Module
+    loss_of: Callable[..., Tensor] | None
+    beside: Mapping[str, nn.Module]
+    model: nn.Module
+    loss_fn: Callable[..., Tensor] | None
+    kept: Mapping[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = _values(self.model)
+
+
+def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
+    plain, loss_of, beside = sides.plain, sides.loss_of, sides.beside
+    model, loss_fn = sides.model, sides.loss_fn
+    options = {"seed": SEED, **case.options}
+    program = quintnet.compile(model, quintnet.Mesh(**axes), _batch(case, 0), loss_fn=loss_fn, **options)
+    theirs = dict(plain.named_parameters())
+    theirs |= {f"{name}.{n}": p for name, module in beside.items() for n, p in module.named_parameters()}
+    ours = {_known(name, theirs): p for name, p in program.named_parameters()}
+    optimizers = [torch.optim.SGD(list(ps.values()), lr=0.05, momentum=0.9) for ps in (theirs, ours)]
+    seen, differences = set[str](), list[str]()
+
+    def same(what: str, name: str, found: Tensor, expected: Tensor, floor: float = 0.0) -> None:
+        seen.add(f"{what} {name}".strip())
+        gap = _gap(_full(found), expected, floor)
+        if not gap <= LIMIT:
+            differences.append(f"step {step}: {what} {name} differs by {gap:.1e}")
+
+    for step in range(STEPS):
+        if case.before is not None:
+            case.before(plain, step)
+            case.before(model, step)
+            sides.kept = _values(plain)
+        given, asked = _batch(case, step), _batch(case, step)
+        random.seed(step)
+        torch.manual_seed(step)
+        with same_masks(options["seed"], step):
+            expected = _loss(plain, loss_of, asked)
+            expected.backward()
+        random.seed(step)
+        torch.manual_seed(step)
+        loss = program.step(given)
+        same("loss", "", loss, expected)
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in theirs.items()}
+        floor = 1e-3 * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        for name, parameter in ours.items():
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            same("gradient", name, grad, gradients[name], floor)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        sides.kept = _values(plain)
+        for name, parameter in ours.items():
+            same("parameter", name, parameter, theirs[name])
+        there = dict(model.named_buffers())
+        for name, buffer in plain.named_buffers():
+            same("buffer", name, there[name], buffer)
+        for i, (a, b) in enumerate(zip(_tensors(given), _tensors(asked), strict=True)):
+            same("batch", str(i), a, b)
+        if differences:
+            return Verdict("different", "; ".join(differences[:6]), seen=frozenset(seen))
+    wanted = {"loss", *(f"parameter {n}" for n, p in theirs.items() if p.requires_grad)}
+    if torch.distributed.is_initialized():
+        return Verdict("equal", seen=frozenset(seen), expected=frozenset(wanted))  # a stage has some of them
+    if not wanted <= seen:
+        return Verdict("different", f"the program does not have {', '.join(sorted(wanted - seen))}")
+    return Verdict("equal", seen=frozenset(seen), expected=frozenset(wanted))
+
+
+def _built(case: Case) -> tuple[nn.Module, Callable[..., Tensor] | None, Mapping[str, nn.Module]]:
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        made = case.build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model, loss_fn, beside = made if isinstance(made, tuple) else (made, case.loss_fn, {})
+    if isinstance(loss_fn, nn.Module):
+        beside = {"loss_fn": loss_fn, **beside}
+    for module in (model, *beside.values()):
+        module.double()
+    return model, loss_fn, beside
+
+
+def _batch(case: Case, step: int) -> Any:
+    """A batch of its own: forward may change it."""
+    made = case.batch(step) if callable(case.batch) else case.batch
+
+    def own(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        kept = x.detach().clone()
+        return kept.double() if x.is_floating_point() else kept
+
+    return pytree.tree_map(own, made)
+
+
+def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None, batch: Any) -> Tensor:
+    if isinstance(batch, dict):
+        out = model(**batch)
+    else:
+        out = loss_fn(model(*batch[:-1]), batch[-1]) if loss_fn is not None else model(*batch)
+    if isinstance(out, dict):
+        out = out["loss"]
+    return out if isinstance(out, Tensor) else out.loss
+
+
+def _known(name: str, theirs: Mapping[str, Tensor]) -> str:
+    """A parameter of the loss function may have a longer (or another) path in the program."""
+    if name in theirs:
+        return name
+    found = [one for one in theirs if name.endswith(f".{one.partition('.')[2]}") or one.endswith(f".{name}")]
+    assert len(found) == 1, f"the program trains {name}, and the module has {', '.join(theirs)}"
+    return found[0]
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    return {n: _full(x).clone() for n, x in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _full(x: Tensor) -> Tensor:
+    whole = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return whole.detach()
+
+
+def _gap(found: Tensor, expected: Tensor, floor: float) -> float:
+    """The largest difference, relative to the largest expected element or to ``floor``."""
+    expected = expected.detach()
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    if not expected.numel() or torch.equal(found, expected):
+        return 0.0
+    difference = float((found.double() - expected.double()).abs().max())
+    size = max(float(expected.double().abs().max()), floor)
+    return difference / size if size else float("inf")
+
+
+def _as_said(case: Case, where: str, verdict: Verdict) -> bool:
+    if where in case.refuses:
+        return verdict.kind == "refused" and verdict.code == case.refuses[where]
+    return verdict.kind == "equal"
+
+
+def _all_here(cases: Callable[[], Mapping[str, Case]], meshes: Mapping[str, Mapping[str, int]]) -> Any:
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, Verdict]] = {}
+    for name, case in cases().items():
+        found[name] = {}
+        for where, axes in meshes.items():
+            one = compare(case, axes)
+            found[name][where] = Verdict(one.kind, one.text, one.code, one.seen, one.expected)  # errors stay here
+        gc.collect()  # programs hold each other in cycles, and process groups
+    return found
+
+
+def _joined(ranks: list[Verdict]) -> Verdict:
+    """What all ranks say together: each parameter was compared by one of them."""
+    kinds = {one.kind for one in ranks}
+    if kinds != {"equal"}:
+        if len(kinds) == 1 and len({one.code for one in ranks}) == 1:
+            return ranks[0]
+        worst = "different" if "different" in kinds or "equal" in kinds else "raw"
+        return Verdict(worst, "; ".join(f"rank {i}: {one}" for i, one in enumerate(ranks)))
+    seen, expected = (frozenset().union(*(getattr(one, what) for one in ranks)) for what in ("seen", "expected"))
+    if not expected <= seen:
+        return Verdict("different", f"no rank has {', '.join(sorted(expected - seen))}")
+    return Verdict("equal", seen=seen, expected=expected)
