@@ -25,6 +25,7 @@ from .canonical import OWN, canonical, inline_no_grad, module_of
 from .capture_once import Skipped, blocks_once
 from .errors import CompileError, Where
 from .huggingface import traced_as_few_nodes
+from .modes import evaluating
 from .names import check_batch_names, check_names
 from .program import Captured
 
@@ -111,7 +112,8 @@ def capture(
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
     ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
-    does). ``trained``: whether any program will train the parameters. ``once``: equal blocks are traced once, see
+    does). ``training``: each module keeps the mode that it has; if not, all are in evaluation mode. ``trained``: whether
+    any program will train the parameters. ``once``: equal blocks are traced once, see
     :mod:`.capture_once`; such a program is for planning.
 
     Raises:
@@ -129,7 +131,9 @@ def capture(
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
     step = _Step(model, loss_fn, want, call)
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
-    with _mode(model, training, trained), _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
+    mode = contextlib.nullcontext() if training else evaluating(step)
+    flags = contextlib.nullcontext() if trained else _untrained(step)
+    with mode, flags, _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
         rows = None
         try:
             exported = _export(step, sample, dynamic)
@@ -187,18 +191,15 @@ def _sample(x: Any, size: int, traced: int, device: torch.device) -> Any:
 
 
 @contextlib.contextmanager
-def _mode(model: nn.Module, training: bool, trained: bool) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    frozen = [p for p in model.parameters() if p.requires_grad and not trained]
-    model.train(training)
-    for parameter in frozen:
+def _untrained(step: nn.Module) -> Iterator[None]:
+    """While inside, no parameter requires a gradient."""
+    trained = [p for p in step.parameters() if p.requires_grad]
+    for parameter in trained:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for module, was in modes:
-            module.training = was
-        for parameter in frozen:
+        for parameter in trained:
             parameter.requires_grad_(True)
 
 

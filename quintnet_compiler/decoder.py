@@ -26,6 +26,7 @@ from .comm_ops import cached_attention
 from .errors import CompileError
 from .huggingface import traced_as_few_nodes
 from .huggingface_attention import mask_parts
+from .modes import evaluating
 from .program import Captured
 
 GIVEN = 4  # inputs before the caches: ids, positions, start, seen
@@ -92,17 +93,12 @@ def cache_shapes(model: nn.Module) -> tuple[Shape, ...]:
 
     if not _takes_positions(model):
         raise _refusal("its forward takes no position_ids", "take the positions of tokens as a second argument")
-    was = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), traced_as_few_nodes(model):
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
-            assert mode is not None
-            _logits(model, ids, ids, attend)
-    finally:
-        for module, training in was:
-            module.training = training
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with evaluating(model), fake as mode, torch.no_grad(), traced_as_few_nodes(model):
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
+        assert mode is not None
+        _logits(model, ids, ids, attend)
     if not found:
         raise _refusal("none of its attentions could be found", "use sdpa, or F.scaled_dot_product_attention")
     return tuple(found)

@@ -18,6 +18,7 @@ from .annotations import needs_grad, values
 from .capture import LossFn, loss_of
 from .comm_ops import keep_mask
 from .localize import Culprit, localize
+from .modes import evaluating
 from .program import DistributedProgram
 from .reference import differs, largest, same_masks
 from .runtime.executor import Run
@@ -158,7 +159,6 @@ def _distances(unsplit: Subject, batch: Any, steps: int) -> dict[tuple[str, int]
 
 def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: float, *, exact: bool) -> VerifyReport:
     model = copy.deepcopy(subject.model).to(subject.device)
-    model.train()
     if exact:
         model.double()
     asked = _in_float64(batch) if exact else batch
@@ -227,10 +227,8 @@ def _outputs(
         return [], [f"outputs were not compared: {subject.outputs}"]
     inputs, asked = (model_inputs(batch, subject.loss_fn) for batch in batches)
     ours = backend.run(subject.outputs, _tensors(inputs), Run())
-    model.eval()
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         theirs = _tensors(model(**asked) if isinstance(asked, dict) else model(*asked))
-    model.train()
     if len(ours) != len(theirs):
         return [], [f"outputs were not compared: {len(ours)} against {len(theirs)} tensors"]
     pairs = zip(ours, theirs, strict=True)

@@ -47,7 +47,11 @@ class TrainTask:
 
 
 def run(config: TrainConfig) -> History:
-    """Train on this rank of the world (or on all of them, if there is no world)."""
+    """Train on this rank of the world (or on all of them, if there is no world).
+
+    The model is put in training mode, as ``model.train()`` does; what must stay in evaluation mode (a teacher) overrides
+    its ``train``.
+    """
     torch.manual_seed(config.seed)  # so that all ranks build the same model
     task = _task(config)
     device = _device(config)
@@ -56,6 +60,7 @@ def run(config: TrainConfig) -> History:
     first = task.collate([task.train_data[index] for index in range(config.batch_size)])
     plan: Plan = config.decisions
     model = task.model if any(p.is_meta for p in task.model.parameters()) else task.model.to(device)
+    model.train()  # from_pretrained leaves models in evaluation mode
     program = compile_model(model, config.mesh, first, loss_fn=task.loss_fn, plan=plan, device=device)
     if task.start is not None and not (config.checkpoint_dir and steps_in(Path(config.checkpoint_dir))):
         task.start(program)
