@@ -112,8 +112,8 @@ def capture(
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
     ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
-    does). ``training``: each module keeps the mode that it has; if not, all are in evaluation mode. ``trained``: whether
-    any program will train the parameters. ``once``: equal blocks are traced once, see
+    does). ``training``: each module keeps the mode that it has; if not, all are in evaluation mode. ``trained``:
+    whether any program will train the parameters. ``once``: equal blocks are traced once, see
     :mod:`.capture_once`; such a program is for planning.
 
     Raises:

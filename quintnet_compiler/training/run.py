@@ -49,8 +49,8 @@ class TrainTask:
 def run(config: TrainConfig) -> History:
     """Train on this rank of the world (or on all of them, if there is no world).
 
-    The model is put in training mode, as ``model.train()`` does; what must stay in evaluation mode (a teacher) overrides
-    its ``train``.
+    The model is put in training mode, as ``model.train()`` does; what must stay in evaluation mode (a teacher)
+    overrides its ``train``.
     """
     torch.manual_seed(config.seed)  # so that all ranks build the same model
     task = _task(config)
