@@ -28,6 +28,7 @@ from .huggingface import traced_as_few_nodes
 from .modes import evaluating
 from .names import check_batch_names, check_names
 from .program import Captured
+from .user_derivatives import user_derivatives
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 LossFn = Callable[..., Tensor]
@@ -133,7 +134,8 @@ def capture(
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
-    with mode, flags, _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
+    user = user_derivatives(step, trained=trained)
+    with mode, flags, user, _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
         rows = None
         try:
             exported = _export(step, sample, dynamic)

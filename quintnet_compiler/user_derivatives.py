@@ -1,0 +1,154 @@
+"""Derivatives that a model's author wrote (``torch.autograd.Function``, hooks), found while the model is traced.
+
+``torch.export`` traces the forward of a Function as if it were ordinary code and drops every hook, so the program
+would be differentiated in another way than the module. What cannot be followed is refused here, with the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from .canonical import OWN
+from .errors import CompileError, Where
+
+# Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
+_OF_TORCH = ("torch._", "torch.utils.checkpoint")
+_HOOKED = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@contextlib.contextmanager
+def user_derivatives(step: nn.Module, *, trained: bool) -> Iterator[None]:
+    """Inside, tracing ``step`` (a model and its loss) refuses the derivatives that a program would not follow.
+    ``trained``: whether a program will compute gradients at all.
+
+    Raises:
+        CompileError: QN105 with the user's line.
+    """
+    if not trained:
+        yield
+        return
+    _check_hooks(step)
+    finder = _Finder(step)
+    enter = torch.autograd.graph.saved_tensors_hooks.__enter__
+
+    def apply(function: Any, *args: Any) -> Any:
+        return finder.apply(function, *args)
+
+    def saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+        kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) give back what was saved
+        if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
+            finder.refuse("torch.autograd.graph.saved_tensors_hooks")
+        enter(hooks)
+
+    with (
+        mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
+        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saving),
+        _Hooks(finder),
+    ):
+        yield
+
+
+class _Finder:
+    def __init__(self, step: nn.Module) -> None:
+        self.step = step
+
+    def apply(self, function: Any, *args: Any) -> Any:
+        if function is CheckpointFunction:
+            return _checkpointed(*args)
+        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if wanted and not function.__module__.startswith(_OF_TORCH):
+            self.refuse(f"torch.autograd.Function {function.__name__}: its backward")
+        return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+
+    def refuse(self, what: str) -> NoReturn:
+        raise CompileError("QN105", f"{what} would not be part of the program", where=self.here())
+
+    def here(self) -> Where:
+        """The line of the user's code, and the module, that tracing is in."""
+        source = ""
+        for line in reversed(traceback.extract_stack()):
+            if not line.filename.startswith((*OWN, "<")) and "unittest" not in line.filename:
+                source = f"{Path(line.filename).name}:{line.lineno}: {line.line}"
+                break
+        names = {id(module): name for name, module in self.step.named_modules()}
+        for frame, _ in traceback.walk_stack(None):
+            found = frame.f_locals.get("self")
+            if isinstance(found, nn.Module) and id(found) in names:
+                return Where(_path(names[id(found)]), source)
+        return Where("", source)
+
+
+def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
+    grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    with torch.set_grad_enabled(grad):
+        return function(*args)
+
+
+class _Hooks(TorchFunctionMode):
+    """Sees hooks of tensors and of nodes of autograd's graph."""
+
+    def __init__(self, finder: _Finder) -> None:
+        super().__init__()
+        self.finder = finder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _REFUSED and args[0].requires_grad:
+            self.finder.refuse(f"Tensor.{func.__name__}")
+        found = func(*args, **(kwargs or {}))
+        return _Node(found, self.finder) if func == _GRAD_FN and found is not None else found
+
+
+_REFUSED = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+
+
+class _Node:
+    """A node of autograd's graph that takes no hooks."""
+
+    def __init__(self, node: Any, finder: _Finder) -> None:
+        self._node, self._finder = node, finder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            self._finder.refuse(f"grad_fn.{name}")
+        return getattr(self._node, name)
+
+
+def _check_hooks(step: nn.Module) -> None:
+    """Hooks that were there before forward ran."""
+    for name, parameter in step.named_parameters():
+        for kind in _HOOKED:
+            if parameter.requires_grad and getattr(parameter, kind, None):
+                raise _dropped(f"of the parameter {_path(name)}", "", getattr(parameter, kind))
+    for name, module in step.named_modules():
+        for hooks in (module._backward_hooks, module._backward_pre_hooks):
+            if hooks:
+                raise _dropped("of a module's backward", _path(name), hooks)
+    for hooks in (nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks):
+        if hooks:
+            raise _dropped("of the backward of all modules", "", hooks)
+
+
+def _dropped(whose: str, module: str, hooks: dict[int, Any]) -> CompileError:
+    hook = next(iter(hooks.values()))
+    code = getattr(hook, "__code__", None)
+    line = repr(hook) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: {hook.__qualname__}"
+    return CompileError("QN105", f"a hook {whose} would not be part of the program", where=Where(module, line))
+
+
+def _path(name: str) -> str:
+    """The name in the user's model of a module, or parameter, of the step that is traced."""
+    return name.removeprefix("model").removeprefix(".")
