@@ -141,6 +141,13 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Ranks compiled different programs: another model, plan, or version on one of them.",
             "Give all ranks the same code, plan and versions; quintnet diff compares their dumps.",
         ),
+        "QN404": (
+            "Ranks run the same program on other values: their modules were built from other seeds or loaded from "
+            "other files, or they were given other batches. They would train a model that nobody wrote. The message "
+            "says which ranks, and which tensors.",
+            "Seed before the module is built, load the same file, and read the same global batch on every rank; a data "
+            "rank's own rows are batch_is_local=True.",
+        ),
         "QN501": (
             "The loss or a gradient is NaN or Inf. No parameter was changed on any rank.",
             "The message has the first operator, rank and microbatch. Look at the data there, and the learning rate.",

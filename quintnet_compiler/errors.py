@@ -37,6 +37,7 @@ SUMMARIES = MappingProxyType(
         "QN401": "ranks disagree about communication",
         "QN402": "a rank waits for something that never comes",
         "QN403": "ranks run different programs",
+        "QN404": "ranks hold different values",
         "QN501": "a value is not finite",
         "QN601": "weights or a checkpoint cannot be read",
         "QN602": "weights or a checkpoint do not fit the model",

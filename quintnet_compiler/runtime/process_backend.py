@@ -25,6 +25,7 @@ from .handover import HandOver
 from .handshake import agree, tell
 from .loss_scale import LossScale
 from .record import Recorder
+from .same_values import SameValues
 from .state import new_caches, part_of, sharded_dtensor
 
 
@@ -51,6 +52,8 @@ class ProcessBackend:
                 fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
             )
         agree({"torch": torch.__version__, "plan": plan}, device)
+        self.values = SameValues(mesh, device)
+        self.values.see(tensors)
         self.devices = device_mesh(mesh, device.type)
         self.transport = DistributedTransport(mesh, self.devices)
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
@@ -71,6 +74,7 @@ class ProcessBackend:
             for name, spec in program.state.items()
             if spec.kind == "parameter" and name in mine
         }
+        self.values.keep(self.state, self.parameters)
 
     def _owned(self, program: DistributedProgram) -> Iterator[str]:
         here = self.place.get("pp", 0)
@@ -88,7 +92,7 @@ class ProcessBackend:
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
         refuse_unset(self.unset, program)
-        ready, how = self._ready(program, how.train), self.scaler.run(program, how)
+        ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
         # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
         place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}
@@ -113,9 +117,12 @@ class ProcessBackend:
         return results
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
-        for name in not_known(program, self.state):
+        new = not_known(program, self.state)
+        self.values.see({name: tensors[name] for name in new})
+        for name in new:
             spec = program.state[name]
             self.state[name] = _kept(tensors[name].detach(), spec, program.axes, self.place, self.device)
+        self.values.keep({name: self.state[name] for name in new})
 
     def new_caches(self, program: DistributedProgram) -> Caches:
         rank = self.transport.rank
@@ -183,12 +190,16 @@ class ProcessBackend:
         first = program.schedule.placement[spec.stages[0]]
         return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
 
-    def _ready(self, program: DistributedProgram, train: bool) -> _Process:
+    def _ready(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> _Process:
         found = self.ready.get(id(program))
         if found is None:
             agree({"program": program.digest}, self.device)
+            self.values.require(program, inputs, self.state, local=how.local)
             self.transport.add_groups(_groups(program, self.mesh))
-            found = self.ready[id(program)] = self._made(program, train)
+            found = self.ready[id(program)] = self._made(program, how.train)
+        else:
+            where = f"step {how.step}" if how.train else "a run without training"
+            self.values.look(program, inputs, where, local=how.local)
         return found
 
     def _made(self, program: DistributedProgram, train: bool) -> _Process:
