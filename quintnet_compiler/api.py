@@ -20,7 +20,7 @@ from .passes.rule_notation import Rule, table
 from .passes.sharding_rules import RULES
 from .plan import Plan, check_plan, read_plan
 from .runtime.engines import ENGINES
-from .runtime.world import check_world, default_device
+from .runtime.world import default_device, enter_world
 from .task import Task
 
 
@@ -102,7 +102,7 @@ def compile(
 
     Raises:
         CompileError: QN1xx if the model or the batch cannot be compiled, QN2xx for the mesh or the plan.
-        RunError: QN301 if the mesh does not fit the process group.
+        RunError: QN301 if the mesh does not fit the process group, or the processes that a launcher started.
     """
     if not isinstance(model, nn.Module):
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
@@ -138,7 +138,7 @@ def compile(
         own = hf_plan(model, mesh, virtual_stages=virtual_stages or 1).plan if from_model else plan
         chosen = read_plan(own).changed(given)
     check_plan(chosen, mesh)
-    check_world(mesh)
+    enter_world(mesh)
     book = {**RULES, **table(rules)}
     where = default_device(model, device)
     program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend))

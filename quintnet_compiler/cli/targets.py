@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import typer
 
 from .configured import from_config
@@ -19,11 +20,12 @@ Loaded = tuple[Any, Any, Any]  # model, batch, loss function or None
 def load_target(target: str) -> Loaded:
     """Model, batch and loss function (or None) of ``package.module:builder`` or ``hf:CONFIG.json[,rows=8,...]``.
 
-    The module is imported, as ``python -m`` does; a configuration is only read.
+    The module is imported, as ``python -m`` does; a configuration is only read. torch is seeded before.
 
     Raises:
         typer.BadParameter: if there is no such function or file, or it gives something else: one line.
     """
+    torch.manual_seed(0)  # equal values at every call, in every process
     if target.startswith("hf:"):
         return from_config(target)
     module, _, name = target.partition(":")

@@ -8,16 +8,26 @@ from torch import nn
 
 from ..errors import RunError
 from ..mesh import Mesh
+from .launchers import started
 
 
-def check_world(mesh: Mesh) -> None:
-    """Raises: RunError QN301 if there is a process group of another size than the mesh."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() not in (1, mesh.size):
+def enter_world(mesh: Mesh) -> None:
+    """Make sure that there is a process group of all processes, where a launcher started several.
+
+    Raises:
+        RunError: QN301 if their number is not that of the mesh, or if they cannot meet.
+    """
+    alone = not (dist.is_available() and dist.is_initialized())
+    found = started() if alone else None
+    size = found.size if found is not None else 1 if alone else dist.get_world_size()
+    if size not in (1, mesh.size):
         raise RunError(
             "QN301",
-            f"{mesh} needs {mesh.size} ranks, and the world has {dist.get_world_size()}",
-            fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
+            f"{mesh} needs {mesh.size} ranks, and the world has {size}",
+            fix=f"start {mesh.size} processes, or give the mesh {size} ranks",
         )
+    if found is not None:
+        found.join()
 
 
 def default_device(model: nn.Module, given: torch.device | str | None) -> torch.device:
