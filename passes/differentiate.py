@@ -15,8 +15,9 @@ from ..builder import GraphBuilder
 from ..comm_ops import convert
 from ..program import DifferentiatedProgram, LocalProgram, outputs
 from ..sharding import parse_type
+from .operator_trace import Template
 from .reductions import move, move_back, of_parameters, seed_of
-from .vector_jacobian import Pullback, Template, VectorJacobian
+from .vector_jacobian import Pullback, VectorJacobian
 
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]

@@ -63,8 +63,7 @@ def weight_norm(node: fx.Node) -> Factors:
     if dim == -1:
         return opaque(node)
     rows = aligned(dims, sizes, shape(g))
-    outs = (tuple(dims), rows)[: len(values(node))]
-    return Factors((tuple(dims), rows), outs, sizes, frozenset(name for name in sizes if name != f"d{dim}"))
+    return Factors((tuple(dims), rows), (tuple(dims),), sizes, frozenset(name for name in sizes if name != f"d{dim}"))
 
 
 def prelu(node: fx.Node) -> Factors:

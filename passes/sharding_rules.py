@@ -186,7 +186,7 @@ RULES = MappingProxyType(
         _each([aten.layer_norm.default, aten.rms_norm.default], red.norm_last),
         _each([aten.group_norm.default], leading(1)),
         _each([aten.instance_norm.default], red.instance_norm),
-        _each([aten._weight_norm.default, aten._weight_norm_interface.default], red.weight_norm),
+        _each([aten._weight_norm.default], red.weight_norm),
         _each(
             [aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats],
             red.batch_norm,

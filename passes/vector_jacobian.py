@@ -1,22 +1,19 @@
 """The backward of one operator as graph nodes.
 
-Each operator is differentiated on its own, by tracing autograd over it, and the trace is reused for every operator
-with the same arguments, shapes and strides: repeated blocks cost nothing, and every backward node knows which line
-of the user's model it belongs to.
+Each operator is differentiated on its own, by tracing autograd over it (:mod:`.operator_trace`), and the trace is
+reused for every operator with the same arguments and shapes: repeated blocks cost nothing, and every backward node
+knows which line of the user's model it belongs to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..annotations import facts, shape, value
+from ..annotations import facts, shape
 from ..builder import GraphBuilder
 from ..comm_ops import (
     embedding_rows,
@@ -28,27 +25,13 @@ from ..comm_ops import (
     route,
     unroute,
 )
-from ..errors import CompileError
 from ..expert_ops import expert_bias_grad, expert_linear, expert_weight_grad
+from .operator_trace import VIEWS, Template, trace
 
 aten = torch.ops.aten
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
 # gradients of its tensor inputs (None where there is none).
 Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
-
-
-@dataclass(frozen=True)
-class Template:
-    """A traced operator: graph of forward and backward, and which of its nodes are what."""
-
-    graph: fx.Graph
-    inputs: tuple[fx.Node, ...]
-    tangents: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node | None, ...]
-    gradients: tuple[fx.Node | None, ...]
-    forward: frozenset[fx.Node]
-    wanted: tuple[int, ...]  # which outputs have a tangent
 
 
 class VectorJacobian:
@@ -81,11 +64,12 @@ class VectorJacobian:
         key = (id(self.builder.mode), _key(target, args, kwargs, tensors, wanted))
         template = self.templates.get(key)
         if template is None:
-            template = self.templates[key] = _trace(target, args, kwargs, tensors, wanted, self.builder.mode)
+            template = self.templates[key] = trace(target, args, kwargs, tensors, wanted, self.builder.mode)
         return self._inline(template, tensors)
 
     def _inline(self, template: Template, tensors: list[fx.Node]) -> tuple[list[fx.Node | None], Pullback]:
-        env: dict[fx.Node, fx.Node] = dict(zip(template.inputs, tensors, strict=True))
+        given = [self.builder.call(aten.contiguous.default, x) for x in tensors] if template.dense else tensors
+        env: dict[fx.Node, fx.Node] = dict(zip(template.inputs, given, strict=True))
         for node in template.graph.nodes:
             if node in template.forward:
                 env[node] = self._copy(node, env)
@@ -98,7 +82,7 @@ class VectorJacobian:
                     tangent = self.builder.call(
                         aten.zeros.default, list(known.shape), dtype=known.dtype, device=known.device
                     )
-                env[place] = tangent
+                env[place] = self.builder.call(aten.contiguous.default, tangent) if template.dense else tangent
             for node in template.graph.nodes:
                 if node.op == "call_function" and node not in template.forward and node not in env:
                     env[node] = self._copy(node, env)
@@ -107,35 +91,12 @@ class VectorJacobian:
         return [None if o is None else env[o] for o in template.outputs], pullback
 
     def _copy(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        if node.target is aten.detach.default:
-            return env[node.args[0]]  # type: ignore[index]
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            return self._without_mutation(node, env)
         if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
             return env[node.args[0]]  # type: ignore[index]  # the derivative of a square says pow(x, 1)
-        if node.target in _VIEWS:
+        if node.target in VIEWS:
             return self.builder.reshape(args[0], args[1])  # type: ignore[arg-type]
         return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-
-    def _without_mutation(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Some derivatives change a value in place; here a node's value never changes, because nodes are shared."""
-        target: Any = node.target
-        changed = node.args[0]
-        assert isinstance(changed, fx.Node)
-        functional = getattr(getattr(aten, target._opname.removesuffix("_"), None), target._overloadname, None)
-        made_by = getattr(changed.target, "_schema", None)
-        of_a_view = (
-            made_by is not None and not made_by.is_mutable and any(r.alias_info is not None for r in made_by.returns)
-        )
-        if functional is None or functional is target or of_a_view:
-            raise CompileError(
-                "QN105", f"the derivative of an operator changes a value in place ({target})", where=self.builder.where
-            )
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-        env[changed] = new = self.builder.call(functional, *args, **kwargs)
-        return new
 
     def _linear(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[fx.Node | None], Pullback]:
         """linear by hand: autograd's own trace of it has three times as many nodes."""
@@ -223,63 +184,6 @@ def _key(
     for node in tensors:
         x = facts(node).value
         assert isinstance(x, Tensor)
-        seen.append((tuple(x.shape), x.stride(), x.dtype, facts(node).needs_grad, tensors.index(node)))
+        seen.append((tuple(x.shape), x.dtype, facts(node).needs_grad, tensors.index(node)))
     literals = fx.map_arg((tuple(args), kwargs), lambda _: "*")
     return (str(target), repr(literals), tuple(seen), tuple(wanted))
-
-
-def _trace(
-    target: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    tensors: list[fx.Node],
-    wanted: Sequence[int],
-    mode: FakeTensorMode,
-) -> Template:
-    flags = [facts(n).needs_grad for n in tensors]
-    samples = [value(n) for n in tensors]
-
-    def call(given: list[Tensor]) -> list[Any]:
-        source = iter(given)
-        new_args, new_kwargs = fx.map_arg((tuple(args), kwargs), lambda _: next(source))
-        out = target(*new_args, **new_kwargs)
-        return list(out) if isinstance(out, (tuple, list)) else [out]
-
-    def joint(given: list[Tensor], tangents: list[Tensor]) -> tuple[list[Any], list[Any]]:
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(flag) for x, flag in zip(given, flags, strict=True)]
-            outs = call(leaves)
-            pairs = [(outs[i], t) for i, t in zip(wanted, tangents, strict=True) if outs[i].requires_grad]
-            ask = [x for x, flag in zip(leaves, flags, strict=True) if flag]
-            found = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
-        return outs, [next(found) if flag else None for flag in flags]
-
-    with mode:
-        # Values may be shared between nodes, and tracing tells its inputs apart by identity.
-        samples = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in samples]
-        outs = call(samples)
-        tangents = [torch.empty_like(outs[i], memory_format=torch.contiguous_format) for i in wanted]
-        traced = make_fx(joint)(samples, tangents)
-    graph = traced.graph
-    places = [n for n in graph.nodes if n.op == "placeholder"]
-    flat = graph.output_node().args[0]
-    returned = torch.utils._pytree.tree_leaves(flat, is_leaf=lambda x: x is None)
-    outputs, gradients = returned[: len(outs)], returned[len(outs) :]
-    forward: set[fx.Node] = set()
-    todo = [n for n in outputs if isinstance(n, fx.Node)]
-    while todo:
-        node = todo.pop()
-        if node.op == "call_function" and node not in forward:
-            forward.add(node)
-            todo += node.all_input_nodes
-    # Nodes that need no tangent belong to the forward pass too only if the outputs need them; what else the backward
-    # derives from saved values is computed in the backward pass.
-    return Template(
-        graph,
-        tuple(places[: len(tensors)]),
-        tuple(places[len(tensors) :]),
-        tuple(n if isinstance(n, fx.Node) else None for n in outputs),
-        tuple(n if isinstance(n, fx.Node) else None for n in gradients),
-        frozenset(forward),
-        tuple(wanted),
-    )

@@ -109,13 +109,24 @@ class Reference:
     gradients: tuple[Tensor | None, ...]
 
 
-def reference(sample: Sample, dice: Generator, *, training: bool = True) -> Reference:
+def reference(
+    sample: Sample,
+    dice: Generator,
+    *,
+    training: bool = True,
+    constant: bool = False,
+) -> Reference:
+    """``constant``: cotangents are the same along all dims."""
     given = [one.draw(dice, one.shape) for one in sample.inputs]
     grads = [training and one.grad and is_float(x) for one, x in zip(sample.inputs, given, strict=True)]
     leaves = [x.clone().requires_grad_(grad) for x, grad in zip(given, grads, strict=True)]
     made = sample.call(leaves, lambda target, *args, **kwargs: target(*args, **kwargs))
     outs = (made,) if isinstance(made, Tensor) else tuple(made)
-    cotangents = {i: noise(out, dice) for i, out in enumerate(outs) if out.requires_grad}
+    cotangents = {
+        i: torch.full_like(out, 0.625) if constant else noise(out, dice)
+        for i, out in enumerate(outs)
+        if out.requires_grad
+    }
     asked = [x for x, grad in zip(leaves, grads, strict=True) if grad]
     found = iter(
         torch.autograd.grad([outs[i] for i in cotangents], asked, list(cotangents.values()), allow_unused=True)
@@ -138,6 +149,38 @@ def noise(like: Tensor, dice: Generator) -> Tensor:
 
 
 # -- layouts
+
+
+def spaced(x: Tensor) -> Tensor:
+    """``x`` as a slice of a larger tensor: no dim has the stride that it has in contiguous memory."""
+    wide = x.new_zeros([*x.shape, 2])
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+def transposed(x: Tensor) -> Tensor:
+    """``x`` with its dims in memory in reverse order."""
+    dims = list(reversed(range(x.dim())))
+    return x.permute(dims).contiguous().permute(dims) if dims else x
+
+
+def channels_last(x: Tensor) -> Tensor:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.contiguous(memory_format=formats[x.dim()]) if x.dim() in formats else x
+
+
+def expanded(x: Tensor) -> Tensor:
+    """What is the same along all dims, with strides of 0; anything else as it is."""
+    first = x[(slice(1),) * x.dim()] if x.numel() else x
+    return first.expand(x.shape) if torch.equal(first.expand(x.shape), x) else x
+
+
+FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
+    "spaced": spaced,
+    "transposed": transposed,
+    "channels_last": channels_last,
+    "expanded": expanded,
+}
 
 
 def lay_out(x: Tensor, sharding: Sharding, ranks: Sequence[int], dice: Generator) -> list[Tensor]:
@@ -331,8 +374,10 @@ def check(
     *,
     training: bool = True,
     label: str = "",
+    memory: str | None = None,
 ) -> list[str]:
-    """Run every strategy of ``sample`` on axes of ``ranks`` (those whose label contains ``label``).
+    """Run every strategy of ``sample`` on axes of ``ranks`` (those whose label contains ``label``), with inputs and
+    cotangents that lie in ``memory`` (of ``FORMATS``; None: contiguous) on every rank.
 
     Returns what was checked.
 
@@ -340,7 +385,7 @@ def check(
         Wrong: if parts do not make up the whole.
     """
     dice = torch.Generator().manual_seed(0)
-    known = reference(sample, dice, training=training)
+    known = reference(sample, dice, training=training, constant=memory == "expanded")
     one = operator_program(sample, known)
     factors = RuleBook(rules).factors(one.program.graph)[one.node]
     checked = []
@@ -349,9 +394,9 @@ def check(
         if label not in name or _sums_bools(one.node, chosen):
             continue
         try:
-            _check_strategy(sample, known, one, chosen, ranks, rules, dice)
+            _check_strategy(sample, known, one, chosen, ranks, rules, dice, memory)
         except Wrong as error:
-            raise Wrong(f"{sample} over {tuple(ranks)}, {name}: {error}") from None
+            raise Wrong(f"{sample} over {tuple(ranks)}, {name}, {memory or 'contiguous'}: {error}") from None
         checked.append(name)
     return checked
 
@@ -375,6 +420,7 @@ def _check_strategy(
     ranks: Sequence[int],
     rules: Mapping[Any, Rule],
     dice: Generator,
+    memory: str | None,
 ) -> None:
     axes = [Axis(name, size, "model") for name, size in zip(AXES, ranks, strict=False)]
     program = sharded(one, axes, chosen)
@@ -383,6 +429,8 @@ def _check_strategy(
     leaves = dict(zip(_placeholders(one, "x"), known.inputs, strict=True))
     leaves |= {node: known.cotangents[output] for node, output in one.cotangents.items()}
     given = {node.name: lay_out(x, program.produced(node), ranks, dice) for node, x in leaves.items()}
+    if memory is not None:
+        given = {name: [FORMATS[memory](part) for part in parts] for name, parts in given.items()}
     results = run_on_ranks(made.graph, mesh, given)
     losses = 1 if one.loss else 0
     for i, expected in enumerate(known.outputs):

@@ -408,7 +408,7 @@ def _reductions() -> list[Sample]:
         call(aten.instance_norm.default, f(4, 6, 4), None, None, const(6), const_pos(6), False, 0.1, 1e-5, False),
         call(aten._weight_norm.default, f(4, 6), f(4, 1)),
         call(aten._weight_norm.default, f(4, 6), f(), -1),
-        call(aten._weight_norm_interface.default, f(4, 6, 2), f(1, 1, 2), 2),
+        call(aten._weight_norm.default, f(4, 6, 2), f(1, 1, 2), 2),
         call(
             aten._native_batch_norm_legit_no_training.default, f(4, 6, 4), f(6), f(6), const(6), const_pos(6), 0.1, 1e-5
         ),
