@@ -22,6 +22,7 @@ from ..errors import CompileError
 from ..program import DifferentiatedProgram, outputs
 from ..sharding import parse_type
 from .reductions import move, move_back, of_parameters, seed_of
+from .row_strides import rows_are_neighbours
 from .vector_jacobian import VectorJacobian
 
 aten = torch.ops.aten
@@ -64,7 +65,8 @@ class _Check:
         self.precision, self.parameters = self.local.staged.sharded.program.precision, of_parameters(self.local)
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
-        self.operators = VectorJacobian(self.scratch, {})
+        self.stands: dict[fx.Node, fx.Node] = {}  # placeholder of a pattern -> a node that it stands for
+        self.operators = VectorJacobian(self.scratch, {}, lambda place: rows_are_neighbours(self.stands[place]))
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
     def run(self) -> None:
@@ -130,8 +132,10 @@ class _Check:
         self, node: fx.Node, inputs: Sequence[fx.Node], arrives: Sequence[torch.dtype | None], grad: bool
     ) -> Pattern:
         """``arrives``: the dtypes of the gradients that there are."""
+        even = node.target is aten.scaled_dot_product_attention.default
         looks = tuple(
-            (tuple(value(n).shape), value(n).stride(), value(n).dtype, needs_grad(n), inputs.index(n)) for n in inputs
+            (tuple(value(n).shape), value(n).dtype, needs_grad(n), inputs.index(n), even and rows_are_neighbours(n))
+            for n in inputs
         )
         literals = repr(fx.map_arg((node.args, node.kwargs), lambda _: "*"))
         wanted = _wanted(node)
@@ -155,6 +159,7 @@ class _Check:
         for given in inputs:
             if given not in stands:
                 stands[given] = self.scratch.placeholder("x", value(given), needs_grad=needs_grad(given))
+                self.stands[stands[given]] = given
         places = [stands[given] for given in inputs]
         following = iter(places)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))

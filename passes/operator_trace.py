@@ -23,6 +23,11 @@ from ..annotations import facts, value
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.reshape.default)
 _COPIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+# What fused attention begins with must have neighbours in its rows: see :mod:`.row_strides`.
+_FUSED = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+)  # fmt: skip
 # They take strides or offsets in memory as numbers.
 _BY_STRIDE = (
     aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default, aten.as_strided_copy.default,
@@ -33,7 +38,8 @@ _BY_STRIDE = (
 class Template:
     """A traced operator: graph of forward and backward, and which of its nodes are what.
 
-    ``wanted``: which outputs have a tangent. ``dense``: the trace holds for contiguous inputs and tangents alone.
+    ``wanted``: which outputs have a tangent. ``dense``: the trace holds for contiguous inputs and tangents alone;
+    ``even``: for inputs at these places whose last dim has stride 1.
     """
 
     graph: fx.Graph
@@ -44,6 +50,7 @@ class Template:
     forward: frozenset[fx.Node]
     wanted: tuple[int, ...]
     dense: bool
+    even: frozenset[int]
 
 
 def trace(
@@ -112,8 +119,17 @@ class _Call:
         forward = _ancestors(outputs)
         # Nodes that need no tangent belong to the forward pass too only if the outputs need them; what else the
         # backward derives from saved values is computed in the backward pass.
+        fused = {source for node in graph.nodes if node.target in _FUSED for source in node.args[:3]}
         return Template(
-            graph, tuple(places[:count]), tuple(places[count:]), outputs, gradients, forward, tuple(self.wanted), dense
+            graph,
+            tuple(places[:count]),
+            tuple(places[count:]),
+            outputs,
+            gradients,
+            forward,
+            tuple(self.wanted),
+            dense,
+            frozenset(i for i, place in enumerate(places[:count]) if place in fused),
         )
 
 

@@ -27,6 +27,7 @@ from ..comm_ops import (
 )
 from ..expert_ops import expert_bias_grad, expert_linear, expert_weight_grad
 from .operator_trace import VIEWS, Template, trace
+from .row_strides import rows_are_neighbours
 
 aten = torch.ops.aten
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
@@ -35,10 +36,16 @@ Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
 
 
 class VectorJacobian:
-    """Appends operators to a builder together with what their backward needs. ``templates``: those traced already."""
+    """Appends operators to a builder together with what their backward needs. ``templates``: those traced already;
+    ``even``: whether the last dim of a node surely has stride 1."""
 
-    def __init__(self, builder: GraphBuilder, templates: dict[Hashable, Template]) -> None:
-        self.builder, self.templates = builder, templates
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        templates: dict[Hashable, Template],
+        even: Callable[[fx.Node], bool] = rows_are_neighbours,
+    ) -> None:
+        self.builder, self.templates, self.even = builder, templates, even
 
     def apply(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
@@ -68,7 +75,12 @@ class VectorJacobian:
         return self._inline(template, tensors)
 
     def _inline(self, template: Template, tensors: list[fx.Node]) -> tuple[list[fx.Node | None], Pullback]:
-        given = [self.builder.call(aten.contiguous.default, x) for x in tensors] if template.dense else tensors
+        given = [
+            self.builder.call(aten.contiguous.default, x)
+            if template.dense or (i in template.even and not self.even(x))
+            else x
+            for i, x in enumerate(tensors)
+        ]
         env: dict[fx.Node, fx.Node] = dict(zip(template.inputs, given, strict=True))
         for node in template.graph.nodes:
             if node in template.forward:
