@@ -10,8 +10,8 @@ from __future__ import annotations
 import gc
 import random
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +41,8 @@ class Case:
     modules, a triple: the module, its loss function, and those modules by name (a loss function that is a module
     itself need not be among them). ``batch``: a tuple or a dict, or ``batch(step)``. ``before(module, step)`` changes
     the module in front of a step. ``refuses``: layouts that cannot be compiled, and the code of the error that says
-    so: it is checked. ``options`` are those of :func:`quintnet.compile`.
+    so: it is checked. ``options`` are those of :func:`quintnet.compile`. ``others``: further loss functions, each with
+    a program of its own on the same module: steps take turns. ``evaluates``: between two steps both sides evaluate.
     """
 
     build: Build
@@ -50,6 +51,8 @@ class Case:
     before: Callable[[nn.Module, int], None] | None = None
     refuses: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    others: Sequence[Callable[..., Tensor]] = ()
+    evaluates: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def on_processes(
     module. The verdicts, by case and layout; :func:`report` asserts them."""
     ranks = quintnet.launch(_all_here, 2, (cases, dict(meshes)), timeout=timeout, collective_timeout=60)
     return {
-        name: {where: _joined([rank[name][where] for rank in ranks]) for where in found}
+        name: {where: joined([rank[name][where] for rank in ranks]) for where in found}
         for name, found in ranks[0].items()
     }
 
@@ -146,6 +149,8 @@ def compare(case: Case, axes: Mapping[str, int]) -> Verdict:
         if changed:
             return Verdict("different", f"refused, and {', '.join(changed)} changed nevertheless: {error}")
         return Verdict("refused", str(error), error.code, error=error)
+    except AssertionError:
+        raise
     except Exception as error:
         return Verdict("raw", f"{type(error).__name__}: {str(error)[:600]}", error=error)
 
@@ -166,13 +171,14 @@ class _Sides:
 
 
 def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
-    plain, loss_of, beside = sides.plain, sides.loss_of, sides.beside
-    model, loss_fn = sides.model, sides.loss_fn
+    plain, model, beside = sides.plain, sides.model, sides.beside
     options = {"seed": SEED, **case.options}
-    program = quintnet.compile(model, quintnet.Mesh(**axes), _batch(case, 0), loss_fn=loss_fn, **options)
+    mesh, first = quintnet.Mesh(**axes), _batch(case, 0)
+    programs = [quintnet.compile(model, mesh, first, loss_fn=one, **options) for one in (sides.loss_fn, *case.others)]
+    losses = (sides.loss_of, *case.others)
     theirs = dict(plain.named_parameters())
     theirs |= {f"{name}.{n}": p for name, module in beside.items() for n, p in module.named_parameters()}
-    ours = {_known(name, theirs): p for name, p in program.named_parameters()}
+    ours = {_known(name, theirs): p for program in programs for name, p in program.named_parameters()}
     optimizers = [torch.optim.SGD(list(ps.values()), lr=0.05, momentum=0.9) for ps in (theirs, ours)]
     seen, differences = set[str](), list[str]()
 
@@ -183,6 +189,7 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
             differences.append(f"step {step}: {what} {name} differs by {gap:.1e}")
 
     for step in range(STEPS):
+        program, loss_of = programs[step % len(programs)], losses[step % len(losses)]
         if case.before is not None:
             case.before(plain, step)
             case.before(model, step)
@@ -191,8 +198,8 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         random.seed(step)
         torch.manual_seed(step)
         with same_masks(options["seed"], step):
-            expected = _loss(plain, loss_of, asked)
-            expected.backward()
+            expected = _plainly(lambda: _loss(plain, loss_of, asked))  # noqa: B023 -- called at once
+            _plainly(expected.backward)
         random.seed(step)
         torch.manual_seed(step)
         loss = program.step(given)
@@ -208,6 +215,12 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         sides.kept = _values(plain)
         for name, parameter in ours.items():
             same("parameter", name, parameter, theirs[name])
+        if case.evaluates and step == 1:
+            given, asked = _batch(case, 7), _batch(case, 7)
+            random.seed(step)
+            expected = _evaluated(plain, loss_of, asked)
+            random.seed(step)
+            same("evaluation", "", program.evaluate(given), expected)
         there = dict(model.named_buffers())
         for name, buffer in plain.named_buffers():
             same("buffer", name, there[name], buffer)
@@ -262,13 +275,41 @@ def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None, batch: Any) -
     return out if isinstance(out, Tensor) else out.loss
 
 
+def _plainly(call: Callable[[], Any]) -> Any:
+    """What the plain module does must work."""
+    try:
+        return call()
+    except Exception as error:
+        raise AssertionError(f"the case is not valid: the plain module fails with {error}") from error
+
+
+def _evaluated(model: nn.Module, loss_fn: Callable[..., Tensor] | None, batch: Any) -> Tensor:
+    both = (model, loss_fn) if isinstance(loss_fn, nn.Module) else (model,)
+    modes = [(module, module.training) for one in both for module in one.modules()]
+    for one in both:
+        one.eval()
+    with torch.no_grad():
+        found = _loss(model, loss_fn, batch)
+    for module, was in modes:
+        module.training = was
+    return found
+
+
 def _known(name: str, theirs: Mapping[str, Tensor]) -> str:
-    """A parameter of the loss function may have a longer (or another) path in the program."""
+    """A parameter of the loss function may have another path in the program, with the same end."""
     if name in theirs:
         return name
-    found = [one for one in theirs if name.endswith(f".{one.partition('.')[2]}") or one.endswith(f".{name}")]
+    ends = {one: _common_end(name.split("."), one.split(".")) for one in theirs}
+    found = [one for one, length in ends.items() if length == max(ends.values()) > 0]
     assert len(found) == 1, f"the program trains {name}, and the module has {', '.join(theirs)}"
     return found[0]
+
+
+def _common_end(one: Sequence[str], other: Sequence[str]) -> int:
+    length = 0
+    while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
+        length += 1
+    return length
 
 
 def _values(model: nn.Module) -> dict[str, Tensor]:
@@ -308,13 +349,12 @@ def _all_here(cases: Callable[[], Mapping[str, Case]], meshes: Mapping[str, Mapp
     for name, case in cases().items():
         found[name] = {}
         for where, axes in meshes.items():
-            one = compare(case, axes)
-            found[name][where] = Verdict(one.kind, one.text, one.code, one.seen, one.expected)  # errors stay here
+            found[name][where] = replace(compare(case, axes), error=None)  # what it refers to stays here
         gc.collect()  # programs hold each other in cycles, and process groups
     return found
 
 
-def _joined(ranks: list[Verdict]) -> Verdict:
+def joined(ranks: list[Verdict]) -> Verdict:
     """What all ranks say together: each parameter was compared by one of them."""
     kinds = {one.kind for one in ranks}
     if kinds != {"equal"}:

@@ -332,6 +332,11 @@ class Stateful(Piece):
         self.way = dice.randrange(6)
 
     def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            if self.way == 4:
+                self.lin.weight.clamp_(-0.2, 0.2)
+            elif self.way == 5:
+                self.lin.weight.copy_(F.normalize(self.lin.weight, dim=1))
         y = self.lin(x)
         if self.way == 0:
             self.ema = 0.9 * self.ema + 0.1 * y.detach().mean((0, 1))
@@ -342,12 +347,6 @@ class Stateful(Piece):
             self.count += 1
         elif self.way == 3:
             self.count = self.count + 1
-        elif self.way == 4:
-            with torch.no_grad():
-                self.lin.weight.clamp_(-0.2, 0.2)
-        else:
-            with torch.no_grad():
-                self.lin.weight.copy_(F.normalize(self.lin.weight, dim=1))
         return y - self.ema + 0.01 * self.count
 
 
@@ -444,6 +443,10 @@ def _of(extra: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
+def _second_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits - F.one_hot(labels, CLASSES)).square().mean()
+
+
 @dataclass(frozen=True)
 class Generated:
     """A case, the mesh that it is tried on, and what it is made of."""
@@ -485,6 +488,8 @@ def generate(seed: int) -> Generated:
         }
         return model, *made[loss]
 
+    others = (_second_loss,) if loss == "function" and dice.random() < 0.25 else ()
+    evaluates = dice.random() < 0.25
     axes = dice.choice(MESHES)
     options: dict[str, Any] = {}
     if dice.random() < 0.3:
@@ -498,13 +503,15 @@ def generate(seed: int) -> Generated:
     shape = (3, 4, 4) if image else (LENGTH, 6)
     words = f"{', '.join(_described(kind, piece) for kind, piece in _names(kinds, number))}; loss {loss}"
     words += f"{', image' * image}{', eval' * whole_eval}{', changes its batch' * changes_batch}"
+    words += f"{', two programs' * len(others)}{', evaluates' * evaluates}"
 
     def batch(step: int) -> Any:
         source = torch.Generator().manual_seed(1000 * seed + step)
         x = torch.randn(ROWS, *shape, generator=source)
         return x, torch.randint(CLASSES, (ROWS,), generator=source)
 
-    return Generated(seed, Case(build, batch, None, Mixed.before, {}, options), axes, words)  # type: ignore[arg-type]
+    case = Case(build, batch, None, Mixed.before, {}, options, others, evaluates)  # type: ignore[arg-type]
+    return Generated(seed, case, axes, words)
 
 
 def _names(kinds: list[type[Piece]], number: float) -> list[tuple[type[Piece], Piece]]:
