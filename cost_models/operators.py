@@ -129,14 +129,14 @@ VIEWS = frozenset(
         aten.reshape.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
         aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, aten.detach.default, aten.view.default,
         aten.unsqueeze.default, aten.squeeze.dim, aten.unbind.int, aten.diagonal.default, aten.unfold.default,
-        aten._unsafe_view.default, aten.alias.default,
+        aten._unsafe_view.default, aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default,
     }
 )  # fmt: skip
 # Bound by memory, beside what torch itself tags as elementwise or as a reduction: by the name of the overload packet.
 MEMORY = frozenset(
     """
     log_sigmoid fill zeros_like ones_like full_like empty_like floor_divide where _prelu_kernel prelu masked_fill
-    _to_copy dropout outer diff flip roll cat stack repeat repeat_interleave constant_pad_nd pad select_scatter
+    polar complex _to_copy dropout outer diff flip roll cat stack repeat_interleave constant_pad_nd pad select_scatter
     slice_scatter triu tril col2im im2col pixel_shuffle pixel_unshuffle channel_shuffle sum mean count_nonzero amax
     amin aminmax max min argmax argmin any all prod nansum logsumexp var std var_mean std_mean median mode kthvalue
     linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax cumprod cummax cummin logcumsumexp topk

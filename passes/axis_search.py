@@ -65,7 +65,7 @@ class AxisSearch:
             )
         for variable, edge in self.forbidden.items():
             if solution[variable] > 0.5:
-                raise refusal(self.axis, edge)
+                raise refusal(self.view, edge)
         picked = {}
         for key, variables in self.choice.items():
             best = max(range(len(variables)), key=lambda i: solution[variables[i]])

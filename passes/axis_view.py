@@ -13,6 +13,7 @@ from ..cost import CostModel
 from ..errors import CompileError, Where
 from ..program import Axis, Program, Strategy
 from ..sharding import AxisType, Shard, Sharding
+from .coupled_rows import coupling
 from .rule_notation import Factors
 from .strategies import leaf_strategies, strategies
 
@@ -93,20 +94,28 @@ class AxisView:
         return math.prod(1 / ranks for kind, ranks in zip(before, self.ranks, strict=True) if isinstance(kind, Shard))
 
 
-def refusal(axis: Axis, edge: Edge) -> CompileError:
-    """Why nothing satisfies the plan: ``edge`` would need a conversion that must not be."""
-    where: Where = facts(edge.user if edge.user.op != "output" else edge.source).where
+def refusal(view: AxisView, edge: Edge) -> CompileError:
+    """Why nothing is possible: ``edge`` would need a conversion that must not be."""
+    axis = view.axis
     if axis.role == "time":
-        return CompileError(
-            "QN104",
-            f"{edge.user.target if edge.user.op != 'output' else 'the loss'} needs values of all "
-            f"{axis.size} microbatches at once (in-batch statistics, or a loss that couples samples)",
-            where=where,
-            fix="use microbatches=1",
-        )
-    return CompileError(
-        "QN205",
-        f"a parameter would have to be gathered over {axis.name} for {edge.user.target}",
-        where=where,
-        fix="let the plan leave this parameter open",
-    )
+        return _coupled(view, edge)
+    user = edge.user.target if edge.user.op != "output" else "what the model returns"
+    where: Where = facts(edge.user if edge.user.op != "output" else edge.source).where
+    found = leaf(edge.source)
+    name = found.name if found is not None else str(edge.source.target)
+    if axis.role == "context":
+        what = f"{user} can run neither whole nor on a part of the sequences of {axis.name}: it would slice {name}"
+    else:
+        what = f"{name} would have to be gathered over {axis.name} for {user}"
+    return CompileError("QN205", what, where=where)
+
+
+def _coupled(view: AxisView, edge: Edge) -> CompileError:
+    many = view.axis.size
+    found = coupling(view.program.graph, view.factors)
+    if found is None:
+        user = edge.user.target if edge.user.op != "output" else "the loss"
+        place, why = edge.source, f"{user} would need values of all {many} microbatches at once"
+    else:
+        place, why = found[0], f"{found[1]}, and each of {many} microbatches has rows of its own"
+    return CompileError("QN104", why, where=facts(place).where, fix="use microbatches=1")

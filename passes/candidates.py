@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, shape
+from ..annotations import facts, is_getitem, leaf, origin, shape, tensor_inputs
 from ..attention_ops import attention
 from ..errors import CompileError
 from ..expert_ops import expert_linear
@@ -62,7 +62,7 @@ class Candidates:
                 return options
             parts = tuple(s for s in options if not s.label.startswith("replicated"))
             if not parts:
-                raise refusal(self.axis, Edge(node, node, 0, grad=True))
+                raise refusal(self.view, Edge(node, node, 0, grad=True))
             return parts
         fixed = self.wishes.fixed.get((found.name, self.axis.name))
         if fixed is not None and not (isinstance(fixed, Shard) and self.view.stores(found)):
@@ -128,8 +128,15 @@ class Candidates:
         return found or tuple(s for s in options if not s.exchanges)
 
     def _sequence(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Whether a strategy leaves the weight as it is."""
-        return strategy.inputs[CONTRACTIONS[node.target]] in (I, R)
+        """Whether a strategy leaves the weight as it is. It may stand on the left of a product."""
+        position, given = CONTRACTIONS[node.target], tensor_inputs(node)
+        if position == 1 and node.target is not aten.linear.default and self._of_batch(given[1]):
+            position = 1 if self._of_batch(given[0]) else 0
+        return strategy.inputs[position] in (I, R)
+
+    def _of_batch(self, node: fx.Node) -> bool:
+        found = leaf(origin(node)[0])
+        return origin(node)[0] in self.work or (found is not None and found.batched)
 
     def _indivisible(self, node: fx.Node) -> tuple[Strategy, ...]:
         found = leaf(node)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from torch import fx
+from torch import Tensor, fx
 
-from ..annotations import leaf, needs_grad, num_bytes, shape, values
+from ..annotations import facts, is_float, leaf, needs_grad, num_bytes, shape, values
 from ..comm_ops import lower_conversion, share
 from ..program import Axis
 from ..sharding import AxisType, I, P, R, Shard, gradient, plain
@@ -34,17 +34,26 @@ class ConversionPrices:
         source = leaf(edge.source)
         if source is not None and source.kind == "cache" and self.axis.role != "time":
             return None  # what is written to a copy would be lost
-        if not edge.grad and (b is P and not edge.additive):
+        constant = b is P and not edge.grad and self._in_shares(edge, a)
+        if not edge.grad and b is P and not (edge.additive or constant):
             return None
         if isinstance(a, Shard) and b is P:
             return None
-        if b is P and not edge.additive and edge.user.op != "output" and self.axis.role != "time":
+        if b is P and not (edge.additive or constant) and edge.user.op != "output" and self.axis.role != "time":
             # correct, and useful in time alone, where nothing adds up what a whole value (a penalty) is added to
             return None
         price = self._move(a, b, size)
         if edge.grad:
             price += self._move(gradient(b), gradient(a), size)
         return self._role(edge, a, b, price)
+
+    def _in_shares(self, edge: Edge, a: AxisType) -> bool:
+        """Whether a value without a gradient may enter a sum in equal shares: ``loss + 1e-3``. In space only a scalar,
+        which costs nothing either way; in time there is no other way."""
+        x = facts(edge.source).value
+        if not isinstance(x, Tensor) or not is_float(x) or plain(a) is not I:
+            return False
+        return self.axis.role == "time" or x.dim() == 0
 
     def _move(self, a: AxisType, b: AxisType, size: float) -> float:
         op, _ = lower_conversion(a, b)

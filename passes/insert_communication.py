@@ -13,6 +13,7 @@ from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, te
 from ..attention_ops import attention
 from ..builder import GraphBuilder
 from ..comm_ops import (
+    MICROBATCHES,
     convert,
     dropout,
     embedding_rows,
@@ -327,7 +328,8 @@ class _Lowering:
         return local_shape(size, kind, self.sharded.ranks)
 
     def _once(self) -> frozenset[fx.Node]:
-        """What runs once a step: nodes that no parameter and no one microbatch touches, and gathers of parameters."""
+        """What runs once a step: nodes that no parameter and no one microbatch touches, and gathers of parameters.
+        A node that names the axis in time reads which microbatch it is in (the positions of a random mask do)."""
         once: set[fx.Node] = set()
         for node in self.builder.graph.nodes:
             if node.op == "placeholder":
@@ -336,6 +338,7 @@ class _Lowering:
                     once.add(node)
                 continue
             anywhere = node.op == "call_function" and node.target is not microbatch and node not in self.stage
+            anywhere = anywhere and MICROBATCHES not in torch.utils._pytree.tree_leaves(node.args)
             if node in self.at_start or (anywhere and all(source in once for source in tensor_inputs(node))):
                 once.add(node)
         return frozenset(once)

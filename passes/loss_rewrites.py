@@ -10,7 +10,8 @@ from torch import fx
 
 from ..annotations import shape, value
 from ..builder import GraphBuilder
-from ..comm_ops import row_nll
+from ..comm_ops import row_nll, widened
+from .reductions import cast
 
 aten = torch.ops.aten
 
@@ -61,9 +62,11 @@ def cross_entropy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
         losses = call(row_nll, logits, target, ignore)
         if reduction == 0:
             return builder.reshape(losses, list(rows) if len(dims) > 1 else [])
-        total = call(aten.sum.default, losses)
-        valid = call(aten._to_copy.default, call(aten.ne.Scalar, target, ignore), dtype=value(logits).dtype)
-        return total if reduction == 2 else call(aten.div.Tensor, total, call(aten.sum.default, valid))
+        wide = widened(value(logits).dtype)
+        valid = (
+            None if reduction == 2 else call(aten._to_copy.default, call(aten.ne.Scalar, target, ignore), dtype=wide)
+        )
+        return _sum_or_mean(builder, losses, valid)
     logp = call(aten._log_softmax.default, logits, 1, False)
     if value(target).is_floating_point():
         if len(dims) > 2:
@@ -77,17 +80,47 @@ def cross_entropy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
         losses = call(aten.neg.default, call(aten.sum.dim_IntList, terms, [1]))
         if reduction == 0:
             return builder.reshape(losses, list(rows) if len(dims) > 1 else [])
-        total = call(aten.sum.default, losses)
-        return total if reduction == 2 else call(aten.div.Scalar, total, count)
+        total = call(aten.sum.default, cast(builder, losses, widened(value(losses).dtype)))
+        return cast(builder, total if reduction == 2 else call(aten.div.Scalar, total, count), value(losses).dtype)
+    return _labelled(builder, logp, target, weight, reduction, ignore, smoothing, list(rows) if len(dims) > 1 else [])
+
+
+def nll(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """nll_loss of [C], [N, C] or [N, C, ...] as rows, like :func:`cross_entropy`."""
+    defaults = (None, None, None, 1, -100)
+    names = ("self", "target", "weight", "reduction", "ignore_index")
+    filled = [*args, *(kwargs.get(n, d) for n, d in list(zip(names, defaults, strict=True))[len(args) :])]
+    logp, target, weight, reduction, ignore = filled
+    dims = shape(logp)
+    if len(dims) > 2:
+        logp = builder.call(aten.permute.default, logp, [0, *range(2, len(dims)), 1])
+    rows, classes = shape(logp)[:-1], shape(logp)[-1]
+    logp = builder.reshape(logp, [math.prod(rows), classes])
+    return _labelled(builder, logp, target, weight, reduction, ignore, 0.0, list(rows))
+
+
+def _labelled(
+    builder: GraphBuilder,
+    logp: fx.Node,
+    target: fx.Node,
+    weight: fx.Node | None,
+    reduction: int,
+    ignore: int,
+    smoothing: float,
+    rows: list[int],
+) -> fx.Node:
+    """The loss of log-probabilities [rows, classes] and labels, in the shape ``rows`` where nothing is added up."""
+    call, (count, classes) = builder.call, shape(logp)
     target = builder.reshape(target, [count])
     losses = builder.getitem(call(aten.nll_loss_forward.default, logp, target, weight, 0, ignore), 0)
     valid = call(aten.ne.Scalar, target, ignore)
     dtype = value(logp).dtype
-    counted = call(aten._to_copy.default, valid, dtype=dtype)
+    wide = widened(dtype)
+    counted = call(aten._to_copy.default, valid, dtype=wide)
     if weight is not None:
         safe = call(aten.mul.Tensor, target, call(aten._to_copy.default, valid, dtype=value(target).dtype))
         picked = call(aten.embedding.default, builder.reshape(weight, [classes, 1]), safe)
-        counted = call(aten.mul.Tensor, counted, builder.reshape(picked, [count]))
+        counted = call(aten.mul.Tensor, counted, cast(builder, builder.reshape(picked, [count]), wide))
     if smoothing:
         spread = call(aten.mul.Tensor, logp, weight) if weight is not None else logp
         smooth = call(aten.neg.default, call(aten.sum.dim_IntList, spread, [1]))
@@ -95,9 +128,17 @@ def cross_entropy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
         smooth = call(aten.mul.Scalar, smooth, smoothing / classes)
         losses = call(aten.add.Tensor, call(aten.mul.Scalar, losses, 1 - smoothing), smooth)
     if reduction == 0:
-        return builder.reshape(losses, list(rows) if len(dims) > 1 else [])
-    total = call(aten.sum.default, losses)
-    return total if reduction == 2 else call(aten.div.Tensor, total, call(aten.sum.default, counted))
+        return builder.reshape(losses, rows)
+    return _sum_or_mean(builder, losses, counted if reduction == 1 else None)
+
+
+def _sum_or_mean(builder: GraphBuilder, losses: fx.Node, counted: fx.Node | None) -> fx.Node:
+    """``counted``: what each row counts in a mean. Added up, as torch does, in 32 bits at least: a 16-bit number
+    cannot count 65,505 labels."""
+    call, dtype = builder.call, value(losses).dtype
+    total = call(aten.sum.default, cast(builder, losses, widened(dtype)))
+    found = total if counted is None else call(aten.div.Tensor, total, call(aten.sum.default, counted))
+    return cast(builder, found, dtype)
 
 
 def distance(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,19 @@ from ..builder import GraphBuilder
 from ..canonical import LEAF, WHERE
 from ..errors import CompileError, Where
 from ..program import Captured, Program
-from .rewrites import REWRITES
+from .rewrites import REWRITES, draws
 from .sharding_rules import RULES
 from .take_apart import has_parts, take_apart
 
 aten = torch.ops.aten
+
+
+class _Fails(Exception):
+    """An operator cannot be made: what torch says of it."""
+
+    def __init__(self, target: str, message: str, where: Where) -> None:
+        super().__init__(message)
+        self.target, self.message, self.where = target, message, where
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Normalize:
     ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run.
 
     Raises:
-        CompileError: QN105 for random operators other than dropout.
+        CompileError: QN105 for random operators other than dropout; QN106 if the model's code runs with other numbers
+            of rows, and not with this one; QN109 if an operator fails whatever the number is.
     """
 
     batch_size: int
@@ -47,6 +56,28 @@ class Normalize:
                 f"with: {captured.only_rows}",
                 fix="use x.shape[0] (or -1) where a literal batch size is used, or batches of that size",
             )
+        try:
+            return self._program(captured)
+        except _Fails as failure:
+            raise self._diagnosed(captured, failure) from failure.__cause__
+
+    def _diagnosed(self, captured: Captured, failure: _Fails) -> CompileError:
+        """Whether it is the number of rows: then the program can be made for another one."""
+        rows = self.batch_size
+        for size in (*(rows * k for k in (2, 3, 4, 8)), *(rows // k for k in (2, 4) if rows % k == 0), 1):
+            try:
+                replace(self, batch_size=size)._program(captured)
+            except (_Fails, CompileError):
+                continue
+            return CompileError(
+                "QN106",
+                f"with a batch of {rows}, {failure.target} fails: {failure.message}",
+                where=failure.where,
+                fix=f"the model's code can run with a batch of {size}; use one, if the mesh divides it",
+            )
+        return CompileError("QN109", f"{failure.target} fails: {failure.message}", where=failure.where)
+
+    def _program(self, captured: Captured) -> Program:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         builder = GraphBuilder(mode)
         env: dict[fx.Node, Any] = {}
@@ -91,24 +122,33 @@ class Normalize:
             kwargs["device"] = self.device
         kwargs.pop("pin_memory", None)
         kwargs.pop("memory_format", None)
-        rewrite = REWRITES.get(target)
         try:
-            if rewrite is not None:
-                return rewrite(builder, node, args, kwargs)
-            if target not in RULES and has_parts(target):
-                graph, given = take_apart(builder.mode, target, args, kwargs)
-                if all(_known(part) for part in graph.nodes):  # else the error names what the user knows
-                    return self._parts(builder, graph, given)
-            return builder.call(target, *args, **kwargs)
+            return self._rewritten(builder, node, args, kwargs)
         except CompileError:
             raise
         except Exception as error:
+            raise _Fails(str(target), str(error).strip().partition("\n")[0][:200], builder.where) from error
+
+    def _rewritten(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        target: Any = node.target
+        rewrite = REWRITES.get(target)
+        if rewrite is not None:
+            return rewrite(builder, node, args, kwargs)
+        random = draws(target)
+        if target not in RULES and has_parts(target):
+            graph, given = take_apart(builder.mode, target, args, kwargs)
+            drawn = {part.target for part in graph.nodes if draws(part.target)}
+            if drawn <= REWRITES.keys() and all(map(_known, graph.nodes)):  # else the error names what the user knows
+                return self._parts(builder, graph, given)
+            random = bool(drawn)
+        if random:
             raise CompileError(
-                "QN106",
-                f"with a batch of {self.batch_size}, {target} fails: {str(error).splitlines()[0][:200]}",
+                "QN105",
+                f"{target} draws random numbers, which would differ between layouts",
                 where=builder.where,
-                fix="the model's code fits some batch sizes only; use one of those",
-            ) from error
+                fix="use dropout, whose mask is the same on every layout, or pass the random numbers in the batch",
+            )
+        return builder.call(target, *args, **kwargs)
 
     def _parts(self, builder: GraphBuilder, graph: fx.Graph, given: list[fx.Node]) -> Any:
         env = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))

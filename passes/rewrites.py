@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..annotations import shape, value
+from ..annotations import is_float, shape, value
 from ..attention_ops import attention
 from ..builder import GraphBuilder
 from ..comm_ops import dropout
-from ..errors import CompileError
 from .attention_rewrites import dropouts, masked_attention, scaled_dot_product
-from .loss_rewrites import cross_entropy, distance, divergence, mean, output_dtype
+from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
 
 aten = torch.ops.aten
 
@@ -29,8 +29,9 @@ def _identity(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dic
 
 def _reshape(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """Any view that only regroups dims becomes reshape (strides differ on each rank anyway)."""
+    others, named = fx.map_arg((args[1:], kwargs), value)
     with builder.mode:
-        after = node.target(value(args[0]).contiguous(), *args[1:], **kwargs).shape  # type: ignore[operator]
+        after = node.target(value(args[0]).contiguous(), *others, **named).shape  # type: ignore[operator]
     return builder.reshape(args[0], [int(s) for s in after])
 
 
@@ -72,6 +73,45 @@ def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[s
     return builder.call(aten.split_with_sizes.default, x, [min(size, whole - at) for at in range(0, whole, size)], dim)
 
 
+def _repeat(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Each dim of the result is (times, dim): expanded, then regrouped."""
+    x, times = args[0], list(args[1])
+    sizes = [1] * (len(times) - len(shape(x))) + list(shape(x))
+    apart = [size for pair in zip([1] * len(sizes), sizes, strict=True) for size in pair]
+    wide = [size for pair in zip(times, sizes, strict=True) for size in pair]
+    if times == [1] * len(times):
+        return builder.reshape(x, sizes)
+    grown = builder.call(aten.expand.default, builder.reshape(x, apart), wide)
+    return builder.reshape(grown, [count * size for count, size in zip(times, sizes, strict=True)])
+
+
+def _repeat_interleave(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """``output_size`` says what the number of repeats says already; without a dim all of them are one."""
+    x, times, dim = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim is None:
+        x, dim = builder.reshape(x, [math.prod(shape(x))]), 0
+    return builder.call(node.target, x, times, dim)  # type: ignore[arg-type]
+
+
+def _slice_scatter(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Where a slice is all of its dim, the second input is the result."""
+    x, part = args[:2]
+    same = shape(x) == shape(part) and value(x).dtype == value(part).dtype
+    found: fx.Node = part if same else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return found
+
+
+def _constant(builder: GraphBuilder, number: Any, like: fx.Node) -> fx.Node:
+    x = value(like)
+    return builder.call(aten.full.default, [], number, dtype=x.dtype, device=x.device)
+
+
+def _is_term(node: fx.Node, x: fx.Node) -> bool:
+    """A scalar (a loss, say) of which ranks and microbatches may hold terms. A number that is added to it is a value
+    of its own, of which each of them adds a share."""
+    return shape(x) == () and is_float(value(x)) and output_dtype(node) == value(x).dtype
+
+
 def _scalar(to_scalar: Any) -> Rewrite:
     """op.Tensor with a Python number is another operator: adding a number is not linear, adding a tensor is."""
 
@@ -79,16 +119,30 @@ def _scalar(to_scalar: Any) -> Rewrite:
         numbers = [a for a in args[:2] if not isinstance(a, fx.Node)]
         if not numbers:
             return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        alpha = kwargs.get("alpha", 1)
         if not isinstance(args[0], fx.Node):
+            if alpha != 1 or to_scalar in (aten.sub.Scalar, aten.div.Scalar):
+                return builder.call(node.target, _constant(builder, args[0], args[1]), *args[1:], **kwargs)  # type: ignore[arg-type]
             args = [args[1], args[0], *args[2:]]
         x, number = args[0], args[1]
         if to_scalar in (aten.mul.Scalar, aten.div.Scalar) and number == 1 and output_dtype(node) == value(x).dtype:
             found: fx.Node = x
             return found
-        number = number * kwargs.get("alpha", 1)
+        number = number * alpha
+        if to_scalar in (aten.add.Scalar, aten.sub.Scalar) and _is_term(node, x):
+            number = -number if to_scalar is aten.sub.Scalar else number
+            return builder.call(aten.add.Tensor, x, _constant(builder, number, x))
         return builder.call(to_scalar, x, number)
 
     return rewrite
+
+
+def _subtracted(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """number - x"""
+    x, number = args[:2]
+    if len(args) > 2 or kwargs or not _is_term(node, x):
+        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return builder.call(aten.add.Tensor, builder.call(aten.neg.default, x), _constant(builder, number, x))
 
 
 def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -98,13 +152,9 @@ def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict
     return [kept, kept] if node.target is aten.native_dropout.default else kept
 
 
-def _random(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    raise CompileError(
-        "QN105",
-        f"{node.target} draws random numbers, which would differ between layouts",
-        where=builder.where,
-        fix="use dropout, whose mask is the same on every layout, or pass the random numbers in the batch",
-    )
+def draws(target: Any) -> bool:
+    """Whether an operator draws random numbers of torch's own: every rank would draw others."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -167,17 +217,6 @@ REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys([aten.dropout.default, aten.native_dropout.default], _dropout),
     **dict.fromkeys(
         [
-            aten.bernoulli.default, aten.bernoulli.p, aten.rand.default, aten.randn.default, aten.rand_like.default,
-            aten.randn_like.default, aten.randint.default, aten.randint.low, aten.randint_like.default,
-            aten.randperm.default, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor,
-            aten.normal_functional.default, aten.uniform.default, aten.exponential.default, aten.multinomial.default,
-            aten.poisson.default, aten.alpha_dropout.default, aten.feature_dropout.default,
-            aten.feature_alpha_dropout.default, aten.rrelu_with_noise.default, aten.rrelu_with_noise_functional.default,
-        ],
-        _random,
-    ),
-    **dict.fromkeys(
-        [
             aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
             aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
         ],
@@ -194,13 +233,20 @@ REWRITES: dict[Any, Rewrite] = {
     aten.expand.default: _expand,
     aten.broadcast_tensors.default: _broadcast,
     aten.split.Tensor: _split,
+    aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.slice_scatter.default: _slice_scatter,
     aten.add.Tensor: _scalar(aten.add.Scalar),
+    aten.add.Scalar: _scalar(aten.add.Scalar),
+    aten.sub.Scalar: _scalar(aten.sub.Scalar),
+    aten.rsub.Scalar: _subtracted,
     aten.sub.Tensor: _scalar(aten.sub.Scalar),
     aten.mul.Tensor: _scalar(aten.mul.Scalar),
     aten.div.Tensor: _scalar(aten.div.Scalar),
     aten.copy.default: _copy,
     aten.pad.default: _pad,
     aten.cross_entropy_loss.default: cross_entropy,
+    **dict.fromkeys([aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default], nll),
     aten.l1_loss.default: distance,
     aten.kl_div.default: divergence,
     aten.scaled_dot_product_attention.default: scaled_dot_product,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +50,16 @@ def has_parts(target: Any) -> bool:
     return in_c or _python(target) is not None
 
 
+@contextlib.contextmanager
+def _torch_alone() -> Iterator[None]:
+    """Without oneDNN, one kernel of which is an LSTM: its derivative needs what only autograd keeps."""
+    (enabled, *_) = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(enabled)  # type: ignore[no-untyped-call]
+
+
 def take_apart(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tuple[fx.Graph, list[fx.Node]]:
     """An operator's definition: a graph, and the nodes among the arguments in the order of its inputs.
 
@@ -65,8 +76,10 @@ def take_apart(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tup
         return (python or target)(*some, **named)
 
     # tensors of their own, by which the trace tells them apart: nodes may share a value
-    with mode:
+    with mode, _torch_alone():
         given = [torch.empty_like(value(node)) for node in nodes]
         if python is not None:  # what it calls stays as it is
             return make_fx(call, pre_dispatch=True)(*given).graph, nodes
-        return make_fx(torch.func.functionalize(call, remove="mutations"))(*given).graph, nodes
+        # torch's own definition may change what it made in place
+        inner = make_fx(call)(*given)
+        return make_fx(torch.func.functionalize(inner, remove="mutations"))(*given).graph, nodes

@@ -165,17 +165,6 @@ def split(node: fx.Node) -> Factors:
     return Factors((tuple(ins),), (out,) * len(lengths), sizes, frozenset({"parts"}), linear=((0,),))
 
 
-def repeat(node: fx.Node) -> Factors:
-    """Each dim of the result is (repeats, dim), which gives ``S(dim, repeats)``."""
-    dims, sizes = named(shape(tensor_inputs(node)[0]))
-    times: list[int] = argument(node, "repeats")
-    sizes |= {f"r{d}": count for d, count in enumerate(times)}
-    skip = len(times) - len(dims)
-    out = tuple((f"r{d}", *(dims[d - skip] if d >= skip else ())) for d in range(len(times)))
-    whole = frozenset(f"r{d}" for d in range(len(times)))
-    return Factors((tuple(dims),), (out,), sizes, whole, linear=((0,),))
-
-
 def repeat_interleave(node: fx.Node) -> Factors:
     """The dim of the result is (dim, repeats)."""
     dim = argument(node, "dim")

@@ -48,6 +48,11 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Compile without training=False to call step or verify.",
         ),
         "QN108": ("An option has a value that does not exist.", "The message lists those that do."),
+        "QN109": (
+            "An operator that was traced fails when its program is built, with other numbers of rows too. The message "
+            "has the operator and what torch says of it.",
+            "See whether model(*batch) works on this device; then write that line with other operators.",
+        ),
         "QN201": (
             "An axis is unknown or has no whole size, or a plan asks for an axis that the mesh does not have.",
             "Axes are dp, tp, cp, ep and pp; the mesh's sizes multiply to the number of ranks.",

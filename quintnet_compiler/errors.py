@@ -15,6 +15,7 @@ SUMMARIES = MappingProxyType(
         "QN106": "the batch does not divide",
         "QN107": "the program is for inference",
         "QN108": "an option is not valid",
+        "QN109": "an operator cannot be rewritten",
         "QN201": "the mesh is not valid",
         "QN202": "an operator has no sharding rule",
         "QN203": "the layout does not divide",

@@ -42,6 +42,10 @@ def const(*shape: int) -> Input:
     return Input(shape, _normal, grad=False)
 
 
+def cplx(*shape: int) -> Input:
+    return Input(shape, lambda g, s: torch.complex(*(torch.randn(s, generator=g, dtype=torch.float64) for _ in "ab")))
+
+
 def pos(*shape: int) -> Input:
     """Values between 0.1 and 0.9."""
     return Input(shape, lambda g, s: torch.rand(s, generator=g, dtype=torch.float64) * 0.8 + 0.1)
@@ -110,6 +114,10 @@ def _elementwise() -> list[Sample]:
         *_each([aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar], ints(8, 4, 6), 1),
         call(aten.fill.Scalar, f(4, 6), 2.0),
         call(aten.fill.Tensor, const(4, 6), f()),
+        call(aten.polar.default, f(4, 6), f(4, 6)),
+        call(aten.complex.default, f(4, 6), f(4, 6)),
+        call(aten.view_as_complex.default, f(4, 6, 2)),
+        call(aten.view_as_real.default, cplx(4, 6)),
         call(aten.ones_like.default, const(4, 6)),
         call(aten.zeros_like.default, ints(5, 4, 6)),
         call(aten.full_like.default, const(4, 6), 2.0),
@@ -320,8 +328,6 @@ def _views() -> list[Sample]:
         call(aten.flip.default, f(4, 6, 2), [0, -1]),
         call(aten.roll.default, f(4, 6), [1], [1]),
         call(aten.roll.default, f(4, 6), [1]),
-        call(aten.repeat.default, f(4, 6), [2, 1]),
-        call(aten.repeat.default, f(4, 6), [2, 1, 3]),
         call(aten.repeat_interleave.self_int, f(4, 6), 2, 1),
         call(aten.repeat_interleave.self_int, f(4, 6), 2),
         call(aten.repeat_interleave.self_int, f(4, 6), 2, 1, output_size=12),

@@ -331,13 +331,13 @@ MESSAGES: dict[str, str] = {
     ),
     "loss that couples samples": (
         "QN104 the loss cannot be split into microbatches\n"
-        "  aten.matmul.default needs values of all 2 microbatches at once (in-batch statistics, or a loss that couples samples)\n"
+        "  aten.matmul.default brings rows together with other rows ([8, 8] and [8, 8]), and each of 2 microbatches has rows of its own\n"
         "  at: test_errors.py:N: similarity = self.layer(x) @ self.layer(y).T\n"
         "  fix: use microbatches=1"
     ),
     "statistics of the batch": (
         "QN104 the loss cannot be split into microbatches\n"
-        "  aten.std.dim needs values of all 2 microbatches at once (in-batch statistics, or a loss that couples samples)\n"
+        "  the rule of aten.std.dim does not split the dim of the batch in [8, 8], and each of 2 microbatches has rows of its own\n"
         "  at: test_errors.py:N: return y / y.std(dim=0).mean()\n"
         "  fix: use microbatches=1"
     ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from torch import fx
+
+from ..annotations import is_getitem
 from ..compiler import axes_of
 from ..cost import CostModel, RankCosts
 from ..errors import CompileError
@@ -51,6 +54,19 @@ class Builder:
         """
         return self._kept(("units", layout.inside), lambda: self._units(layout.inside))
 
+    def check_prices(self) -> None:
+        """
+        Raises:
+            CompileError: QN210 with every operator of the model, or of its backward, that has no price.
+        """
+        program = self.folded.program
+        forward = [n for n in program.graph.nodes if n.op == "call_function" and not is_getitem(n)]
+        _all_priced(forward, self.cost.operator_seconds)
+        whole = ChooseSharding((), RuleBook(self.rules, self.plan.unknown_ops), self.cost)(program)
+        local = InsertCommunication(dict(self.rules))(CutStages(1, self.cost)(whole))
+        nodes = self.differentiate(local).graph.nodes
+        _all_priced([n for n in nodes if n.op == "call_function" and not is_getitem(n)], self.costs.node_seconds)
+
     def _kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self.found:
             try:
@@ -90,6 +106,23 @@ class Builder:
         differentiated = self.differentiate(JoinRoutes(self.rules)(local))
         self.work += (1 - AGAIN) * len(self.folded.program.graph.nodes)
         return differentiated
+
+
+def _all_priced(nodes: Iterable[fx.Node], price: Callable[[fx.Node], float]) -> None:
+    missing: dict[str, CompileError] = {}
+    for node in nodes:
+        try:
+            price(node)
+        except CompileError as error:
+            missing.setdefault(str(node.target), error)
+    if missing:
+        first = next(iter(missing.values()))
+        raise CompileError(
+            "QN210",
+            f"no price for {', '.join(missing)}: a plan would count too little",
+            where=first.where,
+            fix=first.fix,
+        )
 
 
 def _one_of(microbatches: int, stages: int) -> Schedule:

@@ -148,9 +148,10 @@ class Planner:
         """The best layouts.
 
         Raises:
-            CompileError: QN212 if none fits, with what would.
+            CompileError: QN210 if an operator has no price, QN212 if no layout fits, with what would.
         """
         build, costs = self.builder(), self.machine.costs
+        build.check_prices()
         memory = self.machine.memory_bytes * self.machine.usable
         limits, program = self.limits(objective), self.folded.program
         routed = routed_bytes(program.graph, self.folded.repeats)
@@ -282,4 +283,4 @@ def _infeasible(planner: Planner, found: Found[Layout, Estimate], effort: Effort
             return CompileError(
                 "QN212", message, fix=f"use {cluster.size * times} devices: {better.ranked[0].layout} fits"
             )
-    return CompileError("QN212", message, fix="use devices with more memory, or a smaller model")
+    return CompileError("QN212", f"{message}; nor does any fit on up to 64 times as many of these devices")

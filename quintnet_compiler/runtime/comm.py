@@ -136,7 +136,7 @@ class Comm:
         """``ids`` as indices of this rank's rows (or classes; 0 for those of others), and which are of others."""
         index = 0
         for axis, size in zip(axes, sizes, strict=True):
-            index = index * size + self.coordinate[axis]
+            index = index * size + self.coordinate.get(axis, self.microbatch)
         local = ids - index * rows
         outside = (local < 0) | (local >= rows)
         return local.masked_fill_(outside, 0), outside

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import RunError
+from ..errors import CompileError, RunError
 from ..mesh import Mesh
 from .launchers import started
 
@@ -31,10 +31,29 @@ def enter_world(mesh: Mesh) -> None:
 
 
 def default_device(model: nn.Module, given: torch.device | str | None) -> torch.device:
-    """Where programs run: as asked, or the accelerator of an accelerator's process group, or the model's device."""
+    """Where programs run: as asked, or the accelerator of an accelerator's process group, or the model's device.
+
+    Raises:
+        CompileError: QN108 for a device that this build of PyTorch was made without.
+    """
     if given is not None:
-        return torch.device(given)
+        wanted = torch.device(given)
+        if not _built_for(wanted.type):
+            raise CompileError(
+                "QN108",
+                f"device={str(given)!r}: PyTorch {torch.__version__} was built without {wanted.type}",
+                fix=f"install a build of PyTorch for {wanted.type}, or leave device out",
+            )
+        return wanted
     if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
         return torch.device("cuda", torch.cuda.current_device())
     found = next((p.device for p in model.parameters()), torch.device("cpu"))
     return torch.device("cpu") if found.type == "meta" else found
+
+
+def _built_for(kind: str) -> bool:
+    """Whether this PyTorch can make programs for a kind of device; its autograd ends the process where it cannot."""
+    if kind == "xpu":
+        return bool(torch.xpu._is_compiled())
+    backend = {"cuda": torch.backends.cuda, "mps": torch.backends.mps}.get(kind)
+    return backend is None or bool(backend.is_built())  # type: ignore[attr-defined]

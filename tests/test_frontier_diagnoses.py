@@ -1,0 +1,290 @@
+"""What a compiled program must do where it used to differ or to name a false cause, and that errors' fixes work."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quintnet
+from quintnet import Mesh
+
+from .frontier import LAYOUTS, TWO_RANKS, refused, trains_equally
+
+torch.set_num_threads(1)
+IN_TIME = {"dp1": {"dp": 1}, "pp2": {"pp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}  # together with microbatches
+REPLICATE = {"plan": {"unknown_ops": "replicate"}}
+
+
+class Net(nn.Module):
+    """A linear, its parameters by name, and what is in question."""
+
+    def __init__(self, f: Callable[..., Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.layer, self.last, self.f = nn.Linear(4, 4), nn.Linear(4, 4), f
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.f(self, *batch)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layer(x)))
+
+
+def _x(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def _whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+X, SIGNS = _x(8, 4), torch.tensor([1.0, -1, 1, 1, -1, -1, 1, -1])
+LABELS = torch.tensor([0, 1, 2, 3, 2, 1, 3, 1])
+
+
+# -- random masks: the position of an element is that in the batch, whatever made the tensor
+
+
+def _drop_path(net: Net, x: Tensor) -> Tensor:
+    kept = F.dropout(x.new_ones(x.shape[0], 1), 0.5, net.training)
+    return (net.layer(x) + kept * net.hidden(x)).square().mean()
+
+
+def _locked(net: Net, x: Tensor) -> Tensor:
+    h = net.hidden(x)
+    return (h * F.dropout(torch.ones(1, 4), 0.5, net.training) * F.dropout(torch.ones_like(h), 0.3)).square().mean()
+
+
+@pytest.mark.parametrize("f", [_drop_path, _locked])
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_masks_of_tensors_that_forward_makes(f: Any, microbatches: int) -> None:
+    meshes = LAYOUTS if microbatches == 1 else IN_TIME
+    trains_equally(lambda: Net(f), (X,), meshes=meshes, microbatches=microbatches)
+
+
+# -- what treats each sample alone runs in microbatches
+
+
+def _filled(net: Net, x: Tensor) -> Tensor:
+    h = net.hidden(x)
+    out = torch.zeros_like(h)
+    for t in range(4):
+        out[:, t] = h[:, t].tanh()
+    return out.square().mean()
+
+
+def _tokens(net: Net, x: Tensor) -> Tensor:
+    parts = [net.token.repeat(x.shape[0], 1, 1), net.hidden(x)[:, None].repeat(1, 2, 3)[..., :4]]
+    return torch.cat(parts, 1).square().mean()
+
+
+def _rotated(net: Net, x: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(net.hidden(x).reshape(x.shape[0], 2, 2))
+    angles = torch.polar(x.new_ones(2), torch.arange(2, dtype=x.dtype))
+    turned = torch.view_as_real(pairs * angles).flatten(1)
+    return (turned + x).square().mean()
+
+
+def _dice(net: Net, x: Tensor) -> Tensor:
+    found, wanted = net.hidden(x).sigmoid(), x.sigmoid()
+    overlap = (2 * (found * wanted).sum(1) + 1) / (found.sum(1) + wanted.sum(1) + 1)
+    return 1 - overlap.mean()
+
+
+def _log_probabilities(net: Net, x: Tensor, dims: int) -> Tensor:
+    return F.log_softmax(net.hidden(x).reshape(x.shape[0], 4, *[1] * dims), 1)
+
+
+APART: dict[str, tuple[Any, ...]] = {
+    "assignment to slices": (_filled, X),
+    "repeat_interleave with output_size": (
+        lambda net, x: net.hidden(x).repeat_interleave(2, dim=1, output_size=8).square().mean(),
+        X,
+    ),
+    "repeat over the batch": (_tokens, X),
+    "complex views": (_rotated, X),
+    "sum of a list": (lambda net, x: sum([net.hidden(x).square().mean(), net.layer(x).abs().mean()]), X),
+    "loss + number": (lambda net, x: 2 - (net.hidden(x).square().mean() + 1e-3 - 0.5), X),
+    "1 - dice": (_dice, X),
+    "a loss that starts as zeros": (lambda net, x: x.new_zeros(()) + net.hidden(x).square().mean(), X),
+    "a penalty of a constant": (
+        lambda net, x: net.hidden(x).square().mean() + net.scale.square().sum(),
+        X,
+    ),
+    "nll_loss": (lambda net, x, y: F.nll_loss(_log_probabilities(net, x, 0), y), X, LABELS),
+    "nll_loss of images": (lambda net, x, y: F.nll_loss(_log_probabilities(net, x, 2), y[:, None, None]), X, LABELS),
+    "nll_loss with weights": (
+        lambda net, x, y: F.nll_loss(_log_probabilities(net, x, 0), y, net.weights, ignore_index=2),
+        X,
+        LABELS,
+    ),
+    "margin_ranking_loss": (
+        lambda net, x, y: F.margin_ranking_loss(net.hidden(x)[:, 0], net.hidden(x)[:, 1], y, 0.3),
+        X,
+        SIGNS,
+    ),
+    "hinge_embedding_loss": (lambda net, x, y: F.hinge_embedding_loss(5 * net.hidden(x)[:, 0], y), X, SIGNS),
+    "cosine_embedding_loss": (lambda net, x, y: F.cosine_embedding_loss(net.hidden(x), net.layer(x), y, 0.1), X, SIGNS),
+    "view_as, reshape_as, expand_as": (
+        lambda net, x: F.mse_loss(net.hidden(x).view_as(x)[:, :1].expand_as(x), x.reshape_as(x)),
+        X,
+    ),
+}
+
+
+def _net(f: Any) -> Net:
+    net = Net(f, token=nn.Parameter(_x(1, 2, 4)))
+    net.register_buffer("weights", torch.arange(4.0) + 1)
+    net.register_buffer("scale", torch.arange(3.0))
+    if f is not _tokens:
+        net.token.requires_grad_(False)
+    return net
+
+
+@pytest.mark.parametrize("name", APART)
+def test_samples_that_are_treated_alone_run_in_microbatches(name: str) -> None:
+    f, *batch = APART[name]
+    trains_equally(lambda: _net(f), tuple(batch), meshes={"pp2": {"pp": 2}}, microbatches=2)
+    trains_equally(lambda: _net(f), tuple(batch), meshes={"dp2 x tp2": {"dp": 2, "tp": 2}})
+
+
+def test_a_table_made_of_the_batch_runs_in_microbatches() -> None:
+    """The lookup adds up what each microbatch has of the table."""
+
+    def lookup(net: Net, x: Tensor) -> Tensor:
+        return F.embedding(torch.tensor([1, 5, 6, 1]), net.hidden(x)).sum()
+
+    trains_equally(lambda: Net(lookup), (X,), meshes=IN_TIME, microbatches=2)
+
+
+class Left(nn.Module):
+    """A weight on the left of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.w, self.b = nn.Linear(16, 8), nn.Parameter(_x(32, 8)), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b((self.w @ self.a(x).transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("split", [2, 4])  # 6 positions: two ranks have 3 each, four compute all of them
+def test_a_weight_on_the_left_runs_over_sequences(split: int) -> None:
+    meshes = {"cp": {"cp": split}, "dp2": {"dp": 2}}
+    trains_equally(Left, (_x(8, 6, 16), _x(8, 6, 16)), F.mse_loss, meshes=meshes)
+
+
+COUPLED: dict[str, tuple[Any, str]] = {
+    "statistics": (
+        lambda net, x: (net.layer(x) / net.layer(x).std(0).mean()).mean(),
+        r"rule of aten\.std\.dim does not",
+    ),
+    "the mean of rows": (
+        lambda net, x: (net.layer(x) - net.layer(x).mean(0)).square().mean(),
+        r"sub\.Tensor needs the sum",
+    ),
+    "the root of a loss": (lambda net, x: net.layer(x).square().mean().sqrt(), r"sqrt\.default needs the sum"),
+    "no rule for rows": (lambda net, x: net.layer(x).masked_scatter(x > 0, x).mean(), r"rule of aten\.masked_scatter"),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_samples_is_named_and_its_fix_works(name: str) -> None:
+    f, cause = COUPLED[name]
+    texts = refused(lambda: Net(f), (X,), "QN104", cause=cause, meshes={"dp1": {"dp": 1}}, microbatches=2)
+    assert "fix: use microbatches=1" in texts["dp1"]
+    trains_equally(lambda: Net(f), (X,), meshes={"dp1": {"dp": 1}}, microbatches=1)
+
+
+@pytest.mark.parametrize("ways", [1, 4])
+def test_labels_are_counted_in_more_than_16_bits(ways: int) -> None:
+    batch = (torch.randn(70_000, 2).half(), torch.randint(2, (70_000,)))
+    model = nn.Linear(2, 2).half()
+    wide = copy.deepcopy(model).float()
+    program = quintnet.compile(model, Mesh(dp=ways), batch, loss_fn=F.cross_entropy)
+    expected = F.cross_entropy(wide(batch[0].float()), batch[1])
+    expected.backward()
+    torch.testing.assert_close(program.step(batch).float(), expected.detach(), rtol=2e-3, atol=0)
+    for found, wanted in zip(program.parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(_whole(found.grad).float(), wanted.grad, rtol=0.1, atol=1e-3)
+
+
+# -- operators without a rule, and random ones
+
+
+RANDOM: dict[str, Any] = {
+    "normal": lambda net, x: net.hidden(x) * torch.normal(0.0, 1.0, (4,)),
+    "a generator": lambda net, x: net.hidden(x) * torch.randn(4, generator=None),
+    "in place": lambda net, x: net.hidden(x) * torch.empty(4).bernoulli_(0.5),
+    "gamma": lambda net, x: net.hidden(x) * torch._standard_gamma(x.abs()),
+    "gumbel": lambda net, x: F.gumbel_softmax(net.hidden(x)),
+    "rrelu": lambda net, x: F.rrelu(net.hidden(x), training=True),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_operators_are_refused_whatever_the_plan_says(name: str) -> None:
+    def build() -> nn.Module:
+        return Net(lambda net, x: RANDOM[name](net, x).square().mean())
+
+    refused(build, (X,), "QN105", cause="draws random numbers", meshes=TWO_RANKS, **REPLICATE)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.r = nn.LSTM(4, 4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.r(x)[0].square().mean()
+
+
+def test_an_lstm_in_float32_is_taken_apart() -> None:
+    x, model = _x(8, 3, 4), Recurrent()
+    expected = model(x)
+    expected.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for mesh in (Mesh(dp=2), Mesh(tp=2)):
+        program = quintnet.compile(model, mesh, (x,))
+        torch.testing.assert_close(program.step((x,)), expected.detach())
+        for p, grad in zip(program.parameters(), wanted, strict=True):
+            torch.testing.assert_close(_whole(p.grad), grad)
+        model.zero_grad()
+
+
+# -- causes that are the cause
+
+
+def test_an_operator_without_a_price_is_named_at_once() -> None:
+    """Not as a lack of memory, after a search."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 4))
+    with pytest.raises(quintnet.CompileError, match=r"QN210 [\s\S]* for aten\.leaky_relu_backward\.default") as error:
+        quintnet.plan(model, quintnet.Cluster("a100"), (X, LABELS), loss_fn=F.cross_entropy)
+    assert error.value.where is not None
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this PyTorch was built for it")
+def test_a_device_that_pytorch_was_built_without() -> None:
+    with pytest.raises(quintnet.CompileError, match=r"QN108 [\s\S]*built without cuda"):
+        quintnet.compile(nn.Linear(4, 4), Mesh(dp=2), (X, LABELS), loss_fn=F.cross_entropy, device="cuda")
+
+
+def test_the_rows_that_an_error_names_work() -> None:
+    def pairs(net: Net, x: Tensor) -> Tensor:
+        return net.hidden(x).reshape(2, -1, 4).square().mean()
+
+    program = quintnet.compile(Net(pairs), Mesh(dp=1), (X,))
+    with pytest.raises(quintnet.CompileError, match=r"QN106 [\s\S]*it was traced with: 8"):
+        program.step((_x(7, 4),))
+    program.step((X,))
+    with pytest.raises(quintnet.CompileError, match=r"QN106 [\s\S]*use a batch of 6 or a multiple of 3"):
+        quintnet.compile(Net(Net.hidden), Mesh(dp=3), (X, X), loss_fn=F.mse_loss)
+    quintnet.compile(Net(Net.hidden), Mesh(dp=3), (X[:6], X[:6]), loss_fn=F.mse_loss)
