@@ -9,7 +9,7 @@ from torch import fx
 
 from ..annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs
 from ..program import outputs
-from .rule_notation import Dims, Factors
+from .rule_notation import Factors
 
 Value = tuple[fx.Node, int]
 State = int | Literal["sum"]  # the dim whose outermost part is rows, or a sum over rows: each part has a term
@@ -37,7 +37,11 @@ def coupling(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> tuple[fx.No
                 return node, why
             states.update(dict.fromkeys(((node, k) for k in range(len(spec.outputs))), "sum"))
             continue
-        rows = {dims[state][0] for dims, state in zip(spec.inputs, given, strict=True) if _rows(dims, state)}
+        rows = {
+            dims[state][0]
+            for dims, state in zip(spec.inputs, given, strict=True)
+            if isinstance(state, int) and dims[state]
+        }
         if not rows or not rows.isdisjoint(spec.whole):
             return node, f"the rule of {node.target} does not split the dim of the batch in {_shapes(node)}"
         if len(rows) > 1:
@@ -49,10 +53,6 @@ def coupling(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> tuple[fx.No
         if states.get(origin(result)) == "sum" and not (needs_grad(result) and shape(result) == ()):
             return origin(result)[0], "an output is a sum over all rows"
     return None
-
-
-def _rows(dims: Dims, state: State | None) -> bool:
-    return isinstance(state, int) and bool(dims[state])
 
 
 def _after_a_sum(node: fx.Node, spec: Factors, given: list[State | None]) -> str:

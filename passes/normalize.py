@@ -81,7 +81,10 @@ class Normalize:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         builder = GraphBuilder(mode)
         env: dict[fx.Node, Any] = {}
+        alive = _alive(captured.graph)
         for node in captured.graph.nodes:
+            if node not in alive and not isinstance(node.meta.get("val"), Tensor):
+                continue  # a number that only an assertion read
             builder.where = node.meta.get(WHERE, Where())
             if node.op == "placeholder":
                 env[node] = self._leaf(builder, node)
@@ -176,6 +179,15 @@ def _resolve(arg: Any, env: dict[fx.Node, Any]) -> Any:
     if isinstance(arg, (list, tuple)):
         return [_resolve(a, env) for a in arg]
     return arg
+
+
+def _alive(graph: fx.Graph) -> set[fx.Node]:
+    """What the outputs need, and all inputs."""
+    alive = {n for n in graph.nodes if n.op in ("output", "placeholder")}
+    for node in reversed(graph.nodes):
+        if node in alive:
+            alive.update(node.all_input_nodes)
+    return alive
 
 
 def _drop_unused(graph: fx.Graph) -> None:

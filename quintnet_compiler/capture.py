@@ -242,7 +242,10 @@ def _untraceable(error: Exception) -> CompileError:
     source = _user_frame(stack) or (lines[-1] if lines else "")
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = type(error).__name__
-    if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
+    if any(Path(frame.filename).parent.name == "distributions" and frame.filename.startswith(OWN) for frame in stack):
+        reason = f"torch.distributions checks the values of its arguments ({kind})"
+        fix = "torch.distributions.Distribution.set_default_validate_args(False)"
+    elif kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
         reason = "control flow depends on the values of a tensor, which a compiled program cannot follow"
         fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
     elif _fixes_the_batch(error):

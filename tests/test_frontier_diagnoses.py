@@ -282,9 +282,32 @@ def test_the_rows_that_an_error_names_work() -> None:
         return net.hidden(x).reshape(2, -1, 4).square().mean()
 
     program = quintnet.compile(Net(pairs), Mesh(dp=1), (X,))
-    with pytest.raises(quintnet.CompileError, match=r"QN106 [\s\S]*it was traced with: 8"):
+    with pytest.raises(quintnet.QuintNetError, match=r"QN106 [\s\S]*it was traced with: 8"):
         program.step((_x(7, 4),))
     program.step((X,))
-    with pytest.raises(quintnet.CompileError, match=r"QN106 [\s\S]*use a batch of 6 or a multiple of 3"):
+    with pytest.raises(quintnet.QuintNetError, match=r"QN106 [\s\S]*use a batch of 6 rows"):
         quintnet.compile(Net(Net.hidden), Mesh(dp=3), (X, X), loss_fn=F.mse_loss)
     quintnet.compile(Net(Net.hidden), Mesh(dp=3), (X[:6], X[:6]), loss_fn=F.mse_loss)
+
+
+def test_an_assertion_on_values_is_no_matter_of_the_batch() -> None:
+    def checked(net: Net, x: Tensor) -> Tensor:
+        torch._check_tensor_all(x == x)
+        return net.hidden(x).square().mean()
+
+    trains_equally(lambda: Net(checked), (X,), meshes={"dp2": {"dp": 2}})
+
+
+def test_distributions_that_check_their_arguments() -> None:
+    """The fix that the error names is used here."""
+
+    def likelihood(net: Net, x: Tensor) -> Tensor:
+        return -torch.distributions.Normal(net.hidden(x), 1.0).log_prob(x).mean()
+
+    cause = r"checks the values of its arguments[\s\S]*set_default_validate_args\(False\)"
+    refused(lambda: Net(likelihood), (X,), "QN101", cause=cause, meshes={"dp2": {"dp": 2}})
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        trains_equally(lambda: Net(likelihood), (X,), meshes={"dp2": {"dp": 2}})
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(True)

@@ -56,4 +56,4 @@ def _built_for(kind: str) -> bool:
     if kind == "xpu":
         return bool(torch.xpu._is_compiled())
     backend = {"cuda": torch.backends.cuda, "mps": torch.backends.mps}.get(kind)
-    return backend is None or bool(backend.is_built())  # type: ignore[attr-defined]
+    return backend is None or bool(backend.is_built())
