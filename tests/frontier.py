@@ -119,11 +119,13 @@ def on_processes(
     cases: Callable[[], Mapping[str, Case]],
     *,
     meshes: Mapping[str, Mapping[str, int]] = TWO_RANKS,
+    where: Mapping[str, str] = MappingProxyType({}),
     timeout: float = 240,
 ) -> dict[str, dict[str, Verdict]]:
-    """All cases on all ``meshes``, in one launch of two ranks over gloo. ``cases``: a function at the top level of a
-    module. The verdicts, by case and layout; :func:`report` asserts them."""
-    ranks = quintnet.launch(_all_here, 2, (cases, dict(meshes)), timeout=timeout, collective_timeout=60)
+    """All cases on all ``meshes`` (those in ``where`` on that layout alone), in one launch of two ranks over gloo.
+    ``cases``: a function at the top level of a module. The verdicts, by case and layout; :func:`report` asserts them.
+    """
+    ranks = quintnet.launch(_all_here, 2, (cases, dict(meshes), dict(where)), timeout=timeout, collective_timeout=60)
     return {
         name: {where: joined([rank[name][where] for rank in ranks]) for where in found}
         for name, found in ranks[0].items()
@@ -343,13 +345,16 @@ def _as_said(case: Case, where: str, verdict: Verdict) -> bool:
     return verdict.kind == "equal"
 
 
-def _all_here(cases: Callable[[], Mapping[str, Case]], meshes: Mapping[str, Mapping[str, int]]) -> Any:
+def _all_here(
+    cases: Callable[[], Mapping[str, Case]], meshes: Mapping[str, Mapping[str, int]], where: Mapping[str, str]
+) -> dict[str, dict[str, Verdict]]:
     torch.set_num_threads(1)
     found: dict[str, dict[str, Verdict]] = {}
     for name, case in cases().items():
         found[name] = {}
-        for where, axes in meshes.items():
-            found[name][where] = replace(compare(case, axes), error=None)  # what it refers to stays here
+        for layout in [where[name]] if name in where else meshes:
+            axes = meshes[layout]
+            found[name][layout] = replace(compare(case, axes), error=None)  # what it refers to stays here
         gc.collect()  # programs hold each other in cycles, and process groups
     return found
 

@@ -438,12 +438,12 @@ class Extra(nn.Module):
         return self.factor * self(logits, labels)
 
 
-def _of(extra: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
+def of(extra: nn.Module, logits: Tensor, labels: Tensor) -> Tensor:
     loss: Tensor = extra(logits, labels)
     return loss
 
 
-def _second_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def second_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits - F.one_hot(labels, CLASSES)).square().mean()
 
 
@@ -479,7 +479,7 @@ def generate(seed: int) -> Generated:
             "inside": (None, {}),
             "function": (F.cross_entropy, {}),
             "module": (extra, {}),
-            "partial": (functools.partial(_of, extra), {"extra": extra}),
+            "partial": (functools.partial(of, extra), {"extra": extra}),
             "closure": (
                 lambda logits, labels: extra(logits, labels) + extra.head.weight.square().sum(),
                 {"extra": extra},
@@ -488,7 +488,7 @@ def generate(seed: int) -> Generated:
         }
         return model, *made[loss]
 
-    others = (_second_loss,) if loss == "function" and dice.random() < 0.25 else ()
+    others = (second_loss,) if loss == "function" and dice.random() < 0.25 else ()
     evaluates = dice.random() < 0.25
     axes = dice.choice(MESHES)
     options: dict[str, Any] = {}
