@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, origin, shape, tensor_inputs
+from ..annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ..attention_ops import attention
 from ..errors import CompileError
 from ..expert_ops import expert_linear
+from ..precision import narrows
 from ..program import Strategy
 from ..sharding import AxisType, I, R, S, Shard, local_shape, plain
 from .axis_view import AxisView, Edge, refusal
 from .batch_factors import batch_factors, made_of_the_batch
-from .check_reductions import widens_activations
 from .expert_axes import expert_parameters, travelling
 
 aten = torch.ops.aten
@@ -53,7 +53,7 @@ class Candidates:
             options = travelling(node, options, self.axis)
         elif node.target is not attention or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)
-        if widens_activations(node, self.work):
+        if _widens(node, self.work):
             options = tuple(s for s in options if R not in s.inputs)
         if found is None and self.axis.role == "context":
             return self._within_samples(node, options)
@@ -149,6 +149,13 @@ class Candidates:
             + (f" after {already} ways of the other axes" if already > 1 else ""),
             fix=f"use a batch of {max(1, rows // (size * already)) * size * already} or a multiple of {size * already}",
         )
+
+
+def _widens(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
+    """Whether the gradient of this cast rounds: then it must not be a term of a sum."""
+    if node.target is not aten._to_copy.default or node not in activations or not needs_grad(node):
+        return False
+    return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
 
 
 def _contraction_weights(graph: fx.Graph) -> frozenset[fx.Node]:

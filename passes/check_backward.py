@@ -1,43 +1,42 @@
 """Check of a differentiated graph against the typed program that it was made from.
 
 Forward, each operator and conversion must be there, reading what it should. Backward, the gradient of every value must
-be the sum of one term per use, each the derivative of its operator (the templates of :mod:`.vector_jacobian`, proven by
-brute force with the rules) or the transpose that its conversion's types prescribe; nothing more, nothing less.
+be the sum of one term per use, each the derivative of its operator (see :mod:`.check_derivatives`) or the transpose
+that its conversion's types prescribe (:mod:`.check_tables`); nothing more, nothing less.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from ..annotations import Leaf, facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value, values
+from ..annotations import (
+    Leaf,
+    copied_from,
+    facts,
+    is_getitem,
+    leaf,
+    needs_grad,
+    origin,
+    tensor_inputs,
+    value,
+    values,
+)
 from ..builder import GraphBuilder
-from ..comm_ops import convert
+from ..comm_ops import convert, loss_scale
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, outputs
 from ..sharding import parse_type
-from .reductions import move, move_back, of_parameters, seed_of
-from .row_strides import rows_are_neighbours
-from .vector_jacobian import VectorJacobian
+from .check_derivatives import Call, Derivatives, Pattern
+from .check_tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call
 
 aten = torch.ops.aten
 Value = tuple[fx.Node, int]
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """What a graph should compute, as a small graph of its own: ``inputs`` and ``tangents`` stand for nodes of the
-    checked graph; ``outputs`` and ``gradients`` are what it must contain."""
-
-    inputs: tuple[fx.Node, ...]
-    tangents: tuple[fx.Node | None, ...]
-    outputs: tuple[fx.Node | None, ...]
-    gradients: tuple[fx.Node | None, ...]
 
 
 @dataclass
@@ -49,24 +48,30 @@ class Term:
     user: fx.Node
 
 
-def check_backward(program: DifferentiatedProgram, training: bool = True) -> None:
-    """Raises: CompileError QN209 with the operator whose forward or backward is not what it should be."""
-    _Check(program, training).run()
+def check_backward(
+    program: DifferentiatedProgram, training: bool = True, templates: Mapping[Hashable, Any] | None = None
+) -> None:
+    """``templates``: operators that were traced; each that the program has is proven before it is believed.
+
+    Raises:
+        CompileError: QN209 with the operator whose forward or backward is not what it should be.
+    """
+    _Check(program, training, templates or {}).run()
 
 
 @dataclass
 class _Check:
     program: DifferentiatedProgram
     training: bool
+    templates: Mapping[Hashable, Any]
     patterns: dict[Hashable, Pattern] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.local = self.program.local
-        self.precision, self.parameters = self.local.staged.sharded.program.precision, of_parameters(self.local)
+        self.precision = self.local.staged.sharded.program.precision
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
-        self.stands: dict[fx.Node, fx.Node] = {}  # placeholder of a pattern -> a node that it stands for
-        self.operators = VectorJacobian(self.scratch, {}, lambda place: rows_are_neighbours(self.stands[place]))
+        self.operators = Derivatives(self.scratch, dict(self.templates))
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
     def run(self) -> None:
@@ -101,8 +106,11 @@ class _Check:
         if all(m is None for m in made):
             return  # nothing of it is used
         cotangents = [self.program.cotangents.get((node, i)) for i in range(len(values(node)))]
+        for x, found in zip(values(node), cotangents, strict=True):
+            if found is not None and value(found).shape != x.shape:
+                raise self._fail(f"the gradient of {node.name} has another shape than it: {found.name}", node)
         grad = self.training and needs_grad(node)
-        pattern = self._pattern(node, inputs, [None if c is None else value(c).dtype for c in cotangents], grad)
+        pattern = self._pattern(node, inputs, [None if c is None else value(c) for c in cotangents], grad)
         bound = dict(zip(pattern.inputs, inputs, strict=True))
         for found, wanted in zip(made, pattern.outputs, strict=False):
             if found is not None and wanted is not None and not self._equal(wanted, found, bound, stage):
@@ -129,20 +137,17 @@ class _Check:
         return self.program.copies.get(node, node)
 
     def _pattern(
-        self, node: fx.Node, inputs: Sequence[fx.Node], arrives: Sequence[torch.dtype | None], grad: bool
+        self, node: fx.Node, inputs: Sequence[fx.Node], arrives: Sequence[Tensor | None], grad: bool
     ) -> Pattern:
-        """``arrives``: the dtypes of the gradients that there are."""
-        even = node.target is aten.scaled_dot_product_attention.default
-        looks = tuple(
-            (tuple(value(n).shape), value(n).dtype, needs_grad(n), inputs.index(n), even and rows_are_neighbours(n))
-            for n in inputs
-        )
+        """``arrives``: the gradients that there are, as fake tensors."""
+        looks = [(*_look(value(n)), needs_grad(n), inputs.index(n)) for n in inputs]
+        back = [None if t is None else _look(t) for t in arrives]
         literals = repr(fx.map_arg((node.args, node.kwargs), lambda _: "*"))
         wanted = _wanted(node)
         stored = node in self.local.at_start
-        parameter = self.parameters.get(node)
-        reduced = None if parameter is None else value(parameter).dtype
-        key = (node.target, literals, looks, tuple(arrives), grad, tuple(wanted), stored, reduced)
+        held = _parameter(node)
+        reduced = None if held is None else value(held).dtype
+        key = (node.target, literals, tuple(looks), tuple(back), grad, tuple(wanted), stored, reduced)
         if key not in self.patterns:
             self.patterns[key] = self._make(node, inputs, arrives, grad, wanted)
         return self.patterns[key]
@@ -151,45 +156,65 @@ class _Check:
         self,
         node: fx.Node,
         inputs: Sequence[fx.Node],
-        arrives: Sequence[torch.dtype | None],
+        arrives: Sequence[Tensor | None],
         grad: bool,
         wanted: list[int],
     ) -> Pattern:
-        stands: dict[fx.Node, fx.Node] = {}
-        for given in inputs:
-            if given not in stands:
-                stands[given] = self.scratch.placeholder("x", value(given), needs_grad=needs_grad(given))
-                self.stands[stands[given]] = given
-        places = [stands[given] for given in inputs]
+        if grad and node.target is not convert:
+            operands, flags = tuple(value(n) for n in inputs), tuple(needs_grad(n) for n in inputs)
+            same = tuple(inputs.index(n) for n in inputs)
+            given = (node.args, node.kwargs)
+            return self.operators.pattern(
+                Call(node.target, given, operands, flags, same, tuple(arrives), tuple(wanted))
+            )
+        stands = {n: self.scratch.placeholder("x", value(n), needs_grad=needs_grad(n)) for n in inputs}
+        places = [stands[n] for n in inputs]
         following = iter(places)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(following))
-        with self.local.mode:
-            fakes = [None if d is None else v.to(d) for v, d in zip(values(node), arrives, strict=True)]
-        tangents = [None if fake is None else self.scratch.placeholder("t", fake) for fake in fakes]
+        tangents = [None if t is None else self.scratch.placeholder("t", t) for t in arrives]
         if node.target is convert:
             return self._conversion(node, places[0], tangents[0], args)
-        if not grad:
-            made = self.scratch.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-            several = isinstance(facts(made).value, tuple)
-            outs = [self.scratch.getitem(made, i) for i in range(len(values(node)))] if several else [made]
-            return Pattern(tuple(places), tuple(tangents), tuple(outs), (None,) * len(places))
-        outs_, pullback = self.operators.apply(node.target, args, kwargs, wanted)
-        terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(places)
-        return Pattern(tuple(places), tuple(tangents), tuple(outs_), tuple(terms))
+        made = self.scratch.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        several = isinstance(facts(made).value, tuple)
+        outs = [self.scratch.getitem(made, i) for i in range(len(values(node)))] if several else [made]
+        return Pattern(tuple(places), tuple(tangents), tuple(outs), (None,) * len(places))
 
     def _conversion(self, node: fx.Node, x: fx.Node, tangent: fx.Node | None, args: Any) -> Pattern:
+        """Ranks add up values in the dtype of values, and gradients of parameters in that of these, in which they
+        stay."""
         _, axis, size, source, target = args
         a, b = parse_type(source), parse_type(target)
-        made = move(self.scratch, x, axis, size, a, b, self.precision, stored=node in self.local.at_start)
-        parameter = self.parameters.get(node)
-        back = None if tangent is None else move_back(self.scratch, tangent, node, a, b, parameter, self.precision)
+        dtype, held = value(x).dtype, _parameter(node)
+        forward = forward_call(a, b, stored=node in self.local.at_start)
+        made, back = x, tangent
+        if forward is not None:
+            made = self._sent(x, forward, axis, size, dtype_of_sum(self.precision, dtype))
+            made = self._cast(made, dtype)
+        backward = backward_call(a, b)
+        if tangent is not None and backward is not None:
+            came = value(tangent).dtype
+            if held is None:
+                back = self._cast(self._sent(tangent, backward, axis, size, dtype_of_sum(self.precision, came)), came)
+            else:
+                wide = dtypes_of_gradient(self.precision, value(held).dtype)[1]
+                back = self._sent(tangent, backward, axis, size, wide)
         return Pattern((x,), (tangent,), (made,), (back,))
+
+    def _sent(self, x: fx.Node, call: Any, axis: str, size: int, wide: torch.dtype) -> fx.Node:
+        """``x`` over the axis, in dtype ``wide`` where ranks add up."""
+        op, dims = call
+        return self.scratch.call(op, self._cast(x, wide) if op in SUMS else x, axis, size, *dims)
+
+    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if value(x).dtype is dtype else self.scratch.call(aten._to_copy.default, x, dtype=dtype)
 
     # -- gradients
 
     def _seed(self, loss: fx.Node) -> None:
         x = values(loss)[0]
-        one = seed_of(self.scratch, x, self.precision)
+        one = self.scratch.call(aten.ones.default, list(x.shape), dtype=x.dtype, device=x.device)
+        if self.precision.scale is not None:
+            one = self.scratch.call(loss_scale, one)
         self.terms[origin(loss), self.local.stage.get(origin(loss)[0], 0)].append(Term(one, {}, origin(loss)[0]))
 
     def _sum(self, made: fx.Node | None, terms: list[Term], what: str, node: fx.Node, stage: int | None) -> None:
@@ -228,11 +253,12 @@ class _Check:
         todo = [(pattern, node)]
         while todo:
             want, have = todo.pop()
-            have = self._original(have) if want in bound else have
             if want in bound:
-                if self._original(bound[want]) is not have:
+                if not self._same(bound[want], have):
                     return False
                 continue
+            while have.target is aten.contiguous.default and want.target is not have.target:
+                (have,) = have.all_input_nodes
             if want.op != "call_function" or have.op != "call_function" or want.target is not have.target:
                 return False
             if stage is not None and self.program.stage.get(have, stage) != stage:
@@ -242,6 +268,13 @@ class _Check:
             bound[want] = self._original(have)
             todo += zip(tensor_inputs(want), tensor_inputs(have), strict=True)
         return True
+
+    def _same(self, want: fx.Node, have: fx.Node) -> bool:
+        """Whether two nodes are one value, in whatever memory format."""
+        want, have = self._original(want), self._original(have)
+        while have is not want and have.target is aten.contiguous.default:
+            have = self._original(have.all_input_nodes[0])
+        return have is want
 
     def _check_copy(self, copy: fx.Node, original: fx.Node) -> None:
         same = copy.target is original.target and _literals(copy) == _literals(original)
@@ -267,3 +300,17 @@ def _wanted(node: fx.Node) -> list[int]:
     if not isinstance(facts(node).value, tuple):
         return [0]
     return sorted({origin(user)[1] for user in node.users if is_getitem(user) and needs_grad(user)})
+
+
+def _look(x: Tensor) -> tuple[Hashable, ...]:
+    return tuple(x.shape), x.stride(), x.dtype
+
+
+def _parameter(node: fx.Node) -> fx.Node | None:
+    """The parameter that a conversion moves: itself, a copy, or what other conversions made of it."""
+    here = node
+    while here.target is convert:
+        (here,) = here.all_input_nodes
+    here = copied_from(here) or here
+    found = leaf(here)
+    return here if found is not None and found.kind == "parameter" and node.target is convert else None

@@ -1,5 +1,6 @@
 """Check of generated functions against the graph that they were cut from, node by node: nothing is lost, added, put
-in another stage, or changed on the way to what ranks run."""
+in another stage, or changed on the way to what ranks run. It knows by itself
+what generated code may call for an operator."""
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from ..errors import CompileError
 from ..program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
 from ..schedule_check import verify_schedule
 from .check_overlap import check_pairs
-from .generate_ranks import dtypes_of_step
-from .spelling import SPELLING
+from .check_tables import dtypes_of_gradient, spellings
 
 aten = torch.ops.aten
 
@@ -108,14 +108,14 @@ class _Stage:
 
     def _call(self, label: str, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
         source = self._node(node.name)
-        target, args, kwargs = _spelled(source)
+        targets, args, kwargs = _spelled(source)
         given = list(node.args)
         if node.op == "call_method":
-            if not isinstance(given[-1], int) or not self.program.sites[given[-1]].startswith(str(target)):
+            if not isinstance(given[-1], int) or not self.program.sites[given[-1]].startswith(str(targets[0])):
                 raise _fail(f"{node.name} names another place in the model", source)
             given = given[1:-1]
         found = fx.map_arg((tuple(given), dict(node.kwargs)), lambda n: env[n])
-        if node.target != target or repr(found) != repr((tuple(args), kwargs)):
+        if node.target not in targets or repr(found) != repr((tuple(args), kwargs)):
             raise _fail(f"{node.name} is another call than in the graph", source)
         phase = {"once": "forward", "weight": "backward"}.get(label, label)
         if source in self.seen or facts(source).phase != phase:
@@ -168,15 +168,15 @@ def _is_input(node: fx.Node) -> bool:
     return found is not None and found.kind == "input"
 
 
-def _spelled(node: fx.Node) -> tuple[Any, list[Any], dict[str, Any]]:
-    """How generated code says what a node of the graph does."""
+def _spelled(node: fx.Node) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]:
+    """How generated code may say what a node of the graph does."""
     target: Any = node.target
     if target is share:
-        return torch.div, [node.args[0], node.args[2]], {}
+        return (torch.div,), [node.args[0], node.args[2]], {}
     if target in RANKED:
         args = list(node.args)
-        return str(target._opname), [*args[:2], *args[3:]] if target in SIZED else args, {}
-    return SPELLING.get(target, target), list(node.args), dict(node.kwargs)
+        return (str(target._opname),), [*args[:2], *args[3:]] if target in SIZED else args, {}
+    return spellings(target), list(node.args), dict(node.kwargs)
 
 
 def _check_state(program: DistributedProgram) -> None:
@@ -198,9 +198,11 @@ def _check_state(program: DistributedProgram) -> None:
             raise _fail(f"the gradient of {found.name} is added up in another way than its type says")
         if spec.resident != (held.sharding if held is not None and held.once else spec.sharding):
             raise _fail(f"{found.name} is gathered at another time than its type says")
-        if (spec.read, spec.summed, spec.reduced) != dtypes_of_step(sharded.program, node):
+        stored = found.held or value(node).dtype
+        summed = dtypes_of_gradient(sharded.program.precision, stored)
+        if (spec.read, spec.summed, spec.reduced) != (value(node).dtype, *summed):
             raise _fail(f"{found.name} is read, or its gradient added up, in another dtype than its type says")
-        expected = found.held or value(node).dtype, found.trainable, found.kind
+        expected = stored, found.trainable, found.kind
         if (spec.dtype, spec.trainable, spec.kind) != expected:
             raise _fail(f"{found.name} is another kind of tensor")
         here = users[found.name] or {0}

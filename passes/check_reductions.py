@@ -1,16 +1,16 @@
-"""Check that no partial sum is rounded before ranks add it up, forward or backward, whatever chose its types."""
+"""Check that no partial sum is rounded before ranks add it up, forward or backward, whatever chose its types. It
+reads the graph by itself."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from ..annotations import facts, needs_grad, tensor_inputs, value
+from ..annotations import facts, leaf, needs_grad, tensor_inputs, value
 from ..errors import CompileError
-from ..precision import narrows
 from ..program import LocalProgram
 from ..sharding import P, R
-from .batch_factors import made_of_the_batch
+from .check_tables import rounds
 
 aten = torch.ops.aten
 
@@ -23,17 +23,17 @@ def check_reductions(local: LocalProgram) -> None:
         CompileError: QN214 with the cast and the axis.
     """
     sharded = local.staged.sharded
-    activations = made_of_the_batch(sharded.program.graph)
+    activations = _activations(sharded.program.graph)
     for node, strategies in sharded.strategies.items():
         if node.target is not aten._to_copy.default:
             continue
         before, after = value(tensor_inputs(node)[0]).dtype, value(node).dtype
         for axis, strategy in zip(sharded.axes, strategies, strict=True):
             kind = strategy.inputs[0]
-            if kind is P and narrows(before, after):
+            if kind is P and rounds(before, after):
                 raise _fail(node, "a sum", before, after, axis.name)
             exchanged = axis.role in ("model", "context") and node in activations and needs_grad(node)
-            if kind is R and narrows(after, before) and exchanged:
+            if kind is R and rounds(after, before) and exchanged:
                 raise _fail(node, "the sum of gradients", after, before, axis.name)
 
 
@@ -48,8 +48,17 @@ def _fail(node: fx.Node, what: str, before: torch.dtype, after: torch.dtype, axi
     )
 
 
-def widens_activations(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
-    """Whether the gradient of this cast rounds: then it must not be a term of a sum."""
-    if node.target is not aten._to_copy.default or node not in activations or not needs_grad(node):
-        return False
-    return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
+def _activations(graph: fx.Graph) -> frozenset[fx.Node]:
+    """What depends on the batch and on a parameter: what can be reached from both."""
+    leaves = [(n, found) for n in graph.nodes if n.op == "placeholder" and (found := leaf(n)) is not None]
+    batched = _reached([n for n, found in leaves if found.batched])
+    return batched & _reached([n for n, found in leaves if found.kind == "parameter"])
+
+
+def _reached(starts: list[fx.Node]) -> frozenset[fx.Node]:
+    found, todo = set[fx.Node](), list(starts)
+    while todo:
+        new = set(todo.pop().users) - found
+        found |= new
+        todo += new
+    return frozenset(n for n in found if n.op == "call_function")

@@ -8,7 +8,9 @@ exactly where its type says so. It shares no code with the passes that chose and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import fx
 
@@ -17,10 +19,11 @@ from ..comm_ops import COMMUNICATION, convert, microbatch, share
 from ..errors import CompileError
 from ..expert_ops import expert_linear
 from ..program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
-from ..sharding import AxisType, I, P, R, Shard, parse_type, plain
-from .expert_axes import hops, wrong_way
+from ..sharding import AxisType, I, P, R, Shard, parse_type
+from .check_experts import travels, wrong_way
+from .check_strategies import Reading
+from .check_tables import bare
 from .rule_notation import Factors
-from .strategies import RuleBook, leaf_strategies, refine, strategies
 
 Value = tuple[fx.Node, int]
 _MOVES = COMMUNICATION | {convert}
@@ -36,18 +39,24 @@ class Step:
     node: fx.Node
 
 
-def check_types(local: LocalProgram, rules: RuleBook) -> None:
+class Rules(Protocol):
+    """What says which factors the dims of operators have."""
+
+    def factors(self, graph: fx.Graph) -> Mapping[fx.Node, Factors]: ...
+
+
+def check_types(local: LocalProgram, rules: Rules) -> None:
     """Raises: CompileError QN209 with the operator and the types that do not fit."""
     sharded = local.staged.sharded
     factors = rules.factors(sharded.program.graph)
     for node in sharded.program.graph.nodes:
         if node.op == "output" or is_getitem(node):
             continue
-        own = _check_strategies(sharded, node, factors[node])
         if node.op == "placeholder":
+            _check_strategies(sharded, node, _leaf_rule(node))
             _check_leaf(sharded, node)
         else:
-            _check_inputs(local, node, own)
+            _check_inputs(local, node, _check_strategies(sharded, node, factors[node]))
     for node, found in sharded.program.leaves.items():
         if found.kind == "parameter":
             _check_held(local, node)
@@ -58,28 +67,28 @@ def _fail(what: str, node: fx.Node) -> CompileError:
     return CompileError("QN209", f"type check: {what}", where=facts(node).where, fix="report this, with the model")
 
 
-def _check_strategies(sharded: ShardedProgram, node: fx.Node, factors: Factors) -> frozenset[str]:
-    """Each axis' strategy is one of the rule's, given what the axes before it left. Returns the axes over which the
-    operator itself communicates."""
-    make, own = strategies if leaf(node) is None else leaf_strategies, set[str]()
+def _check_strategies(sharded: ShardedProgram, node: fx.Node, rule: Factors) -> frozenset[str]:
+    """Each axis' strategy is one that the rule allows, given what the axes before it left. Returns the axes over which
+    the operator itself communicates."""
+    reading, own = Reading(node, rule), set[str]()
     for axis, chosen in zip(sharded.axes, sharded.strategies[node], strict=True):
-        cuts: dict[str, list[int]] = {}
-        if chosen.splits:
-            name, cut = chosen.factor
-            cuts[name.partition("+")[0]] = [cut]
-        allowed = make(node, factors, cuts, axis.size)
-        if not any(_same(chosen, option) for option in allowed):
-            raise _fail(f"no rule lets {node.name} run as {_signature(chosen)} over {axis.name}", node)
-        if chosen.exchanges and axis.role == "time":
+        why, split = reading.axis(chosen, axis.size)
+        if why:
+            raise _fail(f"no rule lets {node.name} run as {_signature(chosen)} over {axis.name}: {why}", node)
+        exchanges = len(split) > 1
+        if exchanges is not chosen.exchanges:
+            raise _fail(f"{node.name} is told to exchange what it has, or not to, over {axis.name}", node)
+        if exchanges and axis.role == "time":
             raise _fail(f"{node.name} would communicate between microbatches", node)
-        if chosen.exchanges or factors.settled & cuts.keys():
+        if exchanges or split & rule.settled:
             own.add(axis.name)
-        factors = refine(factors, chosen, axis.size)
     return frozenset(own)
 
 
-def _same(a: Strategy, b: Strategy) -> bool:
-    return a.inputs == b.inputs and a.outputs == b.outputs
+def _leaf_rule(node: fx.Node) -> Factors:
+    """Each dim of a leaf is a factor of its own."""
+    names = [f"dim{i}" for i in range(len(shape(node)))]
+    return Factors((), (tuple((name,) for name in names),), dict(zip(names, shape(node), strict=True)))
 
 
 def _signature(strategy: Strategy) -> str:
@@ -105,7 +114,7 @@ def _check_held(local: LocalProgram, node: fx.Node) -> None:
     sharded = local.staged.sharded
     held, stored = sharded.gathered.get(node), sharded.produced(node)
     for axis, kind, whole in zip(sharded.axes, stored, held.sharding if held else stored, strict=True):
-        if kind != whole and not (isinstance(kind, Shard) and plain(whole) is I and axis.role in ("data", "context")):
+        if kind != whole and not (isinstance(kind, Shard) and whole in (I, R) and axis.role in ("data", "context")):
             raise _fail(f"{node.name} is stored as {kind} over {axis.name}, and gathered to {whole}", node)
     start, later = local.parts.get((node, 0)), held is not None and held.deferred
     if start is None:
@@ -142,7 +151,7 @@ def _check_inputs(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> No
         steps = moves(local, reads[position], source)
         found = arrive(sharded, source, steps, grad=grad, user=node)
         wanted = sharded.wanted(node, position)
-        if found != (wanted if grad else tuple(map(plain, wanted))):
+        if found != tuple(bare(kind, grad) for kind in wanted):
             raise _fail(f"{node.name} reads {given.name} as {found} where its strategies take {wanted}", node)
 
 
@@ -166,7 +175,7 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
         if here.target in _MOVES and here.args[1] not in own:
             raise _fail(f"{here.name} communicates over {here.args[1]} within {node.name}", node)
         if here.target is expert_linear:
-            way = hops(local.staged.sharded.axes, local.staged.sharded.strategies[node])
+            way = travels(local.staged.sharded.axes, local.staged.sharded.strategies[node])
             if why := wrong_way(made[0], reads, way, shape(tensor_inputs(node)[2])[0]):
                 raise _fail(f"{node.name}: {why}", node)
         elif here.target is node.target and tensor_inputs(here)[: len(reads)] != list(reads):
@@ -211,12 +220,10 @@ def arrive(
         CompileError: QN209 for a move that starts from another type than the value has, that makes slices terms,
             or that touches a dim of which an axis further in still holds slices.
     """
-    state = list(sharded.produced(*source))
-    if not grad:
-        state = [plain(kind) for kind in state]
+    state = [bare(kind, grad) for kind in sharded.produced(*source)]
     for step in steps:
-        before, after = (step.before, step.after) if grad else (plain(step.before), plain(step.after))
-        if plain(state[step.axis]) != plain(before) or (grad and state[step.axis] != before):
+        before, after = bare(step.before, grad), bare(step.after, grad)
+        if state[step.axis] != before:
             raise _fail(f"{step.node.name} converts {before}, and {source[0].name} is {state[step.axis]} there", user)
         if isinstance(before, Shard) and after is P and not grad:
             raise _fail(f"{step.node.name} makes a term of a slice", user)
@@ -238,7 +245,7 @@ def _check_outputs(local: LocalProgram) -> None:
         wanted = tuple(s.inputs[position] for s in leaving)
         source, grad = origin(result), needs_grad(result)
         found = arrive(sharded, source, moves(local, ends[position], source), grad=grad, user=source[0])
-        if tuple(map(plain, found)) != tuple(map(plain, wanted)):
+        if [bare(kind, False) for kind in found] != [bare(kind, False) for kind in wanted]:
             raise _fail(f"output {position} leaves as {found} where the runtime takes {wanted}", source[0])
         for axis, kind in zip(sharded.axes, wanted, strict=True):
             if kind is P and shape(result) != ():

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import fx
 
 from ..annotations import facts, leaf, num_bytes, shape, tensor_inputs, values
-from ..comm_ops import own_experts, route, route_plan, unroute
 from ..errors import CompileError
 from ..expert_ops import expert_linear
 from ..program import Axis, Strategy
@@ -74,34 +73,3 @@ def hops(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, i
 
 def splits_experts(strategy: Strategy) -> bool:
     return isinstance(kind := strategy.inputs[2], Shard) and kind.dim == 0
-
-
-def wrong_way(made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], experts: int) -> str:
-    """What is wrong with rows that travel to an ``expert_linear`` of so many experts, and back as ``made``; empty where
-    nothing is."""
-    rows, ids, *_ = reads
-    plans = []
-    for axis, ways in way:
-        planned = (n for n in ids.users if n.target is route_plan and n.args[1:3] == (axis.name, axis.size))
-        for plan in planned:
-            routed = [_routed(x, plan) for x in (ids, rows)]
-            if routed[0] is not None and routed[1] is not None and plan.args[3:] == (experts, ways):
-                ids, rows = routed[0], routed[1]
-                plans.append(plan)
-                break
-        else:
-            return f"rows and their experts do not travel together over {axis.name}"
-    for plan in plans:
-        if made.target is not unroute or made.args[1:] != (*plan.args[1:3], plan):
-            return f"rows do not return over {plan.args[1]} as they went"
-        made = made.args[0]  # type: ignore[assignment]
-    mine = [ids, *(n for n in ids.users if n.target is own_experts)]
-    if made.target is not expert_linear or tensor_inputs(made)[0] is not rows or made.args[1] not in mine:
-        return f"{made.name} reads {made.all_input_nodes}"
-    if tensor_inputs(made)[2:] != list(reads[2:]):
-        return f"{made.name} reads other weights"
-    return ""
-
-
-def _routed(x: fx.Node, plan: fx.Node) -> fx.Node | None:
-    return next((n for n in x.users if n.target is route and n.args == (x, *plan.args[1:3], plan)), None)

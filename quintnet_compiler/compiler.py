@@ -25,6 +25,7 @@ from .passes.check_code import check_code
 from .passes.check_fused import check_fused
 from .passes.check_overlap import check_overlap
 from .passes.check_reductions import check_reductions
+from .passes.check_slices import check_slices
 from .passes.check_types import check_types
 from .passes.choose_sharding import ChooseSharding
 from .passes.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
@@ -224,11 +225,12 @@ def _lower(
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
     runner.check(check_reductions, local)
     local = runner(JoinRoutes(request.rules), local)
-    differentiated = runner(Differentiate(training), local)
+    differentiate = Differentiate(training)
+    differentiated = runner(differentiate, local)
     again, regather = request.plan.recompute, request.plan.regather
     if training and (again != "none" or regather):
         differentiated = runner(Recompute(again, regather, _budget(request, schedule)), differentiated)
-    runner.check(check_backward, differentiated, training)
+    runner.check(check_backward, differentiated, training, differentiate.templates)
     if staged.sharded.gathered:
         differentiated = runner(Bundle(), differentiated)
     if request.plan.overlap:
@@ -242,6 +244,7 @@ def _lower(
         runner.check(check_fused, apart, differentiated)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)
+    runner.check(check_slices, program)
     runner.check(check_ranks, program)
     return program
 

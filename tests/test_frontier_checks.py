@@ -1,0 +1,207 @@
+"""Checks share no code with the passes that they check: a fault that is everywhere is noticed all the same."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintnet
+from quintnet_compiler.annotations import shape
+from quintnet_compiler.capture import capture
+from quintnet_compiler.comm_ops import lower_conversion
+from quintnet_compiler.compiler import Request, Runner, compile_program
+from quintnet_compiler.errors import CompileError
+from quintnet_compiler.mesh import Mesh
+from quintnet_compiler.passes import check_tables, vector_jacobian
+from quintnet_compiler.passes.sharding_rules import RULES
+from quintnet_compiler.passes.spelling import SPELLING
+from quintnet_compiler.plan import Plan
+from quintnet_compiler.precision import narrows
+from quintnet_compiler.sharding import I, P, R, S, gradient
+
+from .helper_faults import FAULTS, OF_RULES, Fault, injected
+from .models import CASES, build, reference, worst_error
+from .one_operator import Wrong, call, check
+from .operator_samples import f
+from .random_plans import gradients
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+aten = torch.ops.aten
+SAMPLE = {
+    "move_back: forgets to add up the ranks' terms",
+    "gradient: a partial value's is partial",
+    "strategies: what lacks the factor is invariant",
+    "_linear: half the bias' gradient",
+    "_inline: twice the gradient of norms",
+    "SPELLING: add is sub",
+    "take: another rank's slice",
+}
+# What passes and checks could both import from the core, and would then both believe.
+DECIDES = {
+    "lower_conversion", "gradient", "plain", "conversion_path", "local_shape", "shard_shape", "narrows",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Victim:
+    model: str
+    mesh: tuple[tuple[str, int], ...]
+    decisions: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.model} on {dict(self.mesh)} {dict(self.decisions) or ''}"
+
+
+def _victim(model: str, mesh: dict[str, int], **decisions: Any) -> Victim:
+    return Victim(model, tuple(mesh.items()), tuple(decisions.items()))
+
+
+SMALL = (_victim("mlp", {"dp": 2, "tp": 2}),)
+VICTIMS = (
+    _victim("mlp", {"tp": 2}),
+    _victim("mlp", {"dp": 2}, microbatches=2),
+    _victim("mlp", {"pp": 2, "tp": 2}, microbatches=2, sequence_parallel=False),
+    _victim("mlp", {"dp": 2, "tp": 2}, zero=3),
+    _victim("mlp", {"dp": 2}, zero=1),
+    _victim("gpt", {"dp": 2, "tp": 2}),
+    _victim("gpt", {"cp": 2}, context="ulysses"),
+    _victim("gpt", {"cp": 2}, context="ring"),
+    _victim("mixture", {"dp": 2, "ep": 2}),
+)
+
+
+@cache
+def _captured(model: str) -> Any:
+    case = CASES[model]
+    return capture(build(model), case.batch(8), case.loss_fn)
+
+
+def _fate(victim: Victim, fault: Fault) -> str:
+    """ "refused" before anything runs (or "crash" there), "equal", or "silent"."""
+    captured, mesh = _captured(victim.model), Mesh(**dict(victim.mesh))
+    case, plan = CASES[victim.model], Plan(**dict(victim.decisions))
+    with injected(fault):
+        try:
+            program = compile_program(captured, Request(mesh, plan, 8, CPU, RULES), Runner()).program
+        except CompileError:
+            return "refused"
+        except Exception:
+            return "crash"
+        try:
+            loss, found = gradients(program, mesh, dict(captured.tensors), case.batch(8))
+        except Exception as error:
+            return f"running: {error}"
+    expected_loss, expected = reference(build(victim.model), case.batch(8), case.loss_fn)
+    same = abs(float(loss - expected_loss)) < 1e-9 and worst_error(found, expected)[0] < 1e-9
+    return "equal" if same else "silent"
+
+
+def _late(victims: tuple[Victim, ...], faults: list[Fault]) -> Iterator[str]:
+    for fault in faults:
+        fates = {str(victim): _fate(victim, fault) for victim in victims}
+        print(f"{fault}: {' '.join(fates.values())}", flush=True)
+        late = [f"{name}: {fate}" for name, fate in fates.items() if fate not in ("refused", "crash", "equal")]
+        if late or set(fates.values()) == {"equal"}:
+            yield f"{fault}: {late or 'changes nothing anywhere'}"
+
+
+def test_faults_of_shared_helpers_are_noticed() -> None:
+    """One of each: a transpose, a table, a strategy, a template, a function of torch, a slice."""
+    faults = [fault for fault in FAULTS if str(fault) in SAMPLE]
+    assert len(faults) == len(SAMPLE)
+    assert not list(_late(SMALL, faults))
+
+
+@pytest.mark.slow
+def test_all_faults_of_shared_helpers_are_noticed() -> None:
+    assert not list(_late(VICTIMS, FAULTS))
+
+
+@pytest.mark.parametrize("fault", OF_RULES, ids=str)
+def test_faults_of_notation_are_found_by_the_proof_of_rules(fault: Fault) -> None:
+    samples = (
+        call(aten.linear.default, f(4, 6), f(4, 6), f(4)),
+        call(aten.cdist.default, f(4, 6), f(4, 6)),
+    )
+    for sample in samples:
+        check(sample, RULES, (2,))
+    with injected(fault), pytest.raises((Wrong, RuntimeError)):
+        for sample in samples:
+            check(sample, RULES, (2,))
+
+
+def test_the_second_tables_are_those_of_the_passes() -> None:
+    """Each side is proven on its own: conversions by tests/test_conversions.py."""
+    kinds = (I, R, P, S(0), S(1, 3))
+    for a, b in itertools.product(kinds, kinds):
+        for stored in (False, True):
+            there = check_tables.forward_call(a, b, stored=stored) or (None, ())
+            assert there == lower_conversion(a, b, stored=stored)
+        back = check_tables.backward_call(a, b) or (None, ())
+        assert back == lower_conversion(gradient(b), gradient(a))
+    for op, function in SPELLING.items():
+        assert function in check_tables.spellings(op)
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
+    for before, after in itertools.product(dtypes, dtypes):
+        assert check_tables.rounds(before, after) == narrows(before, after)
+
+
+def test_checks_import_nothing_that_decides() -> None:
+    """import-linter keeps checks from the passes that it knows; this also from new ones, and from names of the core."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contract = next(c for c in contracts if c["name"] == "checks share no code with passes")
+    checks = sorted(path.stem for path in (ROOT / "passes").glob("check_*.py"))
+    assert [name.rpartition(".")[2] for name in contract["source_modules"]] == checks
+    for name in checks:
+        tree = ast.parse((ROOT / "passes" / f"{name}.py").read_text())
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names = {a.name for node in found for a in node.names}
+        assert not names & DECIDES, f"{name} imports {names & DECIDES}"
+        passes = {str(node.module) for node in found if node.level == 1} - set(checks) - {"rule_notation"}
+        assert passes <= ({"vector_jacobian"} if name == "check_derivatives" else set()), f"{name} imports {passes}"
+
+
+class Turned(nn.Module):
+    """The gradient that comes back to tanh is a transposition of what lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).t() * 1.0).square().mean()
+
+
+def test_a_backward_that_reads_memory_in_another_order_is_refused() -> None:
+    """Shapes and strides of all that is checked on shapes are right; numbers are not."""
+
+    def careless(right: Any) -> Any:
+        def inline(self: Any, template: Any, tensors: Any) -> Any:
+            made, pullback = right(self, template, tensors)
+            tanh = any(node.target is aten.tanh.default for node in template.graph.nodes)
+
+            def back(tangents: Any) -> Any:
+                size = list(shape(tangents[0]))
+                read = [size, [size[1], 1]] if tanh else []
+                return pullback([self.builder.call(aten.as_strided.default, tangents[0], *read)] if tanh else tangents)
+
+            return made, back
+
+        return inline
+
+    fault = Fault(vector_jacobian.VectorJacobian, "_inline", "reads rows", careless)
+    batch = (torch.randn(8, 4),)
+    quintnet.compile(Turned(), Mesh(dp=1), batch)
+    with injected(fault), pytest.raises(CompileError, match=r"the derivative of aten\.tanh\.default is wrong"):
+        quintnet.compile(Turned(), Mesh(dp=1), batch)
