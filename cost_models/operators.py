@@ -13,6 +13,7 @@ from torch import fx
 from ..annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..attention_ops import attention
 from ..comm_ops import cached_attention, gather_products, product_scatter, ring_attention, ring_attention_backward
+from ..derivative_ops import after_gradients, declare_gradient, with_tangent
 from ..errors import CompileError
 from ..expert_ops import expert_linear, expert_weight_grad
 from .kernels import Kernel
@@ -130,6 +131,7 @@ VIEWS = frozenset(
         aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, aten.detach.default, aten.view.default,
         aten.unsqueeze.default, aten.squeeze.dim, aten.unbind.int, aten.diagonal.default, aten.unfold.default,
         aten._unsafe_view.default, aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default,
+        with_tangent, declare_gradient, after_gradients,
     }
 )  # fmt: skip
 # Bound by memory, beside what torch itself tags as elementwise or as a reduction: by the name of the overload packet.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from ..annotations import is_getitem, leaf, origin, tensor_inputs
+from ..derivative_ops import arrives
 from .rule_notation import Dims, Factors
 
 Value = tuple[fx.Node, int]
@@ -48,6 +49,6 @@ def made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
                 trained.add(node)
         elif node.op == "call_function":
             for kind in (batched, trained):
-                if any(source in kind for source in node.all_input_nodes):
+                if any(source in kind for source in arrives(node)):
                     kind.add(node)
     return frozenset(n for n in batched & trained if n.op == "call_function")

@@ -29,6 +29,7 @@ from ..annotations import (
 )
 from ..builder import GraphBuilder
 from ..comm_ops import convert, loss_scale
+from ..derivative_ops import after_gradients, declare_gradient, derivatives, of_tangents, with_tangent
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, outputs
 from ..sharding import parse_type
@@ -69,6 +70,8 @@ class _Check:
     def __post_init__(self) -> None:
         self.local = self.program.local
         self.precision = self.local.staged.sharded.program.precision
+        self.own, self.backward = derivatives(self.local.graph), of_tangents(self.local.graph.nodes)
+        self.reaching = _reaching(self.local.graph)
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
         self.operators = Derivatives(self.scratch, dict(self.templates))
@@ -90,7 +93,8 @@ class _Check:
                 continue
             made = self.program.gradients.get((found.name, stage or 0))
             self._sum(made, terms, f"the gradient of {found.name} in stage {stage}", key[0], stage)
-        for key in {key for key, _ in self.terms if self._leaf(key) is None}:
+        unread = self._unread()
+        for key in {key for key, _ in self.terms if self._leaf(key) is None and key not in unread}:
             terms = [t for (k, _), found in self.terms.items() if k == key for t in found]
             self._sum(self.program.cotangents.get(key), terms, f"the gradient of {key[0].name}", key[0], None)
         for name, stage in self.program.gradients:
@@ -101,11 +105,18 @@ class _Check:
 
     def _operator(self, node: fx.Node) -> None:
         stage = self.local.stage.get(node)
-        inputs = [self._value(origin(n)) for n in tensor_inputs(node)]
+        if node.target in (with_tangent, declare_gradient, after_gradients):
+            self._derivative(node, stage)
+            return
         made = [self.program.values.get((node, i)) for i in range(len(values(node)))]
-        if all(m is None for m in made):
-            return  # nothing of it is used
         cotangents = [self.program.cotangents.get((node, i)) for i in range(len(values(node)))]
+        if all(m is None for m in (*made, *cotangents)):
+            return  # nothing of it is used
+        dead = all(m is None for m in made)  # only its gradient is: a backward of the user's declares that
+        values_of = self.program.values
+        inputs = [
+            self._original(values_of.get(origin(n), n)) if dead else self._value(origin(n)) for n in tensor_inputs(node)
+        ]
         for x, found in zip(values(node), cotangents, strict=True):
             if found is not None and value(found).shape != x.shape:
                 raise self._fail(f"the gradient of {node.name} has another shape than it: {found.name}", node)
@@ -122,6 +133,51 @@ class _Check:
             if term is not None:
                 key = origin(given)
                 self.terms[key, stage].append(Term(term, bound, node))
+
+    def _derivative(self, node: fx.Node, stage: int | None) -> None:
+        """The ends of a derivative that the user wrote: they pass on values and gradients as they come."""
+        given = tensor_inputs(node)
+        if node.target is declare_gradient:
+            arrived = self.program.values.get(origin(given[1]))
+            constant = arrived is not None and given[1] not in self.backward
+            if constant and not any(n in self.reaching for n, d in self.own.items() if d is self.own[node]):
+                return  # what never saw a gradient declares none
+            if self.training and needs_grad(node) and arrived is not None:
+                self._passes(origin(given[0]), arrived, node)
+            return
+        made = self.program.values.get((node, 0))
+        passed = made if made is None or node.target is with_tangent else made.args[0]
+        alias = made is passed or (made is not None and made.target is aten.alias.default)
+        if made is not None and not (
+            alias and isinstance(passed, fx.Node) and self._original(passed) is self._value(origin(given[0]))
+        ):
+            raise self._fail(f"{made.name} is not what {node.name} passes on", node)
+        cotangent = self.program.cotangents.get((node, 0))
+        if node.target is after_gradients and self.training and cotangent is not None:
+            self._passes(origin(given[0]), cotangent, node)
+        tangent = self.program.values.get((node, 1))
+        if node.target is with_tangent and tangent is not None:
+            nothing = cotangent is None and tangent.target is aten.zeros.default
+            if tangent is not cotangent and not nothing:
+                raise self._fail(f"{tangent.name} is not the gradient of {node.name}", node)
+
+    def _passes(self, key: Value, gradient: fx.Node, node: fx.Node) -> None:
+        place = self.scratch.placeholder("t", value(gradient))
+        self.terms[key, self.local.stage.get(node)].append(Term(place, {place: gradient}, node))
+
+    def _unread(self) -> frozenset[Value]:
+        """Values whose gradients only a backward of the user's would read, and it does not."""
+        read = set[Value]()
+        for node in self.local.graph.nodes:
+            if is_getitem(node) or node.op == "output" or not needs_grad(node):
+                continue
+            ends = range(len(values(node)))
+            if node.target is with_tangent:
+                reads = (node, 1) in self.program.values
+            else:
+                reads = node.op == "placeholder" or any(origin(n) in read for n in tensor_inputs(node))
+            read |= {(node, i) for i in ends if reads}
+        return frozenset(key for key, _ in self.terms if key not in read)
 
     def _leaf(self, key: Value) -> Leaf | None:
         """The parameter whose gradient that of ``key`` is; types say how it is scattered at the end of the step."""
@@ -285,6 +341,15 @@ class _Check:
     def _fail(self, what: str, node: fx.Node | None) -> CompileError:
         where = facts(node).where if node is not None else None
         return CompileError("QN209", f"backward check: {what}", where=where, fix="report this, with the model")
+
+
+def _reaching(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The operators to which a gradient of the loss comes."""
+    found = {outputs(graph)[0]}
+    for node in reversed(graph.nodes):
+        if node in found and node.op == "call_function":
+            found.update(n for n in tensor_inputs(node) if needs_grad(n))
+    return frozenset(found)
 
 
 def _shapes(node: fx.Node) -> list[tuple[int, ...] | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, needs_grad, num_bytes, origin, tensor_inputs, values
 from ..cost import CostModel
+from ..derivative_ops import derivatives
 from ..errors import CompileError
 from ..program import ShardedProgram, StagedProgram
 from ..sharding import Shard
@@ -29,7 +30,7 @@ class CutStages:
     Before: %mm_3 = mm(%x, %w)
     After:  %mm_3 = mm(%x, %w) @ stage 1
     Ensures: stages are runs of operators in graph order, so no edge points back; none is empty; what no parameter
-    touches has no stage and runs wherever it is needed.
+    touches has no stage and runs wherever it is needed; a derivative that the user wrote is in one stage.
 
     The slowest stage (its operators, its parameters, what it receives and sends) is as fast as it can be, and among
     such cuts the sum of squares of all stages is least: exactly so for up to 400 operators, among the narrowest places
@@ -48,18 +49,20 @@ class CutStages:
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
         order = staged_operators(program.program.graph)
-        if self.num_stages > max(1, len(order)):
+        apart = _unbroken(program.program.graph, order)
+        most = len(order) - len(apart)
+        if self.num_stages > max(1, most):
             raise CompileError(
                 "QN206",
-                f"{self.num_stages} stages, and the model has {len(order)} operators that use parameters",
-                fix=f"use pp={max(1, len(order))} or less, or fewer virtual stages",
+                f"{self.num_stages} stages, and the model has {most} operators that use parameters",
+                fix=f"use pp={max(1, most)} or less, or fewer virtual stages",
             )
         if self.num_stages == 1:
             starts = []
         elif self.boundaries:
-            starts = _named_starts(self.boundaries, order, self.num_stages)
+            starts = [apart.get(start, start) for start in _named_starts(self.boundaries, order, self.num_stages)]
         else:
-            starts = _best_starts(_Loads(program, order, self.cost), self.num_stages)
+            starts = _best_starts(_Loads(program, order, self.cost), self.num_stages, apart)
         stage: dict[fx.Node, int] = {}
         current = 0
         for index, node in enumerate(order):
@@ -70,6 +73,16 @@ class CutStages:
             if is_getitem(node) and origin(node)[0] in stage:
                 stage[node] = stage[origin(node)[0]]
         return StagedProgram(program, self.num_stages, stage)
+
+
+def _unbroken(graph: fx.Graph, order: Sequence[fx.Node]) -> dict[int, int]:
+    """Places inside a derivative that is the user's -> the place where it begins."""
+    ends: dict[fx.Node, list[int]] = defaultdict(list)
+    of = derivatives(graph)
+    for place, node in enumerate(order):
+        if node in of:
+            ends[of[node]].append(place)
+    return {place: min(found) for found in ends.values() for place in range(min(found) + 1, max(found) + 1)}
 
 
 def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
@@ -244,9 +257,9 @@ def _narrow_places(crossing: Array) -> list[int]:
     return [0, *chosen, len(crossing) - 1]
 
 
-def _best_starts(loads: _Loads, num_stages: int) -> list[int]:
-    """Where stages 1, 2, ... begin."""
-    places = np.array(loads.places)
+def _best_starts(loads: _Loads, num_stages: int, inside: Mapping[int, int]) -> list[int]:
+    """Where stages 1, 2, ... begin: at none of the places ``inside`` what must not be cut."""
+    places = np.array([place for place in loads.places if place not in inside])
     assert num_stages < len(places)
     seconds = np.stack([loads.from_start(start)[places] for start in places])
     return [int(places[start]) for start in balanced_starts(seconds, num_stages)]

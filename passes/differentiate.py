@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
+from ..annotations import annotate, facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
 from ..builder import GraphBuilder
 from ..comm_ops import convert
+from ..derivative_ops import after_gradients, declare_gradient, derivatives, is_tangent, of_tangents, with_tangent
 from ..program import DifferentiatedProgram, LocalProgram, outputs
 from ..sharding import parse_type
 from .operator_trace import Template
@@ -59,6 +60,8 @@ class _Tape:
         self.arrived: dict[Value, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
         self.gradients: dict[tuple[str, int], fx.Node] = {}
         self.cotangents: dict[Value, fx.Node] = {}
+        self.several: dict[fx.Node, fx.Node] = {}  # operators of a user's backward that have several outputs
+        self.later, self.derivatives = of_tangents(local.graph.nodes), derivatives(local.graph)
 
     def run(self) -> DifferentiatedProgram:
         for node in self.local.graph.nodes:
@@ -92,16 +95,28 @@ class _Tape:
             if node in self.local.once:
                 self.once.add(new)
             return
+        if node.target is declare_gradient and self.training and known.needs_grad:
+            self.pullbacks.append((node, lambda _: [self._declared(node), None]))
+        if node in self.later or node.target is declare_gradient:
+            return
+        if node.target is with_tangent:
+            self.value[node, 0] = self.value[origin(node.args[0])]  # type: ignore[arg-type]
+            return
         before = len(self.builder.made)
         self._enter(node)
         with self.builder.at(node):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value[origin(n)])
-            if node.target is convert:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
+            if node.target is after_gradients:
+                made = self.builder.call(aten.alias.default, args[0])
+                self.value[node, 0] = annotate(made, replace(facts(made), needs_grad=known.needs_grad))
+                if self.training and known.needs_grad:
+                    self.pullbacks.append((node, lambda tangents: [tangents[0], *(None for _ in args[1])]))
+            elif node.target is convert:
                 self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
             elif self.training and known.needs_grad and node not in self.deferring:
                 wanted = [0] if not isinstance(known.value, tuple) else _wanted(node)
-                made, pullback = self.operators.apply(node.target, args, kwargs, wanted)
-                for index, result in enumerate(made):
+                results, pullback = self.operators.apply(node.target, args, kwargs, wanted)
+                for index, result in enumerate(results):
                     if result is not None:
                         self.value[node, index] = result
                 self.pullbacks.append((node, pullback))
@@ -163,7 +178,7 @@ class _Tape:
                 tangents = [self._sum((node, i), stage) for i in range(len(values(node)))]
                 before = len(self.builder.made)
                 self._enter(node)
-                if any(t is not None for t in tangents):
+                if node.target is declare_gradient or any(t is not None for t in tangents):
                     terms = pullback(tangents)
                     for given, term in zip(tensor_inputs(node), terms, strict=True):
                         if term is not None:
@@ -177,6 +192,49 @@ class _Tape:
                         assert found is not None
                         self.gradients[found.name, stage] = self._add(terms_here)
                     self._settle(node, before)
+
+    def _declared(self, node: fx.Node) -> fx.Node | None:
+        """The gradient that the user's backward makes of those that arrived; None if there are none."""
+        mine, stage = self.derivatives[node], self.local.stage[node]
+        ends = [n for n, d in self.derivatives.items() if d is mine and n.target is with_tangent]
+        for end in ends:
+            self._sum((end, 0), stage)
+        if not any((end, 0) in self.cotangents for end in ends):
+            return None
+        last = tensor_inputs(node)[1]
+        wanted, todo = set[fx.Node](), [last]
+        while todo:
+            here = todo.pop()
+            if here in self.later and here not in wanted:
+                wanted.add(here)
+                todo += here.all_input_nodes if not is_tangent(here) else []
+        for here in self.local.graph.nodes:
+            if here in wanted and origin(here) not in self.value and here not in self.several:
+                with self.builder.at(here, backward=True):
+                    self._later(here)
+        return self.value[origin(last)]
+
+    def _later(self, node: fx.Node) -> None:
+        """One node of the user's backward."""
+        if is_tangent(node):
+            known, arrived = values(node)[0], self.cotangents.get((origin(node)[0], 0))
+            if arrived is None:
+                size = list(known.shape)
+                arrived = self.builder.call(aten.zeros.default, size, dtype=known.dtype, device=known.device)
+            self.value[origin(node)] = arrived
+            return
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
+        if node.target is convert:
+            self.value[node, 0] = self._convert(*args, stored=False)
+        elif is_getitem(node):
+            source, index = origin(node)
+            self.value[source, index] = self.builder.getitem(self.several[source], index)
+        else:
+            made = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+            if isinstance(facts(node).value, tuple):
+                self.several[node] = made
+            else:
+                self.value[node, 0] = made
 
     def _sum(self, value: Value, stage: int) -> fx.Node | None:
         """All gradients of ``value``: added up where they arose, then at home in ``stage``."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..annotations import facts, is_getitem, leaf, tensor_inputs
+from ..derivative_ops import derivatives
 from ..errors import CompileError
 from ..program import ShardedProgram, StagedProgram
 
@@ -27,6 +28,17 @@ class FollowStages:
     stages: Mapping[str, tuple[int, ...]]
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
+        of = derivatives(program.program.graph)
+        latest: dict[fx.Node, int] = {}
+        while True:  # a derivative that the user wrote is in one stage: that of its last parameter
+            before = dict(latest)
+            stage = self._stages(program, of, latest)
+            if latest == before:
+                return StagedProgram(program, self.num_stages, stage)
+
+    def _stages(
+        self, program: ShardedProgram, of: Mapping[fx.Node, fx.Node], latest: dict[fx.Node, int]
+    ) -> dict[fx.Node, int]:
         stage: dict[fx.Node, int] = {}
         for node in program.program.graph.nodes:
             if node.op != "call_function":
@@ -37,6 +49,8 @@ class FollowStages:
             if not names and not before:
                 continue
             earliest = max(before, default=0)
+            if node in of:
+                earliest = max(earliest, latest.get(of[node], 0))
             if names and not is_getitem(node):
                 shared = set.intersection(*(set(self.stages[name]) for name in names))
                 later = [s for s in sorted(shared) if s >= earliest]
@@ -49,4 +63,6 @@ class FollowStages:
                     )
                 earliest = later[0]
             stage[node] = earliest
-        return StagedProgram(program, self.num_stages, stage)
+            if node in of:
+                latest[of[node]] = max(earliest, latest.get(of[node], 0))
+        return stage

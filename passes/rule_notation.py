@@ -31,7 +31,8 @@ class Factors:
     (a rank must hold a run of indices). ``settled``: sum factors over which the operator itself adds up (or takes the
     largest of) what ranks have, so that its outputs are whole. ``joint``: pairs that one axis may split at once,
     because the operator brings together what belongs together; where the second is ``whole`` on its own, only once,
-    from the outside, and before anything else splits one of them.
+    from the outside, and before anything else splits one of them. ``dual``: pairs of positions (of inputs, then of
+    outputs) where the second is the gradient of the first, so that its type is the gradient's.
     """
 
     inputs: tuple[Dims, ...]
@@ -43,6 +44,7 @@ class Factors:
     contiguous: frozenset[str] = frozenset()
     settled: frozenset[str] = frozenset()
     joint: frozenset[tuple[str, str]] = frozenset()
+    dual: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, *self.outputs):

@@ -13,8 +13,10 @@ from torch import fx
 from ..annotations import is_float, tensor_inputs, value
 from ..attention_ops import attention
 from ..comm_ops import cached_attention, dropout, row_nll
+from ..derivative_ops import after_gradients, declare_gradient, with_tangent
 from ..expert_ops import expert_linear
 from . import contraction_rules as c
+from . import derivative_rules as own
 from . import lookup_rules as look
 from . import reduction_rules as red
 from . import view_rules as v
@@ -229,6 +231,10 @@ RULES = MappingProxyType(
         rule(aten.bucketize.Tensor, "..., n -> ...", whole="n"),
         rule(aten.grid_sampler.default, "n c h w, n p q xy -> n c p q", whole="h w xy"),
         rule(aten.grid_sampler_2d.default, "n c h w, n p q xy -> n c p q", whole="h w xy"),
+        # derivatives that the user wrote
+        _each([with_tangent], own.with_tangent),
+        _each([declare_gradient], own.declare_gradient),
+        _each([after_gradients], own.after_gradients),
         # constants
         _each(
             [aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default],

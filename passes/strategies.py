@@ -17,7 +17,7 @@ from torch import fx
 from ..annotations import facts, is_float, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
 from ..errors import CompileError
 from ..program import Strategy
-from ..sharding import AxisType, I, P, R, S, Shard, plain
+from ..sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from .node_factors import opaque
 from .rule_notation import Dims, Factors, Rule
 
@@ -186,6 +186,10 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
     grads_in, grads_out = flows(node)
 
     def made(label: str, ins: list[AxisType], outs: list[AxisType]) -> Strategy:
+        both = [*ins, *outs]
+        for known, grad in factors.dual:
+            both[grad] = gradient(both[known])
+        ins, outs = both[: len(ins)], both[len(ins) :]
         return Strategy(
             tuple(t if g else plain(t) for t, g in zip(ins, grads_in, strict=True)),
             tuple(t if g else plain(t) for t, g in zip(outs, grads_out, strict=True)),
@@ -200,6 +204,8 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
     options = [made("replicated", [I] * count_in, [I] * count_out)]
     if any(grads_out):
         options.append(made("replicated R", [R] * count_in, [R] * count_out))
+    elif factors.dual:  # a gradient of which each rank has a term
+        options.append(made("terms", [R] * count_in, [R] * count_out))
     for name in factors.names:
         if name in factors.whole:
             continue

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .annotations import Facts, Leaf, Value, annotate, facts, is_float, value
+from .derivative_ops import declare_gradient, is_tangent, with_tangent
 from .errors import Where
 
 aten = torch.ops.aten
@@ -61,10 +62,10 @@ class GraphBuilder:
         fx.map_arg((args, kwargs), sources.append)
         result = self._result(target, args, kwargs, sources)
         outputs = (result,) if isinstance(result, Tensor) else result
-        flows = (
+        flows = target is with_tangent or (
             target is not aten.detach.default
             and any(facts(s).needs_grad for s in sources)
-            and any(isinstance(o, Tensor) and is_float(o) for o in outputs)
+            and (target is declare_gradient or any(isinstance(o, Tensor) and is_float(o) for o in outputs))
         )
         name = getattr(target, "overloadpacket", target).__name__
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
@@ -97,7 +98,7 @@ class GraphBuilder:
         part = known.value[index]
         node = self.graph.call_function(operator.getitem, (source, index))
         self.made.append(node)
-        grad = known.needs_grad and isinstance(part, Tensor) and is_float(part)
+        grad = known.needs_grad and isinstance(part, Tensor) and is_float(part) and not is_tangent(node)
         return annotate(node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase))
 
     def reshape(self, x: fx.Node, shape: list[int] | tuple[int, ...]) -> fx.Node:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .canonical import OWN
 from .errors import CompileError, Where
+from .user_functions import Joined, follow
 
 # Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
 _OF_TORCH = ("torch._", "torch.utils.checkpoint")
@@ -67,10 +68,9 @@ class _Finder:
     def apply(self, function: Any, *args: Any) -> Any:
         if function is CheckpointFunction:
             return _checkpointed(*args)
-        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
-        if wanted and not function.__module__.startswith(_OF_TORCH):
-            self.refuse(f"torch.autograd.Function {function.__name__}: its backward")
-        return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+        if function is Joined or function.__module__.startswith(_OF_TORCH):
+            return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+        return follow(function, args, self.refuse)
 
     def refuse(self, what: str) -> NoReturn:
         raise CompileError("QN105", f"{what} would not be part of the program", where=self.here())

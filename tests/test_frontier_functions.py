@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import quintnet
@@ -109,3 +110,150 @@ def test_forward_hooks_are_part_of_the_program() -> None:
         return model
 
     frontier.trains_equally(build, (X,))
+
+
+class Straight(torch.autograd.Function):
+    """Rounds; its derivative is 1 within a range."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.limit = limit
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        assert ctx.needs_input_grad == (True, False)
+        return grad * (x.abs() <= ctx.limit), None
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return -ctx.factor * grad, None
+
+
+class Clipped(torch.autograd.Function):
+    """Clips the norm of the gradient of the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.clamp(1e-2 / grad.norm(), max=1.0)
+
+
+class Signed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.sign() * 1e-2
+
+
+class Product(torch.autograd.Function):
+    """linear, with a derivative of its own; a second and a third output."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        out = x @ weight.t() + (0 if bias is None else bias)
+        signs = out > 0
+        ctx.mark_non_differentiable(signs)
+        return out, out.square(), signs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, squares: Tensor, _: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grad + 0.5 * squares
+        return grad @ weight, grad.t() @ x * 2, grad.sum(0) if ctx.needs_input_grad[2] else None
+
+
+class Nested(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = Signed.apply(x.sin())
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return Reversed.apply(grad * ctx.saved_tensors[0].cos(), 3.0)
+
+
+class Auxiliary(torch.autograd.Function):
+    """Passes x on, and adds a loss to the loss of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.dtype = loss.dtype
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, torch.ones((), dtype=ctx.dtype)
+
+
+class Optional(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None, b: Tensor | None) -> Any:
+        return 2 * a if b is None else a + b
+
+
+def _product(model: Net, h: Tensor) -> Tensor:
+    out, squares, signs = Product.apply(h, model.last.weight, None)
+    back = Product.apply(out.tanh() + 0.1 * squares, model.first.weight, model.first.bias)[0]
+    return h + torch.where(signs[:, :1], back, h)
+
+
+FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "straight through": lambda _, h: Straight.apply(h, 0.5),
+    "reversal": lambda _, h: Reversed.apply(torch.tanh(h), 0.3),
+    "clipped": lambda _, h: Clipped.apply(torch.tanh(h)),
+    "sign": lambda _, h: Signed.apply(torch.tanh(h)),
+    "several": _product,
+    "nested": lambda _, h: Nested.apply(h),
+    "twice": lambda _, h: Signed.apply(h) + Straight.apply(h, 1.0).sin() + Reversed.apply(h, 1.0),
+    "auxiliary": lambda m, h: Auxiliary.apply(h, m.first.weight.square().mean()),
+    "in a checkpoint": lambda _, h: checkpoint(lambda x: Signed.apply(x.sin()), h, use_reentrant=False),
+    "quantised weight": lambda m, h: h @ Straight.apply(m.last.weight, 0.3).t() @ m.last.weight,
+    "first output": lambda _, h: Optional.apply(h)[0],
+    "both outputs": lambda _, h: sum(Optional.apply(h)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str) -> None:
+    frontier.trains_equally(lambda: net(FUNCTIONS[name]), (X,))
+
+
+@pytest.mark.parametrize("name", ["straight through", "several", "nested", "quantised weight"])
+def test_functions_of_microbatches_whose_values_are_computed_again(name: str) -> None:
+    meshes = {"pp2": {"pp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
+    plan = {"microbatches": 2, "recompute": "full"}
+    frontier.trains_equally(lambda: net(FUNCTIONS[name]), (X,), meshes=meshes, plan=plan)
+
+
+def test_a_backward_that_needs_all_microbatches_is_refused() -> None:
+    with pytest.raises(quintnet.CompileError, match="vector_norm.*microbatches") as found:
+        quintnet.compile(net(FUNCTIONS["clipped"]), quintnet.Mesh(dp=1), (X,), microbatches=2)
+    assert found.value.code == "QN104"

@@ -1,0 +1,131 @@
+"""``torch.autograd.Function`` while it is traced: its forward and its backward become nodes of one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+
+from .derivative_ops import after_gradients, declare_gradient, with_tangent
+
+Refuse = Callable[[str], Any]
+
+
+class _Context(FunctionCtx):
+    """What a Function keeps from its forward to its backward."""
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+        self.to_save: tuple[Any, ...] = ()
+        self.dirty_tensors: tuple[Tensor, ...] = ()
+        self.non_differentiable: tuple[Tensor, ...] = ()
+        self.materialize_grads = True
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return self.to_save
+
+
+class Joined(torch.autograd.Function):
+    """Outputs that need gradients while tracing goes on, as those of the user's Function do."""
+
+    @staticmethod
+    def forward(ctx: Any, refuse: Refuse, outputs: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.refuse = refuse
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.refuse("torch.autograd.grad in forward, through a derivative that is your own,")
+
+
+def needs_gradient(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def follow(function: Any, args: tuple[Any, ...], refuse: Refuse) -> Any:
+    """What ``function.apply(*args)`` returns; its backward is traced as the derivative.
+
+    ``refuse`` raises an error about what it is given.
+    """
+    needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
+    name = f"torch.autograd.Function {function.__name__}"
+    ctx = _Context(needs)
+    given = tuple(x.detach() if needs_gradient(x) else x for x in args)
+    with torch.no_grad():
+        if function.setup_context is _SingleLevelFunction.setup_context:
+            made = function.forward(ctx, *given)
+        else:
+            made = function.forward(*given)
+            function.setup_context(ctx, given, made)
+    if ctx.dirty_tensors:
+        refuse(f"{name} changes its input in place (mark_dirty): this")
+    if not any(needs):
+        return made
+    outputs = made if isinstance(made, tuple) else (made,)
+    constant = {id(x) for x in ctx.non_differentiable}
+    grown = [_differentiable(x) and id(x) not in constant for x in outputs]
+    values: list[Any] = list(outputs)
+    tangents: list[Any] = []
+    for place, x in enumerate(outputs):
+        if grown[place]:
+            values[place], tangent = with_tangent(x.detach())
+            tangents.append(tangent)
+        else:
+            zeros = isinstance(x, Tensor) and ctx.materialize_grads
+            tangents.append(torch.zeros_like(x) if zeros else None)
+    backward = function.backward if function.vjp is _SingleLevelFunction.vjp else function.vjp
+    with torch.no_grad():
+        found = backward(ctx, *tangents)
+    gradients = list(found) if isinstance(found, (tuple, list)) else [found]
+    gradients += [None] * (len(args) - len(gradients))
+    done = [
+        _declared(x, g, f"{name}: the gradient of input {i}", refuse)
+        for i, (x, g) in enumerate(zip(args, gradients, strict=False))
+        if needs[i] and g is not None
+    ]
+    if not done:
+        return made
+    ends = [after_gradients(x, done) for x, ok in zip(values, grown, strict=True) if ok]
+    inputs = [x for x, wanted in zip(args, needs, strict=True) if wanted]
+    joined = iter(joined_to(tuple(ends), inputs, refuse))
+    results = tuple(next(joined) if ok else x for x, ok in zip(values, grown, strict=True))
+    return results if isinstance(made, tuple) else results[0]
+
+
+def follow_hook(x: Tensor, hook: Callable[[Tensor], Any], what: str, refuse: Refuse) -> tuple[Tensor, list[Tensor]]:
+    """``x`` behind a derivative that is ``hook`` (what :data:`.derivative_ops.after_gradients` takes)."""
+    value, tangent = with_tangent(x.detach())
+    with torch.no_grad():
+        found = hook(tangent)
+    if found is None:
+        refuse(f"{what} that returns nothing")
+    if not isinstance(found, Tensor) or tuple(found.shape) != tuple(x.shape):
+        refuse(f"{what} that returns another shape")
+    return value, [_declared(x, found, what, refuse)]
+
+
+def joined_to(outputs: tuple[Tensor, ...], inputs: Sequence[Tensor], refuse: Refuse) -> tuple[Tensor, ...]:
+    found: tuple[Tensor, ...] = Joined.apply(refuse, outputs, *inputs)
+    return found
+
+
+def _differentiable(x: Any) -> bool:
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+def _declared(x: Tensor, gradient: Any, what: str, refuse: Refuse) -> Tensor:
+    if not isinstance(gradient, Tensor):
+        refuse(f"{what} is no tensor: it")
+    if tuple(gradient.shape) != tuple(x.shape):
+        try:
+            gradient = gradient.sum_to_size(x.shape)
+        except RuntimeError:
+            refuse(f"{what} has the shape {tuple(gradient.shape)}, not {tuple(x.shape)}: it")
+    if gradient.dtype != x.dtype:
+        gradient = gradient.to(x.dtype)
+    done: Tensor = declare_gradient(x, gradient)[0]
+    return done
