@@ -14,6 +14,7 @@ from ..annotations import annotate, facts, is_getitem, leaf, needs_grad, origin,
 from ..builder import GraphBuilder
 from ..comm_ops import convert
 from ..derivative_ops import after_gradients, declare_gradient, derivatives, is_tangent, of_tangents, with_tangent
+from ..errors import CompileError
 from ..program import DifferentiatedProgram, LocalProgram, outputs
 from ..sharding import parse_type
 from .operator_trace import Template
@@ -107,10 +108,11 @@ class _Tape:
         with self.builder.at(node):
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.value.get(origin(n)))
             if node.target is after_gradients:
-                made = self.builder.call(aten.alias.default, args[0])
-                self.value[node, 0] = annotate(made, replace(facts(made), needs_grad=known.needs_grad))
+                alias = self.builder.call(aten.alias.default, args[0])
+                self.value[node, 0] = annotate(alias, replace(facts(alias), needs_grad=known.needs_grad))
                 if self.training and known.needs_grad:
-                    self.pullbacks.append((node, lambda tangents: [tangents[0], *(None for _ in args[1])]))
+                    none = [None] * (len(tensor_inputs(node)) - 1)
+                    self.pullbacks.append((node, lambda tangents: [tangents[0], *none]))
             elif node.target is convert:
                 self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
             elif self.training and known.needs_grad and node not in self.deferring:
@@ -219,6 +221,14 @@ class _Tape:
         if is_tangent(node):
             known, arrived = values(node)[0], self.cotangents.get((origin(node)[0], 0))
             if arrived is None:
+                if not origin(node)[0].args[1]:
+                    raise CompileError(
+                        "QN105",
+                        "an output of a torch.autograd.Function gets no gradient, and its backward would be given None "
+                        "(set_materialize_grads(False))",
+                        where=facts(node).where,
+                        fix="take set_materialize_grads(False) away, so that it is given zeros",
+                    )
                 size = list(known.shape)
                 arrived = self.builder.call(aten.zeros.default, size, dtype=known.dtype, device=known.device)
             self.value[origin(node)] = arrived

@@ -135,7 +135,7 @@ def capture(
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
     user = user_derivatives(step, trained=trained)
-    with mode, flags, user, _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
+    with mode, flags, user as own, _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
         rows = None
         try:
             exported = _export(step, sample, dynamic)
@@ -153,6 +153,7 @@ def capture(
                 raise
             except Exception:
                 raise _untraceable(error) from error
+        own.finish(exported.graph)
         captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
         return captured

@@ -3,7 +3,7 @@
 ``y = f(x)`` with the user's backward ``b`` is
 
     y0 = f(detach(x))
-    y1, t = with_tangent(y0)             # t stands for the gradient that will arrive at y1
+    y1, t = with_tangent(y0, True)       # t stands for the gradient that will arrive at y1
     done = declare_gradient(x, b(t))     # the gradient of x is b(t)
     y = after_gradients(y1, done)
 
@@ -27,7 +27,10 @@ def _as_made(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-with_tangent = define_operator("with_tangent(Tensor x) -> Tensor[]", lambda x: [_as_made(x), _as_made(x)])
+# ``zeros``: the gradient is zero where none arrives; if not, nobody may read it then
+with_tangent = define_operator(
+    "with_tangent(Tensor x, bool zeros) -> Tensor[]", lambda x, zeros: [_as_made(x), _as_made(x)]
+)
 # what it returns has no bits that matter, and no gradient: it says that after_gradients comes later
 declare_gradient = define_operator(
     "declare_gradient(Tensor x, Tensor gradient) -> Tensor[]",
@@ -41,7 +44,7 @@ torch.fx.node.has_side_effect(hooked)  # nobody reads it until then
 
 def is_tangent(node: fx.Node) -> bool:
     """Whether this is the gradient that will arrive."""
-    return is_getitem(node) and node.args[1] == 1 and origin(node)[0].target is with_tangent
+    return is_getitem(node) and origin(node)[0].target is with_tangent and origin(node)[1] == 1
 
 
 def of_tangents(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:

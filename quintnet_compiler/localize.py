@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from . import layout
 from .annotations import facts, is_getitem, leaf, needs_grad, origin, value
 from .comm_ops import dropout
+from .derivative_ops import with_tangent
 from .noise import Key
 from .program import DifferentiatedProgram, DistributedProgram, ShardedProgram, StageProgram, outputs
 from .reference import differs, largest, whole_mask
@@ -67,7 +68,10 @@ def localize(
     how: Run,
     limit: float,
 ) -> Culprit | None:
-    """The first wrong operator of one training step; None if every value that can be compared is right."""
+    """The first wrong operator of one training step; None if every value that can be compared is right, or the model
+    has derivatives of its own (no autograd beside the program follows those one by one)."""
+    if any(node.target is with_tangent for node in program.source.local.staged.sharded.program.graph.nodes):
+        return None
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     collectors = [_Collector() for _ in range(program.mesh.size)]
     backend.run(program, leaves, replace(how, train=True, check_finite=False), watch=collectors)

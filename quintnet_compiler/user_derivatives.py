@@ -1,20 +1,23 @@
 """Derivatives that a model's author wrote (``torch.autograd.Function``, hooks), found while the model is traced.
 
-``torch.export`` traces the forward of a Function as if it were ordinary code and drops every hook, so the program
-would be differentiated in another way than the module. What cannot be followed is refused here, with the line.
+``torch.export`` traces the forward of a Function as if it were ordinary code and drops every hook. Here both become
+nodes of the traced graph (:mod:`.derivative_ops`); what cannot be followed is refused, with the line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
@@ -22,26 +25,28 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from .canonical import OWN
 from .errors import CompileError, Where
-from .user_functions import Joined, follow
+from .hook_nodes import place_hooks
+from .user_functions import Joined, follow, follow_hook
 
 # Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
 _OF_TORCH = ("torch._", "torch.utils.checkpoint")
-_HOOKED = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextlib.contextmanager
-def user_derivatives(step: nn.Module, *, trained: bool) -> Iterator[None]:
-    """Inside, tracing ``step`` (a model and its loss) refuses the derivatives that a program would not follow.
-    ``trained``: whether a program will compute gradients at all.
+def user_derivatives(step: nn.Module, *, trained: bool) -> Iterator[Finder]:
+    """Inside, tracing ``step`` (a model and its loss) follows Functions and hooks, or refuses them; what it yields
+    finishes a traced graph. ``trained``: whether a program will compute gradients at all.
 
     Raises:
         CompileError: QN105 with the user's line.
     """
+    finder = Finder(step)
     if not trained:
-        yield
+        yield finder
         return
     _check_hooks(step)
-    finder = _Finder(step)
+    hooks = {name: tuple(p._backward_hooks.values()) for name, p in step.named_parameters() if p._backward_hooks}
+    begin = step.register_forward_pre_hook(lambda *_: finder.begin(hooks))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
 
     def apply(function: Any, *args: Any) -> Any:
@@ -58,12 +63,33 @@ def user_derivatives(step: nn.Module, *, trained: bool) -> Iterator[None]:
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saving),
         _Hooks(finder),
     ):
-        yield
+        try:
+            yield finder
+        finally:
+            begin.remove()
 
 
-class _Finder:
+class Finder:
     def __init__(self, step: nn.Module) -> None:
         self.step = step
+        self.hooks, self.removed = itertools.count(), set[int]()
+
+    def begin(self, hooks: Mapping[str, Sequence[Any]]) -> None:
+        """Follow the hooks that parameters have."""
+        for name, found in hooks.items():
+            parameter = functools.reduce(getattr, name.split("."), self.step)
+            for hook in found:
+                follow_hook(parameter, hook, next(self.hooks), f"a hook of the parameter {_path(name)}", self.refuse)  # type: ignore[arg-type]
+
+    def hook(self, x: Tensor, hook: Any) -> _Handle:
+        number = next(self.hooks)
+        if torch.is_grad_enabled():
+            follow_hook(x, hook, number, "Tensor.register_hook", self.refuse)
+        return _Handle(number, self.removed)
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Put hooks where they belong in a traced graph."""
+        place_hooks(graph, self.removed, self.refuse)
 
     def apply(self, function: Any, *args: Any) -> Any:
         if function is CheckpointFunction:
@@ -97,14 +123,27 @@ def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
         return function(*args)
 
 
+@dataclass(frozen=True)
+class _Handle:
+    """What ``register_hook`` returns."""
+
+    number: int
+    removed: set[int]
+
+    def remove(self) -> None:
+        self.removed.add(self.number)
+
+
 class _Hooks(TorchFunctionMode):
     """Sees hooks of tensors and of nodes of autograd's graph."""
 
-    def __init__(self, finder: _Finder) -> None:
+    def __init__(self, finder: Finder) -> None:
         super().__init__()
         self.finder = finder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook and args[0].requires_grad and not args[0].is_leaf:
+            return self.finder.hook(*args, **(kwargs or {}))
         if func in _REFUSED and args[0].requires_grad:
             self.finder.refuse(f"Tensor.{func.__name__}")
         found = func(*args, **(kwargs or {}))
@@ -118,7 +157,7 @@ _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 class _Node:
     """A node of autograd's graph that takes no hooks."""
 
-    def __init__(self, node: Any, finder: _Finder) -> None:
+    def __init__(self, node: Any, finder: Finder) -> None:
         self._node, self._finder = node, finder
 
     def __getattr__(self, name: str) -> Any:
@@ -130,9 +169,8 @@ class _Node:
 def _check_hooks(step: nn.Module) -> None:
     """Hooks that were there before forward ran."""
     for name, parameter in step.named_parameters():
-        for kind in _HOOKED:
-            if parameter.requires_grad and getattr(parameter, kind, None):
-                raise _dropped(f"of the parameter {_path(name)}", "", getattr(parameter, kind))
+        if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
+            raise _dropped(f"of the parameter {_path(name)}", "", parameter._post_accumulate_grad_hooks)
     for name, module in step.named_modules():
         for hooks in (module._backward_hooks, module._backward_pre_hooks):
             if hooks:

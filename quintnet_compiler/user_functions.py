@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
-from .derivative_ops import after_gradients, declare_gradient, with_tangent
+from .derivative_ops import after_gradients, declare_gradient, hooked, with_tangent
 
 Refuse = Callable[[str], Any]
 
@@ -72,7 +72,7 @@ def follow(function: Any, args: tuple[Any, ...], refuse: Refuse) -> Any:
     tangents: list[Any] = []
     for place, x in enumerate(outputs):
         if grown[place]:
-            values[place], tangent = with_tangent(x.detach())
+            values[place], tangent = with_tangent(x.detach(), ctx.materialize_grads)
             tangents.append(tangent)
         else:
             zeros = isinstance(x, Tensor) and ctx.materialize_grads
@@ -96,20 +96,20 @@ def follow(function: Any, args: tuple[Any, ...], refuse: Refuse) -> Any:
     return results if isinstance(made, tuple) else results[0]
 
 
-def follow_hook(x: Tensor, hook: Callable[[Tensor], Any], what: str, refuse: Refuse) -> tuple[Tensor, list[Tensor]]:
-    """``x`` behind a derivative that is ``hook`` (what :data:`.derivative_ops.after_gradients` takes)."""
-    value, tangent = with_tangent(x.detach())
+def follow_hook(x: Tensor, hook: Callable[[Tensor], Any], number: int, what: str, refuse: Refuse) -> None:
+    """Trace ``hook`` as the derivative of ``x``; :func:`.hook_nodes.place_hooks` puts it in front of all users."""
+    value, tangent = with_tangent(x.detach(), True)
     with torch.no_grad():
         found = hook(tangent)
     if found is None:
-        refuse(f"{what} that returns nothing")
+        refuse(f"{what} that returns nothing (it would run while tracing only): it")
     if not isinstance(found, Tensor) or tuple(found.shape) != tuple(x.shape):
-        refuse(f"{what} that returns another shape")
-    return value, [_declared(x, found, what, refuse)]
+        refuse(f"{what} that returns another shape: it")
+    hooked(value, [_declared(x, found, what, refuse)], number)
 
 
 def joined_to(outputs: tuple[Tensor, ...], inputs: Sequence[Tensor], refuse: Refuse) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = Joined.apply(refuse, outputs, *inputs)
+    found: tuple[Tensor, ...] = Joined.apply(refuse, outputs, *inputs)  # type: ignore[no-untyped-call]
     return found
 
 

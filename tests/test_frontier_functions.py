@@ -236,7 +236,6 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "auxiliary": lambda m, h: Auxiliary.apply(h, m.first.weight.square().mean()),
     "in a checkpoint": lambda _, h: checkpoint(lambda x: Signed.apply(x.sin()), h, use_reentrant=False),
     "quantised weight": lambda m, h: h @ Straight.apply(m.last.weight, 0.3).t() @ m.last.weight,
-    "first output": lambda _, h: Optional.apply(h)[0],
     "both outputs": lambda _, h: sum(Optional.apply(h)),
 }
 
@@ -254,6 +253,67 @@ def test_functions_of_microbatches_whose_values_are_computed_again(name: str) ->
 
 
 def test_a_backward_that_needs_all_microbatches_is_refused() -> None:
-    with pytest.raises(quintnet.CompileError, match="vector_norm.*microbatches") as found:
+    with pytest.raises(quintnet.CompileError, match=r"vector_norm.*microbatches") as found:
         quintnet.compile(net(FUNCTIONS["clipped"]), quintnet.Mesh(dp=1), (X,), microbatches=2)
     assert found.value.code == "QN104"
+
+
+def test_an_output_without_a_gradient_is_refused_where_backward_wants_none() -> None:
+    with pytest.raises(quintnet.CompileError, match=r"gets no gradient(.|\n)*test_frontier_functions") as found:
+        quintnet.compile(net(lambda _, h: Optional.apply(h)[0]), quintnet.Mesh(dp=1), (X,)).step((X,))
+    assert found.value.code == "QN105"
+
+
+def _hook(x: Tensor, *functions: Callable[[Tensor], Tensor]) -> list[Any]:
+    return [x.register_hook(f) for f in functions if x.requires_grad]
+
+
+def _used_before(_: Net, h: Tensor) -> Tensor:
+    x = torch.tanh(h)
+    early = x.sin()
+    _hook(x, lambda g: 3 * g, lambda g: g.sign() * 1e-2, torch.tanh)
+    return early + x.exp()
+
+
+def _removed(_: Net, h: Tensor) -> Tensor:
+    x = torch.tanh(h)
+    _hook(x, lambda g: 2 * g)
+    for handle in _hook(x, lambda g: g * 0):
+        handle.remove()
+    return x.sin()
+
+
+def _masked(_: Net, h: Tensor) -> Tensor:
+    x = torch.tanh(h)
+    mask = x > 0
+    _hook(x, lambda g: g * mask)
+    return torch.where(mask, x, 2 * x)
+
+
+HOOKS = {"used before": _used_before, "removed": _removed, "masked": _masked}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_tensors(name: str) -> None:
+    frontier.trains_equally(lambda: net(HOOKS[name]), (X,))
+
+
+def test_hooks_of_parameters() -> None:
+    class Hooked(Net):
+        """A copy that the harness makes of a module has no hooks: a module sets them when it is asked to train."""
+
+        def __deepcopy__(self, memo: Any) -> Hooked:
+            return build(self.state_dict())
+
+    def build(values: dict[str, Tensor] | None = None) -> Hooked:
+        torch.manual_seed(0)
+        model = Hooked(lambda _, h: torch.tanh(h)).double()
+        if values is not None:
+            model.load_state_dict(values)
+        model.first.weight.register_hook(lambda g: g * torch.clamp(1e-2 / g.norm(), max=1.0))
+        model.last.weight.register_hook(lambda g: 2 * g)
+        model.last.weight.register_hook(lambda g: g.sign())
+        model.last.bias.register_hook(lambda g: g - g.mean())
+        return model
+
+    frontier.trains_equally(build, (X,))
