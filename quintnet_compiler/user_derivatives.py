@@ -82,6 +82,8 @@ class Finder:
                 follow_hook(parameter, hook, next(self.hooks), f"a hook of the parameter {_path(name)}", self.refuse)  # type: ignore[arg-type]
 
     def hook(self, x: Tensor, hook: Any) -> _Handle:
+        if getattr(hook, "__module__", "") == "torch.autograd.graph":  # of register_multi_grad_hook
+            self.refuse("Tensor.register_hook")
         number = next(self.hooks)
         if torch.is_grad_enabled():
             follow_hook(x, hook, number, "Tensor.register_hook", self.refuse)
