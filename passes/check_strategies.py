@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..annotations import facts, leaf, needs_grad, tensor_inputs, values
+from ..derivative_ops import declare_gradient, with_tangent
 from ..program import Strategy
 from ..sharding import AxisType, I, P, R, Shard
 from .check_tables import bare
@@ -72,6 +73,8 @@ class Reading:
         return f"a leaf is {kind}" if kind is P or (kind is R and not found.trainable) else ""
 
     def _types(self, chosen: Strategy, splits: Mapping[str, int]) -> str:
+        if self.node.target in (with_tangent, declare_gradient):
+            return self._derivative(chosen)
         wants = needs_grad(self.node)
         into = [wants and facts(n).needs_grad for n in tensor_inputs(self.node)]
         out = [wants and (v.is_floating_point() or v.is_complex()) for v in values(self.node)]
@@ -92,6 +95,20 @@ class Reading:
                 if not fits:
                     return f"with {' and '.join(splits)} split it {what} no {has} at {position}"
         return ""
+
+    def _derivative(self, chosen: Strategy) -> str:
+        """A derivative that the user wrote: a value, and its gradient in the type that follows from the value's."""
+        if self.node.target is with_tangent:
+            (given,), (kind, grad), flows = chosen.inputs, chosen.outputs, True
+            if given is not bare(kind, False) and given != kind:
+                return f"it makes {kind} of {given}"
+        else:
+            (kind, grad), (done,) = chosen.inputs, chosen.outputs
+            flows = needs_grad(tensor_inputs(self.node)[0])
+            if done is not I:
+                return f"what it says is {done}"
+        wanted = kind if isinstance(kind, Shard) else {I: I, R: P, P: I}[kind]
+        return "" if grad == wanted or not flows else f"the gradient of {kind} is {grad}"
 
     def _of_output(self, place: Dims, splits: Mapping[str, int]) -> AxisType | None:
         """None: a slice. A sum over what is split is a term, or settled by the operator itself."""
