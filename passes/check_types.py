@@ -3,7 +3,8 @@ the types allow, and what enters an operator is what its strategy asks for.
 
 Together with the rules and conversions, which are proven by brute force, this is the proof that the forward computes
 the unsplit program's values; and since a type determines the type of its gradient, that every gradient is partial
-exactly where its type says so. It shares no code with the passes that chose and inserted what is checked here.
+exactly where its type says so. It shares the rules with the passes that chose and inserted what is checked here, and
+no code that decides.
 """
 
 from __future__ import annotations

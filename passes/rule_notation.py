@@ -2,7 +2,7 @@
 
 A rule names the *factors* of an operator's dims. Everything follows from where a factor stands: an input that has
 it is sharded, an input that lacks it is replicated, an output that lacks it is a partial sum. ``...`` stands for
-leading dims that broadcast. The algorithm never looks at operator types. (After einops' notation and Shardy's
+leading dims that broadcast. The search for shardings needs no more than this. (After einops' notation and Shardy's
 factors.)
 """
 

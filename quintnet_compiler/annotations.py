@@ -1,4 +1,4 @@
-"""Facts about graph nodes. The only file that touches ``node.meta``."""
+"""Facts about graph nodes, which lie in ``node.meta``. Other files copy that whole, or read torch's own entries."""
 
 from __future__ import annotations
 
