@@ -29,7 +29,7 @@ from ..annotations import (
 )
 from ..builder import GraphBuilder
 from ..comm_ops import convert, loss_scale
-from ..derivative_ops import after_gradients, declare_gradient, derivatives, of_tangents, with_tangent
+from ..derivative_ops import after_gradients, arrives, declare_gradient, derivatives, of_tangents, with_tangent
 from ..errors import CompileError
 from ..program import DifferentiatedProgram, outputs
 from ..sharding import parse_type
@@ -175,7 +175,7 @@ class _Check:
             if node.target is with_tangent:
                 reads = (node, 1) in self.program.values
             else:
-                reads = node.op == "placeholder" or any(origin(n) in read for n in tensor_inputs(node))
+                reads = node.op == "placeholder" or any(origin(n) in read for n in arrives(node))
             read |= {(node, i) for i in ends if reads}
         return frozenset(key for key, _ in self.terms if key not in read)
 

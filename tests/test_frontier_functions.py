@@ -219,6 +219,19 @@ class Optional(torch.autograd.Function):
         return 2 * a if b is None else a + b
 
 
+class Unasked(torch.autograd.Function):
+    """Its gradient is that of a sum of squares, whatever arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0]
+
+
 def _product(model: Net, h: Tensor) -> Tensor:
     out, squares, signs = Product.apply(h, model.last.weight, None)
     back = Product.apply(out.tanh() + 0.1 * squares, model.first.weight, model.first.bias)[0]
@@ -236,6 +249,7 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "auxiliary": lambda m, h: Auxiliary.apply(h, m.first.weight.square().mean()),
     "in a checkpoint": lambda _, h: checkpoint(lambda x: Signed.apply(x.sin()), h, use_reentrant=False),
     "quantised weight": lambda m, h: h @ Straight.apply(m.last.weight, 0.3).t() @ m.last.weight,
+    "unasked": lambda _, h: Unasked.apply(h),
     "both outputs": lambda _, h: sum(Optional.apply(h)),
 }
 
