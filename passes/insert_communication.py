@@ -299,7 +299,8 @@ class _Lowering:
             state[position] = kind
             away = stage if isinstance(before, Shard) and not isinstance(kind, Shard) else home
             where = away if home is not None else None
-            key = (node, position, (kind,), where)
+            # users with a gradient and without see other types: I and R are transposed in other ways
+            key = (node, position, (before, kind), where)
             if key not in self.made:
                 self.made[key] = self._convert(node, position, before, kind)
                 if where is not None:

@@ -66,7 +66,9 @@ def index(node: fx.Node) -> Factors:
 
 def index_select(node: fx.Node) -> Factors:
     """The dim is whole; the index may be split."""
-    source, _picks = tensor_inputs(node)
+    source, picks = tensor_inputs(node)
+    if not shape(source) or not shape(picks):
+        return opaque(node)
     dims, sizes = named(shape(source))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     sizes["p"] = shape(node)[along]
@@ -77,6 +79,8 @@ def index_select(node: fx.Node) -> Factors:
 def index_add(node: fx.Node) -> Factors:
     """index_add, index_copy, index_fill: the dim and the index are whole."""
     x, picks, *source = tensor_inputs(node)
+    if not shape(x) or not shape(picks):
+        return opaque(node)
     dims, sizes = named(shape(x))
     (along,) = chosen_dims(argument(node, "dim"), len(dims))
     sizes["p"] = shape(picks)[0]
@@ -91,6 +95,8 @@ def index_add(node: fx.Node) -> Factors:
 def gather(node: fx.Node) -> Factors:
     """gather(x, dim, index): whole along dim; elsewhere the index must cover x."""
     x, picks = tensor_inputs(node)
+    if not shape(x) or not shape(picks):
+        return opaque(node)
     (along,) = chosen_dims(argument(node, "dim"), len(shape(x)))
     dims, sizes = named(shape(picks))
     whole = {f"d{along}"}
@@ -108,6 +114,8 @@ def gather(node: fx.Node) -> Factors:
 def scatter(node: fx.Node) -> Factors:
     """scatter(x, dim, index, source): whole along dim, and wherever the three differ in size."""
     x, *others = tensor_inputs(node)
+    if not shape(x) or not all(map(shape, others)):
+        return opaque(node)
     (along,) = chosen_dims(argument(node, "dim"), len(shape(x)))
     dims, sizes = named(shape(x))
     whole: set[str] = set()

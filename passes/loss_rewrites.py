@@ -20,7 +20,7 @@ def mean(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str
     """A mean is a sum and a division by the global count: each rank's sum is a term."""
     x = args[0]
     dims = (args[1] if len(args) > 1 else kwargs.get("dim")) or list(range(len(shape(x))))
-    dims = [d % len(shape(x)) for d in ([dims] if isinstance(dims, int) else dims)]
+    dims = [d % len(shape(x)) for d in ([dims] if isinstance(dims, int) else dims) if shape(x)]
     keep = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
     count = math.prod(shape(x)[d] for d in dims)
     wanted = output_dtype(node)

@@ -157,6 +157,49 @@ def draws(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
+def _embedding(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    if args[4] if len(args) > 4 else kwargs.get("sparse", False):
+        raise CompileError(
+            "QN105",
+            "an embedding with sparse=True asks for a sparse gradient, and programs make dense ones",
+            where=builder.where,
+            fix="sparse=False",
+        )
+    return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    raise CompileError(
+        "QN105",
+        "an embedding with max_norm changes rows of its weight in the forward pass",
+        where=builder.where,
+        fix="max_norm=None",
+    )
+
+
+def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Where a mask of bools says which elements are written, one value for all of them is torch.where."""
+    x, indices, put = args[:3]
+    adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+    masks = [i for i in indices if i is not None and value(i).dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    if len(indices) > 1 or value(put).numel() != 1:
+        raise CompileError(
+            "QN101",
+            "index_put with a mask of bools: how many values it takes depends on the values of the mask",
+            where=builder.where,
+            fix="torch.where(mask, values, x), with values for all elements",
+        )
+    mask, missing = masks[0], len(shape(x)) - len(shape(masks[0]))
+    mask = builder.reshape(mask, [*shape(mask), *[1] * missing])
+    if value(mask).dtype is torch.uint8:
+        mask = builder.call(aten.ne.Scalar, mask, 0)
+    put = builder.reshape(put, [])
+    written = builder.call(aten.add.Tensor, x, put) if adds else put
+    return builder.call(aten.where.self, mask, written, x)
+
+
 def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """A tensor made after another one depends on nothing of it but its shape and kind."""
     name = node.target._opname  # type: ignore[union-attr]
@@ -244,6 +287,9 @@ REWRITES: dict[Any, Rewrite] = {
     aten.mul.Tensor: _scalar(aten.mul.Scalar),
     aten.div.Tensor: _scalar(aten.div.Scalar),
     aten.copy.default: _copy,
+    aten.embedding.default: _embedding,
+    aten.embedding_renorm.default: _renormalized,
+    aten.index_put.default: _index_put,
     aten.pad.default: _pad,
     aten.cross_entropy_loss.default: cross_entropy,
     **dict.fromkeys([aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default], nll),

@@ -129,7 +129,7 @@ class Notation:
             for name, size in zip(names, dims, strict=True):
                 if sizes.get(name, 1) != 1 and size not in (1, sizes[name]):
                     raise ValueError(f"rule {self.text!r}: factor {name} is both {sizes[name]} and {size}")
-                sizes[name] = max(size, sizes.get(name, 1))
+                sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
         for names, dims in expanded[len(given) :]:
             for name, size in zip(names, dims, strict=True):
                 if size != sizes[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from .frontier import LAYOUTS, trains_equally
+import quintnet
+
+from .frontier import LAYOUTS, refused, trains_equally
 
 torch.set_num_threads(1)
 TWO = {name: LAYOUTS[name] for name in ("dp2", "tp2")}
@@ -110,3 +113,77 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_operators_without_a_rule_that_change_values_in_place(name: str) -> None:
     options: dict[str, Any] = {"plan": {"unknown_ops": "replicate"}}
     trains_equally(lambda: nn.Linear(4, 4), (X, SIGNS), LOSSES[name], TWO, **options)
+
+
+class TiedWithoutGradient(nn.Module):
+    """Its first stage uses the weight without a gradient, its last one with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = x @ self.weight
+        return (self.inner(h) @ self.weight).square().mean()
+
+
+def test_a_tied_parameter_of_which_one_use_has_no_gradient() -> None:
+    meshes = {name: LAYOUTS[name] for name in ("dp2", "pp2")} | {"dp2 x pp2": {"dp": 2, "pp": 2}}
+    trains_equally(TiedWithoutGradient, (X, SIGNS), meshes=meshes)
+
+
+def _masked(h: Tensor) -> Tensor:
+    return torch.index_put(h, (h > 0,), h.mean()).square().mean()
+
+
+ODD: dict[str, Callable[[], nn.Module]] = {
+    "with a gradient and detached": lambda: Between(
+        lambda s, x, y: F.mse_loss(v := torch.cat([h := s.inner(x), h.sin()], 1), v.detach() * 0.5), features=6
+    ),
+    "index_put of bools": lambda: Between(lambda s, x, y: _masked(s.inner(x))),
+    "index_put of bools, added": lambda: Between(
+        lambda s, x, y: torch.index_put(h := s.inner(x), (y > 0,), h.mean(), accumulate=True).square().mean()
+    ),
+    "no columns": lambda: Between(lambda s, x, y: (h := s.inner(x)).sum() + (h[:, :0] * 2).sum()),
+    "0-d": lambda: Between(
+        lambda s, x, y: (m := s.inner(x).square().mean().mean(dim=0)) + m.gather(0, torch.tensor(0)) * m.detach()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_operators(name: str) -> None:
+    trains_equally(ODD[name], (X, SIGNS), meshes=TWO)
+
+
+def test_lstm_in_float32() -> None:
+    """oneDNN's kernel is for float32 alone: compiled, it is the recurrence that float64 has."""
+    torch.manual_seed(0)
+    model, x = nn.LSTM(4, 4, batch_first=True), torch.randn(8, 3, 4)
+    expected = copy.deepcopy(model)(x)[0].square().mean()
+    loss = quintnet.compile(
+        model, quintnet.Mesh(dp=2), (x, x[:, 0]), loss_fn=lambda out, y: out[0].square().mean() + 0 * y.sum()
+    ).step((x, x[:, 0]))
+    torch.testing.assert_close(loss, expected.detach())
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], str, str, dict[str, nn.Module]]] = {
+    "sparse": (
+        lambda s, i: s.inner(s.table(i)).mean(), "QN105", "sparse gradient", {"table": nn.Embedding(8, 4, sparse=True)}
+    ),
+    "max_norm": (
+        lambda s, i: s.inner(s.table(i)).mean(), "QN105", "max_norm", {"table": nn.Embedding(8, 4, max_norm=1.0)}
+    ),
+    "values of a mask": (
+        lambda s, i: torch.index_put(h := s.inner(i * torch.ones(4)), (h > 9,), h.new_ones(0)).mean(),
+        "QN101", "values of the mask", {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_their_cause(name: str) -> None:
+    function, code, cause, parts = REFUSED[name]
+    ids = torch.arange(8)[:, None]
+    refused(lambda: Between(function, **copy.deepcopy(parts)), (ids,), code, cause=cause, meshes=TWO)

@@ -49,6 +49,9 @@ class GradientStore:
                     over = reduced_axes(spec, self.program), scattered_axes(spec, self.program)
                     groups[spec.summed, spec.reduced, *over].append(name)
                 self.times[name] += 1
+        for name in self._idle():
+            spec = self.program.state[name]
+            groups["idle", spec.summed, spec.reduced].append(name)
         for names in groups.values():
             pending: list[str] = []
             size, dtype = 0, self.program.state[names[0]].summed
@@ -67,6 +70,7 @@ class GradientStore:
         self.copies = [self.settled[name] for name in copied], [self.where[name].views[name] for name in copied]
         owners = {name: shared_by(self.program.state[name], self.program, self.part.rank) for name in self.where}
         self.shared = {name: ranks for name, ranks in sorted(owners.items()) if ranks}
+        self.idle = [bucket for bucket in self.buckets if not bucket.terms]
 
     def begin(self) -> None:
         """A new step: forget the gradients of the last one."""
@@ -74,6 +78,15 @@ class GradientStore:
         for bucket in self.buckets:
             bucket.wait = None
             bucket.left = bucket.terms
+        for bucket in self.idle:
+            bucket.buffer.zero_()
+
+    def _idle(self) -> list[str]:
+        """Parameters that stages here use without a gradient, and other stages with one: its sum arrives here too."""
+        here = {stage.index for stage in self.part.stages}
+        trained = {name for stage in self.program.stages for name in stage.gradients.values()}
+        held = {name for name in trained if not here.isdisjoint(self.program.state[name].stages)}
+        return sorted(held - self.times.keys())
 
     def accumulate(self, gradient: Tensor, value: str) -> None:
         """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
