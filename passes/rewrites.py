@@ -13,6 +13,7 @@ from ..annotations import is_float, shape, value
 from ..attention_ops import attention
 from ..builder import GraphBuilder
 from ..comm_ops import dropout
+from ..errors import CompileError
 from .attention_rewrites import dropouts, masked_attention, scaled_dot_product
 from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
 
