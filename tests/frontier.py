@@ -199,7 +199,7 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         given, asked = _batch(case, step), _batch(case, step)
         random.seed(step)
         torch.manual_seed(step)
-        with same_masks(options["seed"], step):
+        with same_masks(options["seed"], step // len(programs)):  # each program counts its own steps
             expected = _plainly(lambda: _loss(plain, loss_of, asked))  # noqa: B023 -- called at once
             _plainly(expected.backward)
         random.seed(step)
