@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from .annotations import Leaf
@@ -88,6 +91,45 @@ def module_of(node: fx.Node) -> str:
     return where.module if where else ""
 
 
+def refuse_mutations(exported: torch.export.ExportedProgram, model: nn.Module, sample: Any) -> None:
+    """Raises: CompileError QN110 if the traced function changes a tensor that it was given."""
+    made = {node.name: node for node in exported.graph.nodes}
+    paths, _ = pytree.tree_flatten_with_path(sample)
+    given = dict(zip(exported.graph_signature.user_inputs, (path for path, _ in paths), strict=False))
+    for spec in exported.graph_signature.output_specs:
+        kind = _MUTATED.get(spec.kind)
+        if kind is None:
+            continue
+        target = spec.target or ""
+        name = target.removeprefix("model.")
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            name = f"batch{pytree.keystr(given.get(target, ()))}"
+        where = _where(made[spec.arg.name])
+        owner, fix = name.rpartition(".")[0], ""
+        if kind == "buffer" and isinstance(_part(model, owner), _BatchNorm | _InstanceNorm):
+            where = Where(owner, where.source)
+            fix = "use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
+        elif kind == "input":
+            fix = f"change a copy: {name}.clone()"
+        raise CompileError(
+            "QN110", f"the forward pass changes the {kind} {name!r}; a program would not", where=where, fix=fix
+        )
+
+
+def _part(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+_MUTATED = types.MappingProxyType(
+    {
+        OutputKind.BUFFER_MUTATION: "buffer",
+        OutputKind.PARAMETER_MUTATION: "parameter",
+        OutputKind.USER_INPUT_MUTATION: "input",
+    }
+)
 _DROPPED = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_assert_async")
 
 
@@ -100,14 +142,7 @@ def canonical(
     only_rows: int | None = None,
 ) -> Captured:
     signature = exported.graph_signature
-    if signature.buffers_to_mutate:
-        name = next(iter(signature.buffers_to_mutate.values())).removeprefix("model.")
-        raise CompileError(
-            "QN105",
-            f"the forward pass changes the buffer {name!r} (running statistics of a BatchNorm, say)",
-            where=Where(name.rpartition(".")[0]),
-            fix="use GroupNorm or LayerNorm, or freeze the module with .eval() inside the model's train()",
-        )
+    refuse_mutations(exported, model, sample)
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}

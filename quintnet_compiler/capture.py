@@ -8,12 +8,14 @@ removed by :mod:`.canonical`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,49 +27,16 @@ from .canonical import OWN, canonical, inline_no_grad, module_of
 from .capture_once import Skipped, blocks_once
 from .errors import CompileError, Where
 from .huggingface import traced_as_few_nodes
-from .modes import evaluating
+from .modes import evaluating, without_autocast
 from .names import check_batch_names, check_names
 from .program import Captured
+from .step_module import Call, StepModule
+from .step_module import LossFn as LossFn
+from .step_module import loss_of as loss_of
 from .user_derivatives import user_derivatives
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
-LossFn = Callable[..., Tensor]
-Call = Callable[[nn.Module, Any], Any]
 _aten = torch.ops.aten
-
-
-class _Step(nn.Module):
-    """The user's model and loss as one function of the batch."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, want: str, call: Call | None) -> None:
-        super().__init__()
-        self.model, self.loss_fn, self.want, self.call = model, loss_fn, want, call
-
-    def forward(self, batch: Any) -> Any:
-        if self.call is not None:
-            return self.call(self.model, batch)
-        if isinstance(batch, dict):
-            out = self.model(**batch)
-        elif self.want == "loss" and self.loss_fn is not None:
-            out = self.loss_fn(self.model(*batch[:-1]), batch[-1])
-        else:
-            out = self.model(*batch)
-        return loss_of(out) if self.want == "loss" else out
-
-
-def loss_of(out: Any) -> Any:
-    if isinstance(out, Mapping) and "loss" in out:
-        out = out["loss"]
-    elif not isinstance(out, Tensor) and getattr(out, "loss", None) is not None:
-        out = out.loss
-    if not isinstance(out, Tensor) or out.dim() != 0:
-        found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise CompileError(
-            "QN103",
-            f"the model returned {found} where a scalar loss is needed",
-            fix="give loss_fn=, or return the loss (or an object with .loss)",
-        )
-    return out
 
 
 def batch_size_of(batch: Any) -> int:
@@ -130,15 +99,16 @@ def capture(
     # A batch of one would be taken for a constant; two stands for any size.
     sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
-    step = _Step(model, loss_fn, want, call)
+    step = StepModule(model, loss_fn, want, call)
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
+    shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
     user = user_derivatives(step, trained=trained)
-    with mode, flags, user as own, _no_warnings(), traced_as_few_nodes(model), blocks as skipped:
+    with mode, flags, user as own, without_autocast(), _no_warnings(), shipped, blocks as skipped:
         rows = None
         try:
-            exported = _export(step, sample, dynamic)
+            exported = step.traced(functools.partial(_export, step, sample, dynamic))
         except CompileError:
             raise
         except Exception as error:
@@ -148,7 +118,7 @@ def capture(
             sample, rows = pytree.tree_map(lambda x: _sample(x, size, size, device), batch), size
             try:
                 skipped.like.clear()
-                exported = _export(step, sample, None)
+                exported = step.traced(functools.partial(_export, step, sample, None))
             except CompileError:
                 raise
             except Exception:
@@ -156,7 +126,7 @@ def capture(
         own.finish(exported.graph)
         captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
-        return captured
+        return replace(captured, guards=step.guards(training=training))
     return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call)
 
 
@@ -233,7 +203,7 @@ def _untraceable(error: Exception) -> CompileError:
         found = frame.f_locals.get("self")
         if (
             isinstance(found, nn.Module)
-            and not isinstance(found, _Step)
+            and not isinstance(found, StepModule)
             and not type(found).__module__.startswith("torch.")
         ):
             module = type(found).__name__
@@ -249,6 +219,11 @@ def _untraceable(error: Exception) -> CompileError:
     elif kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
         reason = "control flow depends on the values of a tensor, which a compiled program cannot follow"
         fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
+    elif "is mutated in the forward method" in reason:  # a plain tensor attribute
+        name = reason.partition("Constant ")[2].partition(" ")[0].removeprefix("model.")
+        return CompileError(
+            "QN110", f"the forward pass changes the tensor {name!r}; a program would not", where=Where(module, source)
+        )
     elif _fixes_the_batch(error):
         reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
         fix = "use x.shape[0] (or -1) where a literal batch size is used"

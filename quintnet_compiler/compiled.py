@@ -26,6 +26,7 @@ from .generation import Decoding, Sampling, ends_of
 from .html import table
 from .mesh import Mesh
 from .meta_buffers import with_buffers
+from .modes import refuse_autocast
 from .passes.prove import prove
 from .plan import Plan, precision_of
 from .planner.report import PlanReport
@@ -432,7 +433,8 @@ class CompiledProgram(ProgramState):
             )
         begun = False
         try:
-            with running(self._given, self._steps, kind, local, batch):
+            given = {"batch": batch, "changed": changed} if (changed := self._programs.changed(kind)) else batch
+            with running(self._given, self._steps, kind, local, given):
                 begun = True
                 found = self._run_here(kind, batch, local, recorder)
         except InputError as error:
@@ -443,6 +445,7 @@ class CompiledProgram(ProgramState):
         return found
 
     def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
+        refuse_autocast(self._task.device)
         batch = plain_batch(batch)
         rows = batch_size_of(batch)
         program = self._programs.get(kind, batch, rows * (self.mesh.data_ways if local else 1))
@@ -450,7 +453,7 @@ class CompiledProgram(ProgramState):
         if kind == "train" and not local:
             self._batch = batch
         backend = self._state()
-        if kind != self._task.leads:
+        if program is not self._leader().program:
             backend.learn(program, self._programs.captured[kind].tensors)
         return backend.run(program, inputs, self._how(kind, local), recorder=recorder)
 

@@ -53,6 +53,18 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "has the operator and what torch says of it.",
             "See whether model(*batch) works on this device; then write that line with other operators.",
         ),
+        "QN110": (
+            "A program is one function of parameters, buffers and the batch. What forward does beside computing its "
+            "result (it counts, keeps a tensor in an attribute, changes a buffer, a parameter or its batch, draws "
+            "Python's random numbers) would happen once, while it is traced, and never again.",
+            "The message names what changes and the line. Change it outside of forward, or return it; numbers that "
+            "change with every step go into the batch.",
+        ),
+        "QN112": (
+            "Something that the program was made of is another one now: a part or a parameter of the module was "
+            "replaced, added or removed. Programs of other modes, attributes and requires_grad are made by themselves.",
+            "Compile the module again after changing it, and give the new program's parameters to the optimizer.",
+        ),
         "QN201": (
             "An axis is unknown or has no whole size, or a plan asks for an axis that the mesh does not have.",
             "Axes are dp, tp, cp, ep and pp; the mesh's sizes multiply to the number of ranks.",

@@ -16,6 +16,8 @@ SUMMARIES = MappingProxyType(
         "QN107": "the program is for inference",
         "QN108": "an option is not valid",
         "QN109": "an operator cannot be rewritten",
+        "QN110": "forward changes something, or draws what is drawn once",
+        "QN112": "the module changed, and the program cannot follow",
         "QN201": "the mesh is not valid",
         "QN202": "an operator has no sharding rule",
         "QN203": "the layout does not divide",

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec
 
 from .annotations import Leaf, leaf
+from .guards import Guards
 from .mesh import Mesh
 from .precision import Precision
 from .schedule import Action, Edge, Schedule
@@ -25,7 +26,8 @@ class Captured:
     """The user's model as torch.export sees it: ATen operators, symbolic batch size, global shapes.
 
     ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
-    maps every further name of a tied parameter to the one that is kept. ``only_rows``: the batch size, where the
+    maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
+    graph to be that of the module. ``only_rows``: the batch size, where the
     model's code fixes it. ``literals``: what the batch holds beside tensors; the graph is made for these values.
     """
 
@@ -38,6 +40,7 @@ class Captured:
     only_rows: int | None = None
     literals: tuple[Any, ...] = ()
     like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    guards: Guards | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

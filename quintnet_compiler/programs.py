@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .capture import capture
+from .captured_versions import CapturedVersions, Version
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .errors import CompileError, InputError
 from .generation import Held
 from .mesh import Mesh
+from .modes import without_autocast
 from .program import Captured, DistributedProgram
 from .task import Task
 from .verification import model_inputs
@@ -25,8 +27,9 @@ class Programs:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.captured: dict[str, Captured] = {}
-        self._made: dict[tuple[str, int], DistributedProgram] = {}
+        self._versions = CapturedVersions()
         self._leader: Compiled | None = None
+        self._parameters: dict[str, Tensor] = {}
 
     @property
     def led(self) -> bool:
@@ -54,16 +57,24 @@ class Programs:
             CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
             InputError: QN106 if the rows do not divide.
         """
-        found = self._made.get((kind, size))
-        if found is not None:
-            return found
+        version = self._versions.look(kind)
+        if version is not None:
+            self.captured[kind] = version.captured
+            if size in version.made:
+                return version.made[size]
         check_divides(self.task.mesh, self.task.plan.microbatches if kind == "train" else 1, size)
         if self._leader is None:
             self._lead(batch, size) if kind == self.task.leads else self._lead_for(kind, batch, size)
             if kind == self.task.leads:
-                return self._made[kind, size]
-        found = self._made[kind, size] = self.follow(self._capture(kind, batch), size, training=kind == "train")
-        return found
+                return self.leader.program
+        version = self._capture(kind, batch)
+        self._refuse_other_parameters(version.captured)
+        version.made[size] = self.follow(version.captured, size, training=kind == "train")
+        return version.made[size]
+
+    def changed(self, kind: str) -> str:
+        """What of the module is not as it was when the first program of this kind was captured; "" if all is."""
+        return self._versions.difference(kind, self._versions.look(kind))
 
     def follow(
         self, captured: Captured, size: int, held: Held = MappingProxyType({}), *, training: bool = False
@@ -71,7 +82,8 @@ class Programs:
         """A program of another kind, on the parameters where the leader has them."""
         task, leader = self.task, self.leader
         request = Request(task.mesh, leader.plan, size, task.device, task.rules, held)
-        return follow_program(captured, request, leader, Runner(), training=training)
+        with without_autocast():
+            return follow_program(captured, request, leader, Runner(), training=training)
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
         """Evaluation came first: the training program still decides where parameters live."""
@@ -88,18 +100,34 @@ class Programs:
     def _lead(self, batch: Any, size: int) -> None:
         task = self.task
         request = Request(task.mesh, task.plan, size, task.device, task.rules)
-        captured = self._capture(task.leads, batch)
-        self._leader = compile_program(captured, request, Runner(keep=True), training=task.training)
-        self._made[task.leads, size] = self._leader.program
+        version = self._capture(task.leads, batch)
+        with without_autocast():
+            self._leader = compile_program(version.captured, request, Runner(keep=True), training=task.training)
+        self._parameters = dict(version.captured.tensors)
+        version.made[size] = self._leader.program
 
-    def _capture(self, kind: str, batch: Any) -> Captured:
-        if kind not in self.captured:
+    def _capture(self, kind: str, batch: Any) -> Version:
+        version = self._versions.look(kind)
+        if version is None:
             task = self.task
             want = "outputs" if kind == "outputs" else "loss"
-            self.captured[kind] = capture(
+            captured = capture(
                 task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
             )
-        return self.captured[kind]
+            version = self._versions.add(kind, captured)
+        self.captured[kind] = version.captured
+        return version
+
+    def _refuse_other_parameters(self, captured: Captured) -> None:
+        """Raises: CompileError QN112 if a parameter is not that of the program that leads."""
+        for name, x in captured.tensors.items():
+            if isinstance(x, nn.Parameter) and self._parameters.get(name) is not x:
+                there = "is another object now" if name in self._parameters else "was not there when it was compiled"
+                raise CompileError(
+                    "QN112",
+                    f"the program has no parameter for {name}, which {there}",
+                    fix="compile the module again, and give the new program's parameters to the optimizer",
+                )
 
     def inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:
         """The batch's tensors, as ``program`` takes them; ``local``: this data rank's rows.

@@ -144,7 +144,7 @@ def test_exit_codes() -> None:
     assert _run("verify", "cli_target:build").exit_code == answer.USAGE  # no mesh
     assert _run("verify", *PLAIN, "--limit", "1e-12").exit_code == answer.NOT_EQUAL
     found = _document("verify", "cli_target:batch_norm", "--mesh", "dp=2", code=answer.UNSUPPORTED)
-    assert found["error"]["id"] == "QN105" and found["error"]["fix"]
+    assert found["error"]["id"] == "QN110" and found["error"]["fix"]
     found = _document("plan", "cli_target:huge", "--nodes", "1", "--gpus-per-node", "1", code=answer.NO_PLAN)
     assert found["error"]["id"] == "QN212"
     assert _run("plan", "cli_target:build", "--gpu", "abacus").exit_code == answer.UNSUPPORTED

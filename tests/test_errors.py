@@ -342,10 +342,10 @@ MESSAGES: dict[str, str] = {
         "  fix: use microbatches=1"
     ),
     "batch norm": (
-        "QN105 the model uses something that is not supported yet\n"
-        "  the forward pass changes the buffer 'norm.running_mean' (running statistics of a BatchNorm, say)\n"
-        "  at: norm\n"
-        "  fix: use GroupNorm or LayerNorm, or freeze the module with .eval() inside the model's train()"
+        "QN110 forward changes something, or draws what is drawn once\n"
+        "  the forward pass changes the buffer 'norm.running_mean'; a program would not\n"
+        "  at: norm  test_errors.py:N: return self.norm(self.layer(x))\n"
+        "  fix: use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
     ),
     "random numbers": (
         "QN105 the model uses something that is not supported yet\n"

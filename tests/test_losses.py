@@ -119,7 +119,7 @@ def test_a_contrastive_loss_is_exact_or_refused() -> None:
 def test_batch_statistics_are_refused() -> None:
     """BatchNorm that keeps running statistics, and one that only uses those of the batch."""
     keeping = Tagger(nn.Sequential(_Transposed(nn.BatchNorm1d(WIDTH)))).double()
-    with pytest.raises(quintnet.CompileError, match=r"QN105.*\n.*running_mean"):
+    with pytest.raises(quintnet.CompileError, match=r"QN110.*\n.*running_mean"):
         quintnet.compile(keeping, quintnet.Mesh(dp=2), _batch(), loss_fn=_tokens)
     using = Tagger(nn.Sequential(_Transposed(nn.BatchNorm1d(WIDTH, track_running_stats=False)))).double()
     with pytest.raises(quintnet.CompileError, match="QN104"):

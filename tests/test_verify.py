@@ -184,7 +184,7 @@ def test_the_command_says_equal_with_its_exit_code(tmp_path: Path) -> None:
         (("mymodel:build", "--mesh", "dp2"), 2, "AXIS=SIZE"),
         (("mymodel:nothing", "--mesh", "dp=2"), 2, "cannot be loaded"),
         (("mymodel", "--mesh", "dp=2"), 2, "package.module:builder"),
-        (("mymodel:unsupported", "--mesh", "dp=2"), 4, "QN105"),
+        (("mymodel:unsupported", "--mesh", "dp=2"), 4, "QN110"),
         (("mymodel:build", "--mesh", "xp=2"), 4, "QN201"),
     ],
 )

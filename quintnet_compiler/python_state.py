@@ -1,0 +1,220 @@
+"""What a module keeps in Python: attributes, lists, generators of random numbers. Noticed where a trace changes it."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice)
+PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial, types.ModuleType)
+OWN = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module
+PARTS = types.MappingProxyType({"_parameters": "the parameter", "_buffers": "the buffer", "_modules": "the module"})
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``==`` says all of two such values: numbers, text, dtypes, and lists, tuples, sets and dicts of them."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    return isinstance(value, PLAIN) or (type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0)
+
+
+def copied(value: Any) -> Any:
+    """The value, with copies of the lists, tuples, sets and dicts in it; other objects stay the same ones."""
+    if type(value) in (list, tuple):
+        inner = list(map(copied, value))
+        return inner if type(value) is list else value if all(map(is_, inner, value)) else tuple(inner)
+    if type(value) is set:
+        return set(value)
+    if type(value) is dict:
+        return {name: copied(one) for name, one in value.items()}
+    return value
+
+
+def same(now: Any, then: Any) -> bool:
+    """Whether a value is what was ``copied`` of it: equal plain data, the same objects otherwise."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(then) and all(map(same, now, then))
+    if isinstance(now, dict):
+        return list(now) == list(then) and all(map(same, now.values(), then.values()))
+    if isinstance(now, types.MethodType):
+        return bool(now == then)
+    return is_plain(now) and (bool(now == then) or bool(now != now and then != then))
+
+
+def shown(value: Any) -> str:
+    """A value in an error."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, (list, tuple, dict, set)) and not is_plain(value):
+        return f"{type(value).__name__} of {len(value)}"
+    text = repr(value) if is_plain(value) else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class Missing:
+    """Stands for an attribute that is not there."""
+
+
+MISSING = Missing()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that a trace changed. ``what`` names it for people; ``changed`` asks again.
+
+    ``put`` makes it what the trace made of it, where that is plain data: it may stay so from then on. ``undo`` makes it
+    what it was.
+    """
+
+    what: str
+    before: Any
+    after: Any
+    changed: Callable[[], bool]
+    put: Callable[[], None] | None = None
+    undo: Callable[[], None] | None = None
+
+    def __str__(self) -> str:
+        if not isinstance(self.before, Missing) and shown(self.before) == shown(self.after):
+            return self.what
+        return f"{self.what} (from {shown(self.before)} to {shown(self.after)})"
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A namespace as it was. ``names``: of what is looked at; None for all of it. ``copies``: with copied lists."""
+
+    kind: str
+    label: str
+    own: dict[str, Any]
+    held: dict[str, Any]
+    copies: dict[str, Any]
+    names: frozenset[str] | None
+
+    @classmethod
+    def of(cls, kind: str, label: str, own: dict[str, Any], names: Iterable[str] | None = None) -> _Kept:
+        chosen = None if names is None else frozenset(names)
+        held = dict(own) if chosen is None else {name: own[name] for name in chosen if name in own}
+        return cls(kind, label, own, held, {n: copied(x) for n, x in held.items() if n not in OWN}, chosen)
+
+    def changes(self) -> list[Change]:
+        now = self.own.keys() - OWN if self.names is None else self.names
+        names = [name for name in self.copies.keys() | now if self._differs(name)]
+        return [self._change(name) for name in sorted(names)]
+
+    def _differs(self, name: str) -> bool:
+        return not same(self.own.get(name, MISSING), self.copies.get(name, MISSING))
+
+    def _change(self, name: str) -> Change:
+        path = f"{self.label}.{name}".removeprefix(".")
+        before, after = self.copies.get(name, MISSING), self.own.get(name, MISSING)
+        plain = is_plain(after) and (before is MISSING or is_plain(before))
+        put = functools.partial(self.own.__setitem__, name, after) if plain else None
+        undo = functools.partial(self.own.pop, name, None)
+        if before is not MISSING:
+            undo = functools.partial(self.own.__setitem__, name, self.held[name])
+        return Change(f"{self.kind} {path!r}", before, after, lambda: self._differs(name), put, undo)
+
+    def restore(self) -> None:
+        if self.names is None:
+            for name in [name for name in self.own if name not in self.held]:
+                del self.own[name]
+        for name, value in self.held.items():
+            if self.own.get(name, MISSING) is not value:
+                self.own[name] = value
+            if name in self.copies and not same(value, self.copies[name]):
+                _refill(value, self.copies[name])
+
+
+@dataclass
+class Snapshot:
+    """The attributes of objects as they were: what has changed since, and all of it put back.
+
+    Of a module, its parameters, buffers and parts count too: which tensors they are, not their values.
+    """
+
+    kept: list[_Kept] = field(default_factory=list)
+    seen: set[int] = field(default_factory=set)
+
+    def add(self, label: str, owner: Any) -> None:
+        """Remember the attributes of ``owner``, a module or another object that has a ``__dict__``."""
+        own = vars(owner)
+        if id(own) in self.seen:
+            return
+        self.seen.add(id(own))
+        if isinstance(owner, nn.Module):
+            self.kept += [_Kept.of(kind, label, own[part]) for part, kind in PARTS.items()]
+        self.kept.append(_Kept.of("the attribute", label, own))
+
+    def add_names(self, label: str, own: dict[str, Any], names: Iterable[str]) -> None:
+        """Remember some variables of a namespace."""
+        self.kept.append(_Kept.of("the variable", label, own, names))
+
+    def changes(self) -> list[Change]:
+        return [change for kept in self.kept for change in kept.changes()]
+
+    def restore(self) -> None:
+        """Every attribute is the object that it was, and lists, sets and dicts have the elements that they had."""
+        for kept in self.kept:
+            kept.restore()
+
+
+def _refill(value: Any, then: Any) -> None:
+    if isinstance(value, list):
+        value[:] = then
+    elif isinstance(value, (dict, set)):
+        value.clear()
+        value.update(then)
+
+
+@dataclass(frozen=True)
+class Generators:
+    """Python's and NumPy's generators of random numbers, as they were."""
+
+    states: tuple[tuple[str, Callable[[], Any], Callable[[Any], None], Any], ...]
+
+    @classmethod
+    def now(cls) -> Generators:
+        found: list[tuple[str, Callable[[], Any], Callable[[Any], None], Any]] = [
+            ("Python's random", random.getstate, random.setstate, random.getstate())
+        ]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            state = numpy.random.get_state(legacy=False)
+            found.append(("numpy.random", lambda: numpy.random.get_state(legacy=False), numpy.random.set_state, state))
+        return cls(tuple(found))
+
+    def changes(self) -> list[Change]:
+        found = []
+        for name, get, _, then in self.states:
+            before = str(then)
+
+            def changed(get: Callable[[], Any] = get, before: str = before) -> bool:
+                return str(get()) != before
+
+            if changed():
+                found.append(Change(f"the state of {name}", None, None, changed))
+        return found
+
+    def restore(self) -> None:
+        for _, get, put, then in self.states:
+            if str(get()) != str(then):
+                put(then)
