@@ -18,16 +18,22 @@ from .huggingface_attention import attention_as_one_operator
 
 
 @contextlib.contextmanager
-def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
+def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterator[None]:
     """While inside, the Hugging Face modules of ``model`` call the functions of this file.
 
-    Each configuration gets its own choice back at the end.
+    Each configuration gets its own choice back at the end. ``as_shipped``: where a configuration has ``use_cache``,
+    position_ids that begin again are no documents of their own, as in a call that makes a cache (which no trace does).
     """
     configs = _configs(model)
+    masks = sys.modules.get("transformers.masking_utils")
+    joined = as_shipped and any(getattr(config, "use_cache", False) for config in configs)
+    documents = getattr(masks, "find_packed_sequence_indices", None) if joined else None
     before = [(c, name, getattr(c, name)) for c in configs for name in _CHOICES if hasattr(c, name)]
     if configs:
         _register()
     try:
+        if documents is not None:
+            masks.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[union-attr]
         for config, name, _ in before:
             setattr(config, name, _CHOICES[name])
         with attention_as_one_operator() if configs else contextlib.nullcontext():
@@ -35,6 +41,8 @@ def traced_as_few_nodes(model: nn.Module) -> Iterator[None]:
     finally:
         for config, name, was in before:
             setattr(config, name, was)
+        if documents is not None:
+            masks.find_packed_sequence_indices = documents  # type: ignore[union-attr]
 
 
 # Attributes of a configuration while it is captured: the name under which a function of ours is registered, and no
