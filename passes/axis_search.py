@@ -60,8 +60,12 @@ class AxisSearch:
         self._edges()
         solution = self.model.solve()
         if solution is None:
+            fixed = sorted(name for name, axis in self.view.wishes.fixed if axis == self.axis.name)
+            what = f"with {', '.join(fixed[:4])} fixed" if fixed else "of this model"
             raise CompileError(
-                "QN205", f"no sharding over {self.axis.name} satisfies the plan", fix="fix fewer parameters"
+                "QN205",
+                f"no sharding {what} over {self.axis.name}={self.axis.size} is possible",
+                fix="fix fewer parameters" if fixed else "",
             )
         for variable, edge in self.forbidden.items():
             if solution[variable] > 0.5:

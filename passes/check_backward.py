@@ -340,7 +340,7 @@ class _Check:
 
     def _fail(self, what: str, node: fx.Node | None) -> CompileError:
         where = facts(node).where if node is not None else None
-        return CompileError("QN209", f"backward check: {what}", where=where, fix="report this, with the model")
+        return CompileError("QN209", f"backward check: {what}", where=where, fix=REPORT)
 
 
 def _reaching(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from ..annotations import facts, leaf, shape, value
 from ..comm_ops import RANKED, SIZED, microbatch, share
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
 from ..schedule_check import verify_schedule
 from .check_overlap import check_pairs
@@ -54,7 +54,7 @@ class _ByIdentity:
 
 def _fail(what: str, node: fx.Node | None = None) -> CompileError:
     where = facts(node).where if node is not None and node.op != "output" else None
-    return CompileError("QN209", f"code check: {what}", where=where, fix="report this, with the model")
+    return CompileError("QN209", f"code check: {what}", where=where, fix=REPORT)
 
 
 class _Stage:

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..annotations import facts, is_getitem, shape, values
 from ..comm_ops import all_gather, gather_products, product_scatter, reduce_scatter
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..program import DifferentiatedProgram
 
 aten = torch.ops.aten
@@ -164,4 +164,4 @@ def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | N
 
 def _fail(what: str, node: fx.Node | None) -> CompileError:
     where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"fusion check: {what}", where=where, fix="report this, with the model")
+    return CompileError("QN209", f"fusion check: {what}", where=where, fix=REPORT)

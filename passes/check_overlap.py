@@ -8,7 +8,7 @@ from torch import fx
 
 from ..annotations import facts
 from ..comm_ops import STARTS, wait
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..program import DifferentiatedProgram
 
 BEGINS = frozenset(STARTS.values())
@@ -58,4 +58,4 @@ def _waits(node: fx.Node) -> bool:
 
 def _fail(what: str, node: fx.Node | None) -> CompileError:
     where = facts(node).where if node is not None and node.op == "call_function" else None
-    return CompileError("QN209", f"overlap check: {what}", where=where, fix="report this, with the model")
+    return CompileError("QN209", f"overlap check: {what}", where=where, fix=REPORT)

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..annotations import copied_from, facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
 from ..comm_ops import COMMUNICATION, convert, microbatch, share
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..expert_ops import expert_linear
 from ..program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ..sharding import AxisType, I, P, R, Shard, parse_type
@@ -65,7 +65,7 @@ def check_types(local: LocalProgram, rules: Rules) -> None:
 
 
 def _fail(what: str, node: fx.Node) -> CompileError:
-    return CompileError("QN209", f"type check: {what}", where=facts(node).where, fix="report this, with the model")
+    return CompileError("QN209", f"type check: {what}", where=facts(node).where, fix=REPORT)
 
 
 def _check_strategies(sharded: ShardedProgram, node: fx.Node, rule: Factors) -> frozenset[str]:

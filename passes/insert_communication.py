@@ -27,7 +27,7 @@ from ..comm_ops import (
     share,
     unroute,
 )
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..expert_ops import expert_linear
 from ..program import Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
 from ..sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
@@ -143,7 +143,7 @@ class _Lowering:
                     "QN209",
                     f"{node.target} makes {actual} on each rank where its sharding says {expected}",
                     where=facts(node).where,
-                    fix="report this, with the model",
+                    fix=REPORT,
                 )
             self.local[node, index] = result
             self.sharding[result] = self.sharded.produced(node, index)

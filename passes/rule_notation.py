@@ -163,7 +163,10 @@ def _check_tensor(text: str, tensor: Sequence[str], *, leading: bool) -> None:
         raise ValueError(f"rule {text!r}: '...' may only come first")
     for token in tensor:
         if token != "..." and not token.isidentifier():
-            raise ValueError(f"rule {text!r}: {token!r} is not a name")
+            raise ValueError(
+                f"rule {text!r}: {token!r} is not a name; every tensor, in a list or tuple too, is one group of names "
+                "between commas, and a dim of size 1 has a name as well"
+            )
         if leading and re.fullmatch(r"b\d+", token):
             raise ValueError(f"rule {text!r}: {token!r} is a name of a dim of '...'; use another")
     if len(set(tensor)) != len(tensor):

@@ -55,8 +55,8 @@ class RuleBook:
                 "QN202",
                 f"{node.target} has no sharding rule",
                 where=facts(node).where,
-                fix="add one: quintnet.compile(..., rules=[quintnet.rule(op, '... -> ...')]), "
-                "or run it unsplit with quintnet.Plan(unknown_ops='replicate')",
+                fix="run it unsplit with quintnet.Plan(unknown_ops='replicate'), "
+                "or add a rule: quintnet.compile(..., rules=[quintnet.rule(op, '... -> ...')])",
             )
         try:
             return rule.factors(node)

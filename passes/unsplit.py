@@ -1,15 +1,19 @@
-"""What a layout leaves whole: products and attention that every rank of an axis computes, and why."""
+"""What a layout does not split: products and attention that every rank of an axis computes, and why; and what ranks
+that share nothing but a model's parameters exchange of their batches."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 
 from torch import fx
 
-from ..annotations import facts, is_getitem, shape, tensor_inputs
+from ..annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ..attention_ops import attention
+from ..comm_ops import COMMUNICATION, lower_conversion
 from ..program import Axis, ShardedProgram
+from .batch_factors import made_of_the_batch
 from .candidates import CONTRACTIONS, aten
 from .rule_notation import Factors
 from .strategies import RuleBook, refine
@@ -19,7 +23,8 @@ _HEAVY = frozenset({*CONTRACTIONS, aten.scaled_dot_product_attention.default, at
 
 def unsplit(sharded: ShardedProgram, rules: RuleBook) -> tuple[str, ...]:
     """A line for each kind of heavy operator that runs whole on every rank of a model or context axis, with the sizes
-    that do not divide. It is exact, and costs what one rank alone would take."""
+    that do not divide. It is exact, and costs what one rank alone would take. And a line for each value that travels
+    between data ranks: exact too, and more than the sum of gradients that such an axis is there for."""
     found: dict[str, list[str]] = defaultdict(list)
     factors = rules.factors(sharded.program.graph)
     for node in sharded.program.graph.nodes:
@@ -30,7 +35,25 @@ def unsplit(sharded: ShardedProgram, rules: RuleBook) -> tuple[str, ...]:
             if axis.role in ("model", "context") and not strategy.splits:
                 found[_line(node, axis, left)].append(facts(node).where.module)
             left = refine(left, strategy, axis.size)
+    for node, axis, line in _exchanged(sharded):
+        found[f"{axis.name}={axis.size}: {line}"].append(facts(node).where.module)
     return tuple(line.format(places=_places(modules)) for line, modules in found.items())
+
+
+def _exchanged(sharded: ShardedProgram) -> Iterator[tuple[fx.Node, Axis, str]]:
+    """Operators that read from other data ranks' rows. A scalar, the loss, is no news; experts are spread to travel."""
+    made = made_of_the_batch(sharded.program.graph)
+    for node in sharded.program.graph.nodes:
+        if node.op != "call_function" or is_getitem(node) or node not in made:
+            continue
+        for position, given in enumerate(tensor_inputs(node)):
+            source, index = origin(given)
+            kinds = zip(sharded.axes, sharded.produced(source, index), sharded.wanted(node, position), strict=True)
+            for axis, before, after in kinds:
+                op, _ = lower_conversion(before, after)
+                if axis.role == "data" and source in made and shape(given) != () and op in COMMUNICATION:
+                    name, user = str(op._schema.name).partition("::")[2], str(node.target).split(".")[1]
+                    yield node, axis, f"{user} in {{places}} reads other ranks' rows: {name} of {list(shape(given))}"
 
 
 def _trained(node: fx.Node) -> bool:

@@ -343,7 +343,8 @@ class CompiledProgram(ProgramState):
     @property
     def unsplit(self) -> tuple[str, ...]:
         """What runs whole on every rank of a tensor or context axis because no size of it divides: exact, not faster
-        than one rank. And parameters that ZeRO leaves whole. A line for each kind; empty where everything is split."""
+        than one rank. Parameters that ZeRO leaves whole. And values of a batch that travel between data ranks. A line
+        for each kind; empty where everything is split."""
         return self._leader().unsplit
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from .annotations import known, values
 from .comm_ops import COMMUNICATION
-from .errors import CompileError, RunError
+from .errors import REPORT, CompileError, RunError
 from .layout import take_all
 from .program import DistributedProgram, Piece, RankProgram, StageProgram
 from .runtime.executor import Executor, Run
@@ -44,10 +44,10 @@ def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | 
         with torch.no_grad():
             world.run({rank: _Rank(program, part, skeletons).run for rank, part in parts.items()})
     except RunError as error:
-        raise CompileError("QN209", f"ranks do not fit: {error.message}", fix="report this, with the model") from error
+        raise CompileError("QN209", f"ranks do not fit: {error.message}", fix=REPORT) from error
     except (KeyError, IndexError, RuntimeError) as error:
         what = f"a rank cannot run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        raise CompileError("QN209", what, fix="report this, with the model") from error
+        raise CompileError("QN209", what, fix=REPORT) from error
 
 
 class _Rank:

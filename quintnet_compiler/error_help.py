@@ -30,8 +30,8 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Pass loss_fn=, return the loss, or return an object with .loss.",
         ),
         "QN104": (
-            "The loss of the whole batch is no sum over parts of it, because rows look at each other (contrastive "
-            "losses, statistics over the batch). In microbatches it would silently be another loss.",
+            "An operator cannot run on a part of the batch: it brings rows together (contrastive losses, statistics), "
+            "needs a sum over all rows, or its rule does not know how to split rows. The message says which.",
             "Use microbatches=1, or write the loss as a sum or a mean over rows.",
         ),
         "QN105": (
@@ -71,8 +71,8 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "QN202": (
             "The compiler splits an operator only by a rule, and this one has none. Guessing could be silently wrong.",
-            'Add one line, rules=[quintnet.rule(op, "b n, n k -> b k")], or run it unsplit with '
-            'plan={"unknown_ops": "replicate"}.',
+            'Run it unsplit with plan={"unknown_ops": "replicate"}; or add one line, rules=[quintnet.rule(op, '
+            '"b n, n k -> b k")], with one group of names for each tensor, those in lists and tuples too.',
         ),
         "QN203": (
             "A size (heads, rows, channels) is not a multiple of the number of ranks that are to share it. Nothing is "
@@ -86,8 +86,8 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Compare with model.named_parameters(); the message has the closest names.",
         ),
         "QN205": (
-            "What the plan fixes contradicts itself: no way to run some operator satisfies all of it.",
-            "Fix fewer parameters, or those of one module at a time.",
+            "No way to run some operator satisfies all of what the plan fixes and the axes allow.",
+            "Where the plan fixes parameters, fix fewer, or those of one module at a time.",
         ),
         "QN206": (
             "The model has fewer places to cut than stages were asked for, or the cuts are out of order.",
@@ -103,7 +103,7 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "QN209": (
             "A check that every program passes before it may run failed: the compiler has made a mistake.",
-            "Please report it with the model. Another layout may be fine meanwhile.",
+            "Please report it where you got QuintNet, with the model and what quintnet doctor prints.",
         ),
         "QN210": (
             "An operator or a collective has no price, so a prediction with it would be too low.",

@@ -50,6 +50,9 @@ SUMMARIES = MappingProxyType(
     }
 )
 
+# the fix of an error that is the compiler's own mistake
+REPORT = "a mistake of QuintNet: report it where you got QuintNet, with the model and what `quintnet doctor` prints"
+
 
 @dataclass(frozen=True)
 class Where:

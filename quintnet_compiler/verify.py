@@ -21,7 +21,7 @@ from .sharding import P, Shard, local_shape
 def _require(holds: bool, what: Callable[[], str], node: fx.Node | None = None) -> None:
     if not holds:
         where = facts(node).where if node is not None and node.op != "output" else None
-        raise CompileError("QN209", what(), where=where, fix="report this, with the model")
+        raise CompileError("QN209", what(), where=where, fix=REPORT)
 
 
 @singledispatch

@@ -290,6 +290,16 @@ def test_the_rows_that_an_error_names_work() -> None:
     quintnet.compile(Net(Net.hidden), Mesh(dp=3), (X[:6], X[:6]), loss_fn=F.mse_loss)
 
 
+def test_what_data_ranks_exchange_is_listed() -> None:
+    def centred(net: Net, x: Tensor) -> Tensor:
+        h = net.hidden(x)
+        return (h.sort(0).values - h).square().mean()
+
+    program = quintnet.compile(Net(centred), Mesh(dp=2), (X,))
+    assert any("dp=2: " in line and "reads other ranks' rows" in line for line in program.unsplit), program.unsplit
+    assert quintnet.compile(Net(Net.hidden), Mesh(dp=2), (X, X), loss_fn=F.mse_loss).unsplit == ()
+
+
 def test_an_assertion_on_values_is_no_matter_of_the_batch() -> None:
     def checked(net: Net, x: Tensor) -> Tensor:
         torch._check_tensor_all(x == x)

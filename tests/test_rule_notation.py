@@ -16,6 +16,11 @@ from quintnet_compiler.passes.strategies import RuleBook, split_factor
 from .one_operator import Sample, call, operator_program, reference
 from .operator_samples import f, ints
 
+NO_NAME = (
+    "is not a name; every tensor, in a list or tuple too, is one group of names between commas, and a dim of size 1 "
+    "has a name as well"
+)
+
 
 @pytest.mark.parametrize(
     ("text", "options", "message"),
@@ -24,8 +29,8 @@ from .operator_samples import f, ints
         ("m -> n -> k", {}, "write inputs -> outputs, with one '->'"),
         ("m ... -> m", {}, "'...' may only come first"),
         ("m -> m ...", {}, "'...' may only come first"),
-        ("m 1 -> m", {}, "'1' is not a name"),
-        ("m-k -> m", {}, "'m-k' is not a name"),
+        ("m 1 -> m", {}, f"'1' {NO_NAME}"),
+        ("m-k -> m", {}, f"'m-k' {NO_NAME}"),
         ("m m -> m", {}, "a factor stands twice in one tensor"),
         ("m -> m m", {}, "a factor stands twice in one tensor"),
         ("... b1 -> ... b1", {}, "'b1' is a name of a dim of '...'; use another"),

@@ -107,11 +107,13 @@ def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
     """Raises: RunError QN604 if the program reads a tensor without values."""
     names = sorted(unset & program.state.keys())
     if names:
+        parameters = all(program.state[name].kind == "parameter" for name in names)
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise RunError(
             "QN604",
             f"nobody gave (all of its) values to {', '.join(names[:8])}{more}",
-            fix="call program.load_pretrained(folder) or program.initialize({...})",
+            fix="call program.load_pretrained(folder)"
+            + (" or program.initialize({...})" if parameters else ", or build the model on a real device"),
         )
 
 
