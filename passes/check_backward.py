@@ -30,7 +30,7 @@ from ..annotations import (
 from ..builder import GraphBuilder
 from ..comm_ops import convert, loss_scale
 from ..derivative_ops import after_gradients, arrives, declare_gradient, derivatives, of_tangents, with_tangent
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..program import DifferentiatedProgram, outputs
 from ..sharding import parse_type
 from .check_derivatives import Call, Derivatives, Pattern

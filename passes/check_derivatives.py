@@ -31,7 +31,7 @@ from ..comm_ops import (
     route,
     unroute,
 )
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..expert_ops import expert_linear
 from .vector_jacobian import VectorJacobian
 
@@ -327,6 +327,4 @@ def _smaller(call: Call, mode: FakeTensorMode) -> Call | None:
 
 
 def _wrong(call: Call, what: str) -> CompileError:
-    return CompileError(
-        "QN209", f"backward check: the derivative of {call.target} is wrong: {what}", fix="report this, with the model"
-    )
+    return CompileError("QN209", f"backward check: the derivative of {call.target} is wrong: {what}", fix=REPORT)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import layout
 from ..comm_ops import COMMUNICATION, shard_pad, shard_slice
-from ..errors import CompileError
+from ..errors import REPORT, CompileError
 from ..program import DistributedProgram
 from ..sharding import Shard
 
@@ -63,5 +63,5 @@ def _same(what: str, slicing: Slicing, have: Tensor, want: Tensor) -> None:
         raise CompileError(
             "QN209",
             f"slice check: {what} is wrong for {Shard(dim, parts)} over {ranks} ranks",
-            fix="report this, with the model",
+            fix=REPORT,
         )

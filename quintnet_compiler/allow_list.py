@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from .comm_ops import RANKED
-from .errors import CompileError
+from .errors import REPORT, CompileError
 from .names import one_line
 
 # What passes/spelling.py calls; everything else goes by its full name, torch.ops.namespace.operator.overload.
@@ -44,10 +44,7 @@ def check_source(source: str) -> None:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, CompileError):
             raise
-        raise CompileError("QN701", f"generated code is not Python: {one_line(str(error))}", fix=_FIX) from None
-
-
-_FIX = "report this, with the model"
+        raise CompileError("QN701", f"generated code is not Python: {one_line(str(error))}", fix=REPORT) from None
 
 
 @dataclass
@@ -78,7 +75,7 @@ class _Function:
     def _refuse(self, node: ast.AST) -> None:
         line = getattr(node, "lineno", 1)
         text = one_line((ast.get_source_segment(self.source, node) or type(node).__name__)[:200])
-        raise CompileError("QN701", f"generated code may not contain {text!a} (line {line})", fix=_FIX)
+        raise CompileError("QN701", f"generated code may not contain {text!a} (line {line})", fix=REPORT)
 
     def _require(self, holds: bool, node: ast.AST) -> None:
         if not holds:

@@ -12,7 +12,7 @@ from .allow_list import check_source
 from .annotations import facts, is_getitem, origin, shape, tensor_inputs, value, values
 from .comm_ops import cached_attention, convert, microbatch
 from .derivative_ops import declare_gradient
-from .errors import CompileError
+from .errors import REPORT, CompileError
 from .precision import narrows
 from .program import DifferentiatedProgram, DistributedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
 from .sharding import P, Shard, local_shape

@@ -123,7 +123,7 @@ def test_the_loss_that_balances_experts_has_global_statistics(axes: dict[str, in
     with InDouble():
         program = quintnet.compile(balanced.build(), quintnet.Mesh(**axes), balanced.batch(8))
         assert program.verify().ok
-        with pytest.raises(quintnet.CompileError, match="needs the sum over all rows|brings rows together") as error:
+        with pytest.raises(quintnet.CompileError, match=r"needs the sum over all rows|brings rows together") as error:
             quintnet.compile(balanced.build(), quintnet.Mesh(**axes), balanced.batch(8), microbatches=2)
     assert error.value.code == "QN104" and "microbatches=1" in str(error.value)
 
