@@ -19,6 +19,7 @@ _NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range,
 PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial, types.ModuleType)
 OWN = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module
+SECOND_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})  # of its parameters, which torch keeps in an RNN
 PARTS = types.MappingProxyType({"_parameters": "the parameter", "_buffers": "the buffer", "_modules": "the module"})
 
 
@@ -117,7 +118,7 @@ class _Kept:
 
     def changes(self) -> list[Change]:
         now = self.own.keys() - OWN if self.names is None else self.names
-        names = [name for name in self.copies.keys() | now if self._differs(name)]
+        names = [name for name in (self.copies.keys() | now) - SECOND_LISTS if self._differs(name)]
         return [self._change(name) for name in sorted(names)]
 
     def _differs(self, name: str) -> bool:
