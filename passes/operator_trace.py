@@ -32,6 +32,8 @@ _FUSED = (
 _BY_STRIDE = (
     aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default, aten.as_strided_copy.default,
 )  # fmt: skip
+# They factorise a contiguous matrix transposed, and autograd knows when: the derivative is of that format.
+_BY_FORMAT = (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def trace(
     call = _Call(target, args, kwargs, tensors, wanted, mode)
     try:
         template = call.traced(dense=False)
-        if not any(node.target in _BY_STRIDE for node in template.graph.nodes):
+        if not any(node.target in (*_BY_STRIDE, *_BY_FORMAT) for node in template.graph.nodes):
             return template
     except (RuntimeError, NotImplementedError):
         pass  # views of complex numbers, for instance, ask for some strides

@@ -11,6 +11,7 @@ from .errors import (
     BackendWarning,
     CheckpointError,
     CheckpointWarning,
+    CheckWarning,
     CompileError,
     FaultWarning,
     InputError,
@@ -40,6 +41,7 @@ from .visualize import visualize
 
 __all__ = [
     "BackendWarning",
+    "CheckWarning",
     "BatchSampler",
     "History",
     "TrainConfig",

@@ -21,7 +21,7 @@ from .passes.sharding_rules import RULES
 from .plan import Plan, check_plan, read_plan
 from .runtime.engines import ENGINES
 from .runtime.world import default_device, enter_world
-from .task import Task
+from .task import CHECKS, Task
 
 
 def compile(
@@ -54,6 +54,7 @@ def compile(
     training: bool = True,
     backend: Literal["eager", "inductor", "cudagraphs"] = "eager",
     device: torch.device | str | None = None,
+    check: Literal["first", "always", "off"] = "first",
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
 
@@ -98,6 +99,11 @@ def compile(
             of it; it is compiled when it first runs. What cannot be compiled runs eager, with a BackendWarning.
             ``"cudagraphs"``: that code is also captured in CUDA graphs, where replays do the same; where they would
             not, it runs as with ``"inductor"``, with a BackendWarning.
+        check: whether what was traced is compared with the module itself before anything trains: its loss, every
+            gradient, and what forward changes, on a few rows of the batch, with the modes and hooks that the module
+            has. ``"first"``: the first program; ``"always"``: also those that evaluation, outputs or other batch sizes
+            need; ``"off"``: never. Nothing of the module or the batch changes. In processes rank 0 compares, and all
+            ranks raise at the first step. See docs/verification.md.
         device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
 
     Raises:
@@ -110,6 +116,8 @@ def compile(
         raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
     if backend not in ENGINES:
         raise CompileError("QN108", f"there is no backend {backend!r}", fix=f"use one of {', '.join(ENGINES)}")
+    if check not in CHECKS:
+        raise CompileError("QN108", f"there is no check {check!r}", fix=f"use one of {', '.join(CHECKS)}")
     given = {
         "microbatches": microbatches,
         "schedule": schedule,
@@ -141,7 +149,7 @@ def compile(
     enter_world(mesh)
     book = {**RULES, **table(rules)}
     where = default_device(model, device)
-    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend))
+    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check))
     return program if batch is None else program.prepare(batch)
 
 

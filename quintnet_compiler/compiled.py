@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,13 +20,14 @@ from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.operators import model_flops
 from .dump.folder import dump_program
 from .dump.page import Extras
-from .errors import CompileError, InputError, RunError
+from .errors import CompileError, InputError, QuintNetError, RunError
 from .explain import Difference, Explain, Explanation, difference
 from .generation import Decoding, Sampling, ends_of
 from .html import table
 from .mesh import Mesh
 from .meta_buffers import with_buffers
 from .modes import refuse_autocast
+from .module_copy import module_copy
 from .passes.prove import prove
 from .plan import Plan, precision_of
 from .planner.report import PlanReport
@@ -194,7 +195,13 @@ class CompiledProgram(ProgramState):
             return self._in_float64(batch).verify(steps=steps, limit=limit)
         subject = self._subject(batch)
         low = precision_of(self.plan).rounds
-        return verify_program(subject, batch, steps, limit, self._unsplit(batch)._subject(batch) if low else None)
+        report = verify_program(subject, batch, steps, limit, self._unsplit(batch)._subject(batch) if low else None)
+        if report.ok or report.culprit is not None:
+            return report
+        with contextlib.suppress(QuintNetError):  # ranks agree with what was traced: is that what the module does?
+            found = self._programs.difference("train", batch)
+            report = report if found is None else replace(report, notes=(*report.notes, str(found)))
+        return report
 
     def prove(self, name: str) -> str:
         """Why the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
@@ -296,11 +303,11 @@ class CompiledProgram(ProgramState):
         plan = self.plan
         same = Plan(precision=plan.precision, reduce_dtype=plan.reduce_dtype, seed=plan.seed)
         same = same.changed({"unknown_ops": plan.unknown_ops})
-        return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same)).prepare(batch)
+        return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same, check="off")).prepare(batch)
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
         plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
-        task = replace(self._task, model=copy.deepcopy(self._task.model).double(), plan=plan)
+        task = replace(self._task, model=module_copy(self._task.model)[0].double(), plan=plan, check="off")
         double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
         return CompiledProgram(task).prepare(double)
 
@@ -454,6 +461,7 @@ class CompiledProgram(ProgramState):
         if kind == "train" and not local:
             self._batch = batch
         backend = self._state()
+        self._programs.verdict.hear(backend)
         if program is not self._leader().program:
             backend.learn(program, self._programs.captured[kind].tensors)
         return backend.run(program, inputs, self._how(kind, local), recorder=recorder)

@@ -60,6 +60,12 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "The message names what changes and the line. Change it outside of forward, or return it; numbers that "
             "change with every step go into the batch.",
         ),
+        "QN111": (
+            "Before anything trains, what was traced of the module is compared with the module itself on a few rows of "
+            "the batch: the loss, every gradient, and what forward changes. They are not equal.",
+            "The message says which results differ, and the first operator that does. Write that line so that tracing "
+            'can follow it. check="off" compiles what was traced.',
+        ),
         "QN112": (
             "Something that the program was made of is another one now: a part or a parameter of the module was "
             "replaced, added or removed. Programs of other modes, attributes and requires_grad are made by themselves.",

@@ -17,6 +17,7 @@ SUMMARIES = MappingProxyType(
         "QN108": "an option is not valid",
         "QN109": "an operator cannot be rewritten",
         "QN110": "forward changes something, or draws what is drawn once",
+        "QN111": "the program differs from the module",
         "QN112": "the module changed, and the program cannot follow",
         "QN201": "the mesh is not valid",
         "QN202": "an operator has no sharding rule",
@@ -107,6 +108,10 @@ class BackendWarning(UserWarning):
 
 class CheckpointError(QuintNetError, ValueError):
     """Weights on disk cannot be read or written, or are not this model's. No parameter was changed."""
+
+
+class CheckWarning(UserWarning):
+    """A program could not be compared with its module."""
 
 
 class CheckpointWarning(UserWarning):

@@ -30,7 +30,8 @@ Value = tuple[fx.Node, int]
 class Culprit:
     """The first operator whose result differs from the unsplit program's while what goes into it does not.
 
-    ``runs``: how it runs on each axis, by which rule's strategy. ``error``: relative to the largest element.
+    ``runs``: how it runs on each axis, by which rule's strategy. ``error``: relative to the largest element. ``split``:
+    whether an axis splits anything of it.
     """
 
     direction: str
@@ -38,13 +39,19 @@ class Culprit:
     where: str
     runs: str
     error: float
+    split: bool = True
 
     def __str__(self) -> str:
         many = " or ".join(self.operators)
         lines = [f"the first wrong value is made by {many}, in the {self.direction} (error {self.error:.1e})"]
         lines += [f"  at: {self.where}"] if self.where else []
         lines += [f"  it runs as {self.runs}"] if self.runs else []
-        return "\n".join([*lines, "  so look at its sharding rule first"])
+        first = (
+            "so look at its sharding rule first"
+            if self.split
+            else "no axis splits it, so its sharding is not the cause"
+        )
+        return "\n".join([*lines, f"  {first}"])
 
 
 class _Collector:
@@ -157,7 +164,13 @@ def _culprit(sharded: ShardedProgram, direction: str, nodes: list[fx.Node], erro
         f"{axis.name}: {', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))} ({s.label})"
         for axis, s in zip(sharded.axes, sharded.strategies[nodes[0]], strict=True)
     )
-    return Culprit(direction, names, str(facts(nodes[0]).where), runs, error)
+    return Culprit(direction, names, str(facts(nodes[0]).where), runs, error, _splits(sharded, nodes))
+
+
+def _splits(sharded: ShardedProgram, nodes: list[fx.Node]) -> bool:
+    """Whether an axis gives a rank less than the whole of what goes into one of these operators, or comes out."""
+    kinds = {kind for node in nodes for s in sharded.strategies[node] for kind in (*s.inputs, *s.outputs)}
+    return any(isinstance(kind, Shard) or kind is P for kind in kinds)
 
 
 def _unsplit(

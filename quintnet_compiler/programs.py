@@ -8,15 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capture import capture
+from .capture import capture, plain_batch
 from .captured_versions import CapturedVersions, Version
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .errors import CompileError, InputError
 from .generation import Held
 from .mesh import Mesh
 from .modes import without_autocast
+from .module_check import ModuleCheck
+from .module_step import Owner
 from .program import Captured, DistributedProgram
 from .task import Task
+from .verdict import Verdict
 from .verification import model_inputs
 
 
@@ -30,6 +33,7 @@ class Programs:
         self._versions = CapturedVersions()
         self._leader: Compiled | None = None
         self._parameters: dict[str, Tensor] = {}
+        self.verdict = Verdict()
 
     @property
     def led(self) -> bool:
@@ -69,8 +73,10 @@ class Programs:
                 return self.leader.program
         version = self._capture(kind, batch)
         self._refuse_other_parameters(version.captured)
-        version.made[size] = self.follow(version.captured, size, training=kind == "train")
-        return version.made[size]
+        found = self.follow(version.captured, size, training=kind == "train")
+        self._compare(kind, version.captured, batch, first=False)
+        version.made[size] = found
+        return found
 
     def changed(self, kind: str) -> str:
         """What of the module is not as it was when the first program of this kind was captured; "" if all is."""
@@ -102,9 +108,10 @@ class Programs:
         request = Request(task.mesh, task.plan, size, task.device, task.rules)
         version = self._capture(task.leads, batch)
         with without_autocast():
-            self._leader = compile_program(version.captured, request, Runner(keep=True), training=task.training)
-        self._parameters = dict(version.captured.tensors)
-        version.made[size] = self._leader.program
+            leader = compile_program(version.captured, request, Runner(keep=True), training=task.training)
+        self._compare(task.leads, version.captured, batch, first=True)
+        self._leader, self._parameters = leader, dict(version.captured.tensors)
+        version.made[size] = leader.program
 
     def _capture(self, kind: str, batch: Any) -> Version:
         version = self._versions.look(kind)
@@ -128,6 +135,24 @@ class Programs:
                     f"the program has no parameter for {name}, which {there}",
                     fix="compile the module again, and give the new program's parameters to the optimizer",
                 )
+
+    def _compare(self, kind: str, captured: Captured, batch: Any, *, first: bool) -> None:
+        """Compare what was captured with the module itself, if the task asks for it."""
+        task = self.task
+        if task.check == "off" or (task.check == "first" and not first):
+            return
+        self.verdict.judge(self._check(kind, captured, batch).difference)
+
+    def difference(self, kind: str, batch: Any) -> CompileError | None:
+        """What the module does otherwise than what was captured of it; None if nothing."""
+        return self._check(kind, self._capture(kind, batch).captured, batch).difference()
+
+    def _check(self, kind: str, captured: Captured, batch: Any) -> ModuleCheck:
+        task = self.task
+        owner = Owner(
+            task.model, task.loss_fn, captured.tensors, "outputs" if kind == "outputs" else "loss", kind == "train"
+        )
+        return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
     def inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:
         """The batch's tensors, as ``program`` takes them; ``local``: this data rank's rows.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,14 +21,20 @@ def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
 def same_masks(seed: int, step: int) -> Iterator[None]:
     """Inside, torch's dropout (and attention with dropout) draws the masks that compiled programs draw.
 
-    Operators are numbered in the order of the model's own calls, as capture meets them.
+    Operators are numbered in the order of the model's own calls, as capture meets them. A call that is made again for
+    the backward (torch.utils.checkpoint) has its number again: like torch's own masks, it is told by the state of the
+    random numbers.
     """
-    numbers = itertools.count()
+    numbers: dict[tuple[int, int], int] = {}
+
+    def number() -> int:
+        drawn = (int(torch.randint(2**62, ())), int(torch.randint(2**62, ())))
+        return numbers.setdefault(drawn, len(numbers))
 
     def dropout(x: Tensor, p: float, train: bool) -> Tensor:
         if not train or p == 0:
             return x
-        mask = whole_mask(x, p, Key(seed, step, next(numbers)))
+        mask = whole_mask(x, p, Key(seed, step, number()))
         return x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
     def attention(

@@ -14,10 +14,13 @@ from .mesh import Mesh
 from .passes.rule_notation import Rule
 from .plan import Plan
 
+CHECKS = ("first", "always", "off")
+
 
 @dataclass(frozen=True)
 class Task:
-    """What the user asked for: the model, its loss, and the decisions made so far."""
+    """What the user asked for: the model, its loss, and the decisions made so far. ``check``: which programs are
+    compared with the module, see :func:`quintnet.compile`."""
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -28,6 +31,7 @@ class Task:
     check_finite: bool = True
     training: bool = True
     backend: str = "eager"
+    check: str = "first"
 
     @property
     def leads(self) -> str:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from .annotations import needs_grad, values
 from .capture import LossFn, loss_of
 from .comm_ops import keep_mask
+from .errors import CompileError, QuintNetError
 from .localize import Culprit, localize
 from .modes import evaluating
+from .module_copy import module_copy
 from .program import DistributedProgram
 from .reference import differs, largest, same_masks
 from .runtime.executor import Run
@@ -158,16 +159,21 @@ def _distances(unsplit: Subject, batch: Any, steps: int) -> dict[tuple[str, int]
 
 
 def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: float, *, exact: bool) -> VerifyReport:
-    model = copy.deepcopy(subject.model).to(subject.device)
-    if exact:
-        model.double()
+    model, loss_fn = module_copy(subject.model, subject.loss_fn)
+    subject = replace(subject, loss_fn=loss_fn)
+    sides = {"": model, **({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+    for module in sides.values():
+        module.to(subject.device)
+        if exact:
+            module.double()
     asked = _in_float64(batch) if exact else batch
     tensors = {name: x.detach().clone() for name, x in subject.tensors.items()}
     program = subject.program
     backend = LocalBackend(program.mesh, program, tensors, subject.device)
     ours = torch.optim.SGD(backend.parameters.values(), lr=LEARNING_RATE, momentum=0.9)
-    theirs = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
-    names = {name: p for name, p in model.named_parameters() if name in backend.parameters and p.requires_grad}
+    own = {f"{prefix}{name}": p for prefix, module in sides.items() for name, p in module.named_parameters()}
+    theirs = torch.optim.SGD([p for p in own.values() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
+    names = {name: p for name, p in own.items() if name in backend.parameters and p.requires_grad}
     parameters = next((p.dtype for p in subject.model.parameters() if p.is_floating_point()), torch.float32)
     dtype = coarsest(program)
     found, notes = _outputs(subject, model, backend, (batch, asked), lambda what: bounds(what, 0, dtype))
@@ -184,8 +190,9 @@ def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: fl
         (loss, *_) = backend.run(program, leaves, how)
         while backend.scaler.skipped:
             (loss, *_) = backend.run(program, leaves, how)
-        expected = reference_loss(subject, model, asked, step)
-        expected.backward()  # type: ignore[no-untyped-call]
+        with _failing("a training step"), _masks(program, subject.seed, step):  # checkpoints draw in the backward, too
+            expected = _module_loss(subject, model, asked)
+            expected.backward()  # type: ignore[no-untyped-call]
         found.append(Comparison("loss", "", step, differs(loss, expected), bounds("loss", step, dtype)))
         pairs = {n: (_whole(backend.parameters[n].grad, p), _or_zeros(p.grad, p)) for n, p in names.items()}
         found += _compared("gradient", pairs, step, bounds("gradient", step, dtype))
@@ -226,13 +233,32 @@ def _outputs(
     if isinstance(subject.outputs, str):
         return [], [f"outputs were not compared: {subject.outputs}"]
     inputs, asked = (model_inputs(batch, subject.loss_fn) for batch in batches)
-    ours = backend.run(subject.outputs, _tensors(inputs), Run())
-    with evaluating(model), torch.no_grad():
+    how = Run()
+    ours = backend.run(subject.outputs, _tensors(inputs), how)
+    with _failing("evaluation"), evaluating(model), torch.no_grad(), _masks(subject.outputs, how.seed, how.step):
         theirs = _tensors(model(**asked) if isinstance(asked, dict) else model(*asked))
     if len(ours) != len(theirs):
         return [], [f"outputs were not compared: {len(ours)} against {len(theirs)} tensors"]
     pairs = zip(ours, theirs, strict=True)
     return [Comparison("output", str(i), 0, differs(a, b), limit("output")) for i, (a, b) in enumerate(pairs)], []
+
+
+def _masks(program: DistributedProgram, seed: int, step: int) -> contextlib.AbstractContextManager[None]:
+    """The masks of a program, if it draws any."""
+    draws = any(node.target is keep_mask for node in program.source.graph.nodes)
+    return same_masks(seed, step) if draws else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Raises: CompileError QN111 for whatever the module itself raises."""
+    try:
+        yield
+    except QuintNetError:
+        raise
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0][:300]
+        raise CompileError("QN111", f"{what} of the module itself fails: {type(error).__name__}: {text}") from error
 
 
 def model_inputs(batch: Any, loss_fn: LossFn | None) -> Any:
@@ -246,19 +272,20 @@ def _name(dtype: torch.dtype) -> str:
 
 def coarsest(program: DistributedProgram) -> torch.dtype:
     """The least precise dtype in which the model computes a value that a gradient reaches."""
-    graph = program.source.local.staged.sharded.program.graph
+    return coarsest_of(program.source.local.staged.sharded.program.graph)
+
+
+def coarsest_of(graph: fx.Graph) -> torch.dtype:
+    """The same, of a graph."""
     used = {v.dtype for n in graph.nodes if n.op != "output" and needs_grad(n) for v in values(n) if v is not None}
     return max((d for d in used if d in LIMITS), key=lambda d: LIMITS[d], default=torch.float32)
 
 
-def reference_loss(subject: Subject, model: nn.Module, batch: Any, step: int) -> Tensor:
-    """The loss of the module itself; where it draws masks, those that the program draws."""
+def _module_loss(subject: Subject, model: nn.Module, batch: Any) -> Tensor:
     loss_fn = subject.loss_fn
     inputs = model_inputs(batch, loss_fn)
-    draws = any(node.target is keep_mask for node in subject.program.source.graph.nodes)
-    with same_masks(subject.seed, step) if draws else contextlib.nullcontext():
-        out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-        loss: Tensor = loss_of(out if inputs is batch or loss_fn is None else loss_fn(out, batch[-1]))
+    out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    loss: Tensor = loss_of(out if inputs is batch or loss_fn is None else loss_fn(out, batch[-1]))
     return loss
 
 

@@ -57,3 +57,13 @@ def _built_for(kind: str) -> bool:
         return bool(torch.xpu._is_compiled())
     backend = {"cuda": torch.backends.cuda, "mps": torch.backends.mps}.get(kind)
     return backend is None or bool(backend.is_built())
+
+
+def many() -> bool:
+    """Whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def judges() -> bool:
+    """Whether this process does what one rank does for all."""
+    return not many() or dist.get_rank() == 0
