@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from .canonical import OWN, canonical, inline_no_grad, module_of
 from .capture_once import Skipped, blocks_once
 from .errors import CompileError, Where
+from .hollow import device_of, hollow_parameters
 from .huggingface import traced_as_few_nodes
 from .modes import evaluating, without_autocast
 from .names import check_batch_names, check_names
@@ -95,7 +97,7 @@ def capture(
         if isinstance(module, nn.Module):
             check_names(module)
     size = batch_size_of(batch)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     # A batch of one would be taken for a constant; two stands for any size.
     sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
@@ -105,7 +107,8 @@ def capture(
     flags = contextlib.nullcontext() if trained else _untrained(step)
     shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
     user = user_derivatives(step, trained=trained)
-    with mode, flags, user as own, without_autocast(), _no_warnings(), shipped, blocks as skipped:
+    hollow = hollow_parameters(step)
+    with mode, flags, user as own, hollow as real, without_autocast(), _no_warnings(), shipped, blocks as skipped:
         rows = None
         try:
             exported = step.traced(functools.partial(_export, step, sample, dynamic))
@@ -125,6 +128,8 @@ def capture(
                 raise _untraceable(error) from error
         own.finish(exported.graph)
         captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
+        tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
+        captured = replace(captured, tensors=tensors)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
         return replace(captured, guards=step.guards(training=training))
     return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .capture import LossFn, batch_size_of, plain_batch
@@ -34,12 +35,15 @@ from .planner.report import PlanReport
 from .program import DistributedProgram, RankProgram
 from .program_state import ProgramState
 from .programs import Programs, check_divides
-from .runtime.backend import Backend
-from .runtime.backends import open_backend
+from .runtime.backend import Backend, refuse_unset
+from .runtime.backends import in_processes, open_backend
 from .runtime.engines import ENGINES
 from .runtime.executor import Run
+from .runtime.module_parameters import check_fits
 from .runtime.pulse import running
 from .runtime.record import Recorder
+from .runtime.settled_loss import SettledLoss
+from .runtime.split_parameters import home_of, settle
 from .schedule import Schedule
 from .simulation.faults import Faults
 from .simulation.measured import measured_timeline, shown_ranks
@@ -66,7 +70,15 @@ class CompiledProgram(ProgramState):
         self._given: dict[Any, Any] = {}
         self._decoding: Decoding | None = None
         self._saving = None
+        self._closed = False
         self._apart: InputError | None = None  # why this rank is not in a step that the others are in
+
+    def __reduce__(self) -> NoReturn:
+        raise RunError(
+            "QN113",
+            "a program cannot be copied or pickled",
+            fix="copy the module, whose parameters are the program's: copy.deepcopy(model), AveragedModel(model)",
+        )
 
     # -- training
 
@@ -88,7 +100,7 @@ class CompiledProgram(ProgramState):
             CompileError: if this is the first step, see :func:`quintnet.compile`.
         """
         self._require_training("step")
-        return self._run("train", batch, batch_is_local)[0]
+        return self._run("train", batch, batch_is_local)[0].as_subclass(SettledLoss)
 
     def measure(self, batch: Any, *, batch_is_local: bool = False) -> tuple[Tensor, Timeline]:
         """As :meth:`step`, with a clock: the loss, and when each rank did what and what it waited for, the same on
@@ -190,6 +202,12 @@ class CompiledProgram(ProgramState):
         batch = self._batch if batch is None else plain_batch(batch)
         if batch is None:
             raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
+        if self._spread:  # beside a copy of the module that is whole on each rank
+            whole = CompiledProgram(replace(self._task, model=self._whole_model(), plan=self.plan, check="off"))
+            return whole._compiled(batch)._verified(batch, steps, float64, limit)
+        return self._verified(batch, steps, float64, limit)
+
+    def _verified(self, batch: Any, steps: int, float64: bool, limit: float | None) -> VerifyReport:
         self._refuse_meta()
         if float64:
             return self._in_float64(batch).verify(steps=steps, limit=limit)
@@ -277,6 +295,18 @@ class CompiledProgram(ProgramState):
         """
         return simulate_program(self._leader().program, self._prices(costs), faults)
 
+    def _whole_model(self) -> nn.Module:
+        """A copy of the module that is whole on this rank."""
+        program, backend, model = self._leader().program, self._state(), self._task.model
+        refuse_unset(backend.unset, program)
+        found = backend.everywhere(program, [s.name for s in program.state.values() if s.kind == "parameter"])
+        own = {name: p for name, p in model.named_parameters() if name in found}
+        memo = {id(p): nn.Parameter(found[name], requires_grad=p.requires_grad) for name, p in own.items()}
+        copied = copy.deepcopy(model, memo)
+        for p in own.values():
+            memo[id(p)]._backward_hooks = p._backward_hooks
+        return copied
+
     def _refuse_meta(self) -> None:
         empty = next((name for name, x in self._task.model.named_parameters() if x.is_meta), None)
         if empty is not None:
@@ -289,11 +319,11 @@ class CompiledProgram(ProgramState):
     def _subject(self, batch: Any) -> Subject:
         programs = self._programs
         program = programs.get("train", batch, batch_size_of(batch))
-        task, tensors = self._task, dict(programs.captured["train"].tensors)
+        task, tensors = self._task, programs.now(programs.captured["train"].tensors)
         try:
             inputs = model_inputs(batch, task.loss_fn)
             outputs: DistributedProgram | str = programs.get("outputs", inputs, batch_size_of(inputs))
-            tensors = {**programs.captured["outputs"].tensors, **tensors}
+            tensors = {**programs.now(programs.captured["outputs"].tensors), **tensors}
         except CompileError as error:
             outputs = error.message
         return Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
@@ -303,13 +333,13 @@ class CompiledProgram(ProgramState):
         plan = self.plan
         same = Plan(precision=plan.precision, reduce_dtype=plan.reduce_dtype, seed=plan.seed)
         same = same.changed({"unknown_ops": plan.unknown_ops})
-        return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same, check="off")).prepare(batch)
+        return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same, check="off"))._compiled(batch)
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
         plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
         task = replace(self._task, model=module_copy(self._task.model)[0].double(), plan=plan, check="off")
         double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
-        return CompiledProgram(task).prepare(double)
+        return CompiledProgram(task)._compiled(double)
 
     # -- inspection
 
@@ -410,7 +440,14 @@ class CompiledProgram(ProgramState):
         return dump_program(leader.program, leader.plan, leader.runner.programs, Path(folder), extras)
 
     def prepare(self, batch: Any) -> CompiledProgram:
-        """Compile for batches like this one now, without running anything."""
+        """Compile for batches like this one now, without running anything. In processes, the module's parameters become
+        this rank's parts."""
+        self._compiled(batch)
+        if self._spread:
+            self._state()
+        return self
+
+    def _compiled(self, batch: Any) -> CompiledProgram:
         self._batch = plain_batch(batch)
         self._programs.get(self._task.leads, self._batch, batch_size_of(batch))
         return self
@@ -422,14 +459,44 @@ class CompiledProgram(ProgramState):
             message = f"{what} was called, and the program has no backward"
             raise CompileError("QN107", message, fix="compile without training=False")
 
+    @property
+    def _spread(self) -> bool:
+        """Whether each rank is a process."""
+        return self.mesh.size > 1 and in_processes()
+
     def _state(self) -> Backend:
+        if self._closed:
+            raise RunError("QN113", "this program was closed", fix="compile the module again")
         if self._backend is None:
-            leader = self._leader()
-            tensors = with_buffers(self._task.model, self._programs.captured[self._task.leads].tensors)
-            plan = leader.plan.to_json()
-            engine = ENGINES[self._task.backend]()
-            self._backend = open_backend(self.mesh, leader.program, tensors, self._task.device, plan, engine)
+            leader, task, slots = self._leader(), self._task, self._programs.slots
+            assert slots is not None
+            for name, x in slots.changed().items():
+                check_fits(name, x, leader.program.state[name], x.device)
+            slots.look()
+            tensors = with_buffers(task.model, self._programs.now(self._programs.captured[task.leads].tensors))
+            home = home_of(task.model)
+            if home is not None:
+                self._backend = home.join(slots)
+                self._backend.learn(leader.program, tensors)
+            else:
+                plan, engine = leader.plan.to_json(), ENGINES[task.backend]()
+                self._backend = open_backend(self.mesh, leader.program, tensors, task.device, plan, engine, slots)
+                settle(slots, leader, self._backend)
         return self._backend
+
+    def close(self) -> None:
+        """Give the module whole, plain parameters again: it can be compiled for another mesh then, or called. On every
+        rank; no program of this module can be used any more.
+
+        Raises:
+            RunError: QN113 if another program of the module was closed.
+        """
+        home = home_of(self._task.model)
+        if home is not None:
+            program, backend = home.leader.program, self._state()
+            names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
+            home.leave(backend.everywhere(program, names))
+        self._backend, self._closed = None, True
 
     def _run(self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None) -> list[Tensor]:
         if self._apart is not None:

@@ -142,7 +142,7 @@ def follow_program(
     captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:
     """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
-    microbatches = leader.plan.microbatches
+    microbatches = request.plan.microbatches
     if not training:
         microbatches = _fitting(request, microbatches)
     sharded = _shard(captured, request, runner, microbatches)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import QuintNetError
 from .meta_buffers import computed_buffers
+from .runtime.module_parameters import has_values
 
 POSITIONS = 64  # of texts: so many of each are enough
 
@@ -31,7 +32,7 @@ def with_values(
             memo[id(x)] = x
     found: dict[str, Tensor] = {}
     for name, x in needed.items():
-        if x.is_meta:
+        if not has_values(x):
             values = computed.get(name)
             values = _drawn(x, generator) if values is None else values.clone()
             found[name] = memo[id(x)] = _like(x, values.to(device))
@@ -76,7 +77,7 @@ def _drawn(x: Tensor, generator: torch.Generator) -> Tensor:
     if not x.is_floating_point():
         return torch.zeros(x.shape, dtype=x.dtype)
     noise = torch.empty(x.shape, dtype=x.dtype).normal_(generator=generator)
-    return noise.div_(math.sqrt(max(x[0].numel(), 1))) if x.dim() > 1 else noise.mul_(0.1).add_(1)
+    return noise.div_(math.sqrt(max(math.prod(x.shape[1:]), 1))) if x.dim() > 1 else noise.mul_(0.1).add_(1)
 
 
 def _like(x: Tensor, values: Tensor) -> Tensor:

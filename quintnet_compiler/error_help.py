@@ -71,6 +71,12 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "replaced, added or removed. Programs of other modes, attributes and requires_grad are made by themselves.",
             "Compile the module again after changing it, and give the new program's parameters to the optimizer.",
         ),
+        "QN113": (
+            "Code that is right for a module in one process asks for something that a split program does not have: "
+            "outputs of model(x) on a rank with parts of the weights, a backward of a loss whose gradients are there "
+            "already, a norm of one stage's gradients alone.",
+            "The message has the call that does what was meant.",
+        ),
         "QN201": (
             "An axis is unknown or has no whole size, or a plan asks for an axis that the mesh does not have.",
             "Axes are dp, tp, cp, ep and pp; the mesh's sizes multiply to the number of ranks.",

@@ -19,6 +19,7 @@ SUMMARIES = MappingProxyType(
         "QN110": "forward changes something, or draws what is drawn once",
         "QN111": "the program differs from the module",
         "QN112": "the module changed, and the program cannot follow",
+        "QN113": "a split program cannot serve this use of the module",
         "QN201": "the mesh is not valid",
         "QN202": "an operator has no sharding rule",
         "QN203": "the layout does not divide",

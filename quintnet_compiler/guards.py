@@ -26,7 +26,8 @@ class Guards:
     ``kinds``: the types of values (1, 1.0 and True are equal). ``shadow_spaces``: namespaces that did not have a name,
     because the class has it: ``classes[i].names[i]``. ``lists``: those of things that are not plain data. ``tensors``:
     what is constant in the graph, while its version is. ``things``: other objects, each the same one as before.
-    ``parts``: modules inside a module. ``modes``: see :func:`global_modes`.
+    ``parts``: modules inside a module. ``flag_spaces``: where modules have parameters (others may be there now: parts
+    of the first ones); ``flag_values`` says which require gradients. ``modes``: see :func:`global_modes`.
     """
 
     labels: tuple[str, ...]
@@ -53,7 +54,8 @@ class Guards:
     part_labels: tuple[str, ...]
     part_spaces: tuple[dict[str, Any], ...]
     parts: list[list[Any]]
-    flags: tuple[Tensor, ...]
+    flag_spaces: tuple[dict[str, Any], ...]
+    flag_keys: tuple[str, ...]
     flag_values: list[bool]
     flag_names: tuple[str, ...]
     modes: tuple[Any, ...]
@@ -69,7 +71,7 @@ class Guards:
                 and list(map(getattr, self.classes, self.shadow_names)) == self.class_values
                 and list(map(_CELL, self.cells)) == self.cell_values
                 and list(map(_VERSION, self.tensors)) == self.versions
-                and list(map(_FLAG, self.flags)) == self.flag_values
+                and list(map(_FLAG, map(getitem, self.flag_spaces, self.flag_keys))) == self.flag_values
                 and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
                 and list(map(list, map(dict.values, self.part_spaces))) == self.parts
                 and [list(map(id, one)) for one in self.lists] == self.list_ids
@@ -105,8 +107,10 @@ class Guards:
                 found.append(f"{label} holds other objects than it did")
         if list(map(_VERSION, self.tensors)) != self.versions:
             found.append("a tensor that forward uses as a constant was changed in place")
-        for name, parameter, flag in zip(self.flag_names, self.flags, self.flag_values, strict=True):
-            if parameter.requires_grad != flag:
+        for name, space, key, flag in zip(
+            self.flag_names, self.flag_spaces, self.flag_keys, self.flag_values, strict=True
+        ):
+            if getattr(space.get(key), "requires_grad", not flag) != flag:
                 found.append(f"{name}.requires_grad is {not flag} and was {flag}")
         for label, space, name, thing in zip(
             self.thing_labels, self.thing_spaces, self.thing_names, self.things, strict=True
@@ -184,7 +188,12 @@ def guards_of(
             if inner:
                 parts.append((".".join(filter(None, (label, name))), inner))
         if flags:
-            trained += [(".".join(filter(None, (label, name))), p) for name, p in root.named_parameters()]
+            trained += [
+                (".".join(filter(None, (label, path, key))), module._parameters, key, p.requires_grad)
+                for path, module in root.named_modules()
+                for key, p in module._parameters.items()
+                if p is not None
+            ]
     lists = [row for row in things if isinstance(row[3], (list, tuple))]
     values = [copied(value) for _, _, _, value in rows]
     return Guards(
@@ -212,8 +221,9 @@ def guards_of(
         part_labels=tuple(row[0] for row in parts),
         part_spaces=tuple(row[1] for row in parts),
         parts=[list(row[1].values()) for row in parts],
-        flags=tuple(p for _, p in trained),
-        flag_values=[p.requires_grad for _, p in trained],
-        flag_names=tuple(name for name, _ in trained),
+        flag_spaces=tuple(row[1] for row in trained),
+        flag_keys=tuple(row[2] for row in trained),
+        flag_values=[row[3] for row in trained],
+        flag_names=tuple(row[0] for row in trained),
         modes=modes,
     )

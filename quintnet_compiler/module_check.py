@@ -23,6 +23,7 @@ from .module_trace import Difference, first_difference
 from .passes.rule_notation import Rule
 from .program import Captured
 from .reference import differs, largest
+from .runtime.module_parameters import has_values
 from .unsplit_step import UnsplitStep, unsplit_step
 from .verification import LIMITS, Comparison, coarsest_of
 
@@ -47,16 +48,16 @@ class ModuleCheck:
         Where they differ in 32 bits or less, both are run again in float64 before anything is said: deep models may
         round differently.
 
-        A module that does not fit into this process, or has no values, runs with each distinct block once, and with
-        drawn values; a CheckWarning says where even that is not possible.
+        A module that does not fit into this process, or has no values (or parts of them), runs with each distinct block
+        once, and with drawn values; a CheckWarning says where even that is not possible.
 
         Raises:
             CompileError: whatever makes it impossible to compile for this batch.
         """
         sides: _Sides | CompileError | None
         try:
-            if any(x.is_meta for x in (*self.owner.tensors.values(), *tensors_of(self.batch))):
-                raise TooLarge("the module has no values")
+            if not all(map(has_values, (*self.owner.tensors.values(), *tensors_of(self.batch)))):
+                raise TooLarge("the module has no values here")
             sides = self._sides()
         except TooLarge:
             sides = self._by_blocks()
@@ -64,7 +65,7 @@ class ModuleCheck:
             return sides
         wrong = sides.compare()
         if wrong:
-            return self._explained(sides, wrong)
+            return sides.check._explained(sides, wrong)
         return sides.left_behind()
 
     def _sides(self) -> _Sides | CompileError:
@@ -119,7 +120,7 @@ class ModuleCheck:
             owner.model, batch, owner.loss_fn, want=owner.want, training=training, trained=training, once=True
         )
         device = self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
-        fits(3 * sum(num_bytes(x) for x in captured.tensors.values() if x.is_meta), device)
+        fits(3 * sum(num_bytes(x) for x in captured.tensors.values() if not has_values(x)), device)
         copies, tensors = with_values(owner.model, owner.modules[1:], captured.tensors, device)
         loss_fn = copies[1] if len(copies) > 1 else owner.loss_fn
         once = replace(

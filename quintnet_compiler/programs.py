@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -13,12 +14,15 @@ from .captured_versions import CapturedVersions, Version
 from .compiler import Compiled, Request, Runner, compile_program, follow_program
 from .errors import CompileError, InputError
 from .generation import Held
+from .join import join_program
 from .mesh import Mesh
 from .modes import without_autocast
 from .module_check import ModuleCheck
 from .module_step import Owner
 from .program import Captured, DistributedProgram
-from .task import Task
+from .runtime.module_parameters import Slots
+from .runtime.split_parameters import home_of
+from .task import Task, modules_of
 from .verdict import Verdict
 from .verification import model_inputs
 
@@ -32,7 +36,8 @@ class Programs:
         self.captured: dict[str, Captured] = {}
         self._versions = CapturedVersions()
         self._leader: Compiled | None = None
-        self._parameters: dict[str, Tensor] = {}
+        self._parameters: Mapping[str, Tensor] = {}
+        self.slots: Slots | None = None  # of the parameters of the program that leads
         self.verdict = Verdict()
 
     @property
@@ -72,7 +77,6 @@ class Programs:
             if kind == self.task.leads:
                 return self.leader.program
         version = self._capture(kind, batch)
-        self._refuse_other_parameters(version.captured)
         found = self.follow(version.captured, size, training=kind == "train")
         self._compare(kind, version.captured, batch, first=False)
         version.made[size] = found
@@ -104,13 +108,18 @@ class Programs:
         self._lead(batch, size)
 
     def _lead(self, batch: Any, size: int) -> None:
-        task = self.task
-        request = Request(task.mesh, task.plan, size, task.device, task.rules)
+        task, home = self.task, home_of(self.task.model)
         version = self._capture(task.leads, batch)
         with without_autocast():
-            leader = compile_program(version.captured, request, Runner(keep=True), training=task.training)
+            if home is None:
+                request = Request(task.mesh, task.plan, size, task.device, task.rules)
+                leader = compile_program(version.captured, request, Runner(keep=True), training=task.training)
+            else:
+                leader = join_program(version.captured, task, size, home)
         self._compare(task.leads, version.captured, batch, first=True)
-        self._leader, self._parameters = leader, dict(version.captured.tensors)
+        self._leader = leader
+        self._parameters = version.captured.tensors
+        self.slots = Slots(modules_of(task), leader.program.state)
         version.made[size] = leader.program
 
     def _capture(self, kind: str, batch: Any) -> Version:
@@ -121,20 +130,28 @@ class Programs:
             captured = capture(
                 task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
             )
+            if self._leader is not None:
+                self._refuse_other_parameters(captured)
             version = self._versions.add(kind, captured)
         self.captured[kind] = version.captured
         return version
 
     def _refuse_other_parameters(self, captured: Captured) -> None:
-        """Raises: CompileError QN112 if a parameter is not that of the program that leads."""
+        """Raises: CompileError QN112 if a parameter is not in the place where the program that leads has it."""
+        there = self.now(self._parameters)
         for name, x in captured.tensors.items():
-            if isinstance(x, nn.Parameter) and self._parameters.get(name) is not x:
-                there = "is another object now" if name in self._parameters else "was not there when it was compiled"
+            if isinstance(x, nn.Parameter) and there.get(name) is not x:
+                what = "is another object now" if name in there else "was not there when it was compiled"
                 raise CompileError(
                     "QN112",
-                    f"the program has no parameter for {name}, which {there}",
+                    f"the program has no parameter for {name}, which {what}",
                     fix="compile the module again, and give the new program's parameters to the optimizer",
                 )
+
+    def now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the module has now in the places of these tensors, which were captured."""
+        there = {} if self.slots is None else self.slots.now
+        return {name: there.get(name, x) for name, x in tensors.items()}
 
     def _compare(self, kind: str, captured: Captured, batch: Any, *, first: bool) -> None:
         """Compare what was captured with the module itself, if the task asks for it."""
@@ -149,9 +166,8 @@ class Programs:
 
     def _check(self, kind: str, captured: Captured, batch: Any) -> ModuleCheck:
         task = self.task
-        owner = Owner(
-            task.model, task.loss_fn, captured.tensors, "outputs" if kind == "outputs" else "loss", kind == "train"
-        )
+        want = "outputs" if kind == "outputs" else "loss"
+        owner = Owner(task.model, task.loss_fn, self.now(captured.tensors), want, kind == "train")
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
     def inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:

@@ -45,11 +45,11 @@ class StepModule(nn.Module):
             self.compute = loss_fn
         self.seen = _Seen()
         self.modes = global_modes()
+        self.stands_for: dict[int, Callable[[], Tensor]] = {}
         self.remember()
 
     def remember(self) -> None:
-        """Where the parameters are by which the trace replaces these ones."""
-        self.stands_for: dict[int, Callable[[], Tensor]] = {}
+        """Where the parameters are by which the trace replaces these ones, beside those that were there before."""
         for module in self.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:

@@ -37,3 +37,9 @@ class Task:
     def leads(self) -> str:
         """The kind of program that decides where parameters live."""
         return "train" if self.training else "outputs"
+
+
+def modules_of(task: Task) -> dict[str, nn.Module]:
+    """The modules whose parameters a task's programs read, by what the names of these begin with."""
+    found = {"": task.model}
+    return {**found, "loss_fn": task.loss_fn} if isinstance(task.loss_fn, nn.Module) else found

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import quintnet
 
@@ -81,13 +80,13 @@ def test_training_equals_the_unsplit_model_and_moves_the_module() -> None:
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, msg=name)
 
 
-def test_parameters_are_dtensors_under_the_original_names() -> None:
+def test_parameters_have_the_original_names_and_values() -> None:
     program, model = _program(), build("gpt")
     expected = dict(model.named_parameters())
     found = dict(program.named_parameters())
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
-        assert isinstance(parameter, torch.nn.Parameter) and isinstance(parameter.data, DTensor)
+        assert isinstance(parameter, torch.nn.Parameter)
         torch.testing.assert_close(parameter.full_tensor(), expected[name].detach())
 
 
@@ -209,6 +208,7 @@ def test_frozen_parameters_stay_frozen() -> None:
     model.patch.requires_grad_(False)  # type: ignore[union-attr]
     case = CASES["vit"]
     loss, expected = reference(model, case.batch(4), case.loss_fn)
+    model.zero_grad()
     program = quintnet.compile(model, quintnet.Mesh(pp=2, tp=2), case.batch(4), loss_fn=case.loss_fn)
     assert abs(program.step(case.batch(4)) - loss) / loss < 1e-9
     found = {n: p.grad.full_tensor() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]

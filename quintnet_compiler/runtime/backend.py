@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import RunError
 from ..program import DistributedProgram, StateSpec
+from .cut import Cut
 from .executor import Executor, Run
 from .finite import require_finite
 from .gradients import GradientStore
@@ -66,6 +67,14 @@ class Backend(Protocol):
         """Each of these tensors in turn, whole on the first rank; None on the others, which must ask for as many."""
         ...
 
+    def cuts(self) -> Mapping[str, Cut]:
+        """Which part of each parameter this process has; none where all ranks are here."""
+        ...
+
+    def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
+        """These tensors, whole on every rank (copies, where ranks have parts)."""
+        ...
+
     def agree(self, claims: Mapping[str, str]) -> None:
         """Raises: RunError QN403 on every rank if their claims differ."""
         ...
@@ -117,10 +126,10 @@ def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
         )
 
 
-def parts_of_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """This process's parts of the gradients that there are."""
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The gradients that there are."""
     there = zip(parameters, map(attrgetter("grad"), parameters.values()), strict=True)
-    return {name: gradient._local_tensor for name, gradient in there if gradient is not None}
+    return {name: gradient for name, gradient in there if gradient is not None}
 
 
 @dataclass(frozen=True)

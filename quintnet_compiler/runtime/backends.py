@@ -13,6 +13,7 @@ from ..program import DistributedProgram
 from .backend import Backend
 from .engines import Engine, eager
 from .local_backend import LocalBackend
+from .module_parameters import Slots
 from .process_backend import ProcessBackend
 
 
@@ -23,14 +24,21 @@ def open_backend(
     device: torch.device,
     plan: str = "",
     engine: Engine = eager,
+    slots: Slots | None = None,
 ) -> Backend:
     """One rank per process inside an initialised process group of more than one rank, else all ranks here.
 
-    ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions.
+    ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions. ``slots``: where modules keep
+    ``tensors``.
 
     Raises:
         RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
     """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ProcessBackend(mesh, program, tensors, device, plan, engine)
-    return LocalBackend(mesh, program, tensors, device, engine)
+    if in_processes():
+        return ProcessBackend(mesh, program, tensors, device, plan, engine, slots)
+    return LocalBackend(mesh, program, tensors, device, engine, slots)
+
+
+def in_processes() -> bool:
+    """Whether each rank is a process of a process group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

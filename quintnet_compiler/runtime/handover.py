@@ -10,22 +10,23 @@ from sys import getrefcount
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from .module_parameters import like, local_of
 
 Old = Sequence[Tensor | None] | None  # gradients that parameters had before a step; None: not one
 
 
 class HandOver:
-    """What a step gives to ``parameters``: ``gradients``, DTensors over memory that every step writes to.
+    """What a step gives to ``parameters``: ``gradients``, over memory that every step writes to.
 
     Whoever keeps one of them (or its memory) from an earlier step is told from the numbers of references: then the next
     step needs others. No loop over parameters is in Python unless they still have gradients, to which those of a step
     are added.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[DTensor]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
         self.parameters, self.gradients = parameters, gradients
-        self._locals = [gradient._local_tensor for gradient in gradients]
+        self._locals = [local_of(gradient) for gradient in gradients]
         storages = [x.untyped_storage() for x in self._locals]
         self._memory = list({storage.data_ptr(): storage for storage in storages}.values())
         del storages
@@ -45,7 +46,7 @@ class HandOver:
         there = list(map(attrgetter("grad"), self.parameters))
         if all(map(is_, there, repeat(None))):
             return None
-        old = [None if gradient is None else gradient.clone() for gradient in there]
+        old = [None if g is None else like(g.clone(), type(g)) for g in there]
         self.put(repeat(None))
         return old
 
@@ -55,7 +56,7 @@ class HandOver:
             self.put(self.gradients)
         else:
             pairs = zip(old, self.gradients, strict=True)
-            self.put([gradient if before is None else before + gradient for before, gradient in pairs])
+            self.put([g if before is None else like(before + g, type(g)) for before, g in pairs])
 
     def put(self, gradients: Iterable[Tensor | None]) -> None:
         """Set every parameter's ``grad``."""

@@ -7,27 +7,29 @@ from dataclasses import dataclass
 from itertools import repeat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import layout
 from ..errors import InputError, RunError
 from ..mesh import Mesh
 from ..program import DistributedProgram, StateSpec, ValueSpec
 from ..sharding import Shard
-from .backend import Caches, Ready, clip, not_known, parts_of_gradients, refuse_unset, total_norm
+from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, total_norm
+from .cut import Cut
 from .engines import Engine, eager
 from .executor import Executor, Run
 from .gradients import GradientStore
 from .handover import HandOver
 from .local import LocalTransport, LocalWorld
 from .loss_scale import LossScale
+from .module_parameters import Slots, WholeTensor, check_fits, like, whole_parameter
 from .record import Recorder
-from .state import new_caches, one_rank_mesh, part_of, whole_dtensor, whole_parameter
+from .state import new_caches, part_of
 from .watch import Watch
 
 
 class LocalBackend:
-    """All ranks in this process. Parameters are whole and share the module's memory."""
+    """All ranks in this process. Parameters are whole, and the module's own."""
 
     def __init__(
         self,
@@ -36,20 +38,44 @@ class LocalBackend:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         engine: Engine = eager,
+        slots: Slots | None = None,
     ) -> None:
-        self.mesh, self.engine, self.scaler = mesh, engine, LossScale.of(program)
-        self.devices = one_rank_mesh(device.type)
+        self.mesh, self.device, self.engine, self.scaler = mesh, device, engine, LossScale.of(program)
+        self.slots, self.specs = slots, program.state
         self.worlds: dict[int, _World] = {}
         self.unset = {name for name, x in tensors.items() if x.is_meta}
-        self.tensors = {
-            name: torch.empty_like(x, device=device) if x.is_meta else x.detach().to(device)
-            for name, x in tensors.items()
-        }
-        self.parameters = {
-            name: whole_parameter(self.tensors[name], self.devices, trainable=spec.trainable)
-            for name, spec in program.state.items()
-            if spec.kind == "parameter"
-        }
+        self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name in [*(name for name in program.state if name in tensors), *tensors.keys() - program.state.keys()]:
+            self._take(name, tensors[name])
+        if slots is not None:
+            slots.put({**self.tensors, **self.parameters})
+
+    def _take(self, name: str, x: Tensor) -> None:
+        """Read this tensor, which the module has, from now on."""
+        spec = self.specs.get(name)
+        if spec is not None and spec.kind == "parameter":
+            self.parameters[name] = whole_parameter(x, self.device, trainable=spec.trainable)
+            self.tensors[name] = Tensor.detach(self.parameters[name])
+        elif x.is_meta:
+            self.tensors[name] = torch.empty_like(x, device=self.device)
+        else:
+            if spec is not None and spec.kind == "buffer" and x.device != self.device:
+                x.data = x.data.to(self.device)
+            self.tensors[name] = x.detach().to(self.device)
+
+    def _follow_module(self) -> None:
+        """Raises: RunError QN112 if the module has something else now than the program was made for."""
+        if self.slots is None or self.slots.same:
+            return
+        changed = self.slots.changed()
+        for name, x in changed.items():
+            check_fits(name, x, self.specs[name], self.device)
+        for name, x in changed.items():
+            self._take(name, x)
+            self.unset.discard(name)
+        self.worlds = {}
+        self.slots.look()
 
     def run(
         self,
@@ -74,6 +100,7 @@ class LocalBackend:
                 "batch_is_local was given where all data ranks run in this process",
                 fix="pass the global batch",
             )
+        self._follow_module()
         refuse_unset(self.unset, program)
         how = self.scaler.run(program, how)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
@@ -104,17 +131,15 @@ class LocalBackend:
         return results
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
-        device = _device_of(self.tensors)
         for name in not_known(program, self.tensors):
-            self.tensors[name] = tensors[name].detach().to(device)
+            self.tensors[name] = tensors[name].detach().to(self.device)
 
     def new_caches(self, program: DistributedProgram) -> Caches:
-        device = _device_of(self.tensors)
-        return {rank: new_caches(program, program.rank(rank), device) for rank in range(self.mesh.size)}
+        return {rank: new_caches(program, program.rank(rank), self.device) for rank in range(self.mesh.size)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        gradients = list(parts_of_gradients(self.parameters).values())
-        total = total_norm(gradients, program, _device_of(self.tensors))
+        gradients = list(gradients_of(self.parameters).values())
+        total = total_norm(gradients, program, self.device)
         clip(gradients, max_norm, total)
         return total
 
@@ -128,6 +153,12 @@ class LocalBackend:
     def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
         for name in names:
             yield name, self.tensors[name]
+
+    def cuts(self) -> Mapping[str, Cut]:
+        return {}
+
+    def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.tensors[name] for name in names}
 
     def agree(self, claims: Mapping[str, str]) -> None:
         pass
@@ -170,7 +201,7 @@ class LocalBackend:
         return self.worlds[id(program)]
 
     def _new_world(self, program: DistributedProgram, train: bool) -> _World:
-        world, device, ranks = LocalWorld(self.mesh, program.sites), _device_of(self.tensors), []
+        world, device, ranks = LocalWorld(self.mesh, program.sites), self.device, []
         state: list[dict[str, Tensor]] = []
         kept = [spec for spec in program.state.values() if spec.kind != "cache"]
         for rank in range(self.mesh.size):
@@ -188,7 +219,7 @@ class LocalBackend:
             if any(isinstance(kind, Shard) for kind in program.state[name].sharding)
         }
         parameters = [self.parameters[name] for name in settled]
-        gradients = [whole_dtensor(joined.get(name, x), self.devices) for name, x in settled.items()]
+        gradients = [like(joined.get(name, x), WholeTensor) for name, x in settled.items()]
         return _World(world, ranks, state, cut, joined, HandOver(parameters, gradients))
 
     def _join(self, ready: _World, program: DistributedProgram) -> None:
@@ -221,7 +252,3 @@ class _World:
 def _views(part: Tensor, whole: Tensor) -> bool:
     """Whether ``part`` changes with ``whole``."""
     return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-
-
-def _device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    return next((x.device for x in tensors.values()), torch.device("cpu"))

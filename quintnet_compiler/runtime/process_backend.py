@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import layout
 from ..errors import RunError
 from ..mesh import Mesh
 from ..program import Axis, DistributedProgram, StateSpec
 from ..sharding import I, Shard
-from .backend import Caches, Ready, clip, not_known, parts_of_gradients, refuse_unset, total_norm
+from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, total_norm
 from .buckets import reduced_axes, scattered_axes
+from .cut import Cut, StageGradient
 from .distributed import DistributedTransport, device_mesh, gradient_groups
 from .engines import Engine, eager
 from .executor import Executor, Run
@@ -24,6 +27,7 @@ from .gradients import GradientStore, shared_by
 from .handover import HandOver
 from .handshake import agree, tell
 from .loss_scale import LossScale
+from .module_parameters import Slots, check_fits, retire
 from .record import Recorder
 from .same_values import SameValues
 from .state import new_caches, part_of, sharded_dtensor
@@ -40,6 +44,7 @@ class ProcessBackend:
         device: torch.device,
         plan: str,
         engine: Engine = eager,
+        slots: Slots | None = None,
     ) -> None:
         self.mesh, self.device, self.engine = mesh, device, engine
         self.scaler = LossScale.of(program)
@@ -61,20 +66,68 @@ class ProcessBackend:
         self.place = mesh.coordinate(rank)
         self.ready: dict[int, _Process] = {}
         self.counted: dict[int, tuple[DistributedProgram, set[str]]] = {}  # parameters whose norm this rank adds
-        mine = set(self._owned(program))
-        self.state = {
-            name: _kept(tensors[name].detach(), spec, program.axes, self.place, device)
-            for name, spec in program.state.items()
-            if name in mine or spec.kind != "parameter"
-        }
-        self.parameters = {
-            name: nn.Parameter(
-                sharded_dtensor(self.state[name], spec, program, self.stage_mesh), requires_grad=spec.trainable
-            )
-            for name, spec in program.state.items()
-            if spec.kind == "parameter" and name in mine
-        }
+        self.slots, self.specs, self.axes = slots, program.state, program.axes
+        self.mine = set(self._owned(program))
+        self.placed = frozenset(() if slots is None else slots.names)
+        self.state: dict[str, Tensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._take_all(tensors)
         self.values.keep(self.state, self.parameters)
+
+    def _take_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep this rank's parts of these tensors, and leave nothing else of the module's parameters."""
+        new = {name: self._take(name, x) for name, x in tensors.items() if name in self.specs}
+        if self.slots is not None:
+            self.slots.put(new)
+
+    def _take(self, name: str, x: Tensor) -> Tensor:
+        """What the module has from now on in the place of ``x``."""
+        spec = self.specs[name]
+        if spec.kind != "parameter":
+            if spec.kind == "buffer" and not x.is_meta:
+                x.data = x.data.to(self.device)
+                self.state[name] = part_of(x.detach(), spec.sharding, self.axes, self.place)  # the module's own memory
+                return x
+            self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
+            return self.state[name] if self.state[name].shape == x.shape else x
+        trainable = x.requires_grad if isinstance(x, nn.Parameter) else spec.trainable
+        if name in self.mine:
+            self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
+            part: Tensor = sharded_dtensor(self.state[name], spec, self.axes, self.stage_mesh)
+        else:
+            part = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        found = nn.Parameter(part, requires_grad=trainable)
+        if isinstance(x, nn.Parameter):
+            found.__dict__.update({k: v for k, v in x.__dict__.items() if k not in found.__dict__})
+            found._backward_hooks = x._backward_hooks
+            if name in self.placed:
+                retire(x)
+        if name in self.mine:
+            self.parameters[name] = found
+        return found
+
+    def cuts(self) -> dict[str, Cut]:
+        """Which part of each parameter this rank has."""
+        sizes = tuple(axis.size for axis in self.axes)
+        places = tuple(self.place.get(axis.name, 0) for axis in self.axes)
+        return {name: Cut(self.specs[name].shape, self.specs[name].sharding, sizes, places) for name in self.parameters}
+
+    def _follow_module(self) -> None:
+        """Raises: RunError QN112 if the module has something else now than the program was made for."""
+        if self.slots is None or self.slots.same:
+            return
+        changed = {name: x for name, x in self.slots.changed().items() if name in self.mine or not x.is_meta}
+        for name, x in changed.items():
+            check_fits(name, x, self.specs[name], self.device)
+            self.values.built.pop(name, None)
+        with torch.no_grad():
+            for name, x in list(changed.items()):
+                if isinstance(x, DTensor):  # it stays, over memory that has room for what is gathered there
+                    x._local_tensor = self.state[name].copy_(x._local_tensor)
+                    self.parameters[name] = changed.pop(name)  # type: ignore[assignment]
+            self._take_all(changed)
+            self.slots.look()
+            self.ready = {key: self._made(one.program, one.store is not None) for key, one in self.ready.items()}
 
     def _owned(self, program: DistributedProgram) -> Iterator[str]:
         here = self.place.get("pp", 0)
@@ -91,6 +144,7 @@ class ProcessBackend:
         caches: Caches | None = None,
         recorder: Recorder | None = None,
     ) -> list[Tensor]:
+        self._follow_module()
         refuse_unset(self.unset, program)
         ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
         # rows that are already this data rank's are not split again
@@ -129,7 +183,8 @@ class ProcessBackend:
         return {rank: new_caches(program, program.rank(rank), self.device)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
-        gradients = parts_of_gradients(self.parameters)
+        there = gradients_of(self.parameters)
+        gradients = dict(zip(there, map(attrgetter("_local_tensor"), there.values()), strict=True))
         if id(program) not in self.counted:
             mine = {name for name in self.parameters if self._counts(program.state[name], program)}
             self.counted[id(program)] = program, mine
@@ -161,7 +216,8 @@ class ProcessBackend:
         sender = self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **({"pp": stage} if "pp" in self.place else {})})
         whole: Tensor | None = None
         if self.place.get("pp", 0) == stage:
-            part = sharded_dtensor(self.state[spec.name], spec, program, self.stage_mesh)
+            local = self.state[spec.name].contiguous()
+            part = sharded_dtensor(local, spec, program.axes, self.stage_mesh)
             whole = part.full_tensor()  # on every rank of the stage, one tensor at a time
         if sender == 0:
             return whole if self.first else None
@@ -172,6 +228,15 @@ class ProcessBackend:
             return None
         found = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         dist.recv(found, sender)
+        return found
+
+    def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, whole in self.wholes(program, names):
+            spec = program.state[name]
+            empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            found[name] = empty if whole is None else whole.contiguous().clone()
+            dist.broadcast(found[name], 0)
         return found
 
     def agree(self, claims: Mapping[str, str]) -> None:
@@ -207,7 +272,12 @@ class ProcessBackend:
         store = GradientStore(program, part, self.transport, self.device) if train else None
         settled = store.settled if store else {}
         parameters = [self.parameters[name] for name in settled]
-        gradients = [sharded_dtensor(x, program.state[name], program, self.stage_mesh) for name, x in settled.items()]
+        gradients = [
+            sharded_dtensor(x, program.state[name], program.axes, self.stage_mesh) for name, x in settled.items()
+        ]
+        if self.mesh["pp"] > 1:
+            for gradient in gradients:
+                gradient.__class__ = StageGradient
         executor = Executor(program, part, self.transport, self.device, store, self.engine)
         return _Process(program, executor, store, HandOver(parameters, gradients))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -33,24 +33,9 @@ def new_caches(program: DistributedProgram, part: RankProgram, device: torch.dev
     }
 
 
-def one_rank_mesh(device_type: str) -> DeviceMesh:
-    """A mesh of this process alone, without any process group."""
-    return DeviceMesh(device_type, [0], mesh_dim_names=("dp",), _init_backend=False, _rank=0)
-
-
-def whole_parameter(x: Tensor, mesh: DeviceMesh, *, trainable: bool) -> nn.Parameter:
-    """A DTensor parameter that this process holds whole; it shares ``x``'s memory."""
-    return nn.Parameter(whole_dtensor(x.detach(), mesh), requires_grad=trainable)
-
-
-def whole_dtensor(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    found: DTensor = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return found
-
-
-def placements(spec: StateSpec, program: DistributedProgram, mesh: DeviceMesh) -> tuple[Placement, ...]:
+def placements(spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> tuple[Placement, ...]:
     """DTensor placements on ``mesh`` (the ranks of one stage)."""
-    kinds = {axis.name: kind for axis, kind in zip(program.axes, spec.sharding, strict=True)}
+    kinds = {axis.name: kind for axis, kind in zip(axes, spec.sharding, strict=True)}
     found: list[Placement] = []
     for name in mesh.mesh_dim_names or ():
         kind = kinds.get(name)
@@ -63,10 +48,10 @@ def placements(spec: StateSpec, program: DistributedProgram, mesh: DeviceMesh) -
     return tuple(found)
 
 
-def sharded_dtensor(local: Tensor, spec: StateSpec, program: DistributedProgram, mesh: DeviceMesh) -> DTensor:
+def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> DTensor:
     """This rank's part of a parameter or gradient as a DTensor over the ranks of its stage."""
     stride = torch.empty(spec.shape, device="meta").stride()
     found: DTensor = DTensor.from_local(
-        local, mesh, placements(spec, program, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
+        local, mesh, placements(spec, axes, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
     )
     return found

@@ -1,0 +1,58 @@
+"""Parameters without memory, which stand for a module's own while it is traced.
+
+Tracing needs shapes, strides, dtypes and devices, and no values. The parameters themselves may be DTensors, or without
+memory because other ranks hold them; and what tracing keeps of a tensor (weak references) would forbid to change them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a module's parameters are: on the meta device only if all of them are."""
+    devices = [p.device for p in model.parameters()]
+    return next((d for d in devices if d.type != "meta"), devices[0] if devices else torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def hollow_parameters(model: nn.Module) -> Iterator[dict[int, Tensor]]:
+    """While inside, every parameter is a plain one of the same shape, without memory; so is a buffer on the meta device
+    if parameters are elsewhere.
+
+    Yields: id of what stands for a tensor -> that tensor. Ties stay ties.
+    """
+    real: dict[int, Tensor] = {}
+    made: dict[int, Tensor] = {}
+    changed: list[tuple[nn.Module, str, Tensor]] = []
+    device = device_of(model)
+    try:
+        for module in model.modules():
+            for name, x in [*module._parameters.items(), *module._buffers.items()]:
+                stands = isinstance(x, nn.Parameter) or (x is not None and x.is_meta and device.type != "meta")
+                if x is None or id(x) in real or not stands:
+                    continue
+                if id(x) not in made:
+                    made[id(x)] = _hollow(x, device if x.is_meta else x.device)
+                    real[id(made[id(x)])] = x
+                changed.append((module, name, x))
+                setattr(module, name, made[id(x)])
+        yield real
+    finally:
+        for module, name, x in changed:
+            setattr(module, name, x)
+
+
+def _hollow(x: Tensor, device: torch.device) -> Tensor:
+    found = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    if device.type != "meta":
+        found.untyped_storage().resize_(0)
+    if not isinstance(x, nn.Parameter):
+        return found
+    parameter = nn.Parameter(found, requires_grad=x.requires_grad)
+    parameter.__dict__.update(x.__dict__)
+    return parameter

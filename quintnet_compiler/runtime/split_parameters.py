@@ -1,0 +1,129 @@
+"""A module whose parameters are parts on each rank: what it refuses, what its state dict holds, and who split it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import RunError
+from .backend import Backend
+from .cut import Cut
+from .module_parameters import Slots
+
+
+class CutWhatIsLoaded:
+    """A load_state_dict hook: whole tensors become this rank's parts, and those of other stages are left out."""
+
+    def __init__(self, cuts: Mapping[str, Cut]) -> None:
+        self.cuts = cuts
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for key, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor) and key in self.cuts and prefix + key in state:
+                state[prefix + key] = self.cuts[key](state[prefix + key], parameter)
+            elif parameter is not None and parameter.is_meta:
+                state[prefix + key] = parameter
+
+
+def leave_out_others(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """A state_dict hook: without what other stages hold, but for ``keep_vars=True``, which says what there is."""
+    for key in module._parameters:
+        x = state.get(prefix + key)
+        if isinstance(x, Tensor) and x.is_meta and not isinstance(x, nn.Parameter):
+            del state[prefix + key]
+
+
+def refuse_call(module: nn.Module, _: Any) -> None:
+    """A forward pre-hook, which lets a module through that has whole parameters (a copy, or while it is traced)."""
+    if any(isinstance(p, DTensor) or (p.is_meta and p.numel()) for p in module.parameters()):
+        raise RunError(
+            "QN113",
+            f"the {type(module).__name__} was called, and this rank has parts of its parameters",
+            fix="call the program: program(x) for outputs, program.evaluate(batch) for the loss",
+        )
+
+
+@dataclass
+class Home:
+    """Who split the parameters of a module: kept with it, so that its further programs train the same ones.
+
+    ``leader``: the compiled program that decided where they live; ``backend``: what holds them.
+    """
+
+    leader: Any
+    backend: Backend
+    slots: Slots
+    handles: list[Any]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nobody, ()  # a copy of the module is nobody's
+
+    def join(self, slots: Slots) -> Backend:
+        """What holds the parameters, for a further program that reads ``slots``.
+
+        Raises:
+            RunError: QN113 if these are not the same tensors.
+        """
+        self.slots.look()
+        mine, theirs = self.slots.tensors, slots.tensors
+        other = next((name for name in theirs if mine.get(name, theirs[name]) is not theirs[name]), None)
+        if other is not None:
+            refuse_other(f"{other} of this program is not that of the module's first program")
+        return self.backend
+
+    def leave(self, tensors: Mapping[str, Tensor]) -> None:
+        """Undo :func:`settle`: modules get these whole parameters."""
+        for handle in self.handles:
+            handle.remove()
+        old = self.slots.tensors
+        self.slots.put({n: nn.Parameter(x, requires_grad=old[n].requires_grad) for n, x in tensors.items()})
+        for module in self.slots.modules.values():
+            module.__dict__.pop(_HOME, None)
+
+
+_HOME = "_quintnet_home"
+
+
+def _nobody() -> None:
+    return None
+
+
+def home_of(module: nn.Module) -> Home | None:
+    """Who split this module's parameters over processes, if anybody did."""
+    found: Home | None = module.__dict__.get(_HOME)
+    return found
+
+
+def settle(slots: Slots, leader: Any, backend: Backend) -> None:
+    """Make modules with parts of parameters refuse what they cannot do, and remember who split them."""
+    cuts = backend.cuts()
+    if not cuts:
+        return
+    home = Home(leader, backend, slots, [])
+    by_owner: dict[int, dict[str, Cut]] = {}
+    for name, owner, key in slots.places():
+        if name in cuts:
+            by_owner.setdefault(id(owner), {})[key] = cuts[name]
+    for root in slots.modules.values():
+        home.handles.append(root.register_forward_pre_hook(refuse_call))
+        for module in root.modules():
+            if module._parameters:
+                found = CutWhatIsLoaded(by_owner.get(id(module._parameters), {}))
+                home.handles += [
+                    module.register_load_state_dict_pre_hook(found),  # type: ignore[no-untyped-call]
+                    module.register_state_dict_post_hook(leave_out_others),  # type: ignore[no-untyped-call]
+                ]
+        root.__dict__[_HOME] = home
+
+
+def refuse_other(message: str) -> NoReturn:
+    """Raises: RunError QN113 for a second program of a module that cannot have the parameters where they are."""
+    raise RunError(
+        "QN113",
+        message,
+        fix="call close() of the program that split the module first, or compile a copy that was made before",
+    )

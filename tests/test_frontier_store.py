@@ -1,0 +1,281 @@
+"""After compile the module's parameters are the program's: optimizers, state dicts, copies and hand-written loops see
+what is trained."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import quintnet
+from quintnet import Mesh
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def make_batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 4, generator=generator).double(), torch.randint(4, (rows,), generator=generator)
+
+
+def plain_steps(model: nn.Module, count: int, loss_fn=F.cross_entropy) -> list[float]:  # type: ignore[no-untyped-def]
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for _ in range(count):
+        loss = loss_fn(model(make_batch()[0]), make_batch()[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2}, {"tp": 2}, {"pp": 2}])
+def test_an_optimizer_of_the_module_trains_the_program(axes: dict[str, int]) -> None:
+    plain, model = build(), build()
+    expected = plain_steps(plain, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    program = quintnet.compile(model, Mesh(**axes), make_batch(), loss_fn=F.cross_entropy)
+    found = []
+    for _ in range(3):
+        found.append(float(program.step(make_batch())))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert equal(model, plain)
+    assert all(map(lambda a, b: a is b, program.parameters(), model.parameters()))
+
+
+def test_parameters_and_gradients_offer_what_dtensors_do() -> None:
+    model = build()
+    program = quintnet.compile(model, Mesh(tp=2), make_batch(), loss_fn=F.cross_entropy)
+    program.step(make_batch())
+    weight = model[0].weight
+    assert isinstance(weight, nn.Parameter) and weight.is_leaf
+    assert torch.equal(weight.full_tensor(), weight) and torch.equal(weight.to_local(), weight)
+    assert weight.grad.full_tensor().shape == (8, 4) and weight.grad.to_local().shape == (8, 4)
+    program.step(make_batch())  # added to the first
+    assert weight.grad.full_tensor().shape == (8, 4)
+    assert type(weight * 2) is Tensor and torch.equal(weight.detach().full_tensor(), weight)
+
+
+def test_two_programs_of_one_module_train_the_same_parameters() -> None:
+    def other_loss(out: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(out, F.one_hot(target, 4).double())
+
+    plain, model = build(), build()
+    losses = (F.cross_entropy, other_loss)
+    programs = [
+        quintnet.compile(model, mesh, make_batch(), loss_fn=loss)
+        for mesh, loss in zip((Mesh(dp=2), Mesh(tp=2)), losses, strict=True)
+    ]
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    for step in range(4):
+        loss = losses[step % 2](plain(make_batch()[0]), make_batch()[1])
+        loss.backward()
+        assert float(programs[step % 2].step(make_batch())) == pytest.approx(float(loss), rel=1e-9)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(model, plain)
+
+
+def test_the_module_stays_a_module() -> None:
+    model = build()
+    program = quintnet.compile(model, Mesh(pp=2), make_batch(), loss_fn=F.cross_entropy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = AveragedModel(model)
+    for _ in range(3):
+        program.step(make_batch())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    trained = copy.deepcopy(model)
+    found = float(program.evaluate(make_batch()))
+    for one in (model, trained):
+        assert found == pytest.approx(float(F.cross_entropy(one(make_batch()[0]), make_batch()[1])), rel=1e-12)
+    assert not equal(average.module, model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert all(type(x) is Tensor for x in saved.values())
+    model.load_state_dict(build().state_dict())
+    assert float(program.evaluate(make_batch())) == pytest.approx(plain_steps(build(), 1)[0], rel=1e-9)
+
+
+def test_what_the_module_gets_instead_of_its_tensors_is_followed() -> None:
+    def new() -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        return {name: torch.randn_like(x) for name, x in build().state_dict().items()}
+
+    def fresh(model: nn.Module) -> None:
+        model.load_state_dict(new(), assign=True)
+
+    def data(model: nn.Module) -> None:
+        values = new()
+        for name, parameter in model.named_parameters():
+            parameter.data = values[name]
+
+    plain = build()
+    plain.load_state_dict(new())
+    expected = float(F.cross_entropy(plain(make_batch()[0]), make_batch()[1]))
+    for change in (fresh, data):
+        model = build()
+        program = quintnet.compile(model, Mesh(tp=2), make_batch(), loss_fn=F.cross_entropy)
+        program.step(make_batch())
+        change(model)
+        assert float(program.step(make_batch())) == pytest.approx(expected, rel=1e-9)
+        assert [p.grad is not None for p in model.parameters()] == [True] * 4
+        assert all(map(lambda a, b: a is b, program.parameters(), model.parameters()))
+        model.float()
+        with pytest.raises(quintnet.RunError, match=r"QN112(.|\n)*0.weight is .* torch.float32"):
+            program.step(make_batch())
+
+
+def test_verify_compares_the_values_that_the_module_has_now() -> None:
+    model = build()
+    program = quintnet.compile(model, Mesh(tp=2), make_batch(), loss_fn=F.cross_entropy)
+    model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()}, assign=True)  # before the first step
+    plain = copy.deepcopy(model)
+    assert float(program.step(make_batch())) == pytest.approx(plain_steps(plain, 1)[0], rel=1e-9)
+    model.load_state_dict({name: x / 3 for name, x in model.state_dict().items()}, assign=True)
+    assert program.verify().ok
+
+
+def test_tensors_that_become_one_or_two_are_refused() -> None:
+    def tied() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        model[1].weight = model[0].weight
+        return model
+
+    for build_it, places in ((tied, (0, 1)), (lambda: nn.Sequential(*tied()).append(nn.Linear(4, 4).double()), (0, 2))):
+        model = build_it()
+        program = quintnet.compile(model, Mesh(dp=2), make_batch(), loss_fn=F.cross_entropy)
+        program.step(make_batch())
+        one, other = (model[place] for place in places)
+        shared = one.weight is other.weight
+        other.weight = nn.Parameter(one.weight.detach().clone()) if shared else one.weight
+        with pytest.raises(quintnet.RunError, match=r"QN112(.|\n)*(one tensor now|a tensor each now)"):
+            program.step(make_batch())
+
+
+def test_what_step_did_already_is_refused_by_name() -> None:
+    model = build()
+    program = quintnet.compile(model, Mesh(dp=2), make_batch(), loss_fn=F.cross_entropy)
+    loss = program.step(make_batch())
+    for backward in (
+        lambda: loss.backward(),  # type: ignore[no-untyped-call]
+        lambda: torch.autograd.backward(loss / 4),
+        lambda: torch.amp.GradScaler("cpu").scale(loss).backward(),  # type: ignore[attr-defined]
+    ):
+        with pytest.raises(quintnet.RunError, match=r"QN113(.|\n)*step computed the gradients"):
+            backward()
+    assert f"{loss:.4f}" == f"{loss.item():.4f}" and repr(loss).startswith("tensor(")
+    file = io.BytesIO()
+    torch.save(loss, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)) is Tensor and type(copy.deepcopy(loss)) is Tensor
+    for copied in (lambda: AveragedModel(program), lambda: copy.deepcopy(program)):  # type: ignore[arg-type]
+        with pytest.raises(quintnet.RunError, match=r"QN113(.|\n)*AveragedModel\(model\)"):
+            copied()
+
+
+# -- in processes: parameters become DTensors, as fully_shard and parallelize_module leave them
+
+
+def mse_loss(out: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(out, F.one_hot(target, 4).double())
+
+
+def message(work: Any) -> str:
+    try:
+        work()
+    except quintnet.RunError as error:
+        return str(error)
+    return "no error"
+
+
+def on_two_ranks(folder: str) -> dict[str, dict[str, Any]]:
+    return {str(axes): train(axes, f"{folder}/{next(iter(axes))}") for axes in ({"dp": 2}, {"tp": 2}, {"pp": 2})}
+
+
+def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
+    model, plain, batch, found = build(), build(), make_batch(), dict[str, Any]()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    program = quintnet.compile(model, Mesh(**axes), batch, loss_fn=F.cross_entropy)
+    found["early"] = message(early.step)
+    other = quintnet.compile(model, Mesh(**axes), batch, loss_fn=mse_loss)
+    ours, theirs = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
+    average, plain_average = AveragedModel(model), AveragedModel(plain)
+    errors = []
+    for step, rows in enumerate((8, 8, 4, 8)):
+        mine, loss_fn = (program, F.cross_entropy) if step % 2 == 0 else (other, mse_loss)
+        loss = loss_fn(plain(make_batch(rows)[0]), make_batch(rows)[1])
+        loss.backward()
+        errors.append(abs(float(mine.step(make_batch(rows))) - loss.item()))
+        for optimizer, one, mean in ((ours, model, average), (theirs, plain, plain_average)):
+            optimizer.step()
+            optimizer.zero_grad()
+            mean.update_parameters(one)
+    found["losses"] = max(errors)
+    whole = {name: x.full_tensor() for name, x in model.state_dict().items()}
+    found["state"] = {name: float((x - plain.state_dict()[name]).abs().max()) for name, x in whole.items()}
+    ema = {name: x.full_tensor() for name, x in average.module.state_dict().items()}
+    found["average"] = max(float((x - plain_average.module.state_dict()[n]).abs().max()) for n, x in ema.items())
+    found["shared"] = all(map(lambda a, b: a is b, program.parameters(), other.parameters()))
+    found["call"] = message(lambda: model(batch[0]))
+    found["verified"] = "tp" not in axes or program.verify().ok
+    program.step(batch)
+    found["clip"] = message(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    found["mesh"] = message(lambda: quintnet.compile(model, Mesh(dp=2, tp=1, pp=1), batch, loss_fn=mse_loss))
+    model.zero_grad()
+    dcp.save(model.state_dict(), checkpoint_id=folder)
+    if dist.get_rank() == 0:
+        stored = {name: torch.empty_like(x) for name, x in plain.state_dict().items()}
+        dcp.load(stored, checkpoint_id=folder, no_dist=True)
+        found["stored"] = max(float((x - plain.state_dict()[n]).abs().max()) for n, x in stored.items())
+    model.load_state_dict(build().state_dict())
+    expected = [F.cross_entropy(build()(batch[0]), batch[1]).item(), F.cross_entropy(plain(batch[0]), batch[1]).item()]
+    again = [float(program.evaluate(batch))]
+    model.load_state_dict(plain.state_dict(), assign=True)
+    again.append(float(program.step(batch)))
+    found["loaded"] = max(abs(a - b) for a, b in zip(again, expected, strict=True))
+    program.close()
+    found["closed"] = abs(F.cross_entropy(model(batch[0]), batch[1]).item() - expected[1])
+    found["used"] = message(lambda: program.step(batch))
+    return found
+
+
+def test_in_processes_the_module_has_what_is_trained(tmp_path: Path) -> None:
+    ranks = quintnet.launch(on_two_ranks, 2, args=(str(tmp_path),), timeout=300)
+    for layout in ranks[0]:
+        for rank, results in enumerate(ranks):
+            found = results[layout]
+            where = f"{layout} on rank {rank}: {found}"
+            assert "make the optimizer after" in found["early"], where
+            assert max(found["losses"], found["average"], found["loaded"], found["closed"]) < 1e-9, where
+            assert max(found["state"].values()) < 1e-9, where
+            assert found["shared"] and found["verified"] and found.get("stored", 0.0) < 1e-9, where
+            assert "program(x) for outputs" in found["call"], where
+            assert "was closed" in found["used"], where
+            assert ("program.clip_grad_norm" in found["clip"]) == ("pp" in layout), where
+            assert ("close()" in found["mesh"]) == ("dp" not in layout), where
+    pipeline = [set(results["{'pp': 2}"]["state"]) for results in ranks]
+    assert pipeline == [{"0.weight", "0.bias"}, {"2.weight", "2.bias"}]
