@@ -10,7 +10,7 @@ import torch
 from torch import SymInt, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..annotations import Leaf, shape
+from ..annotations import Leaf, shape, value
 from ..builder import GraphBuilder
 from ..canonical import LEAF, WHERE
 from ..errors import CompileError, Where
@@ -89,7 +89,7 @@ class Normalize:
             if node.op == "placeholder":
                 env[node] = self._leaf(builder, node)
             elif node.op == "output":
-                builder.output(tuple(env[n] for n in node.args[0]))
+                builder.output(tuple(_unrounded(env[n]) for n in node.args[0]))
             else:
                 args = [_resolve(a, env) for a in node.args]
                 kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
@@ -160,6 +160,22 @@ class Normalize:
                 some = [_resolve(a, env) for a in node.args]
                 env[node] = self._node(builder, node, some, {k: _resolve(a, env) for k, a in node.kwargs.items()})
         return fx.map_arg(graph.output_node().args[0], lambda node: env[node])
+
+
+def _unrounded(result: fx.Node) -> fx.Node:
+    """A 16-bit loss before it is rounded: its terms are added up in 32 bits first, and whoever runs the program rounds
+    (:func:`dtypes_of_results`)."""
+    if result.target is not aten._to_copy.default or shape(result):
+        return result
+    (source,) = result.all_input_nodes
+    wide, narrow = value(source).dtype, value(result).dtype
+    rounds = wide.is_floating_point and narrow.is_floating_point and wide.itemsize > narrow.itemsize
+    return source if rounds else result
+
+
+def dtypes_of_results(captured: Captured) -> tuple[torch.dtype, ...]:
+    """The dtype of each result of the module itself."""
+    return tuple(node.meta["val"].dtype for node in captured.graph.output_node().args[0])  # type: ignore[union-attr]
 
 
 def _known(part: fx.Node) -> bool:

@@ -29,6 +29,7 @@ from .mesh import Mesh
 from .meta_buffers import with_buffers
 from .modes import refuse_autocast
 from .module_copy import module_copy
+from .passes.normalize import dtypes_of_results
 from .passes.prove import prove
 from .plan import Plan, precision_of
 from .planner.report import PlanReport
@@ -531,7 +532,9 @@ class CompiledProgram(ProgramState):
         self._programs.verdict.hear(backend)
         if program is not self._leader().program:
             backend.learn(program, self._programs.captured[kind].tensors)
-        return backend.run(program, inputs, self._how(kind, local), recorder=recorder)
+        results = backend.run(program, inputs, self._how(kind, local), recorder=recorder)
+        dtypes = dtypes_of_results(self._programs.captured[kind])
+        return [x.to(dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
     def _how(self, kind: str, local: bool) -> Run:
         task = self._task
