@@ -148,7 +148,7 @@ class _Stage:
         for value_name, position in stage.inputs.items():
             if inputs.index(self._node(value_name)) != position:
                 raise _fail(f"{value_name} is not input {position}")
-        for value_name, position in stage.results.items():
+        for position, value_name in stage.results.items():
             if self.source.outputs[position].name != value_name:
                 raise _fail(f"{value_name} is not output {position}")
         returned = {n for t in self.program.transfers if t.source == stage.index for n in t.backward}

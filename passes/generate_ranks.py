@@ -109,7 +109,7 @@ class _Cut:
 
     def __post_init__(self) -> None:
         stage = self.program.stage
-        needed: set[fx.Node] = {n for n in self._results() if n.op != "placeholder"}
+        needed: set[fx.Node] = {n for n in self._results().values() if n.op != "placeholder"}
         needed.update(node for (_, index), node in self.program.gradients.items() if index == self.index)
         order = [n for n in self.program.graph.nodes if n.op == "call_function"]
         for node in reversed(order):
@@ -130,10 +130,11 @@ class _Cut:
             else:
                 self.forward.append(node)
 
-    def _results(self) -> dict[fx.Node, int]:
+    def _results(self) -> dict[int, fx.Node]:
+        """By position: one value may be several results."""
         last = self.num_stages - 1
         return {
-            node: position
+            position: node
             for position, node in enumerate(self.program.outputs)
             if self.program.stage.get(node, last) == self.index
         }
@@ -150,7 +151,8 @@ class _Cut:
         forward, backward, once = set(self.forward), set(self.backward), set(self.once)
         own = forward | set(self.slices) | {n for n in self.received if facts(n).phase == "forward"}
         saved = [n for n in self.program.graph.nodes if n in own and _used_in(n, backward)]
-        results = self._results()
+        places = self._results()
+        results = list(dict.fromkeys(places.values()))
         static = once | {n for n in self.program.graph.nodes if n.op == "placeholder"}
         later = {u for n in self.slices for u in n.all_input_nodes}
         needed = forward | backward
@@ -172,7 +174,7 @@ class _Cut:
             {n.name: found.name for n in used if (found := leaf(n)) is not None and found.kind != "input"},
             {n.name: _position(self.program, n) for n in used if (f := leaf(n)) is not None and f.kind == "input"},
             {n.name: Slice(n.args[0].name, n.args[2], n.args[3]) for n in self.slices},  # type: ignore[union-attr,arg-type]
-            {n.name: position for n, position in results.items()},
+            {position: n.name for position, n in places.items()},
             tuple(n.name for n in saved),
             {ids[name]: name for n in [*self.received, *first, *second] for name in gradients.get(n, ())},
             _piece(second, [], static, late, sites) if split else None,

@@ -266,11 +266,11 @@ class StageProgram:
     """Everything that one pipeline stage runs. Values have the names of the differentiated graph's nodes.
 
     ``once`` runs at the start of a step (what no parameter touches); ``forward`` and ``backward`` run once per
-    microbatch. Where a schedule splits backwards, ``backward`` computes what other stages wait for, and ``weight`` the
-    rest, from the same values and from what ``backward`` hands it. ``state`` maps a value to the parameter, buffer or
-    constant that it is; ``inputs`` to its position in the flat batch; ``results`` to its position among the program's
-    outputs. ``saved`` is what the backward needs of the forward. ``gradients`` maps what the backward accumulates to
-    its parameter, in the order of settling.
+    microbatch. Where a schedule splits backwards, ``backward`` computes what other stages wait for, and ``weight``
+    the rest, from the same values and from what ``backward`` hands it. ``state`` maps a value to the parameter,
+    buffer or constant that it is; ``inputs`` to its position in the flat batch; ``results`` a position among the
+    program's outputs to the value. ``saved`` is what the backward needs of the forward. ``gradients`` maps what the
+    backward accumulates to its parameter, in the order of settling.
     """
 
     index: int
@@ -280,7 +280,7 @@ class StageProgram:
     state: Mapping[str, str]
     inputs: Mapping[str, int]
     slices: Mapping[str, Slice]
-    results: Mapping[str, int]
+    results: Mapping[int, str]
     saved: tuple[str, ...]
     gradients: Mapping[str, str]
     weight: Piece | None = None

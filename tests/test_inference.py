@@ -142,3 +142,20 @@ def test_what_only_training_has_is_refused() -> None:
     for call in (lambda: program.step(case.batch(4)), lambda: program.verify(case.batch(4))):
         with pytest.raises(quintnet.CompileError, match="QN107"):
             call()
+
+
+def test_one_value_may_be_returned_twice() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            made = self.inner(x)
+            return made, x, made
+
+    model, x = Twice(), torch.randn(8, 4)
+    for mesh in (quintnet.Mesh(dp=2), quintnet.Mesh(tp=2)):
+        found = quintnet.compile(model, mesh, (x,), training=False)(x)
+        for ours, theirs in zip(found, model(x), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-6)

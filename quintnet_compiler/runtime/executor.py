@@ -166,7 +166,7 @@ class Executor:
         self.whole[stage.index] = known
         for label in stage.pieces:
             self.static[stage.index, label] = self.reads[stage.index, label](known)
-        for name, position in stage.results.items():
+        for position, name in stage.results.items():
             if name in known:
                 self.results[position].append(known[name])
 
@@ -197,7 +197,7 @@ class Executor:
         dynamic = [values[name] for name in stage.forward.dynamic]
         made = self._run(action, "forward", dynamic)
         values |= zip(stage.forward.outputs, made, strict=True)
-        for name, position in stage.results.items():
+        for position, name in stage.results.items():
             if name in values:
                 self.results[position].append(values[name])
         self.live.add(here)
@@ -313,7 +313,7 @@ class Executor:
         spec = self.program.results[position]
         found = self.results.get(position)
         mesh = self.program.mesh
-        owner = next(s.index for s in self.program.stages if position in s.results.values())
+        owner = next(s.index for s in self.program.stages if position in s.results)
         local = self._joined(spec.sharding, self._over_time(spec.sharding, found)) if found else None
         if spec.shape == ():
             return self._sum_of_scalars(spec.sharding, local, spec.dtype)
