@@ -187,6 +187,8 @@ def _check_state(program: DistributedProgram) -> None:
         found = leaf(node) if node.op == "placeholder" else None
         if found is not None:
             users[found.name] |= {source.stage[user] for user in node.users if user in source.stage}
+    for name, index in source.gradients:
+        users[name].add(index)
     for node, found in sharded.program.leaves.items():
         if found.kind == "input":
             continue

@@ -326,6 +326,8 @@ def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
             found = leaf(source)
             if found is not None and node in program.stage:
                 stages[found.name].add(program.stage[node])
+    for name, stage in program.gradients:  # a hook's backward may run where nothing reads the parameter
+        stages[name].add(stage)
     return {
         found.name: StateSpec(
             found.name,

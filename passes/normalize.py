@@ -83,7 +83,7 @@ class Normalize:
         env: dict[fx.Node, Any] = {}
         alive = _alive(captured.graph)
         for node in captured.graph.nodes:
-            if node not in alive and not isinstance(node.meta.get("val"), Tensor):
+            if node not in alive:
                 continue  # a number that only an assertion read
             builder.where = node.meta.get(WHERE, Where())
             if node.op == "placeholder":
@@ -198,8 +198,9 @@ def _resolve(arg: Any, env: dict[fx.Node, Any]) -> Any:
 
 
 def _alive(graph: fx.Graph) -> set[fx.Node]:
-    """What the outputs need, and all inputs."""
-    alive = {n for n in graph.nodes if n.op in ("output", "placeholder")}
+    """All inputs and tensors, and what these and the outputs need."""
+    ends = ("output", "placeholder")
+    alive = {n for n in graph.nodes if n.op in ends or isinstance(n.meta.get("val"), Tensor)}
     for node in reversed(graph.nodes):
         if node in alive:
             alive.update(node.all_input_nodes)

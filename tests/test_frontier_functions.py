@@ -292,7 +292,7 @@ def _used_before(_: Net, h: Tensor) -> Tensor:
 def _removed(_: Net, h: Tensor) -> Tensor:
     x = torch.tanh(h)
     _hook(x, lambda g: 2 * g)
-    for handle in _hook(x, lambda g: g * 0):
+    for handle in _hook(x, lambda g: g * (g.shape[0] - 7)):
         handle.remove()
     return x.sin()
 
