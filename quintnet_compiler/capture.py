@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from .canonical import OWN, canonical, inline_no_grad, module_of
 from .capture_once import Skipped, blocks_once
 from .errors import CompileError, Where
-from .hollow import device_of, hollow_parameters
+from .hollow import device_of, hollow_parameters, plain_parameters
 from .huggingface import traced_as_few_nodes
 from .modes import evaluating, without_autocast
 from .names import check_batch_names, check_names
@@ -107,8 +107,18 @@ def capture(
     flags = contextlib.nullcontext() if trained else _untrained(step)
     shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
     user = user_derivatives(step, trained=trained)
-    hollow = hollow_parameters(step)
-    with mode, flags, user as own, hollow as real, without_autocast(), _no_warnings(), shipped, blocks as skipped:
+    hollow, plain = hollow_parameters(step), plain_parameters(step.brought())
+    with (
+        mode,
+        flags,
+        user as own,
+        plain,
+        hollow as real,
+        without_autocast(),
+        _no_warnings(),
+        shipped,
+        blocks as skipped,
+    ):
         rows = None
         try:
             exported = step.traced(functools.partial(_export, step, sample, dynamic))

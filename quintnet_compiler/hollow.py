@@ -7,7 +7,7 @@ memory because other ranks hold them; and what tracing keeps of a tensor (weak r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,21 @@ def hollow_parameters(model: nn.Module) -> Iterator[dict[int, Tensor]]:
     finally:
         for module, name, x in changed:
             setattr(module, name, x)
+
+
+@contextlib.contextmanager
+def plain_parameters(found: Iterable[nn.Module | nn.Parameter]) -> Iterator[None]:
+    """While inside, the parameters that a loss function brings are of the class that tracing knows, also those to which
+    a program that trains them gave another one."""
+    each = [x for one in found for x in (one.parameters() if isinstance(one, nn.Module) else [one])]
+    kinds = {id(x): (x, type(x)) for x in each if type(x) is not nn.Parameter and type(x).__bases__ == (nn.Parameter,)}
+    try:
+        for x, _ in kinds.values():
+            x.__class__ = nn.Parameter
+        yield
+    finally:
+        for x, kind in kinds.values():
+            x.__class__ = kind
 
 
 def _hollow(x: Tensor, device: torch.device) -> Tensor:

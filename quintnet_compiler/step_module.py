@@ -101,6 +101,10 @@ class StepModule(nn.Module):
             export()
         return exported
 
+    def brought(self) -> list[nn.Module | nn.Parameter]:
+        """What a loss function that is no module may train."""
+        return [] if self.compute is None else list(trainable(self.compute, self).values())
+
     def adopt(self) -> bool:
         """Whether the trace used parameters that are nobody's, and they are parts of this module now.
 

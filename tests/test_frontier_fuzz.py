@@ -33,7 +33,6 @@ def _judge(seeds: range) -> Counter[str]:
     return found
 
 
-@pytest.mark.slow  # until Python state is guarded and programs share one module's parameters everywhere
 @pytest.mark.parametrize("seeds", FAST, ids=str)
 def test_a_sample_is_equal_or_refused(seeds: range) -> None:
     assert _judge(seeds)["equal"] >= len(seeds) // 3

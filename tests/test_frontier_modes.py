@@ -309,3 +309,13 @@ def test_autocast_around_a_step_is_refused_and_what_the_error_offers_works() -> 
         with pytest.raises(quintnet.CompileError, match="QN105") as caught:
             program.step((X, Y))
     assert "bf16" in str(caught.value) and abs(float(program.step((X, Y)).detach()) - plain) < 1e-2
+
+
+def test_a_head_that_one_program_trains_can_be_traced_again() -> None:
+    head = nn.Linear(4, 4)
+    batch = torch.randn(8, 16), torch.randint(4, (8,))
+    losses = [
+        quintnet.compile(model, Mesh(dp=2), batch, loss_fn=lambda z, y: F.cross_entropy(head(z), y)).step(batch)
+        for model in [nn.Linear(16, 4)] * 2
+    ]
+    assert torch.equal(*losses)
