@@ -24,6 +24,7 @@ from .canonical import LEAF
 from .capture import capture
 from .comm_ops import cached_attention
 from .errors import CompileError
+from .hollow import device_of, hollow_parameters
 from .huggingface import traced_as_few_nodes
 from .huggingface_attention import mask_parts
 from .modes import evaluating
@@ -94,9 +95,9 @@ def cache_shapes(model: nn.Module) -> tuple[Shape, ...]:
     if not _takes_positions(model):
         raise _refusal("its forward takes no position_ids", "take the positions of tokens as a second argument")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with evaluating(model), fake as mode, torch.no_grad(), traced_as_few_nodes(model):
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        ids = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    hollow = hollow_parameters(model)  # this process may hold parts of them
+    with evaluating(model), hollow, fake as mode, torch.no_grad(), traced_as_few_nodes(model):
+        ids = torch.zeros(2, 3, dtype=torch.int64, device=device_of(model))
         assert mode is not None
         _logits(model, ids, ids, attend)
     if not found:

@@ -173,7 +173,8 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str, str, dict[str, nn.Module]]]
         lambda s, i: s.inner(s.table(i)).mean(), "QN105", "sparse gradient", {"table": nn.Embedding(8, 4, sparse=True)}
     ),
     "max_norm": (
-        lambda s, i: s.inner(s.table(i)).mean(), "QN105", "max_norm", {"table": nn.Embedding(8, 4, max_norm=1.0)}
+        lambda s, i: s.inner(s.table(i)).mean(), "QN110", "changes the parameter 'table.weight'",
+        {"table": nn.Embedding(8, 4, max_norm=1.0)},
     ),
     "values of a mask": (
         lambda s, i: torch.index_put(h := s.inner(i * torch.ones(4)), (h > 9,), h.new_ones(0)).mean(),
