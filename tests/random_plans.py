@@ -168,4 +168,6 @@ def gradients(
     backend = LocalBackend(mesh, program, tensors, torch.device("cpu"))
     (loss,) = backend.run(program, pytree.tree_leaves(batch), Run(train=True))
     found = {n: p.grad.full_tensor() for n, p in backend.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
+    for parameter in backend.parameters.values():  # they are the module's own
+        parameter.grad = None
     return loss, found
