@@ -247,9 +247,7 @@ def reference(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | Non
         out = loss_fn(model(*batch[:-1]), batch[-1]) if loss_fn else model(*batch)
     loss = out if isinstance(out, Tensor) else out.loss
     loss.backward()
-    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)  # a program of this model adds to what is there
-    return loss.detach(), found
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:

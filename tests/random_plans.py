@@ -166,8 +166,8 @@ def gradients(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one step of all ranks in this process."""
     backend = LocalBackend(mesh, program, tensors, torch.device("cpu"))
+    for parameter in backend.parameters.values():  # the module's own: a reference may have left gradients
+        parameter.grad = None
     (loss,) = backend.run(program, pytree.tree_leaves(batch), Run(train=True))
     found = {n: p.grad.full_tensor() for n, p in backend.parameters.items() if p.grad is not None}  # type: ignore[attr-defined]
-    for parameter in backend.parameters.values():  # they are the module's own
-        parameter.grad = None
     return loss, found
