@@ -37,7 +37,7 @@ from .program import DistributedProgram, RankProgram
 from .program_state import ProgramState
 from .programs import Programs, check_divides
 from .runtime.backend import Backend, refuse_unset
-from .runtime.backends import in_processes, open_backend
+from .runtime.backends import open_backend
 from .runtime.engines import ENGINES
 from .runtime.executor import Run
 from .runtime.module_parameters import check_fits
@@ -45,6 +45,7 @@ from .runtime.pulse import running
 from .runtime.record import Recorder
 from .runtime.settled_loss import SettledLoss
 from .runtime.split_parameters import home_of, settle
+from .runtime.world import many
 from .schedule import Schedule
 from .simulation.faults import Faults
 from .simulation.measured import measured_timeline, shown_ranks
@@ -58,8 +59,8 @@ from .verification import Subject, VerifyReport, model_inputs, verify_program
 class CompiledProgram(ProgramState):
     """A model compiled for a mesh. Captured at the first step, or when it was made if a batch was given.
 
-    ``step`` and ``evaluate`` take the global batch, on every rank; ``parameters`` are DTensors under the model's
-    own names. Without an initialised process group all ranks run in this process, in lockstep.
+    ``step`` and ``evaluate`` take the global batch, on every rank. ``parameters`` are the module's own: without an
+    initialised process group, where all ranks run in this process in lockstep, whole; in processes, DTensors.
     """
 
     def __init__(self, task: Task) -> None:
@@ -463,7 +464,7 @@ class CompiledProgram(ProgramState):
     @property
     def _spread(self) -> bool:
         """Whether each rank is a process."""
-        return self.mesh.size > 1 and in_processes()
+        return self.mesh.size > 1 and many()
 
     def _state(self) -> Backend:
         if self._closed:

@@ -64,7 +64,7 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "Before anything trains, what was traced of the module is compared with the module itself on a few rows of "
             "the batch: the loss, every gradient, and what forward changes. They are not equal.",
             "The message says which results differ, and the first operator that does. Write that line so that tracing "
-            'can follow it. check="off" compiles what was traced.',
+            'can follow it. check="off" compares nothing: what is trained then is what was traced.',
         ),
         "QN112": (
             "Something that the program was made of is another one now: a part or a parameter of the module was "

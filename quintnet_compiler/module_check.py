@@ -172,7 +172,7 @@ class ModuleCheck:
             return isinstance(again, _Sides) and bool(again.compare())
 
 
-_HOW = 'write that part so that tracing can follow it; check="off" compiles what was traced'
+_HOW = "write that part so that tracing can follow it"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class ProgramState(abc.ABC):
     def _state(self) -> Backend: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters (those of its stages): DTensors under the model's names."""
+        """This rank's parameters (those of its stages) under the model's names: whole in one process, DTensors in
+        processes; both have ``full_tensor()``."""
         yield from self._state().parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:

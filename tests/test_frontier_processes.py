@@ -100,7 +100,6 @@ def _wrong(found: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
     ]
 
 
-@pytest.mark.slow  # until Python state is guarded and programs share one module's parameters everywhere
 def test_a_sample_on_two_processes() -> None:
     assert set(SAMPLE) <= _cases().keys()
     names = list(TWO_RANKS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh import Mesh
@@ -15,6 +14,7 @@ from .engines import Engine, eager
 from .local_backend import LocalBackend
 from .module_parameters import Slots
 from .process_backend import ProcessBackend
+from .world import many
 
 
 def open_backend(
@@ -34,11 +34,6 @@ def open_backend(
     Raises:
         RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
     """
-    if in_processes():
+    if many():
         return ProcessBackend(mesh, program, tensors, device, plan, engine, slots)
     return LocalBackend(mesh, program, tensors, device, engine, slots)
-
-
-def in_processes() -> bool:
-    """Whether each rank is a process of a process group."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
