@@ -95,10 +95,8 @@ def cache_shapes(model: nn.Module) -> tuple[Shape, ...]:
     if not _takes_positions(model):
         raise _refusal("its forward takes no position_ids", "take the positions of tokens as a second argument")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    hollow = hollow_parameters(model)  # this process may hold parts of them
-    with evaluating(model), hollow, fake as mode, torch.no_grad(), traced_as_few_nodes(model):
+    with evaluating(model), fake, hollow_parameters(model), torch.no_grad(), traced_as_few_nodes(model):
         ids = torch.zeros(2, 3, dtype=torch.int64, device=device_of(model))
-        assert mode is not None
         _logits(model, ids, ids, attend)
     if not found:
         raise _refusal("none of its attentions could be found", "use sdpa, or F.scaled_dot_product_attention")

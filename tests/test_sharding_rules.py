@@ -71,7 +71,7 @@ NESTED = [
     call(_SDPA, f(2, 8, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, 0.0, True, enable_gqa=True),
     call(aten.conv2d.default, f(4, 4, 2, 2), f(8, 4, 1, 1), f(8)),
     call(aten.sum.dim_IntList, f(8, 4), [0]),
-    call(aten.repeat.default, f(4, 4), [2, 1]),
+    call(aten.expand.default, f(4, 1, 4), [4, 4, 4]),
 ]
 
 
