@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from .canonical import OWN, canonical, inline_no_grad, module_of
 from .capture_once import Skipped, blocks_once
-from .errors import CompileError, Where
+from .errors import CompileError, QuintNetError, Where
 from .hollow import device_of, hollow_parameters, plain_parameters
 from .huggingface import traced_as_few_nodes
 from .modes import evaluating, without_autocast
@@ -122,7 +122,7 @@ def capture(
         rows = None
         try:
             exported = step.traced(functools.partial(_export, step, sample, dynamic))
-        except CompileError:
+        except QuintNetError:
             raise
         except Exception as error:
             if not _fixes_the_batch(error):
@@ -132,7 +132,7 @@ def capture(
             try:
                 skipped.like.clear()
                 exported = step.traced(functools.partial(_export, step, sample, None))
-            except CompileError:
+            except QuintNetError:
                 raise
             except Exception:
                 raise _untraceable(error) from error

@@ -12,10 +12,18 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+_ELSEWHERE = "_quintnet_elsewhere"
+
+
+def of_other_ranks(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Mark one on the meta device as that of other ranks, whose devices are like ``device`` of this one."""
+    parameter.__dict__[_ELSEWHERE] = device
+    return parameter
+
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a module's parameters are: on the meta device only if all of them are."""
-    devices = [p.device for p in model.parameters()]
+    """Where a module's parameters are: on the meta device only if all of them are, and no other rank has them."""
+    devices = [p.__dict__.get(_ELSEWHERE, p.device) for p in model.parameters()]
     return next((d for d in devices if d.type != "meta"), devices[0] if devices else torch.device("cpu"))
 
 

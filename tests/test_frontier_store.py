@@ -4,7 +4,11 @@ what is trained."""
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import itertools
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import quintnet
 from quintnet import Mesh
+
+TWO: tuple[dict[str, int], ...] = ({"dp": 2}, {"tp": 2}, {"pp": 2})
 
 
 def build() -> nn.Module:
@@ -197,6 +203,40 @@ def test_what_step_did_already_is_refused_by_name() -> None:
             copied()
 
 
+def with_scale(head: nn.Module, out: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+    return F.cross_entropy(head(out) * scale.exp(), target)
+
+
+def with_a_loss(axes: dict[str, int], seed: int) -> tuple[quintnet.CompiledProgram, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model, head, scale = nn.Linear(4, 8).double(), nn.Linear(8, 4).double(), nn.Parameter(torch.randn(()).double())
+    loss_fn = functools.partial(with_scale, head, scale=scale)
+    program = quintnet.compile(model, Mesh(**axes), make_batch(), loss_fn=loss_fn)
+    return program, torch.optim.AdamW(program.parameters(), lr=0.1)
+
+
+def restored(axes: dict[str, int], other: dict[str, int], folder: Path) -> float:
+    """How far the third step of a program that goes on from a checkpoint is from the one that wrote it."""
+    losses = []
+    program, optimizer = with_a_loss(axes, 0)
+    for step in range(3):
+        if step == 2:
+            program.save(folder, step=step, optimizer=optimizer)
+        losses.append(float(program.step(make_batch())))
+        optimizer.step()
+        optimizer.zero_grad()
+    again, optimizer = with_a_loss(other, 1)
+    assert abs(float(again.evaluate(make_batch())) - losses[2]) > 1e-3
+    again.load(folder, optimizer=optimizer)
+    return abs(float(again.step(make_batch())) - losses[2])
+
+
+def test_parameters_of_a_loss_are_saved_and_loaded(tmp_path: Path) -> None:
+    assert {"loss_fn.0.weight", "loss_fn.scale"} < dict(with_a_loss({"dp": 1}, 0)[0].named_parameters()).keys()
+    for i, (one, other) in enumerate(itertools.pairwise(TWO)):
+        assert restored(one, other, tmp_path / str(i)) < 1e-9, (one, other)
+
+
 # -- in processes: parameters become DTensors, as fully_shard and parallelize_module leave them
 
 
@@ -212,8 +252,8 @@ def message(work: Any) -> str:
     return "no error"
 
 
-def on_two_ranks(folder: str) -> dict[str, dict[str, Any]]:
-    return {str(axes): train(axes, f"{folder}/{next(iter(axes))}") for axes in ({"dp": 2}, {"tp": 2}, {"pp": 2})}
+def on_ranks(folder: str, layouts: Sequence[dict[str, int]]) -> dict[str, dict[str, Any]]:
+    return {str(axes): train(axes, f"{folder}/{'-'.join(axes)}") for axes in layouts}
 
 
 def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
@@ -244,7 +284,7 @@ def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
     found["verified"] = "tp" not in axes or program.verify().ok
     program.step(batch)
     found["clip"] = message(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    found["mesh"] = message(lambda: quintnet.compile(model, Mesh(dp=2, tp=1, pp=1), batch, loss_fn=mse_loss))
+    found["mesh"] = message(lambda: quintnet.compile(model, Mesh(dp=dist.get_world_size()), batch, loss_fn=mse_loss))
     model.zero_grad()
     dcp.save(model.state_dict(), checkpoint_id=folder)
     if dist.get_rank() == 0:
@@ -257,14 +297,16 @@ def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
     model.load_state_dict(plain.state_dict(), assign=True)
     again.append(float(program.step(batch)))
     found["loaded"] = max(abs(a - b) for a, b in zip(again, expected, strict=True))
+    found["restored"] = restored(axes, axes, Path(folder, "of a loss"))
     program.close()
     found["closed"] = abs(F.cross_entropy(model(batch[0]), batch[1]).item() - expected[1])
     found["used"] = message(lambda: program.step(batch))
     return found
 
 
-def test_in_processes_the_module_has_what_is_trained(tmp_path: Path) -> None:
-    ranks = quintnet.launch(on_two_ranks, 2, args=(str(tmp_path),), timeout=300)
+@pytest.mark.parametrize("layouts", [TWO, pytest.param(({"dp": 2, "tp": 2},), marks=pytest.mark.slow)], ids=str)
+def test_in_processes_the_module_has_what_is_trained(tmp_path: Path, layouts: Sequence[dict[str, int]]) -> None:
+    ranks = quintnet.launch(on_ranks, math.prod(layouts[0].values()), args=(str(tmp_path), layouts), timeout=300)
     for layout in ranks[0]:
         for rank, results in enumerate(ranks):
             found = results[layout]
@@ -276,6 +318,7 @@ def test_in_processes_the_module_has_what_is_trained(tmp_path: Path) -> None:
             assert "program(x) for outputs" in found["call"], where
             assert "was closed" in found["used"], where
             assert ("program.clip_grad_norm" in found["clip"]) == ("pp" in layout), where
-            assert ("close()" in found["mesh"]) == ("dp" not in layout), where
-    pipeline = [set(results["{'pp': 2}"]["state"]) for results in ranks]
-    assert pipeline == [{"0.weight", "0.bias"}, {"2.weight", "2.bias"}]
+            assert ("close()" in found["mesh"]) == (layout != "{'dp': 2}"), where
+            assert found["restored"] < 1e-9, where
+            whole = {"0.weight", "0.bias", "2.weight", "2.bias"}
+            assert found["state"].keys() == ({n for n in whole if int(n[0]) == 2 * rank} if "pp" in layout else whole)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import layout
 from ..errors import RunError
+from ..hollow import of_other_ranks
 from ..mesh import Mesh
 from ..program import Axis, DistributedProgram, StateSpec
 from ..sharding import I, Shard
@@ -102,8 +103,9 @@ class ProcessBackend:
             found._backward_hooks = x._backward_hooks
             if name in self.placed:
                 retire(x)
-        if name in self.mine:
-            self.parameters[name] = found
+        if name not in self.mine:
+            return of_other_ranks(found, self.device)
+        self.parameters[name] = found
         return found
 
     def cuts(self) -> dict[str, Cut]:
