@@ -8,6 +8,7 @@ which dropout masks a program draws.
 from __future__ import annotations
 
 import gc
+import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,11 +39,14 @@ class Case:
     """A module and how it trains.
 
     ``build`` makes the module, the same one at every call (it is seeded); or, where the loss function uses trainable
-    modules, a triple: the module, its loss function, and those modules by name (a loss function that is a module
-    itself need not be among them). ``batch``: a tuple or a dict, or ``batch(step)``. ``before(module, step)`` changes
-    the module in front of a step. ``refuses``: layouts that cannot be compiled, and the code of the error that says
-    so: it is checked. ``options`` are those of :func:`quintnet.compile`. ``others``: further loss functions, each with
-    a program of its own on the same module: steps take turns. ``evaluates``: between two steps both sides evaluate.
+    modules or parameters, a triple: the module, its loss function, and those by name (a loss function that is a
+    module itself need not be among them). ``batch``: a tuple or a dict, or ``batch(step)``. ``before(module, step)``
+    changes the module in front of a step; ``after(program, parameters)`` the gradients behind it (the program is None
+    for the plain module). ``refuses``: layouts that are refused, and the code of the error that says so; ``apart``:
+    those that are refused on processes alone; ``cause``: a regular expression that its text matches. ``options`` are
+    those of :func:`quintnet.compile`. ``others``: further loss functions, each with a program of its own on the same
+    module, compiled for the batch of its own first step: steps take turns. ``evaluates``: between two steps both sides
+    evaluate. ``of_module``: the program's optimizer has the parameters of the module.
     """
 
     build: Build
@@ -53,6 +57,10 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     others: Sequence[Callable[..., Tensor]] = ()
     evaluates: bool = False
+    after: Callable[[Any, Sequence[Tensor]], None] | None = None
+    apart: Mapping[str, str] = field(default_factory=dict)
+    cause: str = ""
+    of_module: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,22 +130,34 @@ def on_processes(
     where: Mapping[str, str] = MappingProxyType({}),
     timeout: float = 240,
 ) -> dict[str, dict[str, Verdict]]:
-    """All cases on all ``meshes`` (those in ``where`` on that layout alone), in one launch of two ranks over gloo.
-    ``cases``: a function at the top level of a module. The verdicts, by case and layout; :func:`report` asserts them.
+    """All cases on all ``meshes`` (those in ``where`` on that layout alone), which have equally many ranks, in one
+    launch over gloo. ``cases``: a function at the top level of a module. The verdicts, by case and layout.
     """
-    ranks = quintnet.launch(_all_here, 2, (cases, dict(meshes), dict(where)), timeout=timeout, collective_timeout=60)
+    (size,) = {math.prod(axes.values()) for axes in meshes.values()}
+    ranks = quintnet.launch(_all_here, size, (cases, dict(meshes), dict(where)), timeout=timeout, collective_timeout=60)
     return {
         name: {where: joined([rank[name][where] for rank in ranks]) for where in found}
         for name, found in ranks[0].items()
     }
 
 
-def report(case: Case, found: Mapping[str, Verdict], name: str = "") -> None:
+def report(case: Case, found: Mapping[str, Verdict]) -> None:
     """Asserts that all layouts are equal, but those that the case says are refused."""
     equal = [where for where, verdict in found.items() if verdict.kind == "equal"]
-    lines = [f"{name} {where}: {verdict}" for where, verdict in found.items() if not _as_said(case, where, verdict)]
+    lines = [line for where, verdict in found.items() if (line := otherwise(case, where, verdict))]
     assert not lines, "\n".join([*lines, f"equal: {', '.join(equal) or 'none'}"])
-    assert equal, f"{name} nothing was compared: {dict(found)}"
+    assert equal, f"nothing was compared: {dict(found)}"
+
+
+def otherwise(case: Case, where: str, verdict: Verdict, *, processes: bool = False) -> str:
+    """What is not as the case says, "" if all is."""
+    code = {**case.refuses, **(case.apart if processes else {})}.get(where, "")
+    if code:
+        said = verdict.kind == "refused" and verdict.code == code and re.search(case.cause, verdict.text)
+    else:
+        said = verdict.kind == "equal"
+    expected = f"{code} {case.cause!r}" if code else "equal"
+    return "" if said else f"{where}: expected {expected}, found {verdict}"
 
 
 def compare(case: Case, axes: Mapping[str, int]) -> Verdict:
@@ -163,7 +183,7 @@ class _Sides:
 
     plain: nn.Module
     loss_of: Callable[..., Tensor] | None
-    beside: Mapping[str, nn.Module]
+    beside: Mapping[str, nn.Module | nn.Parameter]
     model: nn.Module
     loss_fn: Callable[..., Tensor] | None
     kept: Mapping[str, Tensor] = field(init=False)
@@ -175,13 +195,19 @@ class _Sides:
 def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
     plain, model, beside = sides.plain, sides.model, sides.beside
     options = {"seed": SEED, **case.options}
-    mesh, first = quintnet.Mesh(**axes), _batch(case, 0)
-    programs = [quintnet.compile(model, mesh, first, loss_fn=one, **options) for one in (sides.loss_fn, *case.others)]
+    mesh = quintnet.Mesh(**axes)
+    programs = [
+        quintnet.compile(model, mesh, _batch(case, i), loss_fn=one, **options)
+        for i, one in enumerate((sides.loss_fn, *case.others))
+    ]
     losses = (sides.loss_of, *case.others)
     theirs = dict(plain.named_parameters())
-    theirs |= {f"{name}.{n}": p for name, module in beside.items() for n, p in module.named_parameters()}
+    for name, one in beside.items():
+        more = {name: one} if isinstance(one, nn.Parameter) else {f"{name}.{n}": p for n, p in one.named_parameters()}
+        theirs |= more
     ours = {_known(name, theirs): p for program in programs for name, p in program.named_parameters()}
-    optimizers = [torch.optim.SGD(list(ps.values()), lr=0.05, momentum=0.9) for ps in (theirs, ours)]
+    trained = list(model.parameters() if case.of_module else ours.values())
+    optimizers = [torch.optim.SGD(ps, lr=0.05, momentum=0.9) for ps in (list(theirs.values()), trained)]
     seen, differences = set[str](), list[str]()
 
     def same(what: str, name: str, found: Tensor, expected: Tensor, floor: float = 0.0) -> None:
@@ -211,6 +237,9 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         for name, parameter in ours.items():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             same("gradient", name, grad, gradients[name], floor)
+        if case.after is not None:
+            case.after(None, [p for p in theirs.values() if p.grad is not None])
+            case.after(program, [p for p in ours.values() if p.grad is not None])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -220,7 +249,8 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         if case.evaluates and step == 1:
             given, asked = _batch(case, 7), _batch(case, 7)
             random.seed(step)
-            expected = _evaluated(plain, loss_of, asked)
+            with same_masks(options["seed"], step // len(programs) + 1):
+                expected = _evaluated(plain, loss_of, asked)
             random.seed(step)
             same("evaluation", "", program.evaluate(given), expected)
         there = dict(model.named_buffers())
@@ -238,7 +268,9 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
     return Verdict("equal", seen=frozenset(seen), expected=frozenset(wanted))
 
 
-def _built(case: Case) -> tuple[nn.Module, Callable[..., Tensor] | None, Mapping[str, nn.Module]]:
+def _built(
+    case: Case,
+) -> tuple[nn.Module, Callable[..., Tensor] | None, Mapping[str, nn.Module | nn.Parameter]]:
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
@@ -250,7 +282,8 @@ def _built(case: Case) -> tuple[nn.Module, Callable[..., Tensor] | None, Mapping
     if isinstance(loss_fn, nn.Module):
         beside = {"loss_fn": loss_fn, **beside}
     for module in (model, *beside.values()):
-        module.double()
+        if isinstance(module, nn.Module):
+            module.double()
     return model, loss_fn, beside
 
 
@@ -337,12 +370,6 @@ def _gap(found: Tensor, expected: Tensor, floor: float) -> float:
     difference = float((found.double() - expected.double()).abs().max())
     size = max(float(expected.double().abs().max()), floor)
     return difference / size if size else float("inf")
-
-
-def _as_said(case: Case, where: str, verdict: Verdict) -> bool:
-    if where in case.refuses:
-        return verdict.kind == "refused" and verdict.code == case.refuses[where]
-    return verdict.kind == "equal"
 
 
 def _all_here(

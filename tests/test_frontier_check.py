@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import quintnet
 import quintnet_compiler.capture as tracing
@@ -21,6 +21,7 @@ import quintnet_compiler.programs as programs
 from quintnet import CompileError, Mesh
 from quintnet_compiler.module_check import ModuleCheck
 from quintnet_compiler.module_step import Owner
+from quintnet_compiler.passes import check_derivatives
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.passes.vector_jacobian import VectorJacobian
 from tests import zoo
@@ -158,6 +159,57 @@ def test_a_wrong_derivative_is_found_and_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(VectorJacobian, "_linear", wrong)
     found = difference(Odd(""), BATCH, F.cross_entropy)
     assert found is not None and "gradient" in str(found) and "backward of aten.linear.default" in str(found)
+
+
+class Noisy(nn.Module):
+    """Drops values in evaluation too, and in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(self.a(x), 0.5).view(-1, 1, 4, 4)
+        return self.b(F.scaled_dot_product_attention(h, h, h, dropout_p=0.3).mean((1, 2)))  # type: ignore[no-any-return]
+
+
+def test_verify_draws_the_masks_of_evaluation_too() -> None:
+    report = compiled(Noisy()).verify()
+    assert report.ok and "output" in {c.what for c in report.comparisons}
+
+
+class Normed(nn.Module):
+    """The gradient that arrives at GroupNorm is a transposition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(4, 8), nn.GroupNorm(2, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.a(x).view(-1, 4, 2))
+        return self.b(h.transpose(1, 2))[:, 0]  # type: ignore[no-any-return]
+
+
+def test_a_kernel_that_reads_memory_in_another_order_is_found_by_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof of derivatives, the comparison with the module, and verify: one is on at a time."""
+    right = VectorJacobian._copy
+
+    def careless(self: VectorJacobian, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node.target is torch.ops.aten.contiguous.default:
+            return env[node.args[0]]  # type: ignore[index]
+        return right(self, node, env)
+
+    assert compiled(Normed()).verify().ok
+    monkeypatch.setattr(VectorJacobian, "_copy", careless)
+    with pytest.raises(CompileError, match=r"QN209[\s\S]*the derivative of aten\.group_norm\.default is wrong"):
+        compiled(Normed(), check="off")
+    monkeypatch.setattr(check_derivatives, "_check_numbers", lambda *_: None)
+    with pytest.raises(CompileError, match=r"QN111[\s\S]*gradient a\.weight[\s\S]*group_norm"):
+        compiled(Normed())
+    report = compiled(Normed(), check="off").verify(float64=True)
+    assert not report.ok and "group_norm" in str(report)
+    assert report.culprit is not None and report.culprit.direction == "backward"
 
 
 def test_nothing_of_the_users_changes() -> None:

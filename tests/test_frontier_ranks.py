@@ -147,10 +147,21 @@ CASES: tuple[tuple[Callable[[dict[str, int], int], None], dict[str, int], str], 
 )
 
 
+FOUR = {"dp": 2, "tp": 2}
+# the same on four ranks
+MORE: tuple[tuple[Callable[[dict[str, int], int], None], dict[str, int], str], ...] = (
+    (_seeds, FOUR, f"before the first step:\n  {ODD}{ALL}\n"),
+    (_a_buffer, FOUR, f"{ODD}buffer scale\n"),
+    (_the_first_batch, FOUR, BATCH),
+    (_a_later_batch, FOUR, f"step 3:\n  {BATCH}"),
+    (_all_is_equal, FOUR, ""),
+)
+
+
 def _all_cases() -> list[str]:
     torch.set_num_threads(1)
     found = []
-    for case, axes, _ in CASES:
+    for case, axes, _ in CASES if torch.distributed.get_world_size() == 2 else MORE:
         try:
             case(axes, torch.distributed.get_rank())
             found.append("")
@@ -159,10 +170,11 @@ def _all_cases() -> list[str]:
     return found
 
 
-def test_ranks_with_other_values_are_named() -> None:
-    ranks = quintnet.launch(_all_cases, 2, timeout=240, collective_timeout=60)
-    assert ranks[0] == ranks[1]
-    for (case, axes, text), found in zip(CASES, ranks[0], strict=True):
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_with_other_values_are_named(size: int) -> None:
+    ranks = quintnet.launch(_all_cases, size, timeout=240, collective_timeout=60)
+    assert all(texts == ranks[0] for texts in ranks)
+    for (case, axes, text), found in zip(CASES if size == 2 else MORE, ranks[0], strict=True):
         if text:
             assert found.startswith("QN404") and re.search(text, found) and "fix: " in found, (case, axes, found)
         else:
