@@ -183,12 +183,14 @@ def _spread(names: frozenset[str], sizes: Mapping[str, int]) -> frozenset[str]:
 @dataclass(frozen=True)
 class Rule:
     """How ``target`` may be sharded. ``shape_arg``: the position of an argument that is the output's shape, which
-    becomes the local shape on each rank."""
+    becomes the local shape on each rank. ``text`` and ``options``: what :func:`rule` was given, for rules in notation.
+    """
 
     target: Any
     factors: SpecFn
     shape_arg: int | None = None
     text: str = field(default="", compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def rule(
@@ -209,12 +211,13 @@ def rule(
     Raises:
         ValueError: if the text is malformed, or an option names a factor or an input that the text lacks.
     """
+    options = {"whole": whole, "linear": linear, "additive": additive, "contiguous": contiguous}
     notation = Notation.parse(text, whole=whole, linear=linear, additive=additive, contiguous=contiguous)
 
     def factors(node: fx.Node) -> Factors:
         return notation.fit([shape(n) for n in tensor_inputs(node)], [tuple(v.shape) for v in values(node)])
 
-    return Rule(target, factors, shape_arg, text)
+    return Rule(target, factors, shape_arg, text, options)
 
 
 def table(*rules: Rule | Iterable[Rule]) -> dict[Any, Rule]:

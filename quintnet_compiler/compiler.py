@@ -23,6 +23,7 @@ from .passes.bundle import Bundle
 from .passes.check_backward import check_backward
 from .passes.check_code import check_code
 from .passes.check_fused import check_fused
+from .passes.check_notation import check_notation
 from .passes.check_overlap import check_overlap
 from .passes.check_reductions import check_reductions
 from .passes.check_slices import check_slices
@@ -222,6 +223,7 @@ def _lower(
     staged: StagedProgram, request: Request, runner: Runner, schedule: Schedule, *, training: bool
 ) -> DistributedProgram:
     local = runner(InsertCommunication(dict(request.rules), request.plan.balance_context), staged)
+    runner.check(check_notation, staged.sharded.program.graph, request.rules)
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
     runner.check(check_reductions, local)
     local = runner(JoinRoutes(request.rules), local)

@@ -126,6 +126,14 @@ def _fitted(**changes: Any) -> Make:
     return lambda right: lambda self, given, made: replace(right(self, given, made), **changes)
 
 
+def _from_the_left(right: Any) -> Any:
+    def names(self: Any, tokens: Any, dims: Any) -> list[str]:
+        found = right(self, tokens, dims)
+        return [f"b{i}" if name[0] == "b" and name[1:].isdigit() else name for i, name in enumerate(found)]
+
+    return names
+
+
 def _spelled(op: Any, function: Any) -> Make:
     return lambda right: MappingProxyType({**right, op: function})
 
@@ -283,9 +291,11 @@ FAULTS = [
     Fault(layout, "unstack", "parts are lost", lambda right: lambda x, dim, parts: right(x, dim, 1)),
     Fault(layout, "pad", "not padded with zeros", lambda right: lambda x, dim, parts, ranks, index: layout.join(
         [x] * ranks, dim, parts)),
-]  # fmt: skip
-# What a rule says of an operator is taken on trust by the compiler; see tests/test_sharding_rules.py
-OF_RULES = [
+    # what a rule in notation says; that it is true of the operator is shown by tests/test_sharding_rules.py alone
     Fault(rule_notation.Notation, "fit", "a bias is added by every rank", _fitted(additive=frozenset())),
     Fault(rule_notation.Notation, "fit", "what is whole may be split", _fitted(whole=frozenset())),
-]
+    Fault(rule_notation.Notation, "fit", "what is not linear is", _fitted(linear=((0,),))),
+    Fault(rule_notation.Notation, "fit", "nothing is linear", _fitted(linear=())),
+    Fault(rule_notation.Notation, "_names", "leading dims count from the left", _from_the_left),
+]  # fmt: skip
+OF_RULES = [fault for fault in FAULTS if fault.home is rule_notation.Notation]

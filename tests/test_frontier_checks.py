@@ -22,6 +22,7 @@ from quintnet_compiler.compiler import Request, Runner, compile_program
 from quintnet_compiler.errors import CompileError
 from quintnet_compiler.mesh import Mesh
 from quintnet_compiler.passes import check_tables, vector_jacobian
+from quintnet_compiler.passes.check_notation import check_notation
 from quintnet_compiler.passes.sharding_rules import RULES
 from quintnet_compiler.passes.spelling import SPELLING
 from quintnet_compiler.plan import Plan
@@ -30,13 +31,15 @@ from quintnet_compiler.sharding import I, P, R, S, gradient
 
 from .helper_faults import FAULTS, OF_RULES, Fault, injected
 from .models import CASES, build, reference, worst_error
-from .one_operator import Wrong, call, check
+from .one_operator import Wrong, call, check, operator_program
+from .one_operator import reference as reference_of
 from .operator_samples import f
 from .random_plans import gradients
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
 aten = torch.ops.aten
+HARMLESS: set[str] = set()  # what none of the victims is made of
 SAMPLE = {
     "move_back: forgets to add up the ranks' terms",
     "gradient: a partial value's is partial",
@@ -128,20 +131,36 @@ def test_faults_of_shared_helpers_are_noticed() -> None:
 
 
 @pytest.mark.slow
-def test_all_faults_of_shared_helpers_are_noticed() -> None:
-    assert _judge((*SMALL, *VICTIMS), FAULTS) >= 40
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_all_faults_of_shared_helpers_are_noticed(fault: Fault) -> None:
+    assert _judge((*SMALL, *VICTIMS), [fault]) == (str(fault) not in HARMLESS)
+
+
+BY_RULES = (
+    call(aten.linear.default, f(4, 6), f(4, 6), f(4)),
+    call(aten.cdist.default, f(4, 6), f(4, 6)),
+    call(aten.mul.Tensor, f(2, 4, 6), f(4, 6)),
+)
 
 
 @pytest.mark.parametrize("fault", OF_RULES, ids=str)
+def test_faults_of_notation_are_noticed(fault: Fault) -> None:
+    dice = torch.Generator().manual_seed(0)
+    graphs = [operator_program(sample, reference_of(sample, dice)).program.graph for sample in BY_RULES]
+    for graph in graphs:
+        check_notation(graph, RULES)
+    with injected(fault), pytest.raises(CompileError, match=r"QN209 .*\n.*notation check: the rule"):
+        for graph in graphs:
+            check_notation(graph, RULES)
+
+
+@pytest.mark.parametrize("fault", OF_RULES[:2], ids=str)
 def test_faults_of_notation_are_found_by_the_proof_of_rules(fault: Fault) -> None:
-    samples = (
-        call(aten.linear.default, f(4, 6), f(4, 6), f(4)),
-        call(aten.cdist.default, f(4, 6), f(4, 6)),
-    )
-    for sample in samples:
+    """As a rule that is written wrongly would be."""
+    for sample in BY_RULES:
         check(sample, RULES, (2,))
     with injected(fault), pytest.raises((Wrong, RuntimeError)):
-        for sample in samples:
+        for sample in BY_RULES:
             check(sample, RULES, (2,))
 
 
