@@ -72,6 +72,9 @@ RULES = MappingProxyType(
                 aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.bitwise_not.default, aten.logical_not.default,
                 aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar, aten.fill.Scalar, aten.zeros_like.default,
                 aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+                aten.polygamma.default, aten.round.decimals, aten.signbit.default, aten.angle.default,
+                aten.special_erfcx.default, aten.special_i0e.default, aten.special_i1.default,
+                aten.special_i1e.default, aten.special_log_ndtr.default, aten.special_ndtri.default, aten.special_entr.default,
             ]
         ),
         _elementwise(
@@ -85,6 +88,8 @@ RULES = MappingProxyType(
                 aten.atan2.default, aten.hypot.default, aten.copysign.Tensor, aten.logaddexp.default,
                 aten.xlogy.Tensor, aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
                 aten.where.Scalar, aten.fill.Tensor, aten._prelu_kernel.default, aten.polar.default, aten.complex.default,
+                aten.nextafter.default, aten.igamma.default, aten.igammac.default, aten.special_zeta.default,
+                aten.special_xlog1py.default, aten.logaddexp2.default,
             ],
             2,
         ),
@@ -177,7 +182,8 @@ RULES = MappingProxyType(
         _each([aten.cumsum.default], along(linear=True)),
         _each(
             [
-                aten.softmax.int, aten.log_softmax.int, aten._softmax.default, aten._log_softmax.default,
+                aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default, aten._softmax.default,
+                aten._log_softmax.default,
                 aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default,
                 aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.glu.default,
             ],

@@ -18,7 +18,8 @@ from ..annotations import value
 
 aten = torch.ops.aten
 
-# Split although torch has kernels for them, because their parts have rules: losses, mostly.
+# Split although torch has kernels for them, because their parts have rules: losses, copies of views, sums of products.
+# None whose parts have other derivatives where the operator has a kink or a pole (special_entr, _safe_softmax, renorm).
 _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     get_decompositions(
         [
@@ -32,6 +33,36 @@ _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
             aten.addcdiv.default,
             aten.hardswish.default,
             aten.softplus.default,
+            aten.addr.default,
+            aten.vdot.default,
+            aten.linalg_cross.default,
+            aten.trace.default,
+            aten.ldexp.Tensor,
+            aten.rsub.Tensor,
+            aten.heaviside.default,
+            aten.isposinf.default,
+            aten.isneginf.default,
+            aten.mvlgamma.default,
+            aten.block_diag.default,
+            aten.diag_embed.default,
+            aten.rot90.default,
+            aten._chunk_cat.default,
+            aten.unsafe_split.Tensor,
+            aten.alias_copy.default,
+            aten.diagonal_copy.default,
+            aten.expand_copy.default,
+            aten.narrow_copy.default,
+            aten.permute_copy.default,
+            aten.split_with_sizes_copy.default,
+            aten.squeeze_copy.default,
+            aten.squeeze_copy.dim,
+            aten.squeeze_copy.dims,
+            aten.t_copy.default,
+            aten.transpose_copy.int,
+            aten.unbind_copy.int,
+            aten.unfold_copy.default,
+            aten.unsqueeze_copy.default,
+            aten.view_copy.default,
         ]
     )
 )

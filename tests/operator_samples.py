@@ -89,12 +89,15 @@ def _elementwise() -> list[Sample]:
         aten.hardshrink.default, aten.softshrink.default, aten.relu6.default,
         aten.mish.default, aten.log_sigmoid.default, aten.neg.default, aten.detach.default,
         aten.logical_not.default, aten.isnan.default, aten.isinf.default, aten.isfinite.default,
-        aten.deg2rad.default, aten.rad2deg.default,
+        aten.deg2rad.default, aten.rad2deg.default, aten.signbit.default, aten.angle.default,
+        aten.special_erfcx.default, aten.special_i0e.default, aten.special_i1.default, aten.special_i1e.default,
+        aten.special_log_ndtr.default,
     ]  # fmt: skip
     positive = [
         aten.log.default, aten.log1p.default, aten.log2.default, aten.log10.default, aten.sqrt.default,
         aten.rsqrt.default, aten.reciprocal.default, aten.asin.default, aten.acos.default, aten.atanh.default,
-        aten.logit.default, aten.erfinv.default, aten.lgamma.default, aten.digamma.default,
+        aten.logit.default, aten.erfinv.default, aten.lgamma.default, aten.digamma.default, aten.special_ndtri.default,
+        aten.special_entr.default,
     ]  # fmt: skip
     with_number = [
         aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.remainder.Scalar,
@@ -107,6 +110,8 @@ def _elementwise() -> list[Sample]:
         call(aten.acosh.default, Input((4, 6), lambda g, s: torch.rand(s, generator=g, dtype=torch.float64) + 1.5)),
         *_each(with_number, f(4, 6), 2),
         call(aten.pow.Scalar, 2, f(4, 6)),
+        call(aten.polygamma.default, 1, pos(4, 6)),
+        call(aten.round.decimals, f(4, 6), decimals=1),
         call(aten.threshold.default, f(4, 6), 0.1, 3.0),
         call(aten.clamp.default, f(4, 6), -0.5, 0.5),
         call(aten.bitwise_not.default, ints(8, 4, 6)),
@@ -140,16 +145,17 @@ def _binary() -> list[Sample]:
     any_values = [
         aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default,
         aten.fmax.default, aten.fmin.default, aten.atan2.default, aten.hypot.default, aten.copysign.Tensor,
-        aten.logaddexp.default, aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor,
-        aten.ge.Tensor, aten.logical_and.default, aten.logical_or.default, aten.logical_xor.default,
-        aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clamp.Tensor,
+        aten.logaddexp.default, aten.logaddexp2.default, aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor,
+        aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor, aten.logical_and.default, aten.logical_or.default,
+        aten.logical_xor.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clamp.Tensor,
     ]  # fmt: skip
     bits = [
         aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor,
         
     ]  # fmt: skip
     divisions = [aten.div.Tensor, aten.true_divide.Tensor, aten.remainder.Tensor, aten.fmod.Tensor]
-    divisions += [aten.pow.Tensor_Tensor, aten.xlogy.Tensor]
+    divisions += [aten.pow.Tensor_Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default]
+    special = [aten.nextafter.default, aten.igamma.default, aten.igammac.default, aten.special_zeta.default]
     return [
         *[call(target, *pair) for target in any_values for pair in PAIRS[:3]],
         *[call(aten.mul.Tensor, *pair) for pair in PAIRS[3:]],
@@ -158,6 +164,8 @@ def _binary() -> list[Sample]:
         call(aten.mul.Tensor, f(4, 6), bools(6)),
         *[call(target, a, b) for target in bits for a, b in ((bools(4, 6), bools(6)), (ints(8, 4, 1), ints(8, 6)))],
         *[call(target, a, b) for target in divisions for a, b in ((pos(4, 6), pos(6)), (pos(4, 1), pos(4, 6)))],
+        *[call(target, const_pos(4, 6), const_pos(6)) for target in special],
+        *[call(target, const_pos(4, 6), pos(6)) for target in special[1:3]],
         call(aten.floor_divide.default, ints(9, 4, 6), 2),
         call(aten.floor_divide.default, const(4, 6), const_pos(6)),
         call(aten.div.Tensor_mode, pos(4, 6), pos(6), rounding_mode="floor"),
@@ -404,6 +412,7 @@ def _reductions() -> list[Sample]:
         call(aten.glu.default, f(4, 6), -1),
         call(aten.softmax.int, f(4, 6, 2), 1),
         call(aten.log_softmax.int, f(4, 6), -1),
+        call(aten._safe_softmax.default, f(4, 6), 1),
         call(aten._softmax.default, f(4, 6), 1, False),
         call(aten._log_softmax.default, f(4, 6), -1, False),
         call(aten.layer_norm.default, f(4, 6), [6], f(6), f(6)),
