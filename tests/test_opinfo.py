@@ -1,219 +1,275 @@
 """Every operator of PyTorch's own database of samples, through the public API.
 
-A module's parameter meets the batch, and what comes out is an argument of the operator; the loss weighs its results.
-One step of the program must give the loss and the gradients of the plain module in float64, or an error must say why
-there is none: never other numbers, never an exception without a code, never QN209. Samples are also taken with inputs
-and gradients that are transposed in memory or expanded.
+An operator's float tensors are parameters, each result is multiplied by a parameter of its size, and the loss is the
+sum of all. So the gradients of one step are all results and all gradients of the operator, element by element. They
+must be those of the plain module in float64, or an error must say why there are none: never other numbers, never an
+exception without a code, never QN209. Inputs and the gradients that arrive lie in memory in several ways; one layout
+splits the batch and the parameters.
 
-As a program it prints counts: ``python -m tests.test_opinfo PART PARTS SAMPLES [LAYOUT ...]``.
+As a program it prints what became of each entry, and counts: ``python -m tests.test_opinfo PART PARTS SAMPLES``.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
-import types
-import unittest
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import quintnet
 
+from .opinfo_samples import NoSample, Sample, database, samples
+
 PARTS = 24
 SAMPLES = 2  # of each entry
-LAYOUTS: Mapping[str, Mapping[str, Any]] = {
-    "tp2": {"mesh": {"tp": 2}},
-    "pp2": {"mesh": {"pp": 2}, "microbatches": 2},
-}
-FORMS = ("contiguous", "transposed", "expanded")  # of the input, and of the gradient that arrives
+LAYOUTS: Mapping[str, Mapping[str, int]] = {"dp1": {"dp": 1}, "dp2 x tp2": {"dp": 2, "tp": 2}}
+SPLIT_FORMS = ("contiguous", "batch")  # on a layout of several ranks; one rank has the others
+EVERYWHERE = ("QN1", "QN202")  # capture, or no rule: refused whatever the form and the layout
 LIMIT = 1e-9
 ROWS = 4
-# They draw random numbers, or their results are not determined (eigenvectors' signs, uninitialised memory).
-_UNDETERMINED = (
-    "dropout", "rrelu", "empty", "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial",
-    "normal", "rand", "uniform", "pca_lowrank", "svd_lowrank", "eig", "gumbel",
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a tensor lies in memory. ``store`` makes what a parameter keeps of it, and ``view`` the tensor again;
+    ``meet``: the product of a result and what :func:`numbers` gives for it, whose gradient lies in memory that way."""
+
+    fits: Callable[[Tensor], bool]
+    store: Callable[[Tensor], Tensor]
+    view: Callable[[Tensor, torch.Size], Tensor]
+    turned: Callable[[Tensor], Tensor]
+
+
+def _backwards(x: Tensor) -> Tensor:
+    return x.permute(list(reversed(range(x.dim()))))
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.permute(0, *range(2, x.dim()), 1)
+
+
+def _channels_second(x: Tensor, _size: torch.Size) -> Tensor:
+    return x.permute(0, x.dim() - 1, *range(1, x.dim() - 1))
+
+
+FORMS: Mapping[str, Form] = {
+    "contiguous": Form(lambda x: True, lambda x: x, lambda x, size: x, lambda out: out),
+    "transposed": Form(lambda x: x.dim() > 1, _backwards, lambda x, size: _backwards(x), _backwards),
+    "expanded": Form(lambda x: x.dim() > 0, lambda x: x[:1], lambda x, size: x.expand(size), lambda out: out.sum()),
+    "sliced": Form(
+        lambda x: x.dim() > 0,
+        lambda x: torch.stack([x, x + 1], -1),
+        lambda x, size: x[..., 0],
+        lambda out: torch.stack([out, torch.ones_like(out)], -1),
+    ),
+    "channels_last": Form(
+        lambda x: x.dim() in (4, 5),
+        _channels_last,
+        _channels_second,
+        lambda out: _channels_last(out) if out.dim() > 2 else out,
+    ),
+    # The first input depends on the batch.
+    "batch": Form(lambda x: x.dim() > 0 and len(x) == ROWS, lambda x: x, lambda x, size: x, lambda out: out),
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    sample: Sample
+    form: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.sample.number}_{self.form}"
+
+
+def terms_of(sample: Sample) -> list[Term]:
+    """In all forms that the function itself takes."""
+    fit = [Term(sample, name) for name, form in FORMS.items() if form.fits(sample.floats[0])]
+    return [term for term in fit if _runs(term)]
+
+
+def _runs(term: Term) -> bool:
+    try:
+        Sum([term])(_rows()).backward()
+    except Exception:
+        return False
+    return True
+
+
+def _rows() -> Tensor:
+    return torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Sum(nn.Module):
+    """The sum of ``terms``: of all results, each times a parameter."""
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        super().__init__()
+        self.terms, self.linear = tuple(terms), nn.Linear(2, 2).double()
+        for term in terms:
+            form = FORMS[term.form]
+            for i, x in enumerate(term.sample.floats):
+                stored = form.store(x) if form.fits(x) else x
+                value = nn.Parameter(stored.clone(memory_format=torch.contiguous_format), i in term.sample.trained)
+                self.register_parameter(f"{term.name}_in{i}", value)
+            for i, out in enumerate(self._results(term, _rows())):
+                self.register_parameter(f"{term.name}_out{i}", nn.Parameter(_numbers(out)))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        loss = self.linear(rows).square().mean()
+        for term in self.terms:
+            for i, out in enumerate(self._results(term, rows)):
+                loss = loss + (out * self.get_parameter(f"{term.name}_out{i}")).sum()
+        return loss
+
+    def _results(self, term: Term, rows: Tensor) -> list[Tensor]:
+        form, given, zero = FORMS[term.form], [], rows.sum().mul(0.0)
+        for i, x in enumerate(term.sample.floats):
+            stored = self.get_parameter(f"{term.name}_in{i}") + zero  # a value, and split as the parameter is
+            given.append(form.view(stored, x.shape) if form.fits(x) else stored)
+        if term.form == "batch":
+            given[0] = given[0] + rows[:, 0].mul(0.0).reshape(ROWS, *[1] * (given[0].dim() - 1))
+        return [form.turned(out) for out in term.sample(given)]
+
+    def split(self) -> dict[str, dict[str, str]]:
+        """Plan: over tp every input is split along a dim that two ranks can share, after two others share it."""
+        found = {}
+        for name, value in self.named_parameters():
+            fits = [dim for dim, size in enumerate(value.shape) if size and size % 4 == 0]
+            if "_in" in name and fits:
+                found[name] = {"tp": f"S({fits[-1]})"}
+        return found
+
+
+def _numbers(like: Tensor) -> Tensor:
+    count = torch.arange(like.numel(), dtype=torch.float64)
+    return count.remainder(7).div(4).add(0.5).reshape(like.shape)
 
 
 @dataclass(frozen=True)
 class Found:
-    """``kind``: equal, an error's code, ``different``, ``raw``, or ``no reference``."""
+    """``kind``: equal, an error's code, ``different``, ``raw``, or ``nothing`` (to compare)."""
 
     kind: str
     text: str = ""
 
-
-class One(nn.Module):
-    """``function`` of a parameter that lies in memory as ``form`` says, and a loss of its results and of the batch."""
-
-    def __init__(self, x: Tensor, rest: Any, kwargs: Any, function: Callable[..., Any], form: str) -> None:
-        super().__init__()
-        self.shape, self.form, self.function = x.shape, form, function
-        self.rest, self.kwargs = rest, kwargs
-        if form == "transposed":
-            x = x.permute(_reversed(x)).contiguous()
-        elif form == "expanded" and x.dim():
-            x = x[:1]
-        self.values, self.linear = nn.Parameter(x.detach().clone()), nn.Linear(2, 2).double()
-
-    def forward(self, rows: Tensor) -> Tensor:
-        x = self.values
-        if self.form == "transposed":
-            x = x.permute(_reversed(x))
-        elif self.form == "expanded":
-            x = x.expand(self.shape)
-        made = self.function(x, *self.rest, **self.kwargs)
-        outs = [o for o in pytree.tree_leaves(made) if isinstance(o, Tensor) and o.is_floating_point()]
-        loss = self.linear(rows).square().mean()
-        for out in outs:
-            loss = loss + (out.sum() if self.form == "expanded" else (_back(out) * _weights(out)).sum())
-        return loss
+    @property
+    def wrong(self) -> bool:
+        return self.kind in ("different", "raw", "QN209", "QN111")
 
 
-def _reversed(x: Tensor) -> list[int]:
-    return list(reversed(range(x.dim())))
-
-
-def _back(out: Tensor) -> Tensor:
-    """The gradient that arrives at ``out`` is transposed in memory."""
-    return out.transpose(0, -1) if out.dim() > 1 else out
-
-
-def _weights(out: Tensor) -> Tensor:
-    """Numbers of the shape that :func:`_back` gives."""
-    size = list(out.shape)
-    if out.dim() > 1:
-        size[0], size[-1] = size[-1], size[0]
-    return torch.arange(out.numel(), dtype=out.dtype).remainder(7).div(4).add(0.5).reshape(size)
-
-
-def entries() -> list[Any]:
-    """Those that have gradients, or float results, and are determined."""
-    if find_spec("expecttest") is None:  # the database's module imports it, and nothing here uses it
-        stand_in = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = stand_in
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    chosen = (op for op in op_db if op.supports_autograd and torch.float64 in op.supported_dtypes("cpu"))
-    return [op for op in chosen if not any(word in op.name for word in _UNDETERMINED)]
-
-
-def samples(op: Any, count: int) -> Iterator[Any]:
-    """The first ``count`` whose input is one small float tensor."""
+def compare(terms: Sequence[Term], layout: str) -> Found:
     torch.manual_seed(0)
-    fits = (
-        sample
-        for sample in op.sample_inputs("cpu", torch.float64, requires_grad=False)
-        if isinstance(x := sample.input, Tensor)
-        and x.layout is torch.strided
-        and x.is_floating_point()
-        and x.numel() <= 2000
-    )
-    yield from itertools.islice(fits, count)
-
-
-def compare(op: Any, sample: Any, form: str, layout: Mapping[str, Any]) -> Found:
-    def build() -> One:
-        torch.manual_seed(0)
-        return One(sample.input, sample.args, sample.kwargs, op.op, form)
-
-    rows = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain = build()
+    rows = _rows()
+    model = Sum(terms)
+    expected = model(rows)
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    mesh = quintnet.Mesh(**LAYOUTS[layout])
+    plan = {"parameters": model.split()} if mesh["tp"] > 1 else None
     try:
-        expected = plain(rows)
-        expected.backward()
-        gradient = plain.values.grad
-    except Exception as error:
-        return Found("no reference", str(error)[:100])
-    if not bool(expected.isfinite()) or (gradient is not None and not bool(gradient.isfinite().all())):
-        return Found("no reference", "not finite")
-    try:
-        options = {name: value for name, value in layout.items() if name != "mesh"}
-        program = quintnet.compile(build(), quintnet.Mesh(**layout["mesh"]), (rows,), **options)
+        program = quintnet.compile(model, mesh, (rows,), plan=plan, check="off", check_finite=False)
         loss = program.step((rows,))
     except quintnet.QuintNetError as error:
         return Found(error.code, str(error)[:600])
     except Exception as error:
         return Found("raw", f"{type(error).__name__}: {str(error)[:300]}")
-    mine = {name: p.grad for name, p in program.named_parameters()}["values"]
-    return _verdict(loss, mine, expected.detach(), gradient)
+    mine = {name: p.grad for name, p in program.named_parameters()}
+    for name, want in gradients.items():
+        text = _gap(mine[name], want)
+        if text:
+            return Found("different", f"{name}: {text}")
+    text = _gap(loss, expected.detach())
+    return Found("different", f"loss: {text}") if text else Found("equal")
 
 
-def _verdict(loss: Tensor, mine: Tensor | None, expected: Tensor, gradient: Tensor | None) -> Found:
-    pairs: Sequence[tuple[str, Tensor | None, Tensor | None]] = (
-        ("loss", loss, expected),
-        ("gradient", mine, gradient),
-    )
-    for what, have, want in pairs:
-        if have is None or want is None:
-            other = want if have is None else have
-            if other is not None and bool((_whole(other) != 0).any()):
-                return Found("different", f"{what}: {'none' if have is None else 'one'} where there should be another")
-            continue
-        size = max(float(want.abs().max()) if want.numel() else 0.0, 1.0)
-        gap = float((_whole(have) - want).abs().max()) / size if want.numel() else 0.0
-        if not gap <= LIMIT:
-            return Found("different", f"{what}: off by {gap:.2g}")
-    return Found("equal")
+def _gap(have: Tensor | None, want: Tensor | None) -> str:
+    if have is None or want is None:
+        other = want if have is None else have
+        return "" if other is None or not bool(other.any()) else "a gradient where there should be none, or none"
+    finite = want.isfinite()
+    size = max(float(want[finite].abs().max()) if bool(finite.any()) else 0.0, 1.0)
+    if torch.allclose(have, want, rtol=0.0, atol=LIMIT * size, equal_nan=True):
+        return ""
+    return f"off by {float((have - want).abs().nan_to_num(torch.inf).max()) / size:.2g}"
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def judge(op: Any, count: int) -> Iterator[tuple[str, Found]]:
+    """What became of each sample on each layout. What is equal is so in one program: all samples, all forms; else each
+    sample is a program, and where it is equal or wrong, each other form."""
+    given = samples(op, count)
+    if isinstance(given, NoSample):
+        yield "", Found("nothing", given.reason)
+        return
+    terms = {sample.number: terms_of(sample) for sample in given}
+    for layout, mesh in LAYOUTS.items():
+        split = len(mesh) > 1
+        here = {n: [t for t in some if (t.form in SPLIT_FORMS) is split] or some[:1] for n, some in terms.items()}
+        whole = compare([term for some in here.values() for term in some], layout)
+        for number, some in here.items():
+            alone = whole if whole.kind == "equal" else compare(some[:1], layout)
+            yield f"{number} {some[0].form} {layout}", alone
+            if alone.kind.startswith(EVERYWHERE):
+                del terms[number]
+            elif whole.kind != "equal" and (alone.kind == "equal" or alone.wrong):
+                yield from ((f"{number} {term.form} {layout}", compare([term], layout)) for term in some[1:])
+        if not terms:
+            return
 
 
-def sweep(
-    part: int, parts: int, count: int = SAMPLES, layouts: Sequence[str] = tuple(LAYOUTS)
-) -> Iterator[tuple[str, Found]]:
-    """Every ``parts``-th entry: its first ``count`` samples on ``layouts``, the first of these in all forms."""
-    for op in entries()[part::parts]:
-        for number, sample in enumerate(samples(op, count)):
-            for layout in layouts:
-                for form in FORMS if layout == layouts[0] else FORMS[:1]:
-                    found = compare(op, sample, form, LAYOUTS[layout])
-                    yield f"{op.formatted_name} {number} {layout} {form}", found
-                    if found.kind == "QN202":
-                        break  # whatever the form
+def entry(found: Sequence[Found]) -> str:
+    """One word for an entry."""
+    kinds = {one.kind for one in found}
+    if any(one.wrong for one in found):
+        return "wrong"
+    if kinds == {"nothing"}:
+        return f"nothing to compare: {found[0].text}"
+    if "equal" in kinds:
+        return "equal" if len(kinds) == 1 else f"some samples equal, some {'/'.join(sorted(kinds - {'equal'}))}"
+    return f"refused: {'/'.join(sorted(kinds))}"
+
+
+def sweep(part: int, parts: int, count: int = SAMPLES) -> Iterator[tuple[str, list[tuple[str, Found]]]]:
+    """Every ``parts``-th entry."""
+    for op in database()[part::parts]:
+        yield op.formatted_name, list(judge(op, count))
         gc.collect()
-
-
-def wrong(found: Found) -> bool:
-    return found.kind in ("different", "raw", "QN209")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_entry_is_equal_or_refused(part: int) -> None:
-    found = list(sweep(part, PARTS))
+    found = [(f"{name} {which}", one) for name, some in sweep(part, PARTS) for which, one in some]
     assert any(one.kind == "equal" for _, one in found)
-    assert not [f"{name}: {one.kind} {one.text}" for name, one in found if wrong(one)]
+    assert not [f"{name}: {one.kind} {one.text}" for name, one in found if one.wrong]
 
 
-def _main(part: int, parts: int, count: int, *layouts: str) -> None:
+def _main(part: int, parts: int, count: int) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    runs: Counter[str] = Counter()
-    operators: dict[str, set[str]] = {}
-    for name, found in sweep(part, parts, count, layouts or tuple(LAYOUTS)):
-        runs[found.kind] += 1
-        operators.setdefault(name.split()[0], set()).add(found.kind)
-        if found.kind != "no reference":
-            print(name, found.kind, " ".join(found.text.split("\n")[:2]), flush=True)
-    whole = Counter(kinds.pop() if len(kinds) == 1 else "several" for kinds in operators.values())
-    for what, counts in (("runs", runs), ("entries", whole)):
-        print(f"{sum(counts.values())} {what}:", ", ".join(f"{n} {kind}" for kind, n in counts.most_common()))
+    counts: Counter[str] = Counter()
+    for name, found in sweep(part, parts, count):
+        word = entry([one for _, one in found])
+        counts[word] += 1
+        print(name, "|", word, flush=True)
+        texts = {" ".join(one.text.split("\n")[1:3]) + one.text * one.wrong: (which, one.kind) for which, one in found}
+        for text, (which, kind) in texts.items():
+            if kind not in ("equal", "nothing"):
+                print("   ", which, kind, " ".join(text.split()), flush=True)
+    print(f"{sum(counts.values())} entries")
+    for word, n in counts.most_common():
+        print(f"{n:5} {word}")
 
 
 if __name__ == "__main__":
-    _main(*map(int, sys.argv[1:4]), *sys.argv[4:])
+    _main(*map(int, sys.argv[1:4]))
