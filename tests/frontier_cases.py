@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,10 @@ from . import frontier_programs as made
 from . import test_frontier_diagnoses as diagnoses
 from . import test_frontier_functions as functions
 from . import test_frontier_kernels as kernels
-from .frontier import LAYOUTS, Case
+from .frontier import Case
+from .frontier_small import Cases, Small, case_of, refused, xy
+from .frontier_training_cases import training_cases
 
-Cases = dict[str, Case]
 ALONE = {"plan": {"unknown_ops": "replicate"}}
 
 
@@ -36,55 +36,11 @@ def cases() -> Cases:
         **_memory_formats(),
         **_derivatives(),
         **_states(),
-        **_modes(),
-        **_changes(),
-        **_losses(),
+        **training_cases(),
         **_masks(),
-        **_gradients(),
         **_operators(),
         **_language_models(),
     }
-
-
-def refused(case: Case, code: str, cause: str) -> Case:
-    return replace(case, refuses=dict.fromkeys(LAYOUTS, code), cause=cause)
-
-
-class Small(nn.Module):
-    """Two linears; ``body(module, *batch)`` is its forward."""
-
-    def __init__(self, body: Callable[..., Tensor], **parts: Any) -> None:
-        super().__init__()
-        self.a, self.b, self.body = nn.Linear(4, 8), nn.Linear(8, 4), body
-        self.drop, self.beta, self.scales, self.table = nn.Dropout(0.5), 0.5, [1.0, 2.0], torch.ones(4)
-        self.register_buffer("mean", torch.zeros(4))
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        return self.body(self, *batch)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-def _xy(step: int) -> tuple[Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(step)
-    return torch.randn(8, 4, generator=dice), torch.randint(4, (8,), generator=dice)
-
-
-def _x(step: int) -> tuple[Tensor]:
-    return _xy(step)[:1]
-
-
-def _case(body: Callable[..., Tensor], batch: Any = _x, **more: Any) -> Case:
-    """``body`` returns the loss."""
-    return Case(lambda: Small(body), batch, **more)
-
-
-def _logits(loss_of: Callable[[], Any], **more: Any) -> Case:
-    """Logits, and a loss function with parameters of its own: it, and those by name."""
-    return Case(lambda: (Small(Small.hidden), *loss_of()), _xy, **more)
 
 
 # -- pieces of generated programs
@@ -295,236 +251,18 @@ def _states() -> Cases:
     def statistics() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
 
-    evaluated = Case(lambda: Small(_divides_in_evaluation), _xy, F.cross_entropy, evaluates=True)
+    evaluated = Case(lambda: Small(_divides_in_evaluation), xy, F.cross_entropy, evaluates=True)
     return {
         "changes its batch in evaluation": refused(evaluated, "QN110", r"batch\[0\]"),
-        "changes its labels": refused(_case(_ignores_labels, _xy), "QN110", r"batch\[1\]"),
-        "changes its batch": refused(_case(_divides), "QN110", r"batch\[0\]"),
-        "statistics of its own": refused(_case(_own_statistics), "QN110", "buffer 'mean'"),
-        "assigns .data": refused(_case(_sets_data), "QN110", r"assigns the \.data"),
-        "a constant in place": refused(_case(_constant), "QN110", "neither a buffer"),
-        "keeps a tensor": refused(_case(_keeps), "QN110", "attribute 'kept'"),
-        "numpy": refused(_case(_numpy), "QN110", "state of numpy.random"),
-        "spectral_norm": refused(Case(spectral, _xy, F.cross_entropy), "QN110", r"weight\.0\._[uv]"),
-        "BatchNorm": refused(Case(statistics, _xy, F.cross_entropy), "QN110", "running_mean"),
-    }
-
-
-# -- modes
-
-
-class _Distilled(nn.Module):
-    """A student, and a frozen teacher in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.teacher = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)).eval().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.mse_loss(self.student(x), self.teacher(x))
-
-
-class _Perceptual(nn.Module):
-    """A loss with frozen features in evaluation mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Tanh()).eval().requires_grad_(False)
-        self.scale = nn.Linear(8, 1)
-
-    def forward(self, out: Tensor, y: Tensor) -> Tensor:
-        return self.scale(self.features(out).square()).mean() + F.cross_entropy(out, y)
-
-
-def _modes() -> Cases:
-    def dropout() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
-
-    return {
-        "distilled": Case(_Distilled, _x, evaluates=True),
-        "a model in evaluation mode": Case(lambda: dropout().eval(), _xy, F.cross_entropy, evaluates=True),
-        "a model in training mode": Case(dropout, _xy, F.cross_entropy, evaluates=True),
-        "a loss in evaluation mode": _logits(lambda: (_Perceptual(), {}), evaluates=True),
-        "dropout that never stops": _case(lambda net, x: F.dropout(net.hidden(x), 0.3).square().mean(), evaluates=True),
-    }
-
-
-# -- changes between steps
-
-
-def _weighed(net: Small, x: Tensor) -> Tensor:
-    h = net.b(net.drop(net.a(x))) * net.table
-    return h.square().mean() + net.beta * net.scales[0] * h.abs().mean()
-
-
-def _at_step_1(change: Callable[[Any, bool], Any]) -> Callable[[nn.Module, int], None]:
-    """``change(module, on)``: other settings in step 1, and the first ones again in step 2."""
-
-    def before(module: nn.Module, step: int) -> None:
-        change(module, step == 1)
-
-    return before
-
-
-def _progressive(module: nn.Module, step: int) -> None:
-    module.a.requires_grad_(step > 0)  # type: ignore[union-attr]
-
-
-def _another_part(module: nn.Module, step: int) -> None:
-    if step == 1:
-        torch.manual_seed(5)
-        module.a = nn.Linear(4, 8).double()
-
-
-def _values(step: int) -> dict[str, Tensor]:
-    torch.manual_seed(step)
-    return {
-        name: x.double() for name, x in nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).state_dict().items()
-    }
-
-
-def _loads(module: nn.Module, step: int) -> None:
-    if step == 1:
-        module.load_state_dict(_values(7))
-
-
-def _averages(module: nn.Module, step: int) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(0.9)
-
-
-CHANGES: Mapping[str, Callable[[nn.Module, int], None]] = {
-    "attribute": _at_step_1(lambda net, on: setattr(net, "beta", 3.0 if on else 0.5)),
-    "list": _at_step_1(lambda net, on: net.scales.__setitem__(0, 2.0 if on else 1.0)),
-    "constant": _at_step_1(lambda net, on: net.table.fill_(2.0 if on else 1.0)),
-    "dropout": _at_step_1(lambda net, on: setattr(net.drop, "p", 0.1 if on else 0.5)),
-    "mode": _at_step_1(lambda net, on: net.train(not on)),
-    "requires_grad": _at_step_1(lambda net, on: net.b.weight.requires_grad_(not on)),
-    "progressive": _progressive,
-    "values in place": _averages,
-}  # fmt: skip
-
-
-def _changes() -> Cases:
-    def plain() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    found = {f"changes: {name}": _case(_weighed, before=before) for name, before in CHANGES.items()}
-    return found | {
-        "changes: another part": refused(
-            _case(_weighed, before=_another_part), "QN112", r"a\.weight, which is another"
-        ),
-        "changes: values loaded": Case(plain, _xy, F.cross_entropy, _loads),
-    }
-
-
-# -- loss functions with parameters, several programs
-
-
-def _with_scale(head: nn.Module, scale: Tensor, z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(head(z) * scale.exp(), y)
-
-
-def _partial() -> Any:
-    head, scale = nn.Linear(4, 4), nn.Parameter(torch.zeros(1))
-    return functools.partial(_with_scale, head, scale), {"loss_fn.0": head, "loss_fn.1": scale}
-
-
-def _keywords() -> Any:
-    head, scale = nn.Linear(4, 4), nn.Parameter(torch.zeros(()))
-
-    def of(z: Tensor, y: Tensor, *, head: nn.Module, scale: Tensor) -> Tensor:
-        return _with_scale(head, scale, z, y)
-
-    return functools.partial(of, head=head, scale=scale), {"loss_fn.head": head, "loss_fn.scale": scale}
-
-
-def _temperature() -> Any:
-    temperature = nn.Parameter(torch.tensor(0.5))
-    return lambda z, y: F.cross_entropy(z / temperature, y), {"loss_fn.temperature": temperature}
-
-
-def _uncertain() -> Any:
-    weights = [nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(()))]
-
-    def of(z: Tensor, y: Tensor) -> Tensor:
-        losses = F.cross_entropy(z, y), z.square().mean()
-        return sum((-w).exp() * one + w for w, one in zip(weights, losses, strict=True))  # type: ignore[return-value]
-
-    return of, {"loss_fn.weights_0": weights[0], "loss_fn.weights_1": weights[1]}
-
-
-class _Criterion:
-    """Not a module: it has one, and a parameter."""
-
-    def __init__(self) -> None:
-        self.head, self.scale = nn.Linear(4, 4), nn.Parameter(torch.zeros(()))
-
-    def loss(self, z: Tensor, y: Tensor) -> Tensor:
-        return _with_scale(self.head, self.scale, z, y)
-
-    __call__ = loss
-
-
-def _method(call: bool) -> Any:
-    criterion = _Criterion()
-    beside = {"loss_fn.head": criterion.head, "loss_fn.scale": criterion.scale}
-    return criterion if call else criterion.loss, beside
-
-
-class _Margin(nn.Module):
-    """A margin layer: cosines with learned directions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
-        cosines = F.normalize(z) @ F.normalize(self.weight).t()
-        return F.cross_entropy(8 * (cosines - 0.2 * F.one_hot(y, 4)), y)
-
-
-def _closed_over(loss: nn.Module) -> Any:
-    return lambda z, y: loss(z, y), {"loss_fn.loss": loss}
-
-
-def _lengths(step: int) -> tuple[Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(step)
-    return torch.randint(9, (8, 4 + 2 * (step % 2)), generator=dice), torch.randint(4, (8,), generator=dice)
-
-
-class _Tokens(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.last = nn.Embedding(9, 8), nn.Linear(8, 4)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.last(self.table(ids).mean(1))
-
-
-def _squares(out: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(out, F.one_hot(y, 4).to(out.dtype))
-
-
-def _losses() -> Cases:
-    scale = torch.ones(4, requires_grad=True)
-    no_parameter = Case(lambda: Small(Small.hidden), _xy, lambda z, y: F.cross_entropy(z * scale, y))
-    two = Case(lambda: Small(Small.hidden), _xy, F.cross_entropy)
-    return {
-        "loss: partial with a parameter": _logits(_partial),
-        "loss: partial by names": _logits(_keywords),
-        "loss: temperature": _logits(_temperature),
-        "loss: list of weights": _logits(_uncertain),
-        "loss: method": _logits(lambda: _method(False)),
-        "loss: object": _logits(lambda: _method(True)),
-        "loss: module": _logits(lambda: (_Margin(), {})),
-        "loss: closure over a module": _logits(lambda: _closed_over(_Margin())),
-        "loss: no parameter": refused(no_parameter, "QN105", r"shape \[4\] requires a gradient"),
-        "programs: two losses": replace(two, others=(_squares,)),
-        "programs: two lengths": Case(_Tokens, _lengths, F.cross_entropy, others=(F.cross_entropy,)),
-        "programs: the module's optimizer": replace(two, of_module=True, others=(_squares,)),
+        "changes its labels": refused(case_of(_ignores_labels, xy), "QN110", r"batch\[1\]"),
+        "changes its batch": refused(case_of(_divides), "QN110", r"batch\[0\]"),
+        "statistics of its own": refused(case_of(_own_statistics), "QN110", "buffer 'mean'"),
+        "assigns .data": refused(case_of(_sets_data), "QN110", r"assigns the \.data"),
+        "a constant in place": refused(case_of(_constant), "QN110", "neither a buffer"),
+        "keeps a tensor": refused(case_of(_keeps), "QN110", "attribute 'kept'"),
+        "numpy": refused(case_of(_numpy), "QN110", "state of numpy.random"),
+        "spectral_norm": refused(Case(spectral, xy, F.cross_entropy), "QN110", r"weight\.0\._[uv]"),
+        "BatchNorm": refused(Case(statistics, xy, F.cross_entropy), "QN110", "running_mean"),
     }
 
 
@@ -550,49 +288,13 @@ def _masks() -> Cases:
     found = {}
     for count in (1, 2, 4):
         more = {"options": {"microbatches": count}}
-        found[f"drop path, {count} microbatches"] = _case(_drop_path, **more)
-        found[f"masks of constants, {count} microbatches"] = _case(_locked, **more)
-        found[f"masks beside indices, {count} microbatches"] = _case(_indexed, (torch.arange(16) % 9,), **more)
+        found[f"drop path, {count} microbatches"] = case_of(_drop_path, **more)
+        found[f"masks of constants, {count} microbatches"] = case_of(_locked, **more)
+        found[f"masks beside indices, {count} microbatches"] = case_of(_indexed, (torch.arange(16) % 9,), **more)
     for name, body in diagnoses.RANDOM.items():
-        case = _case(lambda net, x, body=body: body(net, x).square().mean(), options=ALONE)
+        case = case_of(lambda net, x, body=body: body(net, x).square().mean(), options=ALONE)
         found[f"random: {name}"] = refused(case, "QN105", "draws random numbers")
     return found
-
-
-# -- gradients between step and optimizer
-
-
-def _clip(program: Any, parameters: Sequence[Tensor]) -> None:
-    torch.nn.utils.clip_grad_norm_(parameters, 1e-2)
-
-
-def _clip_by_program(program: Any, parameters: Sequence[Tensor]) -> None:
-    if program is None:
-        _clip(None, parameters)
-    else:
-        program.clip_grad_norm(1e-2)
-
-
-def _trust(program: Any, parameters: Sequence[Tensor]) -> None:
-    """As LAMB: each gradient as long as its parameter."""
-
-    def whole(norm: Any) -> float:
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-    with torch.no_grad():
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(whole(parameter.norm()) / whole(parameter.grad.norm()))
-
-
-def _gradients() -> Cases:
-    plain = Case(lambda: Small(Small.hidden), _xy, F.cross_entropy)
-    by_stage = {"pp2": "QN113"}
-    return {
-        "gradients: clipped": replace(plain, after=_clip, apart=by_stage, cause=r"program\.clip_grad_norm"),
-        "gradients: clipped by the program": replace(plain, after=_clip_by_program),
-        "gradients: scaled by norms": replace(plain, after=_trust),
-    }
 
 
 # -- operators, and losses that couple samples or do not
@@ -627,13 +329,13 @@ def _operators() -> Cases:
     for name, loss in kernels.LOSSES.items():
         found[f"replicated: {name}"] = Case(lambda: nn.Linear(4, 4), (kernels.X, kernels.SIGNS), loss, options=ALONE)
     return found | {
-        "replicated: rfft": _case(_spectrum, options=ALONE),
+        "replicated: rfft": case_of(_spectrum, options=ALONE),
         "operator: LSTM": Case(diagnoses.Recurrent, (diagnoses.X.reshape(8, 2, 2).repeat(1, 1, 2),)),
         "operator: a weight on the left": Case(
             diagnoses.Left, (torch.ones(8, 6, 16).cumsum(1).sin(), torch.ones(8, 6, 16)), F.mse_loss
         ),
-        "operator: weight_norm": Case(_normalised, _xy, F.cross_entropy),
-        "autocast inside": _case(_lowered_inside),
+        "operator: weight_norm": Case(_normalised, xy, F.cross_entropy),
+        "autocast inside": case_of(_lowered_inside),
     }
 
 
