@@ -207,7 +207,8 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         theirs |= more
     ours = {_known(name, theirs): p for program in programs for name, p in program.named_parameters()}
     trained = list(model.parameters() if case.of_module else ours.values())
-    optimizers = [torch.optim.SGD(ps, lr=0.05, momentum=0.9) for ps in (list(theirs.values()), trained)]
+    none = [nn.Parameter(torch.zeros(()))]  # a stage may have no parameters
+    optimizers = [torch.optim.SGD(ps or none, lr=0.05, momentum=0.9) for ps in (list(theirs.values()), trained)]
     seen, differences = set[str](), list[str]()
 
     def same(what: str, name: str, found: Tensor, expected: Tensor, floor: float = 0.0) -> None:
