@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .module_parameters import like, local_of
 
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 Old = Sequence[Tensor | None] | None  # gradients that parameters had before a step; None: not one
 
 
@@ -51,12 +52,17 @@ class HandOver:
         return old
 
     def give(self, old: Old) -> None:
-        """After a step: its gradients, added to what there was."""
+        """After a step: its gradients, added to what there was; then each parameter's hooks, as autograd calls them
+        when it has accumulated a gradient (``register_post_accumulate_grad_hook``)."""
         if old is None:
             self.put(self.gradients)
         else:
             pairs = zip(old, self.gradients, strict=True)
             self.put([g if before is None else like(before + g, type(g)) for before, g in pairs])
+        if any(map(_HOOKS, self.parameters)):
+            for parameter in self.parameters:
+                for hook in tuple((_HOOKS(parameter) or {}).values()):
+                    hook(parameter)
 
     def put(self, gradients: Iterable[Tensor | None]) -> None:
         """Set every parameter's ``grad``."""

@@ -101,6 +101,7 @@ class ProcessBackend:
         if isinstance(x, nn.Parameter):
             found.__dict__.update({k: v for k, v in x.__dict__.items() if k not in found.__dict__})
             found._backward_hooks = x._backward_hooks
+            found._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
             if name in self.placed:
                 retire(x)
         if name not in self.mine:
