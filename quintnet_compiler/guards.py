@@ -9,14 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
 from .functions_read import Variable
+from .hook_guards import HookGuards, hook_guards
 from .python_reads import Read
 from .python_state import CODE, MISSING, copied, is_plain, shown
 
 _VERSION = attrgetter("_version")
 _CELL = attrgetter("cell_contents")
 _FLAG = attrgetter("requires_grad")
+_GLOBAL_HOOKS = (
+    nn_module._global_forward_pre_hooks,
+    nn_module._global_forward_hooks,
+    nn_module._global_backward_pre_hooks,
+    nn_module._global_backward_hooks,
+)  # by the numbers of their handles
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class Guards:
     because the class has it: ``classes[i].names[i]``. ``lists``: those of things that are not plain data. ``tensors``:
     what is constant in the graph, while its version is. ``things``: other objects, each the same one as before.
     ``parts``: modules inside a module. ``flag_spaces``: where modules have parameters (others may be there now: parts
-    of the first ones); ``flag_values`` says which require gradients. ``modes``: see :func:`global_modes`.
+    of the first ones); ``flag_values`` says which require gradients. ``hooks``: those of modules and of parameters.
+    ``modes``: see :func:`global_modes`.
     """
 
     labels: tuple[str, ...]
@@ -58,6 +67,7 @@ class Guards:
     flag_keys: tuple[str, ...]
     flag_values: list[bool]
     flag_names: tuple[str, ...]
+    hooks: HookGuards
     modes: tuple[Any, ...]
 
     def hold(self) -> bool:
@@ -75,6 +85,7 @@ class Guards:
                 and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
                 and list(map(list, map(dict.values, self.part_spaces))) == self.parts
                 and [list(map(id, one)) for one in self.lists] == self.list_ids
+                and self.hooks.hold()
                 and global_modes() == self.modes
             )
         except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):  # gone, or not comparable any more
@@ -120,6 +131,7 @@ class Guards:
         for label, space, parts in zip(self.part_labels, self.part_spaces, self.parts, strict=True):
             if list(space.values()) != parts:
                 found.append(f"{label or 'the model'} has other parts than it had")
+        found += self.hooks.broken()
         if global_modes() != self.modes:
             found.append(f"the modes of torch are {global_modes()} and were {self.modes}")
         return found
@@ -141,11 +153,11 @@ def _elements(label: str, value: Any) -> list[tuple[str, dict[str, Any], str, An
 
 def global_modes() -> tuple[Any, ...]:
     """What torch itself is set to that decides which operators a trace has."""
-    return (torch.get_default_dtype(),)
+    return (torch.get_default_dtype(), *map(tuple, _GLOBAL_HOOKS))
 
 
 def guards_of(
-    roots: Iterable[tuple[str, nn.Module]],
+    roots: Sequence[tuple[str, nn.Module]],
     reads: Sequence[Read],
     variables: Sequence[Variable],
     constants: Iterable[tuple[Tensor, int]],
@@ -194,6 +206,8 @@ def guards_of(
                 for key, p in module._parameters.items()
                 if p is not None
             ]
+    flag_spaces, flag_keys = tuple(row[1] for row in trained), tuple(row[2] for row in trained)
+    flag_names = tuple(row[0] for row in trained)
     lists = [row for row in things if isinstance(row[3], (list, tuple))]
     values = [copied(value) for _, _, _, value in rows]
     return Guards(
@@ -221,9 +235,10 @@ def guards_of(
         part_labels=tuple(row[0] for row in parts),
         part_spaces=tuple(row[1] for row in parts),
         parts=[list(row[1].values()) for row in parts],
-        flag_spaces=tuple(row[1] for row in trained),
-        flag_keys=tuple(row[2] for row in trained),
+        flag_spaces=flag_spaces,
+        flag_keys=flag_keys,
         flag_values=[row[3] for row in trained],
-        flag_names=tuple(row[0] for row in trained),
+        flag_names=flag_names,
+        hooks=hook_guards(roots, flag_spaces, flag_keys, flag_names),
         modes=modes,
     )
