@@ -121,7 +121,7 @@ def capture(
     ):
         rows = None
         try:
-            exported = step.traced(functools.partial(_export, step, sample, dynamic))
+            exported = step.traced(own.repeated(functools.partial(_export, step, sample, dynamic)))
         except QuintNetError:
             raise
         except Exception as error:
@@ -131,7 +131,7 @@ def capture(
             sample, rows = pytree.tree_map(lambda x: _sample(x, size, size, device), batch), size
             try:
                 skipped.like.clear()
-                exported = step.traced(functools.partial(_export, step, sample, None))
+                exported = step.traced(own.repeated(functools.partial(_export, step, sample, None)))
             except QuintNetError:
                 raise
             except Exception:

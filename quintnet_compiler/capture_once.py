@@ -16,7 +16,7 @@ from .repetition import longest_repetition
 
 # What every module has of torch's own: what of it matters (parameters, parts, hooks) is compared by itself.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 

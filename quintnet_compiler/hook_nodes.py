@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .derivative_ops import after_gradients, hooked
+from .derivative_ops import after_gradients, declare_gradient, hooked, with_tangent
 
 
 def place_hooks(graph: fx.Graph, removed: Collection[int], refuse: Callable[[str], Any]) -> None:
@@ -16,11 +16,30 @@ def place_hooks(graph: fx.Graph, removed: Collection[int], refuse: Callable[[str
 
     Of several hooks of one tensor, the first one sees the gradient first.
     """
+    _drop_unread(graph)
     for node in reversed([n for n in graph.nodes if n.target is hooked]):
         if node.args[2] in removed:
             graph.erase_node(node)
             continue
         _place(graph, node, refuse)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    """Leave out what would bring a module's hooks the gradients of its results, where no hook reads them: values of
+    zeros (:class:`.module_hooks.ModuleHooks`) that only declare a gradient."""
+    for node in [n for n in graph.nodes if n.target is with_tangent]:
+        ends = [end for value in node.users for end in value.users]
+        says = [one for end in ends for one in end.users]
+        if len(ends) != 1 or len(says) != 1 or ends[0].target is not after_gradients:
+            continue
+        if says[0].target is not declare_gradient or says[0].args[0] is not ends[0]:
+            continue
+        tokens = list(says[0].users)
+        for reader in {reader for token in tokens for reader in token.users}:
+            done: Any = reader.args[1]
+            reader.args = reader.args[0], [one for one in done if one not in tokens]
+        for unread in (*tokens, *says, *ends, *node.users, node):
+            graph.erase_node(unread)
 
 
 def _place(graph: fx.Graph, node: fx.Node, refuse: Callable[[str], Any]) -> None:

@@ -7,7 +7,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -78,9 +78,12 @@ class Missing:
 MISSING = Missing()
 
 
+FORWARD = "the forward pass"
+
+
 @dataclass(frozen=True)
 class Change:
-    """One thing that a trace changed. ``what`` names it for people; ``changed`` asks again.
+    """One thing that a trace changed. ``what`` names it for people, ``by`` whose code did it; ``changed`` asks again.
 
     ``put`` makes it what the trace made of it, where that is plain data: it may stay so from then on. ``undo`` makes it
     what it was.
@@ -92,11 +95,62 @@ class Change:
     changed: Callable[[], bool]
     put: Callable[[], None] | None = None
     undo: Callable[[], None] | None = None
+    by: str = FORWARD
 
     def __str__(self) -> str:
         if not isinstance(self.before, Missing) and shown(self.before) == shown(self.after):
             return self.what
         return f"{self.what} (from {shown(self.before)} to {shown(self.after)})"
+
+
+class Cell(MutableMapping[str, Any]):
+    """The variable of a closure as a namespace."""
+
+    def __init__(self, name: str, cell: types.CellType) -> None:
+        self.name, self.cell = name, cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError as error:  # not set
+            raise KeyError(name) from error
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cell.cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self.name] if self.name in self else [])
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(self.name, MISSING) is not MISSING
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class Fields(MutableMapping[str, Any]):
+    """The attributes of a class as a namespace, without those of the language."""
+
+    def __init__(self, owner: type) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.owner, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in list(vars(self.owner)) if not name.startswith("__"))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 @dataclass(frozen=True)
@@ -105,16 +159,17 @@ class _Kept:
 
     kind: str
     label: str
-    own: dict[str, Any]
+    own: MutableMapping[str, Any]
     held: dict[str, Any]
     copies: dict[str, Any]
     names: frozenset[str] | None
+    by: str
 
     @classmethod
-    def of(cls, kind: str, label: str, own: dict[str, Any], names: Iterable[str] | None = None) -> _Kept:
+    def of(cls, kind: str, label: str, own: MutableMapping[str, Any], names: Iterable[str] | None, by: str) -> _Kept:
         chosen = None if names is None else frozenset(names)
         held = dict(own) if chosen is None else {name: own[name] for name in chosen if name in own}
-        return cls(kind, label, own, held, {n: copied(x) for n, x in held.items() if n not in OWN}, chosen)
+        return cls(kind, label, own, held, {n: copied(x) for n, x in held.items() if n not in OWN}, chosen, by)
 
     def changes(self) -> list[Change]:
         now = self.own.keys() - OWN if self.names is None else self.names
@@ -132,7 +187,7 @@ class _Kept:
         undo = functools.partial(self.own.pop, name, None)
         if before is not MISSING:
             undo = functools.partial(self.own.__setitem__, name, self.held[name])
-        return Change(f"{self.kind} {path!r}", before, after, lambda: self._differs(name), put, undo)
+        return Change(f"{self.kind} {path!r}", before, after, lambda: self._differs(name), put, undo, self.by)
 
     def restore(self) -> None:
         if self.names is None:
@@ -149,9 +204,11 @@ class _Kept:
 class Snapshot:
     """The attributes of objects as they were: what has changed since, and all of it put back.
 
-    Of a module, its parameters, buffers and parts count too: which tensors they are, not their values.
+    Of a module, its parameters, buffers and parts count too: which tensors they are, not their values. ``by``: whose
+    code changes what is added now.
     """
 
+    by: str = FORWARD
     kept: list[_Kept] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
@@ -162,12 +219,18 @@ class Snapshot:
             return
         self.seen.add(id(own))
         if isinstance(owner, nn.Module):
-            self.kept += [_Kept.of(kind, label, own[part]) for part, kind in PARTS.items()]
-        self.kept.append(_Kept.of("the attribute", label, own))
+            self.kept += [_Kept.of(kind, label, own[part], None, self.by) for part, kind in PARTS.items()]
+        self.kept.append(_Kept.of("the attribute", label, own, None, self.by))
 
-    def add_names(self, label: str, own: dict[str, Any], names: Iterable[str]) -> None:
+    def add_names(self, own: MutableMapping[str, Any], names: Iterable[str]) -> None:
         """Remember some variables of a namespace."""
-        self.kept.append(_Kept.of("the variable", label, own, names))
+        self.kept.append(_Kept.of("the variable", "", own, names, self.by))
+
+    def add_class(self, owner: type) -> None:
+        """Remember the attributes of a class."""
+        if id(owner) not in self.seen:
+            self.seen.add(id(owner))
+            self.kept.append(_Kept.of("the attribute", owner.__name__, Fields(owner), None, self.by))
 
     def changes(self) -> list[Change]:
         return [change for kept in self.kept for change in kept.changes()]

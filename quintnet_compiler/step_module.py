@@ -27,6 +27,7 @@ class _Seen:
 
     trace: WatchedTrace | None = None
     refuse: bool = False
+    begin: Callable[[], None] | None = None  # called when a trace begins
 
 
 class StepModule(nn.Module):
@@ -62,6 +63,8 @@ class StepModule(nn.Module):
         return trace.run(lambda: self._step(batch), self.stands_for, refuse=self.seen.refuse)
 
     def _step(self, batch: Any) -> Any:
+        if self.seen.begin is not None:
+            self.seen.begin()
         if self.call is not None:
             return self.call(self.model, batch)
         loss = self.compute if self.compute is not None else getattr(self, "loss_fn", None)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,14 +26,17 @@ from torch.utils.checkpoint import CheckpointFunction
 from .canonical import OWN
 from .errors import CompileError, Where
 from .hook_nodes import place_hooks
+from .module_hooks import ModuleHooks
+from .step_module import StepModule
 from .user_functions import Joined, follow, follow_hook
 
 # Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
+_TRACES = 4  # a backward that is given None may give None to others
 _OF_TORCH = ("torch._", "torch.utils.checkpoint")
 
 
 @contextlib.contextmanager
-def user_derivatives(step: nn.Module, *, trained: bool) -> Iterator[Finder]:
+def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[Finder]:
     """Inside, tracing ``step`` (a model and its loss) follows Functions and hooks, or refuses them; what it yields
     finishes a traced graph. ``trained``: whether a program will compute gradients at all.
 
@@ -44,9 +47,10 @@ def user_derivatives(step: nn.Module, *, trained: bool) -> Iterator[Finder]:
     if not trained:
         yield finder
         return
-    _check_hooks(step)
-    hooks = {name: tuple(p._backward_hooks.values()) for name, p in step.named_parameters() if p._backward_hooks}
-    begin = step.register_forward_pre_hook(lambda *_: finder.begin(hooks))
+    brought = [x for one in step.brought() for x in (one.parameters() if isinstance(one, nn.Module) else [one])]
+    hooks = [(p, tuple(p._backward_hooks.values())) for p in (*step.parameters(), *brought) if p._backward_hooks]
+    step.seen.begin = functools.partial(finder.begin, hooks)
+    end = step.register_forward_hook(lambda module, given, made: finder.end(made))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
 
     def apply(function: Any, *args: Any) -> Any:
@@ -61,31 +65,82 @@ def user_derivatives(step: nn.Module, *, trained: bool) -> Iterator[Finder]:
     with (
         mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saving),
+        mock.patch.object(nn_module, "BackwardHook", functools.partial(ModuleHooks, finder)),
         _Hooks(finder),
     ):
         try:
             yield finder
         finally:
-            begin.remove()
+            step.seen.begin = None
+            end.remove()
+
+
+Place = tuple[int, int]  # the number of a derivative, and one of its results
 
 
 class Finder:
-    def __init__(self, step: nn.Module) -> None:
-        self.step = step
-        self.hooks, self.removed = itertools.count(), set[int]()
+    """``known``: the results of derivatives at which no gradient arrives, as the trace before this one found them."""
 
-    def begin(self, hooks: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(self, step: StepModule) -> None:
+        self.step = step
+        self.known: frozenset[Place] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self.numbers, self.removed = itertools.count(), set[int]()
+        self.asked, self.seen = set[Place](), frozenset[Place]()
+
+    def begin(self, hooks: Sequence[tuple[nn.Parameter, Sequence[Any]]]) -> None:
         """Follow the hooks that parameters have."""
-        for name, found in hooks.items():
-            parameter = functools.reduce(getattr, name.split("."), self.step)
+        self._restart()
+        _check_hooks(self.step)
+        names = {id(p): name for name, p in self.step.named_parameters()}
+        for real, found in hooks:
+            if id(real) not in self.step.stands_for:
+                continue  # the loss function has it, and does not use it
+            parameter = self.step.stands_for[id(real)]()
             for hook in found:
-                follow_hook(parameter, hook, next(self.hooks), f"a hook of the parameter {_path(name)}", self.refuse)  # type: ignore[arg-type]
+                self.watch(hook)
+                what = f"a hook of the parameter {_path(names[id(parameter)])}"
+                follow_hook(parameter, hook, self.number(), what, self.refuse)
+
+    def end(self, made: Any) -> None:
+        """What forward returned: see where gradients of it arrive."""
+        if self.step.want == "loss" and isinstance(made, Tensor):
+            self.seen = frozenset(self.asked - _reached(made))
+
+    def repeated(self, trace: Callable[[], Any]) -> Callable[[], Any]:
+        """As ``trace``, again where a derivative asked for what only the end of a trace says."""
+
+        def traced() -> Any:
+            found = trace()
+            for _ in range(_TRACES):
+                if not self.asked or self.known == self.seen:
+                    break
+                self.known = self.seen
+                found = trace()
+            return found
+
+        return traced
+
+    def watch(self, *code: Any) -> None:
+        """Notice what these change beside their results: they are called now, and not in each step."""
+        if self.step.seen.trace is not None:
+            self.step.seen.trace.follow(*code)
+
+    def number(self) -> int:
+        return next(self.numbers)
+
+    def absent(self, number: int, place: int) -> bool | None:
+        self.asked.add((number, place))
+        return None if self.known is None else (number, place) in self.known
 
     def hook(self, x: Tensor, hook: Any) -> _Handle:
         if getattr(hook, "__module__", "") == "torch.autograd.graph":  # of register_multi_grad_hook
             self.refuse("Tensor.register_hook")
-        number = next(self.hooks)
+        number = self.number()
         if torch.is_grad_enabled():
+            self.watch(hook)
             follow_hook(x, hook, number, "Tensor.register_hook", self.refuse)
         return _Handle(number, self.removed)
 
@@ -98,10 +153,17 @@ class Finder:
             return _checkpointed(*args)
         if function is Joined or function.__module__.startswith(_OF_TORCH):
             return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
-        return follow(function, args, self.refuse)
+        self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
+        number = self.number()
+        return follow(function, args, number, functools.partial(self.absent, number), self.refuse)
 
     def refuse(self, what: str) -> NoReturn:
         raise CompileError("QN105", f"{what} would not be part of the program", where=self.here())
+
+    def refuse_hook(self, module: nn.Module, hook: Any, what: str) -> NoReturn:
+        name = next((name for name, one in self.step.named_modules() if one is module), "")
+        message = f"a hook of a module's backward {what}: it would not be part of the program"
+        raise CompileError("QN105", message, where=Where(_path(name), _line(hook)))
 
     def here(self) -> Where:
         """The line of the user's code, and the module, that tracing is in."""
@@ -169,24 +231,41 @@ class _Node:
 
 
 def _check_hooks(step: nn.Module) -> None:
-    """Hooks that were there before forward ran."""
-    for name, parameter in step.named_parameters():
-        if parameter.requires_grad and parameter._post_accumulate_grad_hooks:
-            raise _dropped(f"of the parameter {_path(name)}", "", parameter._post_accumulate_grad_hooks)
+    """Hooks that were there before forward ran, and that no trace follows."""
     for name, module in step.named_modules():
-        for hooks in (module._backward_hooks, module._backward_pre_hooks):
-            if hooks:
-                raise _dropped("of a module's backward", _path(name), hooks)
+        if module._backward_hooks and not module._is_full_backward_hook:
+            raise _dropped("of register_backward_hook", _path(name), module._backward_hooks)
     for hooks in (nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks):
         if hooks:
             raise _dropped("of the backward of all modules", "", hooks)
 
 
 def _dropped(whose: str, module: str, hooks: dict[int, Any]) -> CompileError:
-    hook = next(iter(hooks.values()))
+    where = Where(module, _line(next(iter(hooks.values()))))
+    return CompileError("QN105", f"a hook {whose} would not be part of the program", where=where)
+
+
+def _line(hook: Any) -> str:
+    """Where a hook is defined."""
     code = getattr(hook, "__code__", None)
-    line = repr(hook) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: {hook.__qualname__}"
-    return CompileError("QN105", f"a hook {whose} would not be part of the program", where=Where(module, line))
+    return repr(hook) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: {hook.__qualname__}"
+
+
+def _reached(loss: Tensor) -> set[Place]:
+    """The results of derivatives that are in autograd's graph of a loss."""
+    with torch._C.DisableTorchFunction():
+        todo: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
+    seen, found = set[Any](), set[Place]()
+    while todo:
+        node, place = todo.pop()
+        if node is None:
+            continue
+        if getattr(node, "_forward_cls", None) is Joined:
+            found.add((node.number, node.places[place]))
+        if node not in seen:
+            seen.add(node)
+            todo += node.next_functions
+    return found
 
 
 def _path(name: str) -> str:

@@ -33,8 +33,10 @@ class Joined(torch.autograd.Function):
     """Outputs that need gradients while tracing goes on, as those of the user's Function do."""
 
     @staticmethod
-    def forward(ctx: Any, refuse: Refuse, outputs: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.refuse = refuse
+    def forward(
+        ctx: Any, number: int, places: Sequence[int], refuse: Refuse, outputs: tuple[Tensor, ...], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.number, ctx.places, ctx.refuse = number, tuple(places), refuse
         return outputs
 
     @staticmethod
@@ -46,10 +48,13 @@ def needs_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
-def follow(function: Any, args: tuple[Any, ...], refuse: Refuse) -> Any:
-    """What ``function.apply(*args)`` returns; its backward is traced as the derivative.
+def follow(
+    function: Any, args: tuple[Any, ...], number: int, absent: Callable[[int], bool | None], refuse: Refuse
+) -> Any:
+    """What ``function.apply(*args)`` returns; its backward is traced as the derivative ``number``.
 
-    ``refuse`` raises an error about what it is given.
+    ``absent``: whether no gradient arrives at this output; None if that is not known yet, then a backward that would
+    see it is not traced. ``refuse`` raises an error about what it is given.
     """
     needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
     name = f"torch.autograd.Function {function.__name__}"
@@ -68,30 +73,34 @@ def follow(function: Any, args: tuple[Any, ...], refuse: Refuse) -> Any:
     outputs = made if isinstance(made, tuple) else (made,)
     constant = {id(x) for x in ctx.non_differentiable}
     grown = [_differentiable(x) and id(x) not in constant for x in outputs]
+    places = [place for place, ok in enumerate(grown) if ok]
+    arrives = {place: ctx.materialize_grads or not absent(place) for place in places}
+    waits = not ctx.materialize_grads and any(absent(place) is None for place in places)
     values: list[Any] = list(outputs)
     tangents: list[Any] = []
     for place, x in enumerate(outputs):
-        if grown[place]:
+        if grown[place] and arrives[place]:
             values[place], tangent = with_tangent(x.detach(), ctx.materialize_grads)
             tangents.append(tangent)
+        elif grown[place]:
+            tangents.append(None)
         else:
             zeros = isinstance(x, Tensor) and ctx.materialize_grads
             tangents.append(torch.zeros_like(x) if zeros else None)
     backward = function.backward if function.vjp is _SingleLevelFunction.vjp else function.vjp
-    with torch.no_grad():
-        found = backward(ctx, *tangents)
+    found: Any = ()
+    if not waits and (any(arrives.values()) or not places):
+        with torch.no_grad():
+            found = backward(ctx, *tangents)
     gradients = list(found) if isinstance(found, (tuple, list)) else [found]
     gradients += [None] * (len(args) - len(gradients))
-    done = [
-        _declared(x, g, f"{name}: the gradient of input {i}", refuse)
-        for i, (x, g) in enumerate(zip(args, gradients, strict=False))
-        if needs[i] and g is not None
-    ]
-    if not done:
+    grads = {i: g for i, g in enumerate(gradients) if i < len(args) and needs[i] and g is not None}
+    done = [declared(args[i], g, f"{name}: the gradient of input {i}", refuse) for i, g in grads.items()]
+    if not places:
         return made
-    ends = [after_gradients(x, done) for x, ok in zip(values, grown, strict=True) if ok]
-    inputs = [x for x, wanted in zip(args, needs, strict=True) if wanted]
-    joined = iter(joined_to(tuple(ends), inputs, refuse))
+    ends = [after_gradients(values[i], done) if done else values[i].detach() for i in places]
+    inputs = [args[i] for i in grads or range(len(args)) if needs[i]]
+    joined = iter(joined_to(number, tuple(ends), places, inputs, refuse))
     results = tuple(next(joined) if ok else x for x, ok in zip(values, grown, strict=True))
     return results if isinstance(made, tuple) else results[0]
 
@@ -105,11 +114,14 @@ def follow_hook(x: Tensor, hook: Callable[[Tensor], Any], number: int, what: str
         refuse(f"{what} that returns nothing (it would run while tracing only): it")
     if not isinstance(found, Tensor) or tuple(found.shape) != tuple(x.shape):
         refuse(f"{what} that returns another shape: it")
-    hooked(value, [_declared(x, found, what, refuse)], number)
+    hooked(value, [declared(x, found, what, refuse)], number)
 
 
-def joined_to(outputs: tuple[Tensor, ...], inputs: Sequence[Tensor], refuse: Refuse) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = Joined.apply(refuse, outputs, *inputs)  # type: ignore[no-untyped-call]
+def joined_to(
+    number: int, outputs: tuple[Tensor, ...], places: Sequence[int], inputs: Sequence[Tensor], refuse: Refuse
+) -> tuple[Tensor, ...]:
+    """``outputs``, which need gradients as if ``inputs`` made them: results ``places`` of derivative ``number``."""
+    found: tuple[Tensor, ...] = Joined.apply(number, places, refuse, outputs, *inputs)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -117,7 +129,8 @@ def _differentiable(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
-def _declared(x: Tensor, gradient: Any, what: str, refuse: Refuse) -> Tensor:
+def declared(x: Tensor, gradient: Any, what: str, refuse: Refuse) -> Tensor:
+    """Says that the gradient of ``x`` is ``gradient``: for :data:`.derivative_ops.after_gradients`."""
     if not isinstance(gradient, Tensor):
         refuse(f"{what} is no tensor: it")
     if tuple(gradient.shape) != tuple(x.shape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from .errors import CompileError, Where
 from .functions_read import CALLED, STDLIB, Variable, Walk
 from .python_reads import Reads
-from .python_state import Change, Generators, Snapshot
+from .python_state import FORWARD, Cell, Change, Generators, Snapshot
 
 _TRACED = (FakeTensor, FunctionalTensor)
 _SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[attr-defined]
@@ -44,6 +44,7 @@ class WatchedTrace:
     own: tuple[str, ...]  # folders of code that is not the user's
     state: Snapshot = field(init=False)
     reads: Reads = field(init=False)
+    walk: Walk = field(init=False)
     variables: list[Variable] = field(default_factory=list)
     constants: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     foreign: dict[int, tuple[Tensor, Where]] = field(default_factory=dict)
@@ -59,7 +60,7 @@ class WatchedTrace:
         Raises:
             CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
         """
-        self.state = Snapshot()
+        self.state, self.walk = Snapshot(), Walk()
         self.reads = Reads(self.state)
         self._meet()
         generators = Generators.now()
@@ -87,27 +88,46 @@ class WatchedTrace:
         return result
 
     def _meet(self) -> None:
-        walk = Walk()
         for label, root in self.roots.items():
             for name, module in root.named_modules():
                 path = ".".join(filter(None, (label, name)))
                 self.state.add(path, module)
                 self.reads.meet(path, module)
-                walk.follow(getattr(type(module), "forward", None), type(module))
+                self.walk.follow(getattr(type(module), "forward", None), type(module))
                 for value in vars(module).values():
                     if isinstance(value, CALLED):
-                        walk.follow(value)
+                        self.walk.follow(value)
         for function in self.functions:
-            walk.follow(function)
+            self.walk.follow(function)
             self.reads.meet("loss_fn", getattr(function, "__self__", function))
-        self.variables = walk.variables
-        spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
-        for variable in walk.variables:
+        self._watch_variables()
+
+    def follow(self, *functions: Any) -> None:
+        """Watch what these derivatives read and change too; they are about to be called."""
+        self.state.by = "a derivative that is your own"
+        for function in functions:
+            self.walk.follow(function)
+            owner = getattr(function, "__self__", function)
+            self.reads.meet(type(owner).__name__, owner)
+            if isinstance(owner, type):
+                self.state.add_class(owner)
+        self._watch_variables()
+        self.state.by = FORWARD
+
+    def _watch_variables(self) -> None:
+        """Of all that was followed, what is new."""
+        new = self.walk.variables[len(self.variables) :]
+        self.variables = [*self.variables, *new]
+        spaces: dict[int, tuple[MutableMapping[str, Any], set[str]]] = {}
+        for variable in new:
             self.reads.meet(variable.label, variable.value)
-            if isinstance(variable.space, dict):
-                spaces.setdefault(id(variable.space), (variable.space, set()))[1].add(variable.name)
+            where = variable.space
+            if isinstance(where, types.CellType):
+                spaces[id(where)] = Cell(variable.name, where), {variable.name}
+            else:
+                spaces.setdefault(id(where), (where, set()))[1].add(variable.name)
         for space, names in spaces.values():
-            self.state.add_names("", space, names)
+            self.state.add_names(space, names)
 
 
 class _Tensors(TorchFunctionMode):
@@ -221,7 +241,8 @@ def _line_of(again: Callable[[], Any], changes: Sequence[Change], own: tuple[str
 
 def _refusal(changes: Sequence[Change], line: str) -> CompileError:
     first, more = changes[0], len(changes) - 1
-    module = str(first).partition("'")[2].partition("'")[0].rpartition(".")[0]
+    path = str(first).partition("'")[2].partition("'")[0]
+    module = path.rpartition(".")[0] if first.by == FORWARD else ""
     also = f" (and {more} more: {', '.join(str(change) for change in changes[1:4])})" if more else ""
     if first.what.startswith("the state of"):
         return CompileError(
@@ -233,6 +254,6 @@ def _refusal(changes: Sequence[Change], line: str) -> CompileError:
         )
     return CompileError(
         "QN110",
-        f"the forward pass changes {first}{also}; a program would not",
+        f"{first.by} changes {first}{also}; a program would not",
         where=Where(module, line),
     )

@@ -21,6 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from . import frontier_programs as made
 from . import test_frontier_diagnoses as diagnoses
 from . import test_frontier_functions as functions
+from . import test_frontier_hooks as hooks
 from . import test_frontier_kernels as kernels
 from .frontier import Case
 from .frontier_small import Cases, Small, case_of, refused, xy
@@ -83,7 +84,6 @@ def _with(loss: Callable[[made.Extra], Callable[..., Tensor]]) -> Case:
     return Case(build, _sequences)
 
 
-BACKWARD_HOOKS = (3, 6, 7)
 STATES = (
     ("buffer", "ema"),
     ("buffer", "ema"),
@@ -99,7 +99,6 @@ def _pieces() -> Cases:
             "dropout": (made.Dropped, 5), "in place": (made.InPlace, 6), "state": (made.Stateful, 6),
             "Python": (made.Pythonic, 7)}  # fmt: skip
     found = {f"{name}, {way}": _piece(kind, way) for name, (kind, count) in ways.items() for way in range(count)}
-    found |= {f"hook, {way}": refused(found[f"hook, {way}"], "QN105", "hook of") for way in BACKWARD_HOOKS}
     found |= {
         f"state, {way}": refused(found[f"state, {way}"], "QN110", f"{kind} 'pieces.0.{name}'")
         for way, (kind, name) in enumerate(STATES)
@@ -197,7 +196,11 @@ def _memory_formats() -> Cases:
 
 def _derivatives() -> Cases:
     tables = {**functions.FUNCTIONS, **{f"hook {name}": f for name, f in functions.HOOKS.items()}}
-    return {f"derivative: {name}": Case(lambda f=f: functions.net(f), (functions.X,)) for name, f in tables.items()}  # type: ignore[misc]
+    found = {f"derivative: {name}": Case(lambda f=f: functions.net(f), (functions.X,)) for name, f in tables.items()}  # type: ignore[misc]
+    return found | {
+        f"hook of a module, {name}": Case(lambda f=f: hooks.net(f), (hooks.X,))  # type: ignore[misc]
+        for name, f in {**hooks.MODULES, **hooks.HOOKS}.items()
+    }
 
 
 # -- state that forward changes
