@@ -74,6 +74,7 @@ class Guards:
         """Whether all is as it was."""
         try:
             found = list(map(getitem, self.spaces, self.names))
+            parameters = list(map(getitem, self.flag_spaces, self.flag_keys))
             return (
                 found == self.values
                 and list(map(type, found)) == self.kinds
@@ -81,11 +82,11 @@ class Guards:
                 and list(map(getattr, self.classes, self.shadow_names)) == self.class_values
                 and list(map(_CELL, self.cells)) == self.cell_values
                 and list(map(_VERSION, self.tensors)) == self.versions
-                and list(map(_FLAG, map(getitem, self.flag_spaces, self.flag_keys))) == self.flag_values
+                and list(map(_FLAG, parameters)) == self.flag_values
                 and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
                 and list(map(list, map(dict.values, self.part_spaces))) == self.parts
                 and [list(map(id, one)) for one in self.lists] == self.list_ids
-                and self.hooks.hold()
+                and self.hooks.hold(parameters)
                 and global_modes() == self.modes
             )
         except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):  # gone, or not comparable any more
@@ -131,7 +132,8 @@ class Guards:
         for label, space, parts in zip(self.part_labels, self.part_spaces, self.parts, strict=True):
             if list(space.values()) != parts:
                 found.append(f"{label or 'the model'} has other parts than it had")
-        found += self.hooks.broken()
+        if all(key in space for space, key in zip(self.flag_spaces, self.flag_keys, strict=True)):
+            found += self.hooks.broken(list(map(getitem, self.flag_spaces, self.flag_keys)))
         if global_modes() != self.modes:
             found.append(f"the modes of torch are {global_modes()} and were {self.modes}")
         return found
@@ -239,6 +241,6 @@ def guards_of(
         flag_keys=flag_keys,
         flag_values=[row[3] for row in trained],
         flag_names=flag_names,
-        hooks=hook_guards(roots, flag_spaces, flag_keys, flag_names),
+        hooks=hook_guards(roots, list(map(getitem, flag_spaces, flag_keys)), flag_names),
         modes=modes,
     )
