@@ -183,8 +183,8 @@ class CompiledProgram(ProgramState):
     def verify(
         self, batch: Any = None, *, steps: int = 2, float64: bool = False, limit: float | None = None
     ) -> VerifyReport:
-        """Run all ranks in this process beside the module itself: loss, outputs, every gradient, and the parameters
-        after each optimizer step. The module, its gradients and this program's state stay as they are.
+        """Run all ranks in this process beside the module itself: loss, outputs, every gradient, and parameters and
+        buffers after each optimizer step. The module, its gradients and this program's state stay as they are.
 
         Args:
             batch: what to train on; without it, the batch that the program was compiled with or saw last.

@@ -182,7 +182,7 @@ def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: fl
     elif dtype is not parameters:
         notes += [f"the model itself computes some values in {_name(dtype)}"]
     culprit = None
-    leaves = _tensors(batch)
+    leaves, buffers, left = _tensors(batch), _buffers(sides), list[Comparison]()
     for step in range(steps):
         ours.zero_grad()
         theirs.zero_grad()
@@ -205,6 +205,9 @@ def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: fl
         theirs.step()
         pairs = {n: (_whole(backend.parameters[n], p), p.detach()) for n, p in names.items()}
         found += _compared("parameter", pairs, step, bounds("parameter", step, dtype))
+        pairs = {n: (buffers[n], now) for n, now in _buffers(sides).items() if n in buffers}
+        left += _compared("buffer", pairs, step, bounds("buffer", step, dtype))  # a program changes none
+    found += left
     found.sort(key=lambda one: (one.ok, -one.error))
     return VerifyReport(
         repr(program.mesh),
@@ -216,6 +219,13 @@ def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: fl
         culprit,
         tuple(notes),
     )
+
+
+def _buffers(sides: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Their values now, in float64; complex ones as pairs."""
+    found = {f"{prefix}{n}": x.detach() for prefix, module in sides.items() for n, x in module.named_buffers()}
+    real = {n: torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for n, x in found.items()}
+    return {n: x.to(torch.float64, copy=True) for n, x in real.items()}
 
 
 def _in_float64(batch: Any) -> Any:

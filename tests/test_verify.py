@@ -127,6 +127,27 @@ def test_a_rule_that_is_wrong_in_the_backward_only_is_named_too() -> None:
     assert report.culprit.operators == ("quintnet_tests.scaled.default",)
 
 
+class Masked(nn.Module):
+    """Buffers of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 8)
+        self.register_buffer("mask", torch.arange(8) > 2)
+        self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.register_buffer("steps", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(self.layer(x).view(-1, 4, 2)) * self.turns
+        return torch.view_as_real(turned).flatten(1) * self.mask * self.steps
+
+
+def test_buffers_of_any_dtype_are_compared() -> None:
+    batch = (torch.randn(8, 16), torch.randint(0, 8, (8,)))
+    report = quintnet.compile(Masked(), quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy).verify()
+    assert report.ok and {c.name for c in report.comparisons if c.what == "buffer"} == {"mask", "turns", "steps"}
+
+
 def test_report_is_readable_in_a_notebook() -> None:
     case = CASES["mlp"]
     report = quintnet.compile(build("mlp"), quintnet.Mesh(dp=2), case.batch(4), loss_fn=case.loss_fn).verify(steps=1)
