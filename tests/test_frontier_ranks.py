@@ -148,12 +148,13 @@ CASES: tuple[tuple[Callable[[dict[str, int], int], None], dict[str, int], str], 
 
 
 FOUR = {"dp": 2, "tp": 2}
+EACH = r"4 different ones, of rank 0 \| rank 1 \| rank 2 \| rank 3: "
 # the same on four ranks
 MORE: tuple[tuple[Callable[[dict[str, int], int], None], dict[str, int], str], ...] = (
-    (_seeds, FOUR, f"before the first step:\n  {ODD}{ALL}\n"),
-    (_a_buffer, FOUR, f"{ODD}buffer scale\n"),
-    (_the_first_batch, FOUR, BATCH),
-    (_a_later_batch, FOUR, f"step 3:\n  {BATCH}"),
+    (_seeds, FOUR, f"before the first step:\n  {EACH}{ALL}\n"),
+    (_a_buffer, FOUR, f"{EACH}buffer scale\n"),
+    (_the_first_batch, FOUR, rf"{EACH}batch\[0\], batch\[1\]\n"),
+    (_a_later_batch, FOUR, rf"step 3:\n  {EACH}batch\[0\], batch\[1\]\n"),
     (_all_is_equal, FOUR, ""),
 )
 
