@@ -51,13 +51,7 @@ class RuleBook:
         if rule is None:
             if self.unknown == "replicate":
                 return opaque(node)
-            raise CompileError(
-                "QN202",
-                f"{node.target} has no sharding rule",
-                where=facts(node).where,
-                fix="run it unsplit with quintnet.Plan(unknown_ops='replicate'), "
-                "or add a rule: quintnet.compile(..., rules=[quintnet.rule(op, '... -> ...')])",
-            )
+            raise CompileError("QN202", f"{node.target} has no sharding rule", where=facts(node).where)
         try:
             return rule.factors(node)
         except (ValueError, IndexError, TypeError, AssertionError) as error:

@@ -31,6 +31,7 @@ from .hollow import device_of, hollow_parameters, plain_parameters
 from .huggingface import traced_as_few_nodes
 from .modes import evaluating, without_autocast
 from .names import check_batch_names, check_names
+from .product_dtypes import check_dtypes
 from .program import Captured
 from .step_module import Call, StepModule
 from .step_module import LossFn as LossFn
@@ -138,6 +139,7 @@ def capture(
                 raise _untraceable(error) from error
         own.finish(exported.graph)
         captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
+        check_dtypes(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
         captured = replace(captured, tensors=tensors)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from .cost_models.cluster import Cluster
 from .cost_models.cluster_costs import ClusterCosts
 from .cost_models.roofline import Roofline
 from .dry_run import check_ranks
+from .errors import CompileError
 from .mesh import Mesh
 from .passes.axis_view import Wishes, stores_state
 from .passes.bundle import Bundle
@@ -126,6 +128,28 @@ def compile_program(captured: Captured, request: Request, runner: Runner, *, tra
     Raises:
         CompileError: see the passes.
     """
+    with _tried(request, lambda other: _compiled(captured, other, Runner(), training=training)):
+        return _compiled(captured, request, runner, training=training)
+
+
+@contextlib.contextmanager
+def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[None]:
+    """An error about an operator without a rule says whether the program can be compiled with that operator unsplit."""
+    try:
+        yield
+    except CompileError as error:
+        if error.code != "QN202" or request.plan.unknown_ops != "error":
+            raise
+        try:
+            compiled(replace(request, plan=request.plan.changed({"unknown_ops": "replicate"})))
+        except CompileError as other:
+            text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {other.code} {other.message}'
+            raise CompileError(error.code, text, where=error.where) from error
+        fix = 'run it unsplit: plan={"unknown_ops": "replicate"}'
+        raise CompileError(error.code, error.message, where=error.where, fix=fix) from error
+
+
+def _compiled(captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
     mesh, plan = request.mesh, request.plan
     microbatches = plan.microbatches if training else _fitting(request, plan.microbatches)
     sharded = _shard(captured, request, runner, microbatches)
@@ -143,6 +167,13 @@ def follow_program(
     captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:
     """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
+    with _tried(request, lambda other: _followed(captured, other, leader, Runner(), training=training)):
+        return _followed(captured, request, leader, runner, training=training)
+
+
+def _followed(
+    captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
+) -> DistributedProgram:
     microbatches = request.plan.microbatches
     if not training:
         microbatches = _fitting(request, microbatches)

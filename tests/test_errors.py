@@ -249,7 +249,7 @@ MESSAGES: dict[str, str] = {
         "QN202 an operator has no sharding rule\n"
         "  aten.linalg_det.default has no sharding rule\n"
         "  at: test_errors.py:N: return torch.linalg.det(self.layer(x).view(-1, 2, 2)).sum()\n"
-        "  fix: run it unsplit with quintnet.Plan(unknown_ops='replicate'), or add a rule: quintnet.compile(..., rules=[quintnet.rule(op, '... -> ...')])"
+        '  fix: run it unsplit: plan={"unknown_ops": "replicate"}'
     ),
     "branch on data": (
         "QN101 the model cannot be traced\n"

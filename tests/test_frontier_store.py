@@ -298,9 +298,17 @@ def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
     again.append(float(program.step(batch)))
     found["loaded"] = max(abs(a - b) for a, b in zip(again, expected, strict=True))
     found["restored"] = restored(axes, axes, Path(folder, "of a loss"))
+    scale = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def scaled(out: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(out * scale, target)
+
+    found["further"] = message(lambda: quintnet.compile(model, Mesh(**axes), batch, loss_fn=scaled))
     program.close()
     found["closed"] = abs(F.cross_entropy(model(batch[0]), batch[1]).item() - expected[1])
     found["used"] = message(lambda: program.step(batch))
+    first = quintnet.compile(model, Mesh(**axes), batch, loss_fn=scaled)
+    found["first"] = abs(float(first.step(batch)) - expected[1])
     return found
 
 
@@ -312,7 +320,8 @@ def test_in_processes_the_module_has_what_is_trained(tmp_path: Path, layouts: Se
             found = results[layout]
             where = f"{layout} on rank {rank}: {found}"
             assert "make the optimizer after" in found["early"], where
-            assert max(found["losses"], found["average"], found["loaded"], found["closed"]) < 1e-9, where
+            assert max(found[name] for name in ("losses", "average", "loaded", "closed", "first")) < 1e-9, where
+            assert "loss_fn.scale" in found["further"] and "close()" in found["further"], where
             assert max(found["state"].values()) < 1e-9, where
             assert found["shared"] and found["verified"] and found.get("stored", 0.0) < 1e-9, where
             assert "program(x) for outputs" in found["call"], where
