@@ -44,7 +44,7 @@ from .runtime.module_parameters import check_fits
 from .runtime.pulse import running
 from .runtime.record import Recorder
 from .runtime.settled_loss import SettledLoss
-from .runtime.split_parameters import home_of, settle
+from .runtime.split_parameters import home_of, refuse_split, settle
 from .runtime.world import many
 from .schedule import Schedule
 from .simulation.faults import Faults
@@ -481,6 +481,7 @@ class CompiledProgram(ProgramState):
                 self._backend = home.join(slots)
                 self._backend.learn(leader.program, tensors)
             else:
+                refuse_split(tensors)
                 plan, engine = leader.plan.to_json(), ENGINES[task.backend]()
                 self._backend = open_backend(self.mesh, leader.program, tensors, task.device, plan, engine, slots)
                 settle(slots, leader, self._backend)

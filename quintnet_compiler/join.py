@@ -22,6 +22,14 @@ def join_program(captured: Captured, task: Task, size: int, home: Home) -> Compi
     leader: Compiled = home.leader
     if _split(task.mesh) != _split(leader.program.mesh):
         refuse_other(f"the module's parameters are split over {leader.program.mesh!r}, and this is {task.mesh!r}")
+    first = {id(x): name for name, x in home.slots.tensors.items()}
+    for name, x in captured.tensors.items():
+        if first.get(id(x), name) != name:
+            refuse_other(
+                f"the parameter {name} of this module was split by a program of another one, where it is "
+                f"{first[id(x)]}",
+                "give the shared part the same name in both modules",
+            )
     names = {n for n, spec in leader.program.state.items() if spec.kind == "parameter"}
     further = [name for name, x in captured.tensors.items() if x.requires_grad and name not in names]
     if further:

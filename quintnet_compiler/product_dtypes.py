@@ -9,13 +9,10 @@ from .canonical import LEAF, WHERE
 from .errors import CompileError
 
 _aten = torch.ops.aten
+_PACKETS = (_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.addbmm, _aten.mv)
 _PRODUCTS = frozenset(
-    packet.default
-    for packet in (
-        *(_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.addbmm, _aten.mv, _aten.dot),
-        *(_aten.convolution, _aten.conv1d, _aten.conv2d, _aten.conv3d),
-    )
-)  # fmt: skip
+    packet.default for packet in (*_PACKETS, _aten.dot, _aten.convolution, _aten.conv1d, _aten.conv2d, _aten.conv3d)
+)
 
 
 def check_dtypes(graph: fx.Graph) -> None:

@@ -324,3 +324,33 @@ def test_distributions_that_check_their_arguments() -> None:
         trains_equally(lambda: Net(likelihood), (X,), meshes={"dp2": {"dp": 2}})
     finally:
         torch.distributions.Distribution.set_default_validate_args(True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_batch_of_another_dtype_than_the_model(dtype: torch.dtype) -> None:
+    batch = torch.randn(8, 4).to(dtype), torch.randint(4, (8,))
+    cause = rf"aten\.linear\.default is given {dtype} and torch\.float32(.|\n)*batch\[0\] is {dtype}(.|\n)*at: 0"
+    with pytest.raises(quintnet.CompileError, match=cause) as found:
+        quintnet.compile(nn.Sequential(nn.Linear(4, 4)), quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    assert found.value.code == "QN101"
+
+
+class _Determinants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.det(self.inner(x).view(-1, 2, 2)).sum()
+
+
+def test_running_an_operator_unsplit_is_offered_where_it_works() -> None:
+    x, model, mesh = torch.randn(8, 4), _Determinants(), quintnet.Mesh(dp=2)
+    with pytest.raises(quintnet.CompileError, match=r"QN202(.|\n)*fix: run it unsplit") as found:
+        quintnet.compile(model, mesh, (x,))
+    plan = {"unknown_ops": "replicate"}
+    assert str(plan).replace("'", '"') in found.value.fix
+    quintnet.compile(model, mesh, (x,), plan=plan).step((x,))
+    with pytest.raises(quintnet.CompileError, match=r"QN202(.|\n)*unsplit, with plan.*QN104") as found:
+        quintnet.compile(model, mesh, (x,), microbatches=2)
+    assert not found.value.fix

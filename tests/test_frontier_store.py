@@ -331,3 +331,70 @@ def test_in_processes_the_module_has_what_is_trained(tmp_path: Path, layouts: Se
             assert found["restored"] < 1e-9, where
             whole = {"0.weight", "0.bias", "2.weight", "2.bias"}
             assert found["state"].keys() == ({n for n in whole if int(n[0]) == 2 * rank} if "pp" in layout else whole)
+
+
+# -- modules that share parts, each with a program of its own
+
+
+class Critic(nn.Module):
+    def __init__(self, generator: nn.Module, critic: nn.Module) -> None:
+        super().__init__()
+        self.generator, self.critic = generator, critic
+
+    def forward(self, noise: Tensor, x: Tensor) -> Tensor:
+        return F.softplus(-self.critic(x)).mean() + F.softplus(self.critic(self.generator(noise).detach())).mean()
+
+
+class Generator(Critic):
+    def forward(self, noise: Tensor) -> Tensor:  # type: ignore[override]
+        return F.softplus(-self.critic(self.generator(noise))).mean()
+
+
+def adversaries() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    made = [nn.Sequential(nn.Linear(a, 8), nn.Tanh(), nn.Linear(8, b)).double() for a, b in ((4, 6), (6, 2))]
+    return made[0], made[1]
+
+
+def compete(axes: dict[str, int] | None) -> list[float]:
+    """Losses of two steps of each, of programs or (None) of the modules."""
+    generator, critic = adversaries()
+    modules = Critic(generator, critic), Generator(generator, critic)
+    dice = torch.Generator().manual_seed(1)
+    noise, x = (torch.randn(8, n, generator=dice, dtype=torch.float64) for n in (4, 6))
+    batches: tuple[tuple[Tensor, ...], ...] = (noise, x), (noise,)
+    pairs = zip(modules, batches, strict=True)
+    programs = [quintnet.compile(m, Mesh(**axes), batch) for m, batch in pairs] if axes else []
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (critic, generator)]
+    losses = []
+    for i in (0, 1, 0, 1):
+        if axes:
+            losses.append(float(programs[i].step(batches[i])))
+        else:
+            loss = modules[i](*batches[i])
+            loss.backward()
+            losses.append(float(loss))
+        optimizers[i].step()
+        for module in modules:
+            module.zero_grad()
+    return losses
+
+
+def adversaries_on_ranks() -> tuple[list[float], list[float], list[str]]:
+    generator, critic = adversaries()
+    noise = torch.zeros(8, 4, dtype=torch.float64)
+    quintnet.compile(Critic(generator, critic), Mesh(dp=2), (noise, torch.zeros(8, 6, dtype=torch.float64)))
+    texts = [
+        message(lambda: quintnet.compile(generator, Mesh(dp=2), (noise,), training=False)),
+        message(lambda: compete({"pp": 2})),
+    ]
+    return compete({"dp": 2}), compete({"tp": 2}), texts
+
+
+def test_modules_that_share_parts_train_the_same_parameters() -> None:
+    expected = compete(None)
+    assert max(map(abs, map(lambda a, b: a - b, compete({"dp": 2}), expected))) < 1e-9
+    for dp, tp, texts in quintnet.launch(adversaries_on_ranks, 2, timeout=200):
+        assert max(abs(a - b) for a, b in zip((*dp, *tp), (*expected, *expected), strict=True)) < 1e-9
+        assert "same name in both modules" in texts[0]
+        assert "in another place" in texts[1] and "close()" in texts[1]

@@ -73,6 +73,10 @@ class Home:
         other = next((name for name in theirs if mine.get(name, theirs[name]) is not theirs[name]), None)
         if other is not None:
             refuse_other(f"{other} of this program is not that of the module's first program")
+        for root in slots.modules.values():
+            if root.__dict__.get(_HOME) is not self:  # another module with the same parts
+                root.__dict__[_HOME] = self
+                self.handles.append(root.register_forward_pre_hook(refuse_call))
         return self.backend
 
     def leave(self, tensors: Mapping[str, Tensor]) -> None:
@@ -81,8 +85,9 @@ class Home:
             handle.remove()
         old = self.slots.tensors
         self.slots.put({n: nn.Parameter(x, requires_grad=old[n].requires_grad) for n, x in tensors.items()})
-        for module in self.slots.modules.values():
-            module.__dict__.pop(_HOME, None)
+        for root in self.slots.modules.values():
+            for module in root.modules():
+                module.__dict__.pop(_HOME, None)
 
 
 _HOME = "_quintnet_home"
@@ -93,9 +98,20 @@ def _nobody() -> None:
 
 
 def home_of(module: nn.Module) -> Home | None:
-    """Who split this module's parameters over processes, if anybody did."""
-    found: Home | None = module.__dict__.get(_HOME)
-    return found
+    """Who split this module's parameters over processes, if anybody did: a program of it, or of another module that
+    shares parts with it."""
+    return next((home for part in module.modules() if (home := part.__dict__.get(_HOME)) is not None), None)
+
+
+def refuse_split(tensors: Mapping[str, Tensor]) -> None:
+    """Raises: RunError QN113 if somebody else has split a parameter."""
+    split = next((name for name, x in tensors.items() if isinstance(x, DTensor)), None)
+    if split is not None:
+        raise RunError(
+            "QN113",
+            f"{split} is a DTensor already, and no program of this module has split it",
+            fix="pass the module with plain parameters, before fully_shard or parallelize_module",
+        )
 
 
 def settle(slots: Slots, leader: Any, backend: Backend) -> None:
@@ -117,13 +133,13 @@ def settle(slots: Slots, leader: Any, backend: Backend) -> None:
                     module.register_load_state_dict_pre_hook(found),  # type: ignore[no-untyped-call]
                     module.register_state_dict_post_hook(leave_out_others),  # type: ignore[no-untyped-call]
                 ]
+                module.__dict__[_HOME] = home
         root.__dict__[_HOME] = home
 
 
-def refuse_other(message: str) -> NoReturn:
+_CLOSE = "call close() of the program that split the module first, or compile a copy that was made before"
+
+
+def refuse_other(message: str, fix: str = _CLOSE) -> NoReturn:
     """Raises: RunError QN113 for a second program of a module that cannot have the parameters where they are."""
-    raise RunError(
-        "QN113",
-        message,
-        fix="call close() of the program that split the module first, or compile a copy that was made before",
-    )
+    raise RunError("QN113", message, fix=fix)
