@@ -96,6 +96,8 @@ class _Check:
         unread = self._unread()
         for key in {key for key, _ in self.terms if self._leaf(key) is None and key not in unread}:
             terms = [t for (k, _), found in self.terms.items() if k == key for t in found]
+            if key not in self.program.cotangents and not self._reads(key, {}):
+                continue
             self._sum(self.program.cotangents.get(key), terms, f"the gradient of {key[0].name}", key[0], None)
         for name, stage in self.program.gradients:
             if not any((f := self._leaf(k)) is not None and f.name == name and s == stage for k, s in self.terms):
@@ -178,6 +180,25 @@ class _Check:
                 reads = node.op == "placeholder" or any(origin(n) in read for n in arrives(node))
             read |= {(node, i) for i in ends if reads}
         return frozenset(key for key, _ in self.terms if key not in read)
+
+    def _reads(self, key: Value, known: dict[Value, bool]) -> bool:
+        """Whether a parameter's gradient depends on that of ``key``: some derivatives are 0 whatever arrives."""
+        if key in known:
+            return known[key]
+        (node, index), given = key, tensor_inputs(key[0])
+        if not needs_grad(node) or node.op == "placeholder" or node in self.own or node.target is convert:
+            found = needs_grad(node) and (node.target is not convert or self._reads(origin(given[0]), known))
+        else:
+            wanted = _wanted(node)
+            arrives = [x if i in wanted else None for i, x in enumerate(values(node))]
+            inputs = [self._value(origin(n)) for n in given]
+            pattern = self._pattern(node, inputs, arrives, True)
+            found = any(
+                term is not None and self._reads(origin(n), known) and _depends(term, pattern.tangents[index])
+                for n, term in zip(given, pattern.gradients, strict=True)
+            )
+        known[key] = found
+        return found
 
     def _leaf(self, key: Value) -> Leaf | None:
         """The parameter whose gradient that of ``key`` is; types say how it is scattered at the end of the step."""
@@ -350,6 +371,17 @@ def _reaching(graph: fx.Graph) -> frozenset[fx.Node]:
         if node in found and node.op == "call_function":
             found.update(n for n in tensor_inputs(node) if needs_grad(n))
     return frozenset(found)
+
+
+def _depends(node: fx.Node, on: fx.Node | None) -> bool:
+    seen, todo = set[fx.Node](), [node]
+    while todo:
+        here = todo.pop()
+        if here is on:
+            return True
+        todo += [n for n in here.all_input_nodes if n not in seen]
+        seen.update(here.all_input_nodes)
+    return False
 
 
 def _shapes(node: fx.Node) -> list[tuple[int, ...] | None]:
