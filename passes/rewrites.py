@@ -238,7 +238,7 @@ REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(
         [
             aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default,
-            aten.lift.default,
+            aten.lift.default, aten.alias_copy.default,
         ],
         _identity,
     ),
@@ -246,7 +246,8 @@ REWRITES: dict[Any, Rewrite] = {
         [
             aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default,
             aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.flatten.using_ints,
-            aten.unflatten.int, aten.view_as.default,
+            aten.unflatten.int, aten.view_as.default, aten.view_copy.default, aten.squeeze_copy.default,
+            aten.squeeze_copy.dim, aten.squeeze_copy.dims, aten.unsqueeze_copy.default,
         ],
         _reshape,
     ),

@@ -48,21 +48,15 @@ _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
             aten.rot90.default,
             aten._chunk_cat.default,
             aten.unsafe_split.Tensor,
-            aten.alias_copy.default,
             aten.diagonal_copy.default,
             aten.expand_copy.default,
             aten.narrow_copy.default,
             aten.permute_copy.default,
             aten.split_with_sizes_copy.default,
-            aten.squeeze_copy.default,
-            aten.squeeze_copy.dim,
-            aten.squeeze_copy.dims,
             aten.t_copy.default,
             aten.transpose_copy.int,
             aten.unbind_copy.int,
             aten.unfold_copy.default,
-            aten.unsqueeze_copy.default,
-            aten.view_copy.default,
         ]
     )
 )

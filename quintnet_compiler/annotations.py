@@ -138,4 +138,4 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 
 def is_float(x: Tensor) -> bool:
-    return x.is_floating_point() or x.dtype in (torch.complex64, torch.complex128)
+    return x.is_floating_point() or x.is_complex()
