@@ -23,7 +23,7 @@ from .pretrained import Subject as Pretrained
 from .pretrained_save import save_weights
 from .programs import Programs
 from .runtime.backend import Backend
-from .task import Task
+from .task import Task, modules_of
 
 
 class ProgramState(abc.ABC):
@@ -48,6 +48,40 @@ class ProgramState(abc.ABC):
     def parameters(self) -> Iterator[nn.Parameter]:
         for _, parameter in self.named_parameters():
             yield parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's state dict (in processes: this rank's DTensors), and under ``loss_fn.`` what the loss function
+        has. The tensors are those that are trained, not copies."""
+        parameters = dict(self.named_parameters())
+        found = {
+            ".".join(filter(None, (prefix, name))): x
+            for prefix, module in modules_of(self._task).items()
+            for name, x in module.state_dict().items()
+        }
+        return found | {name: p.detach() for name, p in parameters.items() if name not in found}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` gave on this layout, or whole tensors on any: each rank keeps its part.
+
+        Raises:
+            RuntimeError: for names that are missing or unexpected, and for other shapes, as ``Module.load_state_dict``.
+        """
+        cuts, model = self._state().cuts(), self._task.model
+        own = model.state_dict().keys()
+        of_loss = {name: x for name, x in state.items() if name.startswith("loss_fn.") and name not in own}
+        brought: dict[str, Any] = {
+            name: p for name, p in self.named_parameters() if name.startswith("loss_fn.") and name not in own
+        }
+        model.load_state_dict({name: x for name, x in state.items() if name not in of_loss})
+        if isinstance(self._task.loss_fn, nn.Module):
+            self._task.loss_fn.load_state_dict({name.removeprefix("loss_fn."): x for name, x in of_loss.items()})
+            return
+        missing = sorted(brought.keys() - of_loss.keys())
+        if missing:
+            raise RuntimeError(f"the state has no {', '.join(missing)}")
+        with torch.no_grad():
+            for name, p in brought.items():
+                p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])
 
     def initialize(self, inits: Mapping[str, Init], *, seed: int | None = None) -> None:
         """Draw initial values that are the same on every layout, each rank its own part.

@@ -222,13 +222,37 @@ def restored(axes: dict[str, int], other: dict[str, int], folder: Path) -> float
     for step in range(3):
         if step == 2:
             program.save(folder, step=step, optimizer=optimizer)
+            state = {name: x.full_tensor().clone() for name, x in program.state_dict().items()}
         losses.append(float(program.step(make_batch())))
         optimizer.step()
         optimizer.zero_grad()
     again, optimizer = with_a_loss(other, 1)
     assert abs(float(again.evaluate(make_batch())) - losses[2]) > 1e-3
     again.load(folder, optimizer=optimizer)
-    return abs(float(again.step(make_batch())) - losses[2])
+    third, _ = with_a_loss(other, 2)
+    third.load_state_dict(state)
+    return max(abs(float(one(make_batch())) - losses[2]) for one in (again.step, third.evaluate))
+
+
+def test_a_state_dict_of_a_loss_that_is_a_module() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([1, scale, 1, scale], dtype=torch.float64))
+
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(out * self.scale, target)
+
+    one, other = (quintnet.compile(build(), Mesh(dp=2), make_batch(), loss_fn=Scaled(scale)) for scale in (2.0, 3.0))
+    state = one.state_dict()
+    assert {"0.weight", "loss_fn.scale"} < state.keys()
+    assert other.evaluate(make_batch()) != one.evaluate(make_batch())
+    other.load_state_dict(state)
+    assert other.evaluate(make_batch()) == one.evaluate(make_batch())
+    with pytest.raises(RuntimeError, match=r"scale"):
+        other.load_state_dict({name: x for name, x in state.items() if name != "loss_fn.scale"})
+    with pytest.raises(RuntimeError, match=r"0\.weight"):
+        other.load_state_dict({name: x for name, x in state.items() if name != "0.weight"})
 
 
 def test_parameters_of_a_loss_are_saved_and_loaded(tmp_path: Path) -> None:
