@@ -109,7 +109,7 @@ class Attempt:
                     return self._end(given_up)
             if time.monotonic() > deadline:
                 late = sorted(set(range(self.size)) - self.results.keys())
-                error = RunError("QN304", f"ranks {late} did not finish in time", fix="give launch a longer timeout=")
+                error = RunError("QN304", f"ranks {late} did not finish in time")
                 self._tell(error.message)
                 return Fault(error, tuple(late))
         for process in self.processes:

@@ -121,15 +121,12 @@ def _error(program: DistributedProgram, origin: Origin | None, worst: int, step:
         return RunError(
             "QN501",
             f"{head}\n  every term is finite, their sum over microbatches or ranks is not",
-            fix="use a wider dtype, or a smaller loss",
         )
     place = ", ".join(f"{axis}={index}" for axis, index in program.mesh.coordinate(origin.rank).items())
     rank = f"rank {origin.rank} ({place})"
     if origin.phase < 0:
         name = leaf_names(program)[origin.node]
-        return RunError(
-            "QN501", f"{head}\n  {name} held {WORDS[origin.level]} before, on {rank}", fix="find its source"
-        )
+        return RunError("QN501", f"{head}\n  {name} held {WORDS[origin.level]} before, on {rank}")
     phase = PHASES[origin.phase]
     node = list(program.stages[origin.stage].pieces[phase].module.graph.nodes)[origin.node]
     phase = "backward" if phase == "weight" else phase
