@@ -9,16 +9,17 @@ trace as ``contiguous``, which costs nothing at run time where the tensor is con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..annotations import facts, value
+from .recording import record
 
 aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.reshape.default)
@@ -89,35 +90,34 @@ class _Call:
         out = self.target(*args, **kwargs)
         return list(out) if isinstance(out, (tuple, list)) else [out]
 
-    def _joint(self, given: list[Tensor], tangents: list[Tensor]) -> list[Any]:
+    def _joint(self, takes: Callable[[Callable[[], Tensor]], Tensor], like: Callable[[Tensor], Tensor]) -> list[Any]:
         """Outputs, then gradients."""
         flags = [facts(n).needs_grad for n in self.tensors]
+        # Values may be shared between nodes, and recording tells its inputs apart by identity.
+        leaves = [takes(partial(like, value(n))).requires_grad_(f) for n, f in zip(self.tensors, flags, strict=True)]
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(flag) for x, flag in zip(given, flags, strict=True)]
             outs = self._run(leaves)
-            pairs = [(outs[i], t) for i, t in zip(self.wanted, tangents, strict=True) if outs[i].requires_grad]
-            ask = [x for x, flag in zip(leaves, flags, strict=True) if flag]
-            found = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
+        tangents = [takes(partial(like, outs[i])) for i in self.wanted]
+        pairs = [(outs[i], t) for i, t in zip(self.wanted, tangents, strict=True) if outs[i].requires_grad]
+        ask = [x for x in leaves if x.requires_grad]
+        found = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
         return [*outs, *(next(found) if flag else None for flag in flags)]
 
     def traced(self, *, dense: bool) -> Template:
-        like = _contiguous if dense else _spaced
         with self.mode:
-            # Values may be shared between nodes, and tracing tells its inputs apart by identity.
-            samples = [like(value(node)) for node in self.tensors]
-            outs = self._run(samples)
-            tangents = [like(outs[i]) for i in self.wanted]
-            traced = make_fx(lambda given, arriving: self._joint(given, arriving))(samples, tangents)
-            if any(_mutable(node) for node in traced.graph.nodes):
+            graph = record(lambda takes: self._joint(takes, _contiguous if dense else _spaced))
+            if any(_mutable(node) for node in graph.nodes):
                 # Here a node's value never changes, because nodes are shared.
-                pure = torch.func.functionalize(lambda given, arriving: traced(given, arriving), remove="mutations")
-                traced = make_fx(pure)(samples, tangents)
-        graph = traced.graph
+                given = [partial(node.meta.get, "val") for node in graph.find_nodes(op="placeholder")]
+                pure = torch.func.functionalize(fx.GraphModule({}, graph), remove="mutations")
+                with torch.no_grad():
+                    graph = record(lambda takes: pure(*map(takes, given)))
         _simplify(graph)
         places, count = graph.find_nodes(op="placeholder"), len(self.tensors)
         returned = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
-        outputs = tuple(returned[: len(outs)])
-        gradients = tuple(_following(node, places[count:]) for node in returned[len(outs) :])
+        split = len(returned) - count
+        outputs = tuple(returned[:split])
+        gradients = tuple(_following(node, places[count:]) for node in returned[split:])
         forward = _ancestors(outputs)
         # Nodes that need no tangent belong to the forward pass too only if the outputs need them; what else the
         # backward derives from saved values is computed in the backward pass.

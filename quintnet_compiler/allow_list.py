@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -59,9 +60,10 @@ class _Function:
         if not isinstance(function, ast.FunctionDef):
             self._refuse(module.body[-1] if module.body else module)
             return
-        plain = ast.parse("def forward(self, args): pass").body[0]
-        plain.body = function.body  # type: ignore[attr-defined]
-        self._require(ast.dump(plain) == ast.dump(function) and len(function.body) >= 3, function)
+        plain = ast.parse("def forward(self, args): pass").body
+        plain[0].body, head = [], copy.copy(function)  # type: ignore[attr-defined]
+        head.body = []
+        self._require(ast.dump(plain[0]) == ast.dump(head) and len(function.body) >= 3, function)
         unpack, clear, *body, last = function.body
         self._unpack(unpack)
         self._require(isinstance(clear, ast.Expr) and ast.unparse(clear) == "args.clear()", clear)

@@ -1,0 +1,79 @@
+"""Record the operators that a function runs on fake tensors as a graph: no more than that, so it takes little time."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def record(work: Callable[[Callable[[Callable[[], Tensor]], Tensor]], Any]) -> fx.Graph:
+    """What ``work(takes)`` does below autograd, as a graph that returns the tensors (or None) of the list that ``work``
+    returns. ``takes(make)`` is ``make()``, as an input of the graph; the first one comes before any operator.
+    ``meta["val"]`` of a node is its value.
+
+    Raises:
+        NotImplementedError: ``work`` reads a tensor that is neither an input nor made here, or an element's value.
+    """
+    recorder = _Recorder()
+    with recorder:
+        made = work(recorder.takes)
+    recorder.graph.output([recorder.node(x) if isinstance(x, Tensor) else None for x in made])
+    return recorder.graph
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.nodes: dict[int, fx.Node] = {}
+        self.alive: list[Tensor] = []  # an id is of one tensor for as long as the tensor lives
+        self.inputs: list[fx.Node] = []
+        self.idle = False
+
+    def takes(self, make: Callable[[], Tensor]) -> Tensor:
+        self.idle = True
+        x = make()
+        self.idle = False
+        last = self.inputs[-1] if self.inputs else self.graph._root
+        with self.graph.inserting_after(last):
+            self.inputs.append(self.graph.placeholder(f"x{len(self.inputs)}"))
+        self._made(self.inputs[-1], x)
+        return x
+
+    def node(self, x: Tensor) -> fx.Node:
+        found = self.nodes.get(id(x))
+        if found is None:
+            raise NotImplementedError(f"a tensor {tuple(x.shape)} comes from outside")
+        return found
+
+    def _made(self, node: fx.Node, x: Any) -> None:
+        node.meta["val"] = x
+        if isinstance(x, Tensor):
+            self.nodes[id(x)] = node
+            self.alive.append(x)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.idle:
+            return out
+        leaves = pytree.tree_leaves(out)
+        if not any(isinstance(x, Tensor) for x in leaves):
+            if leaves and torch.Tag.data_dependent_output in func.tags:
+                raise NotImplementedError(f"{func} reads an element's value")
+            return out
+        given, named = pytree.tree_map_only(Tensor, self.node, (args, kwargs or {}))
+        node = self.graph.call_function(func, tuple(given), named)
+        if isinstance(out, (tuple, list)):
+            node.meta["val"] = out
+            for index, part in enumerate(out):
+                if isinstance(part, Tensor):
+                    self._made(self.graph.call_function(operator.getitem, (node, index)), part)
+        else:
+            self._made(node, out)
+        return out
