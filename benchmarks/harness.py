@@ -42,6 +42,8 @@ class Peer:
     """Whose gradients are cleared before every step."""
     gradients: Callable[[], Mapping[str, Tensor]]
     """The whole gradients that this rank can see, under the model's names; all ranks call it together."""
+    code: int = 0
+    """Bytes that its libraries took when the builder loaded them: as many for a model of any size."""
 
 
 Builder = Callable[[Llama, Batch], Peer]
@@ -77,7 +79,9 @@ class RankResult:
     losses: dict[str, list[float]] = field(default_factory=dict)
     checks: dict[str, Check] = field(default_factory=dict)
     resident: dict[str, int] = field(default_factory=dict)
-    """Bytes that a peer keeps between steps: parameters, and memory of gradients that it does not free."""
+    """Bytes that a peer keeps between steps, beside ``code``: parameters, gradients if not freed, its program."""
+    code: dict[str, int] = field(default_factory=dict)
+    """Bytes of libraries that a peer loaded itself; what this file and all builders import is not counted."""
     peak: dict[str, int] = field(default_factory=dict)
     """Bytes that a step adds to them at its worst moment."""
     wire: dict[str, int | None] = field(default_factory=dict)
@@ -199,14 +203,15 @@ def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
     for name, build in job.builders.items():
         enter(name)
         gc.collect()
-        before = _allocated_bytes() or 0
+        before = allocated_bytes() or 0
         peers[name] = build(build_model(job.size), batches[0])
         result.checks[name] = _check(peers[name], batches[0], expected[0], gradients)
         for index in range(1, WARMUP):
             _timed_step(peers[name], batches[index % BATCHES])
         _clear(peers[name])
         gc.collect()
-        result.resident[name] = (_allocated_bytes() or 0) - before
+        result.code[name] = peers[name].code
+        result.resident[name] = (allocated_bytes() or 0) - before - result.code[name]
         result.peak[name], result.wire[name] = _weigh_step(peers[name], batches[0])
     del gradients
     names = list(peers)
@@ -264,7 +269,7 @@ class _Allocated(ctypes.Structure):
     _fields_ += [("free", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 
-def _allocated_bytes() -> int | None:
+def allocated_bytes() -> int | None:
     """Bytes that this process has allocated, by whatever thread (Linux)."""
     try:
         ask = ctypes.CDLL(None).mallinfo2
@@ -280,11 +285,11 @@ class _Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = _allocated_bytes() or 0
+        self.most = allocated_bytes() or 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.most = max(self.most, _allocated_bytes() or 0)
+        self.most = max(self.most, allocated_bytes() or 0)
         return made
 
 
@@ -294,7 +299,7 @@ def _weigh_step(peer: Peer, batch: Batch) -> tuple[int, int | None]:
     dist.barrier()
     before = _sent_bytes()
     dist.barrier()
-    kept = _allocated_bytes() or 0
+    kept = allocated_bytes() or 0
     with _Peak() as peak:
         peer.step(batch)
     dist.barrier()

@@ -93,6 +93,7 @@ def _summary(name: str, ranks: Sequence[RankResult]) -> dict[str, Any]:
         "rank_median_cpu_ms": [1e3 * statistics.median(rank.cpu[name]) for rank in ranks],
         "rank_resident_bytes": [rank.resident[name] for rank in ranks],
         "rank_peak_bytes": [rank.peak[name] for rank in ranks],
+        "rank_code_bytes": [rank.code[name] for rank in ranks],
         "sent_bytes": ranks[0].wire[name],
         "loss": next(rank.losses[name][0] for rank in ranks if rank.losses[name]),
         "loss_error": max(rank.checks[name].loss for rank in ranks),
@@ -132,14 +133,15 @@ def _table(report: Mapping[str, Any]) -> str:
         f"{report['benchmark']} on {report['ranks']} processes, {report['size']}: {report['rows']} x "
         f"{report['model']['sequence']} tokens, {report['rounds']} rounds",
         f"{'peer':<12}{'ms/step':>10}{'quartiles':>20}{'cpu ms/rank':>13}"
-        f"{'kept MB':>9}{'step MB':>9}{'sent MB':>9}{'loss':>10}{'loss err':>10}{'grad err':>10}",
+        f"{'kept MB':>9}{'step MB':>9}{'code MB':>9}{'sent MB':>9}{'loss':>10}{'loss err':>10}{'grad err':>10}",
     ]
     for name, row in report["peers"].items():
         low, high = row["quartiles_ms"]
         lines.append(
             f"{name:<12}{row['median_ms']:>10.2f}{f'{low:.2f} – {high:.2f}':>20}"
             f"{max(row['rank_median_cpu_ms']):>13.2f}{max(row['rank_resident_bytes']) / 1e6:>9.2f}"
-            f"{max(row['rank_peak_bytes']) / 1e6:>9.2f}{(row['sent_bytes'] or 0) / 1e6:>9.2f}{row['loss']:>10.5f}"
+            f"{max(row['rank_peak_bytes']) / 1e6:>9.2f}{max(row['rank_code_bytes']) / 1e6:>9.2f}"
+            f"{(row['sent_bytes'] or 0) / 1e6:>9.2f}{row['loss']:>10.5f}"
             f"{row['loss_error']:>10.1e}{row['gradient_error']:>10.1e}"
         )
     lines.append("paired by round: median (quartiles); of CPU time")

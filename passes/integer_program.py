@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import scipy.sparse as sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 # Seconds beyond any real cost: a choice with this price is used only where nothing else is left.
 FORBIDDEN = 1e9
@@ -45,6 +43,10 @@ class IntegerProgram:
 
     def solve(self, *, gap: float = 1e-6, seconds: float = 120.0) -> np.ndarray | None:
         """The values of all variables, or None where nothing satisfies the constraints."""
+        # here: scipy takes 11 MB of a rank's memory, and programs without such an axis do not need it
+        import scipy.sparse as sparse
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
         count = len(self.costs)
         matrix = sparse.csr_matrix((self._entries, (self._rows, self._columns)), shape=(len(self._low), count))
         cost = np.array(self.costs)

@@ -157,7 +157,7 @@ def test_memory_stays_from_step_to_step() -> None:
 
     x = torch.randn(2048, 256)  # 2 MiB for each layer's output
     program = quintnet.compile(Wide(), quintnet.Mesh(dp=1), (x,))
-    for _ in range(3):
+    for _ in range(10):  # until the heap has room for whatever order things are freed in
         program.step((x,))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(10):

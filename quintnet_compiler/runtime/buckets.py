@@ -50,6 +50,17 @@ class Bucket:
     terms: int = 0
     left: int = 0
     wait: Wait | None = None
+    held: bool = True
+
+    def hold(self) -> None:
+        """Give the buffer memory again, without values; all views of it have it then."""
+        self.buffer.untyped_storage().resize_(self.buffer.nbytes)
+        self.held = True
+
+    def release(self) -> None:
+        """Give the buffer's memory back: nobody has its gradients any more."""
+        self.buffer.untyped_storage().resize_(0)
+        self.held = False
 
 
 def reduced_axes(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:

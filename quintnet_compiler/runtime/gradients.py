@@ -14,6 +14,8 @@ from .buckets import Bucket, accumulated_shape, by_rank, make_bucket, reduced_ax
 from .transport import Transport
 
 BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
+PIECES, PIECE_BYTES = 16, 2**20  # of what no ranks add up (at most so many, of so many bytes at least): its memory is
+# taken piece by piece, as the backward frees values
 
 
 def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[int, ...]:
@@ -54,11 +56,15 @@ class GradientStore:
             groups["idle", spec.summed, spec.reduced].append(name)
         for names in groups.values():
             pending: list[str] = []
-            size, dtype = 0, self.program.state[names[0]].summed
+            first, size = self.program.state[names[0]], 0
+            sizes = {name: self._bytes(self.program.state[name]) for name in names}
+            alone = not reduced_axes(first, self.program) and not scattered_axes(first, self.program)
+            few = max(PIECE_BYTES, sum(sizes.values()) // PIECES)
+            limit = min(BUCKET_BYTES, few) if alone else BUCKET_BYTES
             for name in names:
                 pending.append(name)
-                size += accumulated_shape(self.program.state[name], self.program).numel() * dtype.itemsize
-                if size >= BUCKET_BYTES or name is names[-1]:
+                size += sizes[name]
+                if size >= limit or name is names[-1]:
                     self.buckets.append(make_bucket(pending, self.program, self.part.rank, self.device))
                     self.where |= dict.fromkeys(pending, self.buckets[-1])
                     pending, size = [], 0
@@ -72,13 +78,18 @@ class GradientStore:
         self.shared = {name: ranks for name, ranks in sorted(owners.items()) if ranks}
         self.idle = [bucket for bucket in self.buckets if not bucket.terms]
 
+    def _bytes(self, spec: StateSpec) -> int:
+        return accumulated_shape(spec, self.program).numel() * spec.summed.itemsize
+
     def begin(self) -> None:
-        """A new step: forget the gradients of the last one."""
+        """A new step: forget the gradients of the last one, whose memory is free until the backward."""
         self.fresh = set(self.where)
         for bucket in self.buckets:
             bucket.wait = None
             bucket.left = bucket.terms
+            bucket.release()
         for bucket in self.idle:
+            bucket.hold()
             bucket.buffer.zero_()
 
     def _idle(self) -> list[str]:
@@ -95,7 +106,7 @@ class GradientStore:
         slot, cuts = bucket.slots[name], bucket.cuts[name]
         gradient = by_rank(gradient, cuts, bucket.order) if cuts else gradient
         if name in self.fresh:
-            self.fresh.remove(name)
+            self._first(name, bucket)
             slot.copy_(gradient)
         else:
             slot.add_(gradient)
@@ -114,13 +125,18 @@ class GradientStore:
             left = by_rank(left, cuts, bucket.order) if rows else left.expand(cuts[0].ranks, -1, -1)
             right = right.expand(cuts[0].ranks, -1, -1) if rows else by_rank(right, cuts, bucket.order)
         if name in self.fresh:
-            self.fresh.remove(name)
+            self._first(name, bucket)
             torch.matmul(left, right, out=slot)
         elif cuts:
             slot.baddbmm_(left, right)
         else:
             slot.addmm_(left, right)
         self._count(bucket)
+
+    def _first(self, name: str, bucket: Bucket) -> None:
+        self.fresh.remove(name)
+        if not bucket.held:
+            bucket.hold()
 
     def _count(self, bucket: Bucket) -> None:
         bucket.left -= 1
