@@ -107,6 +107,7 @@ class ModuleCheck:
                 return self._blocks(short=short)
             except TooLarge as error:
                 reason = str(error)
+                break  # longer rows take more
             except Exception as error:  # the values are not the user's: the module need not work with them
                 reason = f"with drawn values, {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         warnings.warn(CheckWarning(f"what was traced is not compared with the module: {reason}"), stacklevel=2)
