@@ -389,7 +389,7 @@ class CompiledProgram(ProgramState):
     @property
     def compile_seconds(self) -> Mapping[str, float]:
         """Time of each pass."""
-        return dict(self._leader().runner.seconds)
+        return dict(self._leader().seconds)
 
     def _repr_html_(self) -> str:
         if not self._programs.led:
@@ -416,7 +416,8 @@ class CompiledProgram(ProgramState):
         """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``, with a page to
         look at all that (``index.html``, which needs no network).
 
-        Equal programs give equal bytes, on every rank and every run.
+        Equal programs give equal bytes, on every rank and every run. The program after each pass is not kept: it is
+        made again, by compiling once more.
 
         Args:
             costs: of the timeline, as for :meth:`simulate`.
@@ -439,7 +440,7 @@ class CompiledProgram(ProgramState):
         rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
         plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
         extras = Extras(predicted, unpriced, measured, plans)
-        return dump_program(leader.program, leader.plan, leader.runner.programs, Path(folder), extras)
+        return dump_program(leader.program, leader.plan, leader.passes(), Path(folder), extras)
 
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything. In processes, the module's parameters become

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from .cost_models.roofline import Roofline
 from .dry_run import check_ranks
 from .errors import CompileError
 from .mesh import Mesh
+from .modes import without_autocast
 from .passes.axis_view import Wishes, stores_state
 from .passes.bundle import Bundle
 from .passes.check_backward import check_backward
@@ -63,7 +65,7 @@ B = TypeVar("B")
 
 @dataclass
 class Runner:
-    """Runs passes: verifies each result, keeps its time, and its text where a dump asks for it."""
+    """Runs passes: verifies each result and keeps its time; ``keep``: the program after each pass, too."""
 
     keep: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
@@ -113,13 +115,25 @@ def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program and the plan that it follows, complete."""
+    """A compiled program and the plan that it follows, complete.
+
+    Kept are the program and the graphs that it was made from (``program.source``: captured, canonical, local,
+    differentiated), which reports and the search for a NaN read. What was between them is not: ``again`` makes it.
+    """
 
     program: DistributedProgram
     plan: Plan
-    runner: Runner
+    seconds: Mapping[str, float]
     stages: Mapping[str, tuple[int, ...]]
-    unsplit: tuple[str, ...] = ()
+    unsplit: tuple[str, ...]
+    again: Callable[[Runner], Any] = field(repr=False, compare=False)
+
+    def passes(self) -> list[tuple[str, Any]]:
+        """The name of each pass and the program after it, compiled again."""
+        runner = Runner(keep=True)
+        with without_autocast():
+            self.again(runner)
+        return runner.programs
 
 
 def compile_program(captured: Captured, request: Request, runner: Runner, *, training: bool = True) -> Compiled:
@@ -160,7 +174,9 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
     program = _lower(staged, request, runner, schedule, training=training)
     whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
-    return Compiled(program, _complete(plan, mesh, sharded, staged, program), runner, _stages(staged), whole)
+    again = partial(compile_program, captured, request, training=training)
+    complete = _complete(plan, mesh, sharded, staged, program)
+    return Compiled(program, complete, runner.seconds, _stages(staged), whole, again)
 
 
 def follow_program(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .compiler import Compiled, Request, Runner, follow_program
 from .mesh import Mesh
 from .program import Captured, DistributedProgram, StateSpec
@@ -37,14 +39,14 @@ def join_program(captured: Captured, task: Task, size: int, home: Home) -> Compi
     own = {name: getattr(leader.plan, name) for name in PLACES}
     plan = task.plan.changed({**own, "parameters": leader.plan.parameters})
     request = Request(task.mesh, plan, size, task.device, task.rules)
-    runner = Runner(keep=True)
-    program = follow_program(captured, request, leader, runner, training=task.training)
+    runner, again = Runner(), partial(follow_program, captured, request, leader, training=task.training)
+    program = again(runner)
     for name, spec in program.state.items():
         if name.startswith("loss_fn.") and spec.kind in ("parameter", "buffer") and name not in home.slots.names:
             refuse_other(f"{name} is no part of the module, nor of a module that was given as loss_fn")
         if spec.kind == "parameter" and _place(spec, program) != _place(leader.program.state[name], leader.program):
             refuse_other(f"this program needs {name} in another place than the first one of this module has it")
-    return Compiled(program, plan, runner, leader.stages, leader.unsplit)
+    return Compiled(program, plan, runner.seconds, leader.stages, leader.unsplit, again)
 
 
 def _split(mesh: Mesh) -> list[tuple[str, int]]:

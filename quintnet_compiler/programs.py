@@ -113,7 +113,7 @@ class Programs:
         with without_autocast():
             if home is None:
                 request = Request(task.mesh, task.plan, size, task.device, task.rules)
-                leader = compile_program(version.captured, request, Runner(keep=True), training=task.training)
+                leader = compile_program(version.captured, request, Runner(), training=task.training)
             else:
                 leader = join_program(version.captured, task, size, home)
         self._compare(task.leads, version.captured, batch, first=True)

@@ -187,7 +187,7 @@ def test_hostile_names_and_source_lines_stay_text(tmp_path: Path) -> None:
             if node.op == "call_function":
                 annotate(node, replace(facts(node), where=Where(HARM, f"x.py:1: {HARM}\x01")))
     extras = Extras(replace(program.simulate(), title=HARM))
-    files = dump_files(leader.program, leader.plan, leader.runner.programs, extras)
+    files = dump_files(leader.program, leader.plan, leader.passes(), extras)
     page = Page(files["index.html"])
     assert page.scripts == 1 and HARM in page.text and "layers.a<b>-(1).weight" in page.text
     assert "<img" not in files["index.html"] and "\x01" not in files["index.html"]
@@ -198,7 +198,7 @@ def test_hostile_names_and_source_lines_stay_text(tmp_path: Path) -> None:
 def test_a_model_of_many_blocks_makes_a_small_page() -> None:
     def page_of(depth: int) -> str:
         leader = quintnet.compile(Stack(depth), Mesh(tp=2), BATCH, loss_fn=F.mse_loss)._leader()
-        return dump_files(leader.program, leader.plan, leader.runner.programs, Extras())["index.html"]
+        return dump_files(leader.program, leader.plan, leader.passes(), Extras())["index.html"]
 
     small, large = page_of(6), page_of(24)
     assert len(large) < 1.2 * len(small)

@@ -261,7 +261,7 @@ def test_places_and_sites_stay_within_comments() -> None:
     assert {type(node) for node in ast.parse(text).body} == {ast.FunctionDef} and text.count("\n") == len(
         text.splitlines()
     )
-    differentiated = next(after for name, after in leader.runner.programs if name == "Differentiate")
+    differentiated = next(after for name, after in leader.passes() if name == "Differentiate")
     before = len(program_text(differentiated).splitlines())
     for node in differentiated.graph.nodes:
         if node.op == "call_function":
