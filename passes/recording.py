@@ -29,7 +29,7 @@ def record(work: Callable[[Callable[[Callable[[], Tensor]], Tensor]], Any]) -> f
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = fx.Graph()
         self.nodes: dict[int, fx.Node] = {}
         self.alive: list[Tensor] = []  # an id is of one tensor for as long as the tensor lives
