@@ -145,6 +145,12 @@ def test_without_the_check_verify_finds_it(fault: str) -> None:
     assert not compiled(Odd(fault), check="off").verify().ok
 
 
+@pytest.mark.usefixtures("plain_traces")
+def test_a_buffer_that_forward_changes_is_found_in_any_precision() -> None:
+    report = compiled(Odd("in place"), check="off", precision="bf16").verify()
+    assert [one.what for one in report.comparisons if not one.ok] == ["buffer", "buffer"], str(report)
+
+
 def test_a_wrong_derivative_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     right = VectorJacobian._linear
 
