@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str, str, dict[str, nn.Module]]]
         {"table": nn.Embedding(8, 4, max_norm=1.0)},
     ),
     "values of a mask": (
-        lambda s, i: torch.index_put(h := s.inner(i * torch.ones(4)), (h > 9,), h.new_ones(0)).mean(),
+        lambda s, i: torch.index_put(h := s.inner(i * s.inner.weight.new_ones(4)), (h > 9,), h.new_ones(0)).mean(),
         "QN101", "values of the mask", {},
     ),
 }  # fmt: skip
