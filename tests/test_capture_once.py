@@ -86,7 +86,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
 ALIKE = ("gpt", "Llama", "DeepSeek-V3, another kind first")  # where the fold takes the same blocks for a run
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "DeepSeek" in name else []) for name in MODELS]
+)
 def test_folds_to_what_the_whole_model_folds_to(name: str) -> None:
     model, batch, loss_fn = MODELS[name]()
     whole, many = _folded(model, batch, loss_fn, once=False)

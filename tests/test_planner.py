@@ -93,7 +93,13 @@ def _planner(model: str, cluster: str) -> Planner:
     return Planner.of(capture(module, batch, loss), ROWS, Machine(CLUSTERS[cluster]), Plan(), RULES)
 
 
-@pytest.mark.parametrize(("model", "cluster"), list(itertools.product(MODELS, CLUSTERS)))
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    [
+        pytest.param(model, cluster, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for (i, model), (j, cluster) in itertools.product(enumerate(MODELS), enumerate(CLUSTERS))
+    ],
+)
 def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
     planner = _planner(model, cluster)
     found = planner.search(3, "time", Effort(math.inf, 600.0))

@@ -50,7 +50,7 @@ def _check(name: str, axes: tuple[int, ...], stages: int, seed: int) -> None:
 
 
 FAST = [(name, axes, stages, seed) for name in ("mlp", "gpt", "vit", "cnn")
-        for axes, stages, seeds in (((2,), 1, 12), ((2, 2), 1, 20), ((2,), 3, 10), ((2, 2), 2, 10))
+        for axes, stages, seeds in (((2,), 1, 6), ((2, 2), 1, 10), ((2,), 3, 5), ((2, 2), 2, 5))
         for seed in range(seeds)]  # fmt: skip
 
 
