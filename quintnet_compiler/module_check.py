@@ -28,7 +28,7 @@ from .runtime.module_parameters import has_values
 from .unsplit_step import UnsplitStep, unsplit_step
 from .verification import Comparison, coarsest_of
 
-ELEMENTS = 4096  # of a batch that is checked: as many rows as have so many, but two at least
+ELEMENTS = 256  # of a batch that is checked: as many rows as have so many, but two at least
 SENSITIVE = 100.0  # how much more than what rounding does to the module's parameters is no rounding
 
 

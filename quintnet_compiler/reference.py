@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -73,12 +74,23 @@ def differs(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
+    if found.dtype is expected.dtype and found.dtype in (torch.float32, torch.float64):
+        with torch.no_grad():
+            size, gap = max(_magnitude(expected), floor), _magnitude(found - expected)
+        if math.isfinite(gap) and math.isfinite(size) and size:
+            return gap / size
     a, b = found.detach().double(), expected.detach().double()
     if bool((a.isnan() != b.isnan()).any()):
         return float("inf")
     size = max(float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()), floor)
     gap = float(torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(0.0, float("inf")).max())
     return gap / size if size else (0.0 if gap == 0 else float("inf"))
+
+
+def _magnitude(x: Tensor) -> float:
+    """The largest magnitude of an element; NaN if there is one."""
+    low, high = (float(one) for one in x.detach().aminmax())
+    return low if math.isnan(low) else max(-low, high)
 
 
 def largest(tensors: Sequence[Tensor]) -> float:
