@@ -20,8 +20,8 @@ def main() -> None:
     assert guards is not None and guards.hold()
     seconds = min(timeit.repeat(guards.hold, number=CALLS, repeat=REPEATS)) / CALLS
     print(
-        f"{len(guards.names)} attributes, {len(guards.flag_keys)} parameters, {len(guards.parts)} modules with parts, "
-        f"{len(guards.hooks.empty)} places for hooks"
+        f"{len(guards.names)} attributes, {len(guards.flag_keys)} parameters, "
+        f"{len(guards.part_spaces)} modules with parts, {len(guards.hooks.empty)} places for hooks"
     )
     print(f"{seconds * 1e6:.0f} us")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from operator import attrgetter, contains, getitem, is_
 from typing import Any
 
@@ -34,8 +35,9 @@ class Guards:
     ``kinds``: the types of values (1, 1.0 and True are equal). ``shadow_spaces``: namespaces that did not have a name,
     because the class has it: ``classes[i].names[i]``. ``lists``: those of things that are not plain data. ``tensors``:
     what is constant in the graph, while its version is. ``things``: other objects, each the same one as before.
-    ``parts``: modules inside a module. ``flag_spaces``: where modules have parameters (others may be there now: parts
-    of the first ones); ``flag_values`` says which require gradients. ``hooks``: those of modules and of parameters.
+    ``parts``: modules inside modules, one module after the other. ``flag_spaces``: where modules have parameters
+    (others may be there now: parts of the first ones); ``flag_values`` says which require gradients. ``hooks``: those
+    of modules and of parameters.
     ``modes``: see :func:`global_modes`.
     """
 
@@ -62,7 +64,8 @@ class Guards:
     things: tuple[Any, ...]
     part_labels: tuple[str, ...]
     part_spaces: tuple[dict[str, Any], ...]
-    parts: list[list[Any]]
+    part_counts: list[int]
+    parts: list[Any]
     flag_spaces: tuple[dict[str, Any], ...]
     flag_keys: tuple[str, ...]
     flag_values: list[bool]
@@ -84,7 +87,8 @@ class Guards:
                 and list(map(_VERSION, self.tensors)) == self.versions
                 and list(map(_FLAG, parameters)) == self.flag_values
                 and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
-                and list(map(list, map(dict.values, self.part_spaces))) == self.parts
+                and list(map(len, self.part_spaces)) == self.part_counts
+                and list(chain.from_iterable(map(dict.values, self.part_spaces))) == self.parts
                 and [list(map(id, one)) for one in self.lists] == self.list_ids
                 and self.hooks.hold(parameters)
                 and global_modes() == self.modes
@@ -129,8 +133,9 @@ class Guards:
         ):
             if space.get(name) is not thing:
                 found.append(f"{label} is another object")
-        for label, space, parts in zip(self.part_labels, self.part_spaces, self.parts, strict=True):
-            if list(space.values()) != parts:
+        known = iter(self.parts)
+        for label, space, count in zip(self.part_labels, self.part_spaces, self.part_counts, strict=True):
+            if list(space.values()) != list(islice(known, count)):
                 found.append(f"{label or 'the model'} has other parts than it had")
         if all(key in space for space, key in zip(self.flag_spaces, self.flag_keys, strict=True)):
             found += self.hooks.broken(list(map(getitem, self.flag_spaces, self.flag_keys)))
@@ -236,7 +241,8 @@ def guards_of(
         things=tuple(row[3] for row in things),
         part_labels=tuple(row[0] for row in parts),
         part_spaces=tuple(row[1] for row in parts),
-        parts=[list(row[1].values()) for row in parts],
+        part_counts=[len(row[1]) for row in parts],
+        parts=[one for row in parts for one in row[1].values()],
         flag_spaces=flag_spaces,
         flag_keys=flag_keys,
         flag_values=[row[3] for row in trained],
