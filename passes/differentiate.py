@@ -14,7 +14,7 @@ from ..annotations import annotate, facts, is_getitem, leaf, needs_grad, origin,
 from ..builder import GraphBuilder
 from ..comm_ops import convert
 from ..derivative_ops import after_gradients, declare_gradient, derivatives, is_tangent, of_tangents, with_tangent
-from ..errors import CompileError
+from ..errors import CompileError, QuintNetError
 from ..program import DifferentiatedProgram, LocalProgram, outputs
 from ..sharding import parse_type
 from .operator_trace import Template
@@ -88,6 +88,16 @@ class _Tape:
 
     # -- forward
 
+    def _applied(self, node: fx.Node, args: Any, kwargs: Any, wanted: list[int]) -> tuple[list[Any], Pullback]:
+        try:
+            return self.operators.apply(node.target, args, kwargs, wanted)
+        except QuintNetError:
+            raise
+        except Exception as error:  # of many kinds: what an operator's derivative computes is PyTorch's
+            text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+            message = f"the derivative of {node.target} cannot be traced: {text}"
+            raise CompileError("QN109", message, where=facts(node).where) from error
+
     def _forward(self, node: fx.Node) -> None:
         known = facts(node)
         if node.op == "placeholder":
@@ -117,7 +127,7 @@ class _Tape:
                 self.value[node, 0] = self._convert(*args, stored=node in self.local.at_start)
             elif self.training and known.needs_grad and node not in self.deferring:
                 wanted = [0] if not isinstance(known.value, tuple) else _wanted(node)
-                results, pullback = self.operators.apply(node.target, args, kwargs, wanted)
+                results, pullback = self._applied(node, args, kwargs, wanted)
                 for index, result in enumerate(results):
                     if result is not None:
                         self.value[node, index] = result

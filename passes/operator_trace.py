@@ -70,7 +70,7 @@ def trace(
         template = call.traced(dense=False)
         if not any(node.target in (*_BY_STRIDE, *_BY_FORMAT) for node in template.graph.nodes):
             return template
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError, ValueError):
         pass  # views of complex numbers, for instance, ask for some strides
     return call.traced(dense=True)
 

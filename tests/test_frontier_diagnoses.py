@@ -354,3 +354,21 @@ def test_running_an_operator_unsplit_is_offered_where_it_works() -> None:
     with pytest.raises(quintnet.CompileError, match=r"QN202(.|\n)*unsplit, with plan.*QN104") as found:
         quintnet.compile(model, mesh, (x,), microbatches=2)
     assert not found.value.fix
+
+
+class Filled(nn.Module):
+    """A column gets a trained value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.value = nn.Parameter(torch.ones(4)), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.index_fill(x * self.scale, 1, torch.tensor([0, 2]), self.value).square().mean()
+
+
+def test_a_derivative_that_cannot_be_traced_is_named() -> None:
+    for plan, code in (({"unknown_ops": "replicate"}, "QN109"), ({}, "QN202")):
+        with pytest.raises(quintnet.CompileError, match=rf"(?s){code}.*index_fill.* cannot be traced") as error:
+            quintnet.compile(Filled(), Mesh(dp=2), (torch.randn(8, 4),), plan=plan)
+        assert not error.value.fix
