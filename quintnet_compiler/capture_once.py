@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .hook_guards import HOOKS
 from .repetition import longest_repetition
 
 # What every module has of torch's own: what of it matters (parameters, parts, hooks) is compared by itself.
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -109,7 +109,7 @@ Setting = tuple[str, str]  # path of a module in its block, name of an attribute
 def _settings(block: nn.Module) -> Iterator[tuple[Setting, Any]]:
     for path, part in block.named_modules():
         yield from (((path, name), value) for name, value in vars(part).items() if name not in _TORCHS)
-        yield from (((path, name), tuple(vars(part)[name].values())) for name in _HOOKS)
+        yield from (((path, name), tuple(vars(part)[name].values())) for name in HOOKS)
 
 
 def _own_numbers(blocks: Blocks) -> frozenset[Setting]:

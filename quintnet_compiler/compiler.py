@@ -156,8 +156,10 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
             raise
         try:
             compiled(replace(request, plan=request.plan.changed({"unknown_ops": "replicate"})))
-        except CompileError as other:
-            text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {other.code} {other.message}'
+        except Exception as other:  # of whatever kind: it is told, and the first error is the answer
+            what = other.code if isinstance(other, CompileError) else f"{type(other).__name__}:"
+            cause = getattr(other, "message", str(other))
+            text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {what} {cause}'
             raise CompileError(error.code, text, where=error.where) from error
         fix = 'run it unsplit: plan={"unknown_ops": "replicate"}'
         raise CompileError(error.code, error.message, where=error.where, fix=fix) from error

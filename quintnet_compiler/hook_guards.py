@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 _CALLS = "_forward_pre_hooks"  # this package sets one of the model's, to refuse calls
-_OF_MODULES = (_CALLS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS = (_CALLS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # where a module has its hooks
 _OF_PARAMETER = attrgetter("_backward_hooks")
 _PACKAGE = __name__.partition(".")[0]
 
@@ -63,7 +63,7 @@ def hook_guards(
     filled: list[tuple[str, Hooks]] = []
     for label, root in roots:
         for name, module in root.named_modules():
-            for part in _OF_MODULES:
+            for part in HOOKS:
                 one: Hooks = getattr(module, part)
                 path = ".".join(filter(None, (label, name)))
                 (filled if one or (module is root and part == _CALLS) else empty).append((path, one))

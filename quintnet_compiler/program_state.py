@@ -72,13 +72,15 @@ class ProgramState(abc.ABC):
         brought: dict[str, Any] = {
             name: p for name, p in self.named_parameters() if name.startswith("loss_fn.") and name not in own
         }
+        loss_module = self._task.loss_fn if isinstance(self._task.loss_fn, nn.Module) else None
+        known = {f"loss_fn.{name}" for name in loss_module.state_dict()} if loss_module else brought.keys()
+        if known != of_loss.keys():
+            missing, unexpected = sorted(known - of_loss.keys()), sorted(of_loss.keys() - known)
+            raise RuntimeError(f"missing in the state: {missing}; unexpected in it: {unexpected}; nothing was loaded")
         model.load_state_dict({name: x for name, x in state.items() if name not in of_loss})
-        if isinstance(self._task.loss_fn, nn.Module):
-            self._task.loss_fn.load_state_dict({name.removeprefix("loss_fn."): x for name, x in of_loss.items()})
+        if loss_module:
+            loss_module.load_state_dict({name.removeprefix("loss_fn."): x for name, x in of_loss.items()})
             return
-        missing = sorted(brought.keys() - of_loss.keys())
-        if missing:
-            raise RuntimeError(f"the state has no {', '.join(missing)}")
         with torch.no_grad():
             for name, p in brought.items():
                 p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from quintnet_compiler.errors import SUMMARIES
+from quintnet_compiler.runtime.attempt import PRELOADED
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,7 +29,7 @@ def _code(page: Path) -> str:
 def test_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     """In a process of its own, forked from one that has imported what all pages import."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "quintnet_compiler.api"])  # as launch does
+    context.set_forkserver_preload(list(PRELOADED))
     said = tmp_path / "stderr"
     process = context.Process(target=_run, args=(_code(page), tmp_path, said))
     process.start()

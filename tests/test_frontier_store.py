@@ -253,6 +253,11 @@ def test_a_state_dict_of_a_loss_that_is_a_module() -> None:
         other.load_state_dict({name: x for name, x in state.items() if name != "loss_fn.scale"})
     with pytest.raises(RuntimeError, match=r"0\.weight"):
         other.load_state_dict({name: x for name, x in state.items() if name != "0.weight"})
+    zeros = {name: torch.zeros_like(x) for name, x in state.items()}
+    for wrong in ({**zeros, "loss_fn.bias": torch.zeros(4)}, {n: x for n, x in zeros.items() if n != "loss_fn.scale"}):
+        with pytest.raises(RuntimeError, match=r"loss_fn\..*nothing was loaded"):
+            other.load_state_dict(wrong)
+    assert other.evaluate(make_batch()) == one.evaluate(make_batch())
 
 
 def test_parameters_of_a_loss_are_saved_and_loaded(tmp_path: Path) -> None:

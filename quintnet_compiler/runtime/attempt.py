@@ -31,6 +31,7 @@ STOPPED = 1.0  # seconds after which a rank that may not run is given up
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
 LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
 LOOPBACK = "127.0.0.1"
+PRELOADED = ("torch", "torch.distributed.tensor", "quintnet_compiler.api")  # what the fork server has imported
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Attempt:
         for rank in range(self.size):
             self.store.set(str(rank), "{}")
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.tensor", "quintnet_compiler.api"])
+        context.set_forkserver_preload(list(PRELOADED))
         self.processes, self.pipes = [], {}
         for rank, slot in enumerate(self.slots):
             ours, theirs = context.Pipe(duplex=False)
