@@ -7,7 +7,7 @@ import timeit
 import torch
 import transformers
 
-from quintnet_compiler.capture import capture
+from quintnet_compiler.capture.capture import capture
 
 REPEATS, CALLS = 400, 20
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import quintnet
-from quintnet_compiler.runtime.comm import Comm
-from quintnet_compiler.runtime.distributed import DistributedTransport, device_mesh
-from quintnet_compiler.runtime.transport import GRADIENTS, VALUES
+from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
+from quintnet_compiler.runtime.transport.transport import GRADIENTS, VALUES
 
 AIM = 20.0  # microseconds that a call of generated code may add
 WARM = 200  # calls

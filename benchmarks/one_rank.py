@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import quintnet
-from quintnet_compiler import layout
-from quintnet_compiler.capture import capture
-from quintnet_compiler.compiler import Request, Runner, compile_program
-from quintnet_compiler.program import DistributedProgram, RankProgram
-from quintnet_compiler.runtime.engines import ENGINES
-from quintnet_compiler.runtime.executor import Executor, Run
-from quintnet_compiler.runtime.gradients import GradientStore
-from quintnet_compiler.runtime.local import LocalTransport, LocalWorld
-from quintnet_compiler.runtime.transport import Wait
-from quintnet_compiler.sharding import local_shape
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core import slices
+from quintnet_compiler.core.sharding import local_shape
+from quintnet_compiler.driver.compiler import Request, Runner, compile_program
+from quintnet_compiler.ir.program import DistributedProgram, RankProgram
+from quintnet_compiler.runtime.execute.engines import ENGINES
+from quintnet_compiler.runtime.execute.executor import Executor, Run
+from quintnet_compiler.runtime.state.gradients import GradientStore
+from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
+from quintnet_compiler.runtime.transport.transport import Wait
 
 MODELS = SIZES | {
     "llama-70b": Size(dim=8192, layers=80, heads=64, kv_heads=8, hidden=28672, vocab=128256, sequence=4096),
@@ -53,12 +53,12 @@ class Alone(LocalTransport):
     def _meet(self, kind: str, x: Tensor, ranks: tuple[int, ...], label: str, *detail: Any, runs: Any = None) -> Tensor:
         count = len(ranks)
         if kind == "gather":
-            return layout.join([x] * count, *detail)
+            return slices.join([x] * count, *detail)
         if kind == "scatter":
-            return layout.take(x, *detail, count, ranks.index(self.rank)).clone()
+            return slices.take(x, *detail, count, ranks.index(self.rank)).clone()
         if kind == "exchange":
             dim, parts, to_dim, to_parts = detail
-            return layout.join(layout.pieces(x, to_dim, to_parts, count), dim, parts)
+            return slices.join(slices.pieces(x, to_dim, to_parts, count), dim, parts)
         return x if kind == "broadcast" else x.clone()
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:

@@ -26,10 +26,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
 from benchmarks.published_runs import DATA
+from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.memory import peak_memory
 from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.cost_models.transformer import Layout, stage_layers
-from quintnet_compiler.errors import CompileError
 from quintnet_compiler.planner.layouts import divisors
 from quintnet_compiler.planner.search import Wanted, search
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.published_facts import facts_of
+from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
 from quintnet_compiler.cost_models.transformer import Decoder, Layout
-from quintnet_compiler.errors import CompileError
 
 Row = Mapping[str, str]
 GPU_NAMES = {

@@ -21,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
+from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.hardware import GIB, HARDWARE, Hardware
 from quintnet_compiler.cost_models.memory import peak_memory, stage_memory
 from quintnet_compiler.cost_models.step_time import StepModel
-from quintnet_compiler.errors import CompileError
 
 DATA = Path(__file__).parent / "data"
 Result = dict[str, Any]

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.calibrate import calibrate
 from quintnet_compiler.cost_models.calibrated import CalibratedCosts
 from quintnet_compiler.cost_models.calibration import Calibration, Collective, Point, Product
+from quintnet_compiler.reports.calibrate import calibrate
 
 WARMUP, STEPS = 2, 5
 

@@ -1,4 +1,4 @@
-"""Prices of a machine on which every kind of operator was measured (:mod:`..calibrate`)."""
+"""Prices of a machine on which every kind of operator was measured (:mod:`..reports.calibrate`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from ..annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
-from ..comm_ops import (
+from ..core.annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
+from ..core.errors import CompileError
+from ..ops.collectives import (
     embedding_rows,
     embedding_rows_backward,
     loss_scale,
@@ -23,7 +24,6 @@ from ..comm_ops import (
     shard_slice,
     share,
 )
-from ..errors import CompileError
 from .calibration import Calibration, Point, interpolated, product_seconds
 from .operators import ATTENTION, VIEWS, aten, attention_flops, traffic
 
@@ -67,7 +67,7 @@ PRODUCTS = frozenset({aten.linear.default, aten.mm.default, aten.addmm.default, 
 
 @dataclass(frozen=True)
 class CalibratedCosts:
-    """:class:`..cost.RankCosts` from measurements of this machine."""
+    """:class:`..ir.cost_protocol.RankCosts` from measurements of this machine."""
 
     calibration: Calibration
     _memo: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)

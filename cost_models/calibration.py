@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 
 
 class _Document(BaseModel):

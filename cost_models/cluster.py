@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 from .hardware import Hardware, hardware
 
 # From the innermost axis, whose neighbours are closest, to the outermost: Megatron's order.

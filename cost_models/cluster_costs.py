@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..annotations import is_getitem
+from ..core.annotations import is_getitem
 from .cluster import Cluster, Group
 from .collectives import collective_seconds
 from .kernels import kernel_seconds
@@ -16,7 +16,7 @@ from .operators import kernel_of
 
 @dataclass(frozen=True)
 class ClusterCosts:
-    """:class:`..cost.RankCosts` of a cluster of accelerators; ranks are numbered node by node."""
+    """:class:`..ir.cost_protocol.RankCosts` of a cluster of accelerators; ranks are numbered node by node."""
 
     cluster: Cluster
     unknown: str = "error"

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 from .cluster import Group
 
 # What starting any collective costs (kernel launch, rendezvous of channels), and how many bytes a channel needs in

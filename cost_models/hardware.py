@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
 GIB = 2**30

@@ -10,12 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..annotations import facts, num_bytes, shape, tensor_inputs, values
-from ..attention_ops import attention
-from ..comm_ops import cached_attention, gather_products, product_scatter, ring_attention, ring_attention_backward
-from ..derivative_ops import after_gradients, declare_gradient, with_tangent
-from ..errors import CompileError
-from ..expert_ops import expert_linear, expert_weight_grad
+from ..core.annotations import facts, num_bytes, shape, tensor_inputs, values
+from ..core.errors import CompileError
+from ..ops.attention import attention
+from ..ops.collectives import (
+    cached_attention,
+    gather_products,
+    product_scatter,
+    ring_attention,
+    ring_attention_backward,
+)
+from ..ops.expert_linear import expert_linear, expert_weight_grad
+from ..ops.user_derivatives import after_gradients, declare_gradient, with_tangent
 from .kernels import Kernel
 
 aten = torch.ops.aten

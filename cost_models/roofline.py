@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..annotations import is_getitem, needs_grad
+from ..core.annotations import is_getitem, needs_grad
 from .collectives import START_SECONDS, volume
 from .hardware import H100, Hardware
 from .kernels import work_seconds

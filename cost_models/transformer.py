@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 from .hardware import BYTES_PER_ELEMENT
 
 

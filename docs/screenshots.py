@@ -72,8 +72,8 @@ def measured() -> Timeline:
 
 def dump(folder: Path) -> Path:
     """A page with everything: predictions for this machine, a measured step, and other plans."""
-    from quintnet_compiler.calibrate import calibrate
     from quintnet_compiler.cost_models.calibrated import CalibratedCosts
+    from quintnet_compiler.reports.calibrate import calibrate
 
     program, (model, batch) = compiled(), example()
     costs = CalibratedCosts(calibrate((2, program.mesh.size)))

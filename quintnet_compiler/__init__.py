@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from . import textbook
-from .advise import estimate, plan
-from .api import compile
-from .compiled import CompiledProgram
-from .cost_models.cluster import Cluster
-from .errors import (
+from .api.compile import compile
+from .api.compiled_program import CompiledProgram
+from .api.moe import expert_linear
+from .api.plan import estimate, plan
+from .api.visualize import visualize
+from .core.errors import (
     BackendWarning,
     CheckpointError,
     CheckpointWarning,
@@ -18,26 +19,25 @@ from .errors import (
     QuintNetError,
     RunError,
 )
-from .experts import expert_linear
-from .hf_plan import HuggingFacePlan, hf_plan
-from .initialize import Constant, Normal, Uniform
-from .mesh import Mesh
-from .passes.rule_notation import Rule, rule
-from .plan import Plan
+from .core.mesh import Mesh
+from .cost_models.cluster import Cluster
+from .equivalence.verify import VerifyReport
+from .huggingface.parallel_plan import HuggingFacePlan, hf_plan
+from .ir.plan import Plan
+from .passes.rules.notation import Rule, rule
 from .planner.estimate import Estimate
 from .planner.report import PlanReport
-from .runtime.launch import launch
-from .schedule import Schedule
+from .reports.tensor_picture import TensorPicture
+from .runtime.launch.launch import launch
+from .schedules.schedule import Schedule
 from .simulation.timeline import Timeline
-from .tensor_picture import TensorPicture
 from .textbook import simulate
 from .training.batches import BatchSampler
 from .training.config import TrainConfig
 from .training.measures import accuracy
 from .training.run import TrainTask
 from .training.trainer import History, Trainer
-from .verification import VerifyReport
-from .visualize import visualize
+from .weights.initialize import Constant, Normal, Uniform
 
 __all__ = [
     "BackendWarning",

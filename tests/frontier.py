@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quintnet
-from quintnet_compiler.reference import same_masks
+from quintnet_compiler.equivalence.reference import same_masks
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {"dp1": {"dp": 1}, "dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}

@@ -12,19 +12,17 @@ from typing import Any
 
 import torch
 
-from quintnet_compiler import comm_ops, layout, sharding
-from quintnet_compiler.passes import (
-    batch_factors,
-    expert_axes,
-    generate_ranks,
-    reductions,
-    rule_notation,
-    spelling,
-    strategies,
-    vector_jacobian,
-)
-from quintnet_compiler.program import Strategy
-from quintnet_compiler.sharding import I, P, R, Shard
+from quintnet_compiler.core import sharding, slices
+from quintnet_compiler.core.sharding import I, P, R, Shard
+from quintnet_compiler.ir.program import Strategy
+from quintnet_compiler.ops import collectives as comm_ops
+from quintnet_compiler.passes.autodiff import vector_jacobian
+from quintnet_compiler.passes.codegen import generate_ranks
+from quintnet_compiler.passes.codegen import python_ops as spelling
+from quintnet_compiler.passes.lowering import reductions
+from quintnet_compiler.passes.rules import expert_axes, strategies
+from quintnet_compiler.passes.rules import notation as rule_notation
+from quintnet_compiler.passes.sharding import batch_factors
 
 aten = torch.ops.aten
 Make = Callable[[Any], Any]
@@ -283,13 +281,13 @@ FAULTS = [
           lambda right: lambda shape, kind, ranks: right(shape, _other_dim(kind) if len(shape) > 1 else kind, ranks)),
     Fault(sharding, "conversion_path", "inner slices stay where they are", lambda right: lambda a, b, same: [
         (i, kind) for i, kind in enumerate(b) if a[i] != kind]),
-    Fault(layout, "take", "another rank's slice", _rank(1)),
-    Fault(layout, "join", "parts are lost", lambda right: lambda shards, dim, parts: right(shards, dim, 1)),
-    Fault(layout, "join", "slices in the other order", lambda right: lambda shards, dim, parts: right(
+    Fault(slices, "take", "another rank's slice", _rank(1)),
+    Fault(slices, "join", "parts are lost", lambda right: lambda shards, dim, parts: right(shards, dim, 1)),
+    Fault(slices, "join", "slices in the other order", lambda right: lambda shards, dim, parts: right(
         list(shards)[::-1], dim, parts)),
-    Fault(layout, "stack", "parts are lost", lambda right: lambda x, dim, parts, ranks: right(x, dim, 1, ranks)),
-    Fault(layout, "unstack", "parts are lost", lambda right: lambda x, dim, parts: right(x, dim, 1)),
-    Fault(layout, "pad", "not padded with zeros", lambda right: lambda x, dim, parts, ranks, index: layout.join(
+    Fault(slices, "stack", "parts are lost", lambda right: lambda x, dim, parts, ranks: right(x, dim, 1, ranks)),
+    Fault(slices, "unstack", "parts are lost", lambda right: lambda x, dim, parts: right(x, dim, 1)),
+    Fault(slices, "pad", "not padded with zeros", lambda right: lambda x, dim, parts, ranks, index: slices.join(
         [x] * ranks, dim, parts)),
     # what a rule in notation says; that it is true of the operator is shown by tests/test_sharding_rules.py alone
     Fault(rule_notation.Notation, "fit", "a bias is added by every rank", _fitted(additive=frozenset())),

@@ -12,20 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from quintnet_compiler.annotations import facts, shape, value
-from quintnet_compiler.comm_ops import COMMUNICATION, SIZED, convert, route, route_plan, share, unroute
-from quintnet_compiler.dry_run import check_ranks
-from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes.bundle import Bundle
-from quintnet_compiler.passes.check_backward import check_backward
-from quintnet_compiler.passes.check_code import check_code
-from quintnet_compiler.passes.check_types import check_types
-from quintnet_compiler.passes.differentiate import Differentiate
-from quintnet_compiler.passes.generate_ranks import GenerateRanks
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.passes.strategies import RuleBook
-from quintnet_compiler.plan import Plan
-from quintnet_compiler.program import (
+from quintnet_compiler.core.annotations import facts, shape, value
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.core.sharding import I, R, Shard, parse_type
+from quintnet_compiler.equivalence.dry_run import check_ranks
+from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.program import (
     DifferentiatedProgram,
     DistributedProgram,
     LocalProgram,
@@ -33,10 +26,17 @@ from quintnet_compiler.program import (
     RankProgram,
     StageProgram,
 )
-from quintnet_compiler.schedule import DIRECTION, Action, Op, Schedule
-from quintnet_compiler.schedule_kinds import SCHEDULES
-from quintnet_compiler.sharding import I, R, Shard, parse_type
-from quintnet_compiler.verify import verify
+from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, convert, route, route_plan, share, unroute
+from quintnet_compiler.passes.autodiff.differentiate import Differentiate
+from quintnet_compiler.passes.checks.backward import check_backward
+from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.types import check_types
+from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
+from quintnet_compiler.passes.lowering.coalesce_collectives import Bundle
+from quintnet_compiler.passes.rules.strategies import RuleBook
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.schedules.kinds import SCHEDULES
+from quintnet_compiler.schedules.schedule import DIRECTION, Action, Op, Schedule
 
 aten = torch.ops.aten
 Dice = random.Random

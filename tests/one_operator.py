@@ -17,16 +17,12 @@ from torch import Generator, Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from quintnet_compiler import layout
-from quintnet_compiler.annotations import Leaf, facts, is_float, needs_grad, values
-from quintnet_compiler.builder import GraphBuilder
-from quintnet_compiler.comm_ops import RANKED, SIZED, share
-from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes.differentiate import _Tape
-from quintnet_compiler.passes.insert_communication import _Lowering
-from quintnet_compiler.passes.rule_notation import Factors, Rule
-from quintnet_compiler.passes.strategies import RuleBook, refine, strategies
-from quintnet_compiler.program import (
+from quintnet_compiler.core import slices
+from quintnet_compiler.core.annotations import Leaf, facts, is_float, needs_grad, values
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.core.sharding import AxisType, P, Shard, Sharding, gradient, plain
+from quintnet_compiler.ir.builder import GraphBuilder
+from quintnet_compiler.ir.program import (
     Axis,
     Captured,
     DifferentiatedProgram,
@@ -35,9 +31,13 @@ from quintnet_compiler.program import (
     StagedProgram,
     Strategy,
 )
-from quintnet_compiler.runtime.comm import Comm
-from quintnet_compiler.runtime.local import LocalTransport, LocalWorld
-from quintnet_compiler.sharding import AxisType, P, Shard, Sharding, gradient, plain
+from quintnet_compiler.ops.collectives import RANKED, SIZED, share
+from quintnet_compiler.passes.autodiff.differentiate import _Tape
+from quintnet_compiler.passes.lowering.insert_communication import _Lowering
+from quintnet_compiler.passes.rules.notation import Factors, Rule
+from quintnet_compiler.passes.rules.strategies import RuleBook, refine, strategies
+from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 
 aten = torch.ops.aten
 AXES = ("dp", "tp", "cp")
@@ -190,7 +190,7 @@ def lay_out(x: Tensor, sharding: Sharding, ranks: Sequence[int], dice: Generator
     kind, count = sharding[0], ranks[0]
     inner = sharding[1:], ranks[1:], dice
     if isinstance(kind, Shard):
-        wholes = [part.contiguous() for part in layout.stack(x, kind.dim, kind.parts, count)]
+        wholes = [part.contiguous() for part in slices.stack(x, kind.dim, kind.parts, count)]
     elif kind is P:
         terms = [noise(x, dice) for _ in range(count - 1)]
         wholes = [*terms, x - sum(terms)]
@@ -217,7 +217,7 @@ def put_together(parts: Sequence[Tensor], sharding: Sharding, ranks: Sequence[in
         groups = groups[:1]
     wholes = [put_together(group, sharding[1:], ranks[1:]) for group in groups]
     if isinstance(kind, Shard):
-        return layout.join(wholes, kind.dim, kind.parts)
+        return slices.join(wholes, kind.dim, kind.parts)
     return sum(wholes[1:], start=wholes[0])
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from quintnet_compiler.attention_ops import attention
-from quintnet_compiler.comm_ops import cached_attention, row_nll
-from quintnet_compiler.expert_ops import expert_linear
+from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.collectives import cached_attention, row_nll
+from quintnet_compiler.ops.expert_linear import expert_linear
 
 from .one_operator import Input, Sample, call
 

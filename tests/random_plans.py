@@ -15,22 +15,21 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from quintnet_compiler.annotations import is_float, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
-from quintnet_compiler.compiler import Runner
-from quintnet_compiler.dry_run import check_ranks
-from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes.check_backward import check_backward
-from quintnet_compiler.passes.check_code import check_code
-from quintnet_compiler.passes.check_types import check_types
-from quintnet_compiler.passes.cut_stages import staged_operators
-from quintnet_compiler.passes.differentiate import Differentiate
-from quintnet_compiler.passes.generate_ranks import GenerateRanks
-from quintnet_compiler.passes.insert_communication import InsertCommunication
-from quintnet_compiler.passes.recompute import Recompute
-from quintnet_compiler.passes.shard_state import ShardState
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.passes.strategies import RuleBook, find_cuts, leaf_strategies, refine, strategies
-from quintnet_compiler.program import (
+from quintnet_compiler.core.annotations import (
+    is_float,
+    is_getitem,
+    leaf,
+    needs_grad,
+    origin,
+    shape,
+    tensor_inputs,
+    values,
+)
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.core.sharding import I, P, R, Shard, plain
+from quintnet_compiler.driver.compiler import Runner
+from quintnet_compiler.equivalence.dry_run import check_ranks
+from quintnet_compiler.ir.program import (
     Axis,
     DistributedProgram,
     Program,
@@ -39,11 +38,21 @@ from quintnet_compiler.program import (
     Strategy,
     outputs,
 )
-from quintnet_compiler.runtime.executor import Run
-from quintnet_compiler.runtime.local_backend import LocalBackend
-from quintnet_compiler.schedule import Schedule, ScheduleError
-from quintnet_compiler.schedule_kinds import SCHEDULES
-from quintnet_compiler.sharding import I, P, R, Shard, plain
+from quintnet_compiler.passes.autodiff.differentiate import Differentiate
+from quintnet_compiler.passes.autodiff.recompute import Recompute
+from quintnet_compiler.passes.checks.backward import check_backward
+from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.types import check_types
+from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
+from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
+from quintnet_compiler.passes.rules.strategies import RuleBook, find_cuts, leaf_strategies, refine, strategies
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.passes.sharding.zero import ShardState
+from quintnet_compiler.passes.stages.cut_stages import staged_operators
+from quintnet_compiler.runtime.backends.local import LocalBackend
+from quintnet_compiler.runtime.execute.executor import Run
+from quintnet_compiler.schedules.kinds import SCHEDULES
+from quintnet_compiler.schedules.schedule import Schedule, ScheduleError
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,18 @@ from torch import Tensor, fx, nn
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler import layout
-from quintnet_compiler.annotations import num_bytes, value, values
-from quintnet_compiler.comm_ops import gather_products, product_scatter
+from quintnet_compiler.core import slices
+from quintnet_compiler.core.annotations import num_bytes, value, values
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
-from quintnet_compiler.passes.check_fused import check_fused
-from quintnet_compiler.program import DifferentiatedProgram
-from quintnet_compiler.runtime.comm import Comm
-from quintnet_compiler.runtime.distributed import DistributedTransport, device_mesh
-from quintnet_compiler.runtime.local import LocalWorld
-from quintnet_compiler.runtime.products import factors
-from quintnet_compiler.runtime.symmetric import Kernels, fused_kernels
+from quintnet_compiler.ir.program import DifferentiatedProgram
+from quintnet_compiler.ops.collectives import gather_products, product_scatter
+from quintnet_compiler.passes.checks.fused import check_fused
+from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.transport.async_matmul import factors
+from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
+from quintnet_compiler.runtime.transport.local import LocalWorld
+from quintnet_compiler.runtime.transport.symmetric import Kernels, fused_kernels
 from quintnet_compiler.simulation.program import simulate_program
 
 from .models import CASES, build
@@ -168,7 +168,7 @@ def test_a_ring_is_the_collective_and_the_products(data: st.DataObject) -> None:
     biases = [normal(n) if has else None for n, has in zip(columns, biased, strict=True)]
 
     def gathered(comm: Comm) -> Any:
-        mine = layout.take(whole, dim, parts, ranks, comm.coordinate["tp"])
+        mine = slices.take(whole, dim, parts, ranks, comm.coordinate["tp"])
         return comm.gather_products(mine, "tp", dim, parts, weights, biases, turned, keep, 0)
 
     expected = [_times(whole, *each) for each in zip(weights, biases, turned, strict=True)]
@@ -189,7 +189,7 @@ def test_a_ring_is_the_collective_and_the_products(data: st.DataObject) -> None:
     ]
     total = torch.stack(terms).sum(0)
     for rank, made in run(scattered).items():
-        torch.testing.assert_close(made, layout.take(total, dim, parts, ranks, rank))
+        torch.testing.assert_close(made, slices.take(total, dim, parts, ranks, rank))
 
 
 def _times(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:

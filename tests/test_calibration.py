@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler import calibrate as measuring
 from quintnet_compiler.cli import app
 from quintnet_compiler.cli import calibrate as calibrate_verb
 from quintnet_compiler.cost_models.calibrated import CalibratedCosts
@@ -23,6 +22,7 @@ from quintnet_compiler.cost_models.calibration import (
     interpolated,
     product_seconds,
 )
+from quintnet_compiler.reports import calibrate as measuring
 from quintnet_compiler.simulation.compare import compare_costs
 
 from .models import CASES, build

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quintnet_compiler.annotations import facts, leaf, values
-from quintnet_compiler.capture import capture
-from quintnet_compiler.passes.fold_blocks import FoldBlocks, Folded
-from quintnet_compiler.passes.normalize import Normalize
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.annotations import facts, leaf, values
+from quintnet_compiler.passes.frontend.normalize import Normalize
+from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks, Folded
 
 from .models import CASES, GPT
 from .zoo import ZOO

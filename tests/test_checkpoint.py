@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 import quintnet
+from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.checkpoint import manifest, storage
-from quintnet_compiler.compiled import CompiledProgram
 
 from .models import CASES, build
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from quintnet_compiler import doctor as examining
 from quintnet_compiler.cli import answer, app
-from quintnet_compiler.error_help import ErrorHelp, error_help
-from quintnet_compiler.errors import (
+from quintnet_compiler.core.error_help import ErrorHelp, error_help
+from quintnet_compiler.core.errors import (
     SUMMARIES,
     CheckpointError,
     CompileError,
@@ -24,6 +23,7 @@ from quintnet_compiler.errors import (
     QuintNetError,
     RunError,
 )
+from quintnet_compiler.reports import doctor as examining
 
 ROOT = Path(__file__).parent.parent
 MODULE = """

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import quintnet
-from quintnet_compiler.runtime.collectives import Exchanges, Native, collectives
-from quintnet_compiler.runtime.distributed import DistributedTransport, device_mesh
+from quintnet_compiler.runtime.transport.collectives import Exchanges, Native, collectives
+from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 
 torch.set_num_threads(1)
 SHAPES = [(), (4,), (4, 3), (8, 0), (4, 5, 2)]

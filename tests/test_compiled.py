@@ -216,10 +216,10 @@ def test_frozen_parameters_stay_frozen() -> None:
 
 
 def test_peak_of_live_activations_is_the_schedules() -> None:
-    from quintnet_compiler.runtime.executor import Executor, Run
-    from quintnet_compiler.runtime.gradients import GradientStore
-    from quintnet_compiler.runtime.local import LocalTransport, LocalWorld
-    from quintnet_compiler.runtime.state import part_of
+    from quintnet_compiler.runtime.execute.executor import Executor, Run
+    from quintnet_compiler.runtime.state.gradients import GradientStore
+    from quintnet_compiler.runtime.state.state import part_of
+    from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 
     model, case = build("gpt"), CASES["gpt"]
     compiled = quintnet.compile(model, quintnet.Mesh(pp=4), case.batch(8), microbatches=8)

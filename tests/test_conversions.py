@@ -17,11 +17,11 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from quintnet_compiler import layout
-from quintnet_compiler.annotations import Leaf
-from quintnet_compiler.builder import GraphBuilder, aten
-from quintnet_compiler.program import Axis, ShardedProgram, Strategy
-from quintnet_compiler.sharding import AxisType, I, P, R, S, Shard, Sharding, conversion_path, gradient, plain
+from quintnet_compiler.core import slices
+from quintnet_compiler.core.annotations import Leaf
+from quintnet_compiler.core.sharding import AxisType, I, P, R, S, Shard, Sharding, conversion_path, gradient, plain
+from quintnet_compiler.ir.builder import GraphBuilder, aten
+from quintnet_compiler.ir.program import Axis, ShardedProgram, Strategy
 
 from .one_operator import (
     AXES,
@@ -164,7 +164,7 @@ def test_a_stack_holds_every_ranks_slice(shape: list[int], dim: int, parts: int,
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     if turned:  # no longer contiguous
         x, dim = x.permute(*reversed(range(x.dim()))), x.dim() - 1 - dim
-    stacked = layout.stack(x, dim, parts, ranks)
-    slices = [layout.take(x, dim, parts, ranks, index) for index in range(ranks)]
-    assert torch.equal(stacked, torch.stack(slices))
-    assert torch.equal(layout.unstack(stacked, dim, parts), x) and torch.equal(layout.join(slices, dim, parts), x)
+    stacked = slices.stack(x, dim, parts, ranks)
+    taken = [slices.take(x, dim, parts, ranks, index) for index in range(ranks)]
+    assert torch.equal(stacked, torch.stack(taken))
+    assert torch.equal(slices.unstack(stacked, dim, parts), x) and torch.equal(slices.join(taken, dim, parts), x)

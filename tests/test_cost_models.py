@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from quintnet_compiler.annotations import Facts, annotate
-from quintnet_compiler.capture import capture
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.annotations import Facts, annotate
+from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.collectives import ALGORITHMS, collective_seconds
@@ -27,11 +28,10 @@ from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_secon
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.cost_models.transformer import Decoder, Layout, stage_layers
-from quintnet_compiler.errors import CompileError
-from quintnet_compiler.passes.normalize import Normalize
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.schedule import Op, chain, simulate
-from quintnet_compiler.schedule_kinds import one_f_one_b
+from quintnet_compiler.passes.frontend.normalize import Normalize
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.schedules.kinds import one_f_one_b
+from quintnet_compiler.schedules.schedule import Op, chain, simulate
 
 from .models import GPT, _llama, _tokens
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.capture import capture
+from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.cost_models.roofline import Roofline
-from quintnet_compiler.passes.choose_sharding import ChooseSharding
-from quintnet_compiler.passes.cut_stages import CutStages, _Loads, boundaries, parameter_stages, staged_operators
-from quintnet_compiler.passes.normalize import Normalize
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.passes.strategies import RuleBook
-from quintnet_compiler.program import ShardedProgram
+from quintnet_compiler.ir.program import ShardedProgram
+from quintnet_compiler.passes.frontend.normalize import Normalize
+from quintnet_compiler.passes.rules.strategies import RuleBook
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
+from quintnet_compiler.passes.stages.cut_stages import CutStages, _Loads, boundaries, parameter_stages, staged_operators
 
 from .models import CASES, GPT, build
 

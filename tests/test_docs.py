@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from quintnet_compiler.errors import SUMMARIES
-from quintnet_compiler.runtime.attempt import PRELOADED
+from quintnet_compiler.core.errors import SUMMARIES
+from quintnet_compiler.runtime.launch.attempt import PRELOADED
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -17,12 +17,12 @@ from torch import nn
 
 import quintnet
 from quintnet import Mesh
-from quintnet_compiler.annotations import annotate, facts
+from quintnet_compiler.core.annotations import annotate, facts
+from quintnet_compiler.core.errors import Where
 from quintnet_compiler.dump.compare import compare_plans
 from quintnet_compiler.dump.folder import dump_files
 from quintnet_compiler.dump.model_graph import operators, units
 from quintnet_compiler.dump.page import Extras
-from quintnet_compiler.errors import Where
 
 from .models import CASES, GPT
 

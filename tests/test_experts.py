@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.runtime.routing import Router
+from quintnet_compiler.runtime.transport.token_dispatch import Router
 
 from .models import EXPERTS, WIDTH, Mixture
 from .zoo import ZOO, InDouble

@@ -125,7 +125,7 @@ def test_watching_a_thread_that_traces_does_no_harm(tmp_path: Path) -> None:
 import sys, threading, time, torch
 sys.setswitchinterval(1e-5)
 from torch.distributed import HashStore
-from quintnet_compiler.runtime.pulse import Pulse
+from quintnet_compiler.runtime.launch.heartbeat import Pulse
 import quintnet
 from tests.models import CASES, build
 torch.set_num_threads(1)

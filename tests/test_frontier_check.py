@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import quintnet
-import quintnet_compiler.capture as tracing
-import quintnet_compiler.module_check as module_check
-import quintnet_compiler.programs as programs
+import quintnet_compiler.capture.capture as tracing
+import quintnet_compiler.driver.variants as programs
+import quintnet_compiler.equivalence.module_check as module_check
 from quintnet import CompileError, Mesh
-from quintnet_compiler.module_check import ModuleCheck
-from quintnet_compiler.module_step import Owner
-from quintnet_compiler.passes import check_derivatives
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.passes.vector_jacobian import VectorJacobian
+from quintnet_compiler.equivalence.module_check import ModuleCheck
+from quintnet_compiler.equivalence.module_step import Owner
+from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
+from quintnet_compiler.passes.checks import derivatives as check_derivatives
+from quintnet_compiler.passes.rules.table import RULES
 from tests import zoo
 
 BATCH = (torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4)

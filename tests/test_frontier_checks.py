@@ -15,19 +15,20 @@ import torch
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.annotations import shape
-from quintnet_compiler.capture import capture
-from quintnet_compiler.comm_ops import lower_conversion
-from quintnet_compiler.compiler import Request, Runner, compile_program
-from quintnet_compiler.errors import CompileError
-from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes import check_tables, vector_jacobian
-from quintnet_compiler.passes.check_notation import check_notation
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.passes.spelling import SPELLING
-from quintnet_compiler.plan import Plan
-from quintnet_compiler.precision import narrows
-from quintnet_compiler.sharding import I, P, R, S, gradient
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.annotations import shape
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.core.precision import narrows
+from quintnet_compiler.core.sharding import I, P, R, S, gradient
+from quintnet_compiler.driver.compiler import Request, Runner, compile_program
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ops.collectives import lower_conversion
+from quintnet_compiler.passes.autodiff import vector_jacobian
+from quintnet_compiler.passes.checks import tables as check_tables
+from quintnet_compiler.passes.checks.notation import check_notation
+from quintnet_compiler.passes.codegen.python_ops import SPELLING
+from quintnet_compiler.passes.rules.table import RULES
 
 from .helper_faults import FAULTS, OF_RULES, Fault, injected
 from .models import CASES, build, reference, worst_error

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.runtime.digests import BLOCK, digests
+from quintnet_compiler.runtime.state.digests import BLOCK, digests
 
 AXES = ({"dp": 2}, {"tp": 2}, {"pp": 2})
 ROOT = Path(__file__).parents[1]

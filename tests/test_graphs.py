@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler import compiled
-from quintnet_compiler.runtime import engines, graphs
-from quintnet_compiler.runtime.captured import Buffers, Captured, Work
-from quintnet_compiler.runtime.engines import Inductor
-from quintnet_compiler.runtime.graphs import Graphs, Place
-from quintnet_compiler.runtime.observed import Observed
+from quintnet_compiler.api import compiled_program as compiled
+from quintnet_compiler.runtime.execute import cudagraphs as graphs
+from quintnet_compiler.runtime.execute import engines
+from quintnet_compiler.runtime.execute.cudagraph_segment import Buffers, Captured, Work
+from quintnet_compiler.runtime.execute.cudagraphs import Graphs, Place
+from quintnet_compiler.runtime.execute.engines import Inductor
+from quintnet_compiler.runtime.execute.replay_safety import Observed
 
 from .models import CASES, build, reference, worst_error
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import CompileError, Mesh, Plan
-from quintnet_compiler.allow_list import check_source
-from quintnet_compiler.errors import Where
-from quintnet_compiler.names import is_safe, one_line
-from quintnet_compiler.passes.spelling import SPELLING
-from quintnet_compiler.printer import code_text, program_text
+from quintnet_compiler.core.errors import Where
+from quintnet_compiler.core.names import is_safe, one_line
+from quintnet_compiler.ir.codegen_allowlist import check_source
+from quintnet_compiler.ir.printer import code_text, program_text
+from quintnet_compiler.passes.codegen.python_ops import SPELLING
 
 from .models import CASES, build
 
@@ -251,7 +251,7 @@ def test_text_stays_within_its_line() -> None:
 def test_places_and_sites_stay_within_comments() -> None:
     import dataclasses
 
-    from quintnet_compiler.annotations import annotate, facts
+    from quintnet_compiler.core.annotations import annotate, facts
 
     program = _compile(Keyed(), plan={"sequence_parallel": False})
     leader = program._leader()
@@ -637,7 +637,7 @@ def test_generated_code_passes_the_allow_list(name: str) -> None:
 def test_a_program_with_other_code_is_refused(program: quintnet.CompiledProgram, outside: Outside) -> None:
     import dataclasses
 
-    from quintnet_compiler.verify import verify
+    from quintnet_compiler.ir.invariants import verify
 
     whole = program._leader().program
     graph = torch.fx.Graph()

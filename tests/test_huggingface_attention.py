@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.attention_ops import attention
-from quintnet_compiler.capture import capture
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.ops.attention import attention
 
 transformers: Any = pytest.importorskip("transformers")
 torch.set_num_threads(1)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 
 import quintnet
-from quintnet_compiler.runtime import engines
-from quintnet_compiler.runtime.engines import Inductor, Kernel
-from quintnet_compiler.runtime.segments import MOST_VARIANTS, Segment, Stepper, split
+from quintnet_compiler.runtime.execute import engines
+from quintnet_compiler.runtime.execute.engines import Inductor, Kernel
+from quintnet_compiler.runtime.execute.segments import MOST_VARIANTS, Segment, Stepper, split
 
 from .models import CASES, build, reference, worst_error
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quintnet_compiler.capture import capture
-from quintnet_compiler.compiler import Request, Runner, compile_program
-from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.plan import Plan
-from quintnet_compiler.program import Captured
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.driver.compiler import Request, Runner, compile_program
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.program import Captured
+from quintnet_compiler.passes.rules.table import RULES
 
 from .models import CASES, build, reference, worst_error
 from .random_plans import gradients

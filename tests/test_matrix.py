@@ -17,7 +17,7 @@ from torch import Tensor
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler.verification import LIMITS, SLACK
+from quintnet_compiler.equivalence.verify import LIMITS, SLACK
 
 from .models import CASES, EXPERTS, build, reference, worst_error
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import quintnet
 from quintnet import CompileError, Mesh, RunError
 from quintnet_compiler.cli.app import app
-from quintnet_compiler.runtime.record import Recorded, Span
+from quintnet_compiler.runtime.execute.record import Recorded, Span
 from quintnet_compiler.simulation.measured import MOST, measured_timeline, shown_ranks
 from quintnet_compiler.simulation.timeline import Timeline
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from quintnet_compiler.builder import aten
-from quintnet_compiler.passes.sharding_rules import RULES
+from quintnet_compiler.ir.builder import aten
+from quintnet_compiler.passes.rules.table import RULES
 
 from .one_operator import FORMATS, check
 from .operator_samples import SAMPLES

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from quintnet_compiler.capture import capture
-from quintnet_compiler.compiler import Request, Runner, compile_program
-from quintnet_compiler.errors import CompileError
-from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.plan import Plan
-from quintnet_compiler.program import Captured, DifferentiatedProgram, DistributedProgram
-from quintnet_compiler.verification import Subject, verify_program
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.driver.compiler import Request, Runner, compile_program
+from quintnet_compiler.equivalence.verify import Subject, verify_program
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.program import Captured, DifferentiatedProgram, DistributedProgram
+from quintnet_compiler.passes.rules.table import RULES
 
 from .models import CASES, build, reference, worst_error
 from .mutations import Change, as_mutant, check, copied, joint, ranks, typed, unchecked

@@ -15,7 +15,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from quintnet_compiler.noise import Key, keep_mask, normal, uniform
+from quintnet_compiler.core.rng import Key, keep_mask, normal, uniform
 
 torch.set_num_threads(1)
 KEY = Key(seed=1234, step=7, op=3)

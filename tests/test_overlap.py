@@ -12,16 +12,16 @@ from torch import fx
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler.annotations import known
-from quintnet_compiler.comm_ops import STARTS, wait
+from quintnet_compiler.core.annotations import known
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
-from quintnet_compiler.dry_run import check_ranks
-from quintnet_compiler.passes.check_code import check_code
-from quintnet_compiler.passes.check_overlap import check_overlap
-from quintnet_compiler.passes.recompute_cut import takes_long
-from quintnet_compiler.passes.repeated_blocks import block_of
-from quintnet_compiler.program import DistributedProgram
+from quintnet_compiler.equivalence.dry_run import check_ranks
+from quintnet_compiler.ir.program import DistributedProgram
+from quintnet_compiler.ir.repeated_blocks import block_of
+from quintnet_compiler.ops.collectives import STARTS, wait
+from quintnet_compiler.passes.autodiff.recompute_cut import takes_long
+from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.overlap import check_overlap
 from quintnet_compiler.simulation.program import simulate_program
 from quintnet_compiler.simulation.work import Part, Work
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.schedule import Op
-from quintnet_compiler.schedule_check import verify_schedule
-from quintnet_compiler.schedule_kinds import SCHEDULES
+from quintnet_compiler.schedules.check import verify_schedule
+from quintnet_compiler.schedules.kinds import SCHEDULES
+from quintnet_compiler.schedules.schedule import Op
 
 from .models import CASES, build, reference, worst_error
 from .test_dropout import Dropped

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from quintnet_compiler.planner.pipeline import StageWork, least_saved, least_seconds, pipeline
-from quintnet_compiler.schedule import Op, chain, most_held, simulate
-from quintnet_compiler.schedule_kinds import SCHEDULES
+from quintnet_compiler.schedules.kinds import SCHEDULES
+from quintnet_compiler.schedules.schedule import Op, chain, most_held, simulate
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)]
 KINDS += [("zb-v", 2), ("dualpipe-v", 2)]

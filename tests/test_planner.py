@@ -19,25 +19,25 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import quintnet
-from quintnet_compiler.annotations import Facts, annotate
-from quintnet_compiler.capture import capture
+from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.cli import app
+from quintnet_compiler.core.annotations import Facts, annotate
 from quintnet_compiler.cost_models.operators import attention_flops
 from quintnet_compiler.cost_models.roofline import Roofline
-from quintnet_compiler.passes.axis_view import Wishes
-from quintnet_compiler.passes.choose_sharding import ChooseSharding
-from quintnet_compiler.passes.fold_blocks import FoldBlocks, Folded
-from quintnet_compiler.passes.normalize import Normalize
-from quintnet_compiler.passes.partition import balanced_starts
-from quintnet_compiler.passes.repeated_blocks import block_members
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.passes.strategies import RuleBook
-from quintnet_compiler.plan import Plan
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.program import Axis
+from quintnet_compiler.ir.repeated_blocks import block_members
+from quintnet_compiler.passes.frontend.normalize import Normalize
+from quintnet_compiler.passes.rules.strategies import RuleBook
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.passes.sharding.axis_view import Wishes
+from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
+from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks, Folded
+from quintnet_compiler.passes.stages.partition import balanced_starts
 from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.layouts import layouts
 from quintnet_compiler.planner.planning import Machine, Planner, faster
 from quintnet_compiler.planner.search import Effort
-from quintnet_compiler.program import Axis
 
 from .models import CASES, GPT, build
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler.annotations import value
-from quintnet_compiler.comm_ops import all_reduce, reduce_scatter
-from quintnet_compiler.passes.float32_list import NARROW, WIDE, name_of
-from quintnet_compiler.runtime.executor import Run
-from quintnet_compiler.runtime.loss_scale import LossScale
+from quintnet_compiler.core.annotations import value
+from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
+from quintnet_compiler.passes.frontend.autocast_policy import NARROW, WIDE, name_of
+from quintnet_compiler.runtime.execute.executor import Run
+from quintnet_compiler.runtime.execute.loss_scale import LossScale
 from quintnet_compiler.simulation.rehearsal import rehearse
 
 from .models import CASES, build

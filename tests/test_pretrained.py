@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import CheckpointError, Mesh
-from quintnet_compiler.weight_files import open_weights
-from quintnet_compiler.weight_names import assign
-from quintnet_compiler.weight_sources import Join, Stack, Stored, Swap, runs_of
+from quintnet_compiler.weights.files import open_weights
+from quintnet_compiler.weights.names import assign
+from quintnet_compiler.weights.sources import Join, Stack, Stored, Swap, runs_of
 
 from .models import CASES, build
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import quintnet
-from quintnet_compiler.runtime.distributed import DistributedTransport, device_mesh
-from quintnet_compiler.runtime.local import LocalWorld
-from quintnet_compiler.runtime.transport import Transport
+from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
+from quintnet_compiler.runtime.transport.local import LocalWorld
+from quintnet_compiler.runtime.transport.transport import Transport
 
 from .models import CASES, build, worst_error
 

@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 
-from quintnet_compiler.capture import capture
-from quintnet_compiler.mesh import Mesh
-from quintnet_compiler.passes.normalize import Normalize
-from quintnet_compiler.program import Axis, Captured, Program
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.ir.program import Axis, Captured, Program
+from quintnet_compiler.passes.frontend.normalize import Normalize
 
 from .models import CASES, build, reference, worst_error
 from .random_plans import gradients, random_program

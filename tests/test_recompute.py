@@ -7,13 +7,13 @@ import torch
 
 import quintnet
 from quintnet import Mesh
-from quintnet_compiler.annotations import num_bytes, values
-from quintnet_compiler.comm_ops import COMMUNICATION, wait
+from quintnet_compiler.core.annotations import num_bytes, values
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.roofline import Roofline
-from quintnet_compiler.planner.units import _saved as _saved_by
-from quintnet_compiler.schedule import most_held
+from quintnet_compiler.ops.collectives import COMMUNICATION, wait
+from quintnet_compiler.planner.stage_units import _saved as _saved_by
+from quintnet_compiler.schedules.schedule import most_held
 from quintnet_compiler.simulation.footprint import Footprints
 
 from .models import CASES, build

@@ -17,16 +17,16 @@ from torch import fx
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler.annotations import annotate, facts, needs_grad, value
-from quintnet_compiler.comm_ops import all_reduce, reduce_scatter
-from quintnet_compiler.passes.batch_factors import made_of_the_batch
-from quintnet_compiler.passes.check_backward import check_backward
-from quintnet_compiler.passes.check_code import check_code
-from quintnet_compiler.passes.check_reductions import check_reductions
-from quintnet_compiler.precision import narrows
-from quintnet_compiler.program import DifferentiatedProgram, DistributedProgram, LocalProgram, Strategy
-from quintnet_compiler.sharding import P, R
-from quintnet_compiler.verify import verify
+from quintnet_compiler.core.annotations import annotate, facts, needs_grad, value
+from quintnet_compiler.core.precision import narrows
+from quintnet_compiler.core.sharding import P, R
+from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.program import DifferentiatedProgram, DistributedProgram, LocalProgram, Strategy
+from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
+from quintnet_compiler.passes.checks.backward import check_backward
+from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.reductions import check_reductions
+from quintnet_compiler.passes.sharding.batch_factors import made_of_the_batch
 
 from .models import CASES, build
 from .mutations import Change, as_mutant, copied, piece_copied, rebuilt

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import quintnet
-from quintnet_compiler.attention_ops import attention
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.runtime.attention_blocks import Block, Mask, backward, forward
-from quintnet_compiler.runtime.local import LocalTransport
-from quintnet_compiler.runtime.ring import Ring
+from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.runtime.transport.attention_blocks import Block, Mask, backward, forward
+from quintnet_compiler.runtime.transport.local import LocalTransport
+from quintnet_compiler.runtime.transport.ring import Ring
 
 from .models import CASES, GPT, Encoder
 from .one_operator import call, check

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import quintnet
-from quintnet_compiler.builder import aten
-from quintnet_compiler.passes.rule_notation import Factors, Notation, Rule, rule, table
-from quintnet_compiler.passes.sharding_rules import RULES
-from quintnet_compiler.passes.strategies import RuleBook, split_factor
+from quintnet_compiler.ir.builder import aten
+from quintnet_compiler.passes.rules.notation import Factors, Notation, Rule, rule, table
+from quintnet_compiler.passes.rules.strategies import RuleBook, split_factor
+from quintnet_compiler.passes.rules.table import RULES
 
 from .one_operator import Sample, call, operator_program, reference
 from .operator_samples import f, ints

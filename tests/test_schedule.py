@@ -13,7 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintnet_compiler.schedule import (
+from quintnet_compiler.schedules.check import verify_schedule
+from quintnet_compiler.schedules.kinds import (
+    SCHEDULES,
+    dual_pipe_v,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+from quintnet_compiler.schedules.schedule import (
     COMPUTE,
     DIRECTION,
     MAKES,
@@ -30,17 +41,6 @@ from quintnet_compiler.schedule import (
     grid,
     simulate,
     with_transfers,
-)
-from quintnet_compiler.schedule_check import verify_schedule
-from quintnet_compiler.schedule_kinds import (
-    SCHEDULES,
-    dual_pipe_v,
-    forward_only,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zero_bubble_h1,
-    zero_bubble_v,
 )
 
 SIZES = list(product(range(1, 7), range(1, 10)))

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from quintnet_compiler.schedule import ScheduleError, chain, with_transfers
-from quintnet_compiler.schedule_check import verify_schedule
-from quintnet_compiler.schedule_kinds import SCHEDULES
-from quintnet_compiler.schedule_synthesis import StageTimes, seconds, synthesized
+from quintnet_compiler.schedules.check import verify_schedule
+from quintnet_compiler.schedules.kinds import SCHEDULES
+from quintnet_compiler.schedules.schedule import ScheduleError, chain, with_transfers
+from quintnet_compiler.schedules.synthesis import StageTimes, seconds, synthesized
 
 
 def _uneven(dice: random.Random, count: int) -> list[StageTimes]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import quintnet
 from quintnet import Mesh
-from quintnet_compiler.runtime.executor import Executor
-from quintnet_compiler.schedule import Action
+from quintnet_compiler.runtime.execute.executor import Executor
+from quintnet_compiler.schedules.schedule import Action
 from quintnet_compiler.simulation.faults import Faults
 from quintnet_compiler.simulation.rehearsal import rehearse
 

@@ -11,20 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintnet import Mesh
+from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.closed_forms import bubble_share, zero_bubble_share
 from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_seconds
-from quintnet_compiler.errors import CompileError
-from quintnet_compiler.schedule import (
-    Action,
-    Op,
-    Schedule,
-    ScheduleError,
-    chain,
-    with_transfers,
-)
-from quintnet_compiler.schedule import simulate as simulate_plainly
-from quintnet_compiler.schedule_kinds import SCHEDULES, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
-from quintnet_compiler.schedule_sends import arrived_sends
+from quintnet_compiler.schedules.kinds import SCHEDULES, interleaved, one_f_one_b, zero_bubble_h1, zero_bubble_v
+from quintnet_compiler.schedules.schedule import Action, Op, Schedule, ScheduleError, chain, with_transfers
+from quintnet_compiler.schedules.schedule import simulate as simulate_plainly
+from quintnet_compiler.schedules.sends import arrived_sends
 from quintnet_compiler.simulation.faults import Faults
 from quintnet_compiler.simulation.run import Setting, simulate
 from quintnet_compiler.simulation.timeline import Event, RankTimeline, Timeline

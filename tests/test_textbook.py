@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import quintnet
-from quintnet_compiler.schedule_kinds import SCHEDULES
+from quintnet_compiler.schedules.kinds import SCHEDULES
 from quintnet_compiler.textbook import (
     Collective,
     Compute,

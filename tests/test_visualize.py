@@ -13,8 +13,8 @@ from torch import nn
 
 import quintnet
 from quintnet import Mesh
-from quintnet_compiler.layout import take_all
-from quintnet_compiler.sharding import parse_type
+from quintnet_compiler.core.sharding import parse_type
+from quintnet_compiler.core.slices import take_all
 
 BATCH = torch.randn(8, 16), torch.randn(8, 8)
 

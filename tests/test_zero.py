@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler.runtime.local import LocalTransport
+from quintnet_compiler.runtime.transport.local import LocalTransport
 from quintnet_compiler.simulation.rehearsal import rehearse
 
 from .models import CASES, build

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..weight_files import shown
+from ..weights.files import shown
 
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 * 2**20

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointError
+from ..core.errors import CheckpointError
 from .parts import Part
 
 Note = Mapping[str, Any]  # JSON

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..weight_sources import runs_of
+from ..weights.sources import runs_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..weight_files import DTYPES
+from ..weights.files import DTYPES
 from .manifest import Digest, commit, digest, unfinished, write_durably
 from .parts import Part
 

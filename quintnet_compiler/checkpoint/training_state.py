@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ..errors import CheckpointError, CheckpointWarning
-from ..pretrained import Subject, everywhere
-from ..weight_files import refuse_all, shown
+from ..core.errors import CheckpointError, CheckpointWarning
+from ..weights.files import refuse_all, shown
 from .manifest import Damaged, check_files, name_of, read_manifest, steps_in
 from .optimizer_state import Place, local_of, merged, plain, restored, stored
 from .parts import Part
+from .pretrained import Subject, everywhere
 from .storage import STATE, LoadPlanning, Reader, SavePlanning, Writer
 
 MODEL, OPTIMIZER = "model/", "optimizer/"

@@ -16,8 +16,8 @@ from typing import Any, ParamSpec, Protocol
 
 import typer
 
-from .. import errors, progress
-from ..errors import CheckpointError, QuintNetError, RunError
+from ..core import errors, progress
+from ..core.errors import CheckpointError, QuintNetError, RunError
 
 USAGE, NO_PLAN, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, CHECKPOINT, NOT_FINITE = 2, 3, 4, 5, 6, 7, 8
 P = ParamSpec("P")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..calibrate import calibrate as measure_machine
-from ..progress import working
+from ..core.progress import working
+from ..reports.calibrate import calibrate as measure_machine
 from .answer import Answer
 from .options import Json
 

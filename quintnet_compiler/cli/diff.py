@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..dump.compare import compare_folders, compare_plans
-from ..plan import read_plan
+from ..ir.plan import read_plan
 from .answer import Answer
 from .options import Json
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..doctor import examine
-from ..progress import working
+from ..core.progress import working
+from ..reports.doctor import examine
 from .answer import RANK_FAULT, Answer
 from .options import Json
 

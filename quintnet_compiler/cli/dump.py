@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..progress import working
+from ..core.progress import working
 from ..simulation.timeline import Timeline
 from .answer import Answer
 from .options import CalibrationOption, Json, MeshOption, Microbatches, PlanOption, Target, compiled, costs_of

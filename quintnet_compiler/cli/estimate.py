@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ..advise import estimate as make_estimate
+from ..api.plan import estimate as make_estimate
+from ..core.progress import working
 from ..cost_models.cluster import Cluster
-from ..progress import working
 from .answer import Answer
 from .options import Gpu, GpusPerNode, Json, Nodes, Target
 from .targets import load_target

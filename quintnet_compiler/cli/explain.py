@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..error_help import ErrorHelp, error_help
+from ..core.error_help import ErrorHelp, error_help
 from .answer import Answer
 from .options import Json, MeshOption, Microbatches, PlanOption, compiled
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..mesh import Mesh
-from ..plan import read_plan
-from ..progress import working
-from ..runtime.launch import launch
+from ..core.mesh import Mesh
+from ..core.progress import working
+from ..ir.plan import read_plan
+from ..runtime.launch.launch import launch
 from ..simulation.timeline import Timeline
 from .answer import Answer
 from .options import Json, MeshOption, Microbatches, PlanOption, Target, compiled, parse_mesh

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from ..api import compile as compile_model
-from ..compiled import CompiledProgram
+from ..api.compile import compile as compile_model
+from ..api.compiled_program import CompiledProgram
+from ..core.mesh import Mesh
+from ..core.progress import working
 from ..cost_models.calibrated import CalibratedCosts
 from ..cost_models.calibration import Calibration
-from ..mesh import Mesh
-from ..plan import read_plan
-from ..progress import working
+from ..ir.plan import read_plan
 from .targets import load_target
 
 Target = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..advise import plan as make_plan
+from ..api.plan import plan as make_plan
 from ..cost_models.cluster import Cluster
 from .answer import Answer
 from .options import Gpu, GpusPerNode, Json, Nodes, Target

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..progress import working
+from ..core.progress import working
 from .answer import Answer
 from .options import CalibrationOption, Json, MeshOption, Microbatches, PlanOption, Target, compiled, costs_of
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from ..runtime.launch import launch
+from ..runtime.launch.launch import launch
 from ..training.config import TrainConfig
 from ..training.run import run as run_training
 from .answer import Answer

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..progress import working
+from ..core.progress import working
 from .answer import NOT_EQUAL, Answer
 from .options import Json, MeshOption, Microbatches, PlanOption, Target, compiled
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..annotations import facts, known, values
-from ..passes.repeated_blocks import Block, block_of
-from ..program import DistributedProgram, Piece, StageProgram
+from ..core.annotations import facts, known, values
+from ..ir.program import DistributedProgram, Piece, StageProgram
+from ..ir.repeated_blocks import Block, block_of
 from ..simulation.priced import COLLECTIVES
 from .fold import Unit, fold
 

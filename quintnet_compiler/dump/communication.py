@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..annotations import facts, num_bytes, tensor_inputs, values
-from ..comm_ops import gather_products, product_scatter
-from ..program import DistributedProgram, Piece, Transfer
-from ..runtime.gradients import GradientStore
-from ..runtime.local import LocalTransport, LocalWorld
+from ..core.annotations import facts, num_bytes, tensor_inputs, values
+from ..ir.program import DistributedProgram, Piece, Transfer
+from ..ops.collectives import gather_products, product_scatter
+from ..runtime.state.gradients import GradientStore
+from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..simulation.priced import COLLECTIVES
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..plan import Plan, read_plan
+from ..ir.plan import Plan, read_plan
 
 SHOWN = 40  # lines of a file's difference
 LARGEST = 2**22  # bytes of a file whose lines are compared

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from ..html import environment
+from ..core.html import environment
 from ..simulation.timeline import size
 from .fold import Unit
 from .model_graph import Move, Operator

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..passes.repeated_blocks import Block
-from ..repetition import longest_repetition
+from ..capture.repetition import longest_repetition
+from ..ir.repeated_blocks import Block
 
 T = TypeVar("T")
 

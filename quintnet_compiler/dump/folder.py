@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..files import open_folder, write_file
-from ..plan import Plan
-from ..printer import code_text, program_text
-from ..program import DistributedProgram
-from ..versions import version_of
+from ..core.files import open_folder, write_file
+from ..core.versions import version_of
+from ..ir.plan import Plan
+from ..ir.printer import code_text, program_text
+from ..ir.program import DistributedProgram
 from .communication import schedule_json
 from .drawing import boxes, dot, edges, svg
 from .model_graph import operators, units

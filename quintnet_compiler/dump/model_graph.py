@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..annotations import facts, is_getitem, num_bytes, origin, shape, tensor_inputs, value, values
-from ..comm_ops import convert, lower_conversion
-from ..passes.repeated_blocks import block_members
-from ..program import DistributedProgram
-from ..sharding import AxisType, gradient, local_shape, parse_type
+from ..core.annotations import facts, is_getitem, num_bytes, origin, shape, tensor_inputs, value, values
+from ..core.sharding import AxisType, gradient, local_shape, parse_type
+from ..ir.program import DistributedProgram
+from ..ir.repeated_blocks import block_members
+from ..ops.collectives import convert, lower_conversion
 from .fold import Unit, fold
 
 

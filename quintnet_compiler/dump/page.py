@@ -12,9 +12,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..html import environment
-from ..plan import Plan
-from ..program import DistributedProgram
+from ..core.html import environment
+from ..ir.plan import Plan
+from ..ir.program import DistributedProgram
 from ..simulation.chart import svg as timeline_svg
 from ..simulation.timeline import Timeline, duration, size
 from .code_view import stages_code

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import fx
 
-from ..annotations import is_getitem, leaf, values
-from ..names import one_line
-from ..passes.repeated_blocks import Block, block_of
-from ..printer import Listing, listing
+from ..core.annotations import is_getitem, leaf, values
+from ..core.names import one_line
+from ..ir.printer import Listing, listing
+from ..ir.repeated_blocks import Block, block_of
 from .fold import fold
 
 MOST = 400  # lines that are shown of a text, or of a difference

@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import log, prod
 
-from ..cost import RankCosts
-from ..errors import CompileError
+from ..core.errors import CompileError
+from ..ir.cost_protocol import RankCosts
 from .estimate import MOMENTS
 from .layouts import Again, Layout
 from .pipeline import StageWork, least_saved, least_seconds
+from .stage_units import Unit
 from .stages import Slices, cut, stage_work
-from .units import Unit
 
 # What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
 # whole.

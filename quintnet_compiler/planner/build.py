@@ -8,27 +8,27 @@ from typing import Any, TypeVar
 
 from torch import fx
 
-from ..annotations import is_getitem
-from ..compiler import axes_of
-from ..cost import CostModel, RankCosts
-from ..errors import CompileError
-from ..mesh import Mesh
-from ..passes.axis_view import Wishes
-from ..passes.choose_sharding import ChooseSharding
-from ..passes.cut_stages import CutStages
-from ..passes.differentiate import Differentiate
-from ..passes.fold_blocks import Folded
-from ..passes.generate_ranks import GenerateRanks
-from ..passes.insert_communication import InsertCommunication
-from ..passes.join_routes import JoinRoutes
-from ..passes.recompute import Recompute
-from ..passes.rule_notation import Rule
-from ..passes.strategies import RuleBook
-from ..plan import Plan, fixed_types
-from ..program import DifferentiatedProgram
-from ..schedule import Action, Op, Schedule
+from ..core.annotations import is_getitem
+from ..core.errors import CompileError
+from ..core.mesh import Mesh
+from ..driver.compiler import axes_of
+from ..ir.cost_protocol import CostModel, RankCosts
+from ..ir.plan import Plan, fixed_types
+from ..ir.program import DifferentiatedProgram
+from ..passes.autodiff.differentiate import Differentiate
+from ..passes.autodiff.recompute import Recompute
+from ..passes.codegen.generate_ranks import GenerateRanks
+from ..passes.lowering.fuse_token_dispatch import JoinRoutes
+from ..passes.lowering.insert_communication import InsertCommunication
+from ..passes.rules.notation import Rule
+from ..passes.rules.strategies import RuleBook
+from ..passes.sharding.axis_view import Wishes
+from ..passes.sharding.choose_sharding import ChooseSharding
+from ..passes.sharding.fold_blocks import Folded
+from ..passes.stages.cut_stages import CutStages
+from ..schedules.schedule import Action, Op, Schedule
 from .layouts import Layout
-from .units import Unit, unit_boundaries, unit_work
+from .stage_units import Unit, unit_boundaries, unit_work
 
 AGAIN = 0.3  # the share of compiling that what is recomputed changes
 Made = TypeVar("Made")

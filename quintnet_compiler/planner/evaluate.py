@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from ..cost import RankCosts
+from ..ir.cost_protocol import RankCosts
 from .estimate import MOMENTS, Estimate, StageMemory
 from .layouts import Layout
 from .pipeline import pipeline
+from .stage_units import Held, Unit
 from .stages import Slices, cut, held_by, send_seconds, stage_work
-from .units import Held, Unit
 
 
 def evaluate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Estimate:

@@ -9,10 +9,10 @@ from functools import cached_property
 from itertools import product
 from typing import Literal
 
-from ..errors import CompileError
-from ..mesh import Mesh
-from ..plan import Plan
-from ..schedule_synthesis import check_schedule
+from ..core.errors import CompileError
+from ..core.mesh import Mesh
+from ..ir.plan import Plan
+from ..schedules.synthesis import check_schedule
 
 Again = Literal["none", "selective", "full"]
 ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp are closest

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..schedule import Op, Schedule, chain, most_held, simulate
-from ..schedule_kinds import SCHEDULES
-from ..schedule_synthesis import SYNTHESIZED, StageTimes, schedule_of
+from ..schedules.kinds import SCHEDULES
+from ..schedules.schedule import Op, Schedule, chain, most_held, simulate
+from ..schedules.synthesis import SYNTHESIZED, StageTimes, schedule_of
 
 UNSPLIT = ("gpipe", "1f1b", "interleaved")  # every backward in one piece
 V_SHAPED = ("zb-v", "dualpipe-v")

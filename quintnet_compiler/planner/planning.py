@@ -11,31 +11,31 @@ from typing import Any
 
 import torch
 
-from ..annotations import value, values
-from ..attention_ops import attention
-from ..cost import CostModel, RankCosts
+from ..core.annotations import value, values
+from ..core.errors import CompileError
+from ..core.mesh import AXES
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
-from ..errors import CompileError
-from ..mesh import AXES
-from ..passes.expert_axes import expert_parameters, routed_bytes
-from ..passes.fold_blocks import FoldBlocks, Folded
-from ..passes.lower_precision import LowerPrecision
-from ..passes.normalize import Normalize
-from ..passes.rule_notation import Rule
-from ..plan import Plan, precision_of, read_plan
-from ..program import Captured
+from ..ir.cost_protocol import CostModel, RankCosts
+from ..ir.plan import Plan, precision_of, read_plan
+from ..ir.program import Captured
+from ..ops.attention import attention
+from ..passes.frontend.lower_precision import LowerPrecision
+from ..passes.frontend.normalize import Normalize
+from ..passes.rules.expert_axes import expert_parameters, routed_bytes
+from ..passes.rules.notation import Rule
+from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from .bounds import LessSplit
 from .build import Builder
+from .compare import Versus
 from .estimate import Estimate
 from .evaluate import evaluate
 from .layouts import Again, Layout, Limits, divisors, layouts
 from .pipeline import actions_run
 from .report import PlanReport
 from .search import Effort, Found, Objective, Wanted, search
-from .units import unit_count
-from .versus import Versus
+from .stage_units import unit_count
 
 aten = torch.ops.aten
 ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more

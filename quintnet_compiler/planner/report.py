@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..html import table
-from ..plan import Plan
+from ..core.html import table
+from ..ir.plan import Plan
+from .compare import Versus
 from .estimate import Estimate, bytes_of, time_of
 from .layouts import Layout
 from .search import Found
-from .versus import Versus
 
 MOST_SHOWN = 100  # rejected layouts in a notebook
 LEFT = {

@@ -9,9 +9,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 from .estimate import bytes_of
-from .promising import Promising
+from .heuristic import Promising
 
 Objective = Literal["time", "memory", "cost"]
 
@@ -131,7 +131,7 @@ def search(
     """Evaluate layouts until the best are known, or work or time is over. What ``evaluate`` returns may have another
     layout, which does the same in less time: then that one is meant.
 
-    Most of the work is for what is :class:`.promising.Promising`, so that good layouts are found early. The rest is for
+    Most of the work is for what is :class:`.heuristic.Promising`, so that good layouts are found early. The rest is for
     those that cost least at least, which proves that no other is better: such a layout gets its closer bound first, and
     waits again with that.
     """

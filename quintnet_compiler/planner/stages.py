@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cost import RankCosts
-from ..errors import CompileError
-from ..mesh import Mesh
-from ..passes.partition import balanced_starts
+from ..core.errors import CompileError
+from ..core.mesh import Mesh
+from ..ir.cost_protocol import RankCosts
+from ..passes.stages.partition import balanced_starts
 from .layouts import Layout
 from .pipeline import StageWork
-from .units import Held, Unit, Widths
+from .stage_units import Held, Unit, Widths
 
 Stages = list[Sequence[Unit]]
 

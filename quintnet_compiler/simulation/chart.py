@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..html import environment
+from ..core.html import environment
 from .timeline import Event, RankTimeline, Timeline, duration, label, size
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..cost import RankCosts
-from ..program import DistributedProgram, StageProgram
-from ..runtime.executor import Run
-from ..runtime.local_backend import LocalBackend
-from ..runtime.watch import Observer
+from ..ir.cost_protocol import RankCosts
+from ..ir.program import DistributedProgram, StageProgram
+from ..runtime.backends.local import LocalBackend
+from ..runtime.execute.executor import Run
+from ..runtime.execute.interpreter_trace import Observer
 from .priced import COLLECTIVES, Priced
 from .timeline import duration
 

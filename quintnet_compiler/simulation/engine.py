@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..schedule import COMPUTE, DIRECTION, SEND, Action, Flow, Op, Schedule
+from ..schedules.schedule import COMPUTE, DIRECTION, SEND, Action, Flow, Op, Schedule
 from .faults import Row
 from .work import Durations, Work
 

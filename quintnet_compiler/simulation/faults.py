@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..errors import CompileError
-from ..mesh import Mesh
+from ..core.errors import CompileError
+from ..core.mesh import Mesh
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from .. import layout
-from ..annotations import facts, values
-from ..mesh import Mesh
-from ..program import DistributedProgram, RankProgram, StageProgram
-from ..runtime.comm import Comm
-from ..runtime.local import LocalTransport, LocalWorld
+from ..core import slices
+from ..core.annotations import facts, values
+from ..core.mesh import Mesh
+from ..ir.program import DistributedProgram, RankProgram, StageProgram
+from ..runtime.execute.comm import Comm
+from ..runtime.transport.local import LocalTransport, LocalWorld
 
 # What these return is new, whatever it is; their values depend on data, or take long.
 OPAQUE = frozenset(
@@ -80,7 +80,7 @@ class Footprints:
         known |= self._run(stage, "once", known)
         for name, cut in stage.slices.items():
             whole = known[cut.source] if cut.source in known else fake(self._source(cut.source))
-            known[name] = layout.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
+            known[name] = slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
             shared = storage(known[name]) == storage(whole)
             self.sliced[stage.index, name] = _output(known[name], 0 if shared else -1, 0)
         return known | self._run(stage, "forward", known)

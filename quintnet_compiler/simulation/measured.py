@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from ..mesh import Mesh
-from ..program import DistributedProgram
-from ..runtime.record import Recorded, Span
+from ..core.mesh import Mesh
+from ..ir.program import DistributedProgram
+from ..runtime.execute.record import Recorded, Span
 from .timeline import Event, RankTimeline, Timeline
 
 MOST = 64  # ranks that are shown

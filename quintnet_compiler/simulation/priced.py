@@ -10,14 +10,14 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from ..annotations import num_bytes, tensor_inputs, values
-from ..comm_ops import COMMUNICATION
-from ..cost import RankCosts
-from ..errors import CompileError
-from ..program import DistributedProgram, Piece, StageProgram
-from ..runtime.gradients import GradientStore, shared_by
-from ..runtime.local import LocalTransport, LocalWorld
-from ..schedule import RELEASES, Action, Op
+from ..core.annotations import num_bytes, tensor_inputs, values
+from ..core.errors import CompileError
+from ..ir.cost_protocol import RankCosts
+from ..ir.program import DistributedProgram, Piece, StageProgram
+from ..ops.collectives import COMMUNICATION
+from ..runtime.state.gradients import GradientStore, shared_by
+from ..runtime.transport.local import LocalTransport, LocalWorld
+from ..schedules.schedule import RELEASES, Action, Op
 from .work import GradientSum, Meeting, Part, Work
 
 COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..cost import RankCosts
-from ..program import DistributedProgram
+from ..ir.cost_protocol import RankCosts
+from ..ir.program import DistributedProgram
 from .faults import Faults
 from .priced import Priced
 from .rehearsal import rehearse

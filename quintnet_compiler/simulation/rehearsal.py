@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..annotations import leaf
-from ..comm_ops import gather_state
-from ..program import DistributedProgram, RankProgram, Slice, StageProgram
-from ..runtime.executor import Executor, Run
-from ..runtime.gradients import GradientStore
-from ..runtime.local import LocalTransport, LocalWorld
-from ..runtime.transport import Wait
-from ..schedule import Action
-from ..sharding import local_shape
+from ..core.annotations import leaf
+from ..core.sharding import local_shape
+from ..ir.program import DistributedProgram, RankProgram, Slice, StageProgram
+from ..ops.collectives import gather_state
+from ..runtime.execute.executor import Executor, Run
+from ..runtime.state.gradients import GradientStore
+from ..runtime.transport.local import LocalTransport, LocalWorld
+from ..runtime.transport.transport import Wait
+from ..schedules.schedule import Action
 from .footprint import Footprints, Output
 from .run import Footprint
 

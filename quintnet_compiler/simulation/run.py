@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..mesh import Mesh
-from ..schedule import Edge, Flow, Schedule
+from ..core.mesh import Mesh
+from ..schedules.schedule import Edge, Flow, Schedule
 from .engine import Engine, Line
 from .faults import Faults, Rows
 from .timeline import Event, Held, RankTimeline, Timeline
@@ -40,7 +40,7 @@ class Setting:
 def simulate(
     schedule: Schedule, edges: Iterable[Edge], durations: Durations, setting: Setting | None = None
 ) -> Timeline:
-    """When each rank does what. ``schedule`` is one that :func:`..schedule.with_transfers` made.
+    """When each rank does what. ``schedule`` is one that :func:`..schedules.schedule.with_transfers` made.
 
     Raises:
         ScheduleError: QN208 if some action can never start.

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..errors import CompileError
-from ..names import one_line
+from ..core.errors import CompileError
+from ..core.names import one_line
 from .timeline import Event, Held, RankTimeline, Timeline
 
 

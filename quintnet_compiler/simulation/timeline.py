@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import CompileError
-from ..schedule import Schedule
+from ..core.errors import CompileError
+from ..schedules.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
-from ..schedule import RELEASES, Action, Op
+from ..schedules.schedule import RELEASES, Action, Op
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from ..core.errors import CompileError
 from ..cost_models.collectives import volume
-from ..errors import CompileError
 
 
 @dataclass(frozen=True)

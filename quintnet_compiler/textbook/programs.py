@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..schedule import COMPUTE, RECEIVE, RELEASES, SEND, Action, Op, Schedule, chain, with_transfers
+from ..schedules.schedule import COMPUTE, RECEIVE, RELEASES, SEND, Action, Op, Schedule, chain, with_transfers
 from .steps import Collective, Compute, Hold, Receive, Release, Send, Step
 
 Programs = list[list[Step]]
@@ -47,7 +47,7 @@ def tensor_parallel(ranks: int, layers: int, flops: float, activation: float, *,
 
 
 def pipeline(schedule: Schedule, forward: float, backward: float, activation: float) -> Programs:
-    """3D: each rank has its layers, and microbatches go through. ``schedule``: as :mod:`..schedule_kinds` makes it;
+    """3D: each rank has its layers, and microbatches go through. ``schedule``: as :mod:`..schedules.kinds` makes it;
     seconds of a stage's ``forward`` and ``backward`` (halves of it where it is in two); ``activation``: bytes between
     stages, and those that a microbatch holds in a stage."""
     times = {Op.FORWARD: forward, Op.BACKWARD: backward}

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 from ..simulation.timeline import Event, Held, RankTimeline, Timeline, size
 from .machine import Machine
 from .steps import Collective, Compute, Hold, Receive, Release, Send, Step, Wait

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from ..errors import InputError
+from ..core.errors import InputError
 
 
 class BatchSampler(Sampler[list[int]]):

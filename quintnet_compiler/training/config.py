@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..errors import CompileError
-from ..mesh import Mesh
-from ..names import one_line
-from ..plan import Plan
+from ..core.errors import CompileError
+from ..core.mesh import Mesh
+from ..core.names import one_line
+from ..ir.plan import Plan
 
 STRATEGIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.errors import CompileError
 from ..cost_models.hardware import HARDWARE
-from ..errors import CompileError
 
 Metric = Callable[[Any, Any], tuple[float, float]]
 """(the model's outputs, what the batch says they should be) -> a sum over rows, and over how many."""

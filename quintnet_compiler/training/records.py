@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import CompileError
+from ..core.errors import CompileError
 
 
 class Record(Protocol):

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from ..api import compile as compile_model
-from ..capture import LossFn
+from ..api.compile import compile as compile_model
+from ..api.compiled_program import CompiledProgram
+from ..capture.step_module import LossFn
 from ..checkpoint.manifest import steps_in
-from ..compiled import CompiledProgram
-from ..errors import CompileError
-from ..plan import Plan
+from ..core.errors import CompileError
+from ..ir.plan import Plan
 from .batches import BatchSampler
 from .config import TrainConfig
 from .measures import Metric

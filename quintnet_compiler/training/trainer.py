@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..capture import batch_size_of, plain_batch
+from ..api.compiled_program import CompiledProgram
+from ..capture.capture import batch_size_of, plain_batch
 from ..checkpoint.manifest import steps_in
-from ..compiled import CompiledProgram
 from .batches import BatchSampler
 from .measures import Metric, device_flops, memory_gib
 from .records import ConsoleRecord, JsonRecord, Record, TensorBoardRecord

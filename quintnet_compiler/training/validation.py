@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..capture import batch_size_of, plain_batch
-from ..compiled import CompiledProgram
-from ..errors import InputError
+from ..api.compiled_program import CompiledProgram
+from ..capture.capture import batch_size_of, plain_batch
+from ..core.errors import InputError
 from .measures import Metric
 
 

@@ -1,0 +1,202 @@
+"""An operator and its backward as a graph, traced from autograd.
+
+Kernels have preconditions on memory format, and autograd meets them: derivatives.yaml says ``grad.contiguous()`` where
+a backward kernel reads its gradient as contiguous memory, and composite operators do so with their inputs. On a tensor
+that is contiguous such a call leaves nothing in a trace, and the trace would be wrong for any other tensor. Therefore
+operators are traced with tensors that are contiguous in no memory format. What autograd makes contiguous stands in the
+trace as ``contiguous``, which costs nothing at run time where the tensor is contiguous already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...core.annotations import facts, value
+from .recording import record
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.reshape.default)
+_COPIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default)
+# What fused attention begins with must have neighbours in its rows: see :mod:`.row_strides`.
+_FUSED = (
+    aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
+)  # fmt: skip
+# They take strides or offsets in memory as numbers.
+_BY_STRIDE = (
+    aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default, aten.as_strided_copy.default,
+)  # fmt: skip
+# They factorise a contiguous matrix transposed, and autograd knows when: the derivative is of that format.
+_BY_FORMAT = (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A traced operator: graph of forward and backward, and which of its nodes are what.
+
+    ``wanted``: which outputs have a tangent. ``dense``: the trace holds for contiguous inputs and tangents alone;
+    ``even``: for inputs at these places whose last dim has stride 1.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node | None, ...]
+    gradients: tuple[fx.Node | None, ...]
+    forward: frozenset[fx.Node]
+    wanted: tuple[int, ...]
+    dense: bool
+    even: frozenset[int]
+
+
+def trace(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tensors: list[fx.Node],
+    wanted: Sequence[int],
+    mode: FakeTensorMode,
+) -> Template:
+    """Trace ``target(*args, **kwargs)``, whose tensors are ``tensors``, and the pullback of its outputs ``wanted``."""
+    call = _Call(target, args, kwargs, tensors, wanted, mode)
+    try:
+        template = call.traced(dense=False)
+        if not any(node.target in (*_BY_STRIDE, *_BY_FORMAT) for node in template.graph.nodes):
+            return template
+    except (RuntimeError, NotImplementedError, ValueError):
+        pass  # views of complex numbers, for instance, ask for some strides
+    return call.traced(dense=True)
+
+
+@dataclass(frozen=True)
+class _Call:
+    target: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    tensors: list[fx.Node]
+    wanted: Sequence[int]
+    mode: FakeTensorMode
+
+    def _run(self, given: list[Tensor]) -> list[Any]:
+        source = iter(given)
+        args, kwargs = fx.map_arg((tuple(self.args), self.kwargs), lambda _: next(source))
+        out = self.target(*args, **kwargs)
+        return list(out) if isinstance(out, (tuple, list)) else [out]
+
+    def _joint(self, takes: Callable[[Callable[[], Tensor]], Tensor], like: Callable[[Tensor], Tensor]) -> list[Any]:
+        """Outputs, then gradients."""
+        flags = [facts(n).needs_grad for n in self.tensors]
+        # Values may be shared between nodes, and recording tells its inputs apart by identity.
+        leaves = [takes(partial(like, value(n))).requires_grad_(f) for n, f in zip(self.tensors, flags, strict=True)]
+        with torch.enable_grad():
+            outs = self._run(leaves)
+        tangents = [takes(partial(like, outs[i])) for i in self.wanted]
+        pairs = [(outs[i], t) for i, t in zip(self.wanted, tangents, strict=True) if outs[i].requires_grad]
+        ask = [x for x in leaves if x.requires_grad]
+        found = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
+        return [*outs, *(next(found) if flag else None for flag in flags)]
+
+    def traced(self, *, dense: bool) -> Template:
+        with self.mode:
+            graph = record(lambda takes: self._joint(takes, _contiguous if dense else _spaced))
+            if any(_mutable(node) for node in graph.nodes):
+                # Here a node's value never changes, because nodes are shared.
+                given = [partial(node.meta.get, "val") for node in graph.find_nodes(op="placeholder")]
+                pure = torch.func.functionalize(fx.GraphModule({}, graph), remove="mutations")
+                with torch.no_grad():
+                    graph = record(lambda takes: pure(*map(takes, given)))
+        _simplify(graph)
+        places, count = graph.find_nodes(op="placeholder"), len(self.tensors)
+        returned = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
+        split = len(returned) - count
+        outputs = tuple(returned[:split])
+        gradients = tuple(_following(node, places[count:]) for node in returned[split:])
+        forward = _ancestors(outputs)
+        # Nodes that need no tangent belong to the forward pass too only if the outputs need them; what else the
+        # backward derives from saved values is computed in the backward pass.
+        fused = {source for node in graph.nodes if node.target in _FUSED for source in node.args[:3]}
+        return Template(
+            graph,
+            tuple(places[:count]),
+            tuple(places[count:]),
+            outputs,
+            gradients,
+            forward,
+            tuple(self.wanted),
+            dense,
+            frozenset(i for i, place in enumerate(places[:count]) if place in fused),
+        )
+
+
+def _spaced(x: Tensor) -> Tensor:
+    """A tensor like ``x`` that is contiguous in no memory format: a slice of a larger one.
+
+    Its last dim has stride 1 wherever another dim makes it a slice: fused attention is for such tensors alone.
+    """
+    wide = [dim for dim, size in enumerate(x.shape) if size > 1]
+    step = 2 if len(wide) == 1 else 1
+    strides: list[int] = []
+    for dim in reversed(range(x.dim())):
+        strides.append(step)
+        step *= max(x.shape[dim], 1) * (2 if len(wide) > 1 and dim == wide[-1] else 1)
+    return torch.empty_strided(x.shape, strides[::-1], dtype=x.dtype, device=x.device)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _mutable(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _simplify(graph: fx.Graph) -> None:
+    """No copies: ``contiguous`` where memory matters, and what is copied elsewhere."""
+    for node in list(graph.nodes):
+        if node.target is aten.clone.default:
+            format_ = node.kwargs.get("memory_format")
+            if format_ in (None, torch.preserve_format):
+                node.replace_all_uses_with(node.args[0])
+            elif format_ is torch.contiguous_format and all(user.target in VIEWS for user in node.users):
+                node.replace_all_uses_with(node.args[0])  # they become reshapes, which copy where they have to
+            else:
+                node.target = aten.contiguous.default
+                node.kwargs = {} if format_ is torch.contiguous_format else node.kwargs
+        elif node.target in _COPIES:
+            node.replace_all_uses_with(node.args[0])
+    graph.eliminate_dead_code()
+    graph.lint()
+
+
+def _following(gradient: fx.Node | None, tangents: Sequence[fx.Node]) -> fx.Node | None:
+    """A gradient that depends on no tangent is zero, because gradients are linear in them: zeros made after one."""
+    if gradient is None or gradient in tangents or not _ancestors([gradient]).isdisjoint(_users(tangents)):
+        return gradient
+    zero: Tensor = gradient.meta["val"]
+    with gradient.graph.inserting_before(gradient.graph.output_node()):
+        return gradient.graph.call_function(
+            aten.new_zeros.default, (tangents[0], list(zero.shape)), {"dtype": zero.dtype}
+        )
+
+
+def _users(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    return {user for node in nodes for user in node.users}
+
+
+def _ancestors(outputs: Sequence[fx.Node | None]) -> frozenset[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = [n for n in outputs if n is not None]
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            todo += node.all_input_nodes
+    return frozenset(found)

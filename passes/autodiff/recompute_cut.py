@@ -1,0 +1,115 @@
+"""What of a block the backward makes again, as a cut of the block's graph."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import torch
+from torch import fx
+
+from ...core.annotations import facts, leaf, memory_of, num_bytes, origin, values
+from ...ir.program import DifferentiatedProgram
+from ...ir.repeated_blocks import Block, block_of
+from ...ops.collectives import COMMUNICATION
+from ...ops.expert_linear import expert_linear
+
+aten = torch.ops.aten
+SOURCE, SINK = "kept", "wanted"
+TICK = 1e-12  # seconds: what the cut counts in, and what cheap values pay for a byte
+# What takes more than a pass over memory, beside attention: products, sorting.
+_DEAR = frozenset(
+    {
+        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
+        aten.matmul.default, aten.convolution.default, aten.einsum.default, aten._grouped_mm.default, expert_linear,
+        aten.sort.default, aten.topk.default, aten.cumsum.default,
+    }
+)  # fmt: skip
+
+Seconds = Callable[[fx.Node], float]  # of making a node again; inf: it must not be
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Nodes of a block that are made ``again``, what that takes, and the bytes that are kept instead."""
+
+    again: frozenset[fx.Node]
+    seconds: float
+    bytes: int
+
+
+def groups_of(program: DifferentiatedProgram, inside: set[fx.Node]) -> Mapping[tuple[int, Block], list[fx.Node]]:
+    """``inside`` by stage and repeated block, in the graph's order."""
+    found: dict[tuple[int, Block], list[fx.Node]] = defaultdict(list)
+    for node in program.graph.nodes:
+        if node in inside and (block := block_of(node)) is not None:
+            found[program.stage[node], block].append(node)
+    return found
+
+
+def cheap_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx.Node]:
+    """Those of ``inside`` (forward nodes read in their own block only) that a backward makes again, nothing dear among
+    them, so that the fewest bytes are kept."""
+    groups = groups_of(program, inside).values()
+    return {node for nodes in groups for node in cut(nodes, lambda n: math.inf if _dear(n) else 0.0, TICK).again}
+
+
+def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> Cut:
+    """What is cheapest of all ways to have in the backward what it reads of a block's ``nodes``: making a node again
+    costs ``seconds`` and its inputs, keeping one ``per_byte``.
+
+    A minimum cut between what is there and what is wanted, as AOTAutograd's partitioner finds one (for what Chen et al.
+    2016 ask for); a node that is behind the cut pays for being made, too. A view is never kept for itself.
+    """
+    mine, graph = set(nodes), nx.DiGraph()
+    graph.add_nodes_from([SOURCE, SINK])
+
+    def pay(start: object, end: object, price: float) -> None:
+        if math.isinf(price):
+            graph.add_edge(start, end)
+        elif price > 0:
+            graph.add_edge(start, end, capacity=round(price / TICK))
+
+    for node in nodes:
+        pay(
+            (node, "in"),
+            (node, "out"),
+            math.inf if _several(node) or memory_of(node) is not node else per_byte * _bytes(node),
+        )
+        pay(SOURCE, (node, "in"), seconds(node))
+        for source in node.all_input_nodes:
+            if source in mine:
+                graph.add_edge((source, "out"), (node, "in"))
+            elif leaf(source) is None:  # parameters, buffers and the batch are there anyway
+                pay((source, "in"), (source, "out"), per_byte * _bytes(source))
+                graph.add_edge(SOURCE, (source, "in"))
+                graph.add_edge((source, "out"), (node, "in"))
+        if any(facts(user).phase == "backward" for user in node.users if user.op == "call_function"):
+            graph.add_edge((node, "out"), SINK)
+    if graph.in_degree(SINK) == 0:
+        return Cut(frozenset(), 0.0, 0)
+    _, (before, after) = nx.minimum_cut(graph, SOURCE, SINK, flow_func=nx.algorithms.flow.boykov_kolmogorov)
+    again = frozenset(node for node in nodes if (node, "in") in after)
+    kept = {node for node, side in (before - {SOURCE}) if side == "in" and (node, "out") in after}
+    return Cut(again, sum(seconds(node) for node in again), sum(map(_bytes, kept)))
+
+
+def takes_long(node: fx.Node) -> bool:
+    """Whether this is more than a pass over memory, on this rank: a product, attention, sorting."""
+    return node.target in _DEAR or ("attention" in str(node.target) and node.target not in COMMUNICATION)
+
+
+def _dear(node: fx.Node) -> bool:
+    made = origin(node)[0]
+    return made.target in COMMUNICATION or takes_long(made)
+
+
+def _several(node: fx.Node) -> bool:
+    return isinstance(facts(node).value, tuple)
+
+
+def _bytes(node: fx.Node) -> int:
+    return 1 + sum(num_bytes(x) for x in values(node) if isinstance(x, torch.Tensor))

@@ -1,0 +1,201 @@
+"""The backward of one operator as graph nodes.
+
+Each operator is differentiated on its own, by tracing autograd over it (:mod:`.operator_trace`), and the trace is
+reused for every operator with the same arguments and shapes: repeated blocks cost nothing, and every backward node
+knows which line of the user's model it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...core.annotations import facts, shape
+from ...ir.builder import GraphBuilder
+from ...ops.collectives import (
+    embedding_rows,
+    embedding_rows_backward,
+    nll_terms,
+    nll_terms_backward,
+    ring_attention,
+    ring_attention_backward,
+    route,
+    unroute,
+)
+from ...ops.expert_linear import expert_bias_grad, expert_linear, expert_weight_grad
+from .operator_trace import VIEWS, Template, trace
+from .row_strides import rows_are_neighbours
+
+aten = torch.ops.aten
+# What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
+# gradients of its tensor inputs (None where there is none).
+Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
+
+
+class VectorJacobian:
+    """Appends operators to a builder together with what their backward needs. ``templates``: those traced already;
+    ``even``: whether the last dim of a node surely has stride 1."""
+
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        templates: dict[Hashable, Template],
+        even: Callable[[fx.Node], bool] = rows_are_neighbours,
+    ) -> None:
+        self.builder, self.templates, self.even = builder, templates, even
+
+    def apply(
+        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
+    ) -> tuple[list[fx.Node | None], Pullback]:
+        """Append ``target(*args)``. ``wanted``: the outputs whose gradient may arrive.
+
+        Returns a node per output, and the pullback.
+        """
+        if target is aten.linear.default:
+            return self._linear(args, kwargs)
+        if target is embedding_rows:
+            return self._embedding_rows(args)
+        if target is nll_terms:
+            return self._nll_terms(args)
+        if target is expert_linear:
+            return self._expert_linear(args)
+        if target in (route, unroute):
+            return self._routed(target, args)
+        if target is ring_attention:
+            return self._ring_attention(args)
+        tensors: list[fx.Node] = []
+        fx.map_arg((tuple(args), kwargs), tensors.append)
+        key = (id(self.builder.mode), _key(target, args, kwargs, tensors, wanted))
+        template = self.templates.get(key)
+        if template is None:
+            template = self.templates[key] = trace(target, args, kwargs, tensors, wanted, self.builder.mode)
+        return self._inline(template, tensors)
+
+    def _inline(self, template: Template, tensors: list[fx.Node]) -> tuple[list[fx.Node | None], Pullback]:
+        given = [
+            self.builder.call(aten.contiguous.default, x)
+            if template.dense or (i in template.even and not self.even(x))
+            else x
+            for i, x in enumerate(tensors)
+        ]
+        env: dict[fx.Node, fx.Node] = dict(zip(template.inputs, given, strict=True))
+        for node in template.graph.nodes:
+            if node in template.forward:
+                env[node] = self._copy(node, env)
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            for place, index in zip(template.tangents, template.wanted, strict=True):
+                tangent = tangents[index]
+                if tangent is None:
+                    known = place.meta["val"]
+                    tangent = self.builder.call(
+                        aten.zeros.default, list(known.shape), dtype=known.dtype, device=known.device
+                    )
+                env[place] = self.builder.call(aten.contiguous.default, tangent) if template.dense else tangent
+            for node in template.graph.nodes:
+                if node.op == "call_function" and node not in template.forward and node not in env:
+                    env[node] = self._copy(node, env)
+            return [None if g is None else env[g] for g in template.gradients]
+
+        return [None if o is None else env[o] for o in template.outputs], pullback
+
+    def _copy(self, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        if node.target is aten.pow.Tensor_Scalar and node.args[1] == 1:
+            return env[node.args[0]]  # type: ignore[index]  # the derivative of a square says pow(x, 1)
+        if node.target in VIEWS:
+            return self.builder.reshape(args[0], args[1])  # type: ignore[arg-type]
+        return self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _linear(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[fx.Node | None], Pullback]:
+        """linear by hand: autograd's own trace of it has three times as many nodes."""
+        x, weight, bias = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias")
+        call = self.builder.call
+        inputs = [x, weight] + ([bias] if bias is not None else [])
+        out = call(aten.linear.default, *inputs)
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            grad = tangents[0]
+            assert grad is not None
+            features_out, features_in = shape(weight)
+            rows = self.builder.reshape(grad, [-1, features_out]) if len(shape(grad)) != 2 else grad
+            found: list[fx.Node | None] = [None] * len(inputs)
+            if facts(x).needs_grad:
+                found[0] = self.builder.reshape(call(aten.mm.default, rows, weight), shape(x))
+            if facts(weight).needs_grad:
+                flat = self.builder.reshape(x, [-1, features_in]) if len(shape(x)) != 2 else x
+                found[1] = call(aten.mm.default, call(aten.t.default, rows), flat)
+            if bias is not None and facts(bias).needs_grad:
+                found[2] = call(aten.sum.dim_IntList, rows, [0])
+            return found
+
+        return [out], pullback
+
+    def _embedding_rows(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        weight, ids, *layout = args
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            return [self.builder.call(embedding_rows_backward, tangents[0], ids, shape(weight)[0], *layout), None]
+
+        return [self.builder.call(embedding_rows, *args)], pullback
+
+    def _nll_terms(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        terms = self.builder.call(nll_terms, *args)
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            logits, *rest = args
+            return [self.builder.call(nll_terms_backward, tangents[0], logits, terms, *rest), None]
+
+        return [terms], pullback
+
+    def _expert_linear(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        rows, ids, weight, bias, transposed = args
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            call, grad, experts = self.builder.call, tangents[0], shape(weight)[0]
+            found: list[fx.Node | None] = [None] * (3 if bias is None else 4)
+            if facts(rows).needs_grad:
+                found[0] = call(expert_linear, grad, ids, weight, None, not transposed)
+            if facts(weight).needs_grad:
+                found[2] = call(expert_weight_grad, grad, rows, ids, experts, transposed)
+            if bias is not None and facts(bias).needs_grad:
+                found[3] = call(expert_bias_grad, grad, ids, experts)
+            return found
+
+        return [self.builder.call(expert_linear, *args)], pullback
+
+    def _routed(self, target: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        back = unroute if target is route else route
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            return [self.builder.call(back, tangents[0], *args[1:]), None]
+
+        return [self.builder.call(target, *args)], pullback
+
+    def _ring_attention(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        q, axis, size, k, v, padding, segments, *options = args
+        made = self.builder.call(ring_attention, *args)
+        out, lse = (self.builder.getitem(made, i) for i in range(2))
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            saved = (q, k, v, out, lse, padding, segments)
+            found = self.builder.call(ring_attention_backward, tangents[0], axis, size, *saved, *options)
+            terms = [self.builder.getitem(found, i) if facts(x).needs_grad else None for i, x in enumerate((q, k, v))]
+            return [*terms, *(None for x in (padding, segments) if x is not None)]
+
+        return [out, lse], pullback
+
+
+def _key(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[fx.Node], wanted: Sequence[int]
+) -> Hashable:
+    seen: list[Hashable] = []
+    for node in tensors:
+        x = facts(node).value
+        assert isinstance(x, Tensor)
+        seen.append((tuple(x.shape), x.dtype, facts(node).needs_grad, tensors.index(node)))
+    literals = fx.map_arg((tuple(args), kwargs), lambda _: "*")
+    return (str(target), repr(literals), tuple(seen), tuple(wanted))

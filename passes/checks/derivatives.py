@@ -1,0 +1,330 @@
+"""The backward of single operators, proven on numbers before it is used as a pattern.
+
+The templates of :mod:`..autodiff.vector_jacobian` say what an operator's backward looks like; this file trusts none.
+The first time that a program has a template, it is evaluated on drawn values beside autograd of the eager operator,
+with the dtypes and memory formats that the program's values and gradients have. Large operands are made smaller, in
+proportion. Operators that depend on a rank have no eager counterpart; their few transposes are written down here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
+
+from ...core.annotations import value
+from ...core.errors import REPORT, CompileError
+from ...ir.builder import GraphBuilder
+from ...ops.collectives import (
+    embedding_rows,
+    embedding_rows_backward,
+    nll_terms,
+    nll_terms_backward,
+    ring_attention,
+    ring_attention_backward,
+    route,
+    unroute,
+)
+from ...ops.expert_linear import expert_linear
+from ..autodiff.vector_jacobian import VectorJacobian
+
+MOST = 1 << 13  # elements of all operands together: more are made fewer
+SMALL = 8  # sizes up to this one stay
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of what is largest; 5e-2 for dtypes of 16 bits
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What a graph should compute, as a small graph of its own: ``inputs`` and ``tangents`` stand for nodes of the
+    checked graph; ``outputs`` and ``gradients`` are what it must contain."""
+
+    inputs: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node | None, ...]
+    outputs: tuple[fx.Node | None, ...]
+    gradients: tuple[fx.Node | None, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator and what its operands look like. ``given``: its arguments, in which each node stands for the next of
+    ``operands``; ``same``: for each of these the first that is the same value. ``tangents``: for each output the
+    gradient that arrives, if one does; ``wanted``: the outputs through which one may."""
+
+    target: Any
+    given: tuple[Any, Any]
+    operands: tuple[Tensor, ...]
+    grads: tuple[bool, ...]
+    same: tuple[int, ...]
+    tangents: tuple[Tensor | None, ...]
+    wanted: tuple[int, ...]
+
+    def filled(self, with_: Sequence[Any]) -> tuple[Any, Any]:
+        """The arguments with these in the operands' places."""
+        following = iter(with_)
+        found: tuple[Any, Any] = fx.map_arg(self.given, lambda _: next(following))
+        return found
+
+
+class Derivatives:
+    """Patterns of operators with their backward, in the graph of ``scratch``. ``templates``: those traced already."""
+
+    def __init__(self, scratch: GraphBuilder, templates: dict[Hashable, Any]) -> None:
+        self.scratch, self.operators = scratch, VectorJacobian(scratch, templates, _rows)
+
+    def pattern(self, call: Call) -> Pattern:
+        """What ``call`` and its backward are.
+
+        Raises:
+            CompileError: QN209 if the template that says so is not the derivative.
+        """
+        made = self._pattern(call)
+        if call.target in _RANKED:
+            _check_ranked(call, made)
+        elif all(t is None for t in call.tangents) or _random(call):
+            return made
+        elif _elements(call) <= MOST:
+            _check_numbers(call, made)
+        elif (small := _smaller(call, self.scratch.mode)) is not None:
+            _check_numbers(small, self._pattern(small))
+        return made
+
+    def _pattern(self, call: Call) -> Pattern:
+        stands: list[fx.Node] = []
+        for x, grad, first in zip(call.operands, call.grads, call.same, strict=True):
+            new = first == len(stands)
+            stands.append(self.scratch.placeholder("x", x, needs_grad=grad) if new else stands[first])
+        tangents = [None if t is None else self.scratch.placeholder("t", t) for t in call.tangents]
+        args, kwargs = call.filled(stands)
+        made, pullback = self.operators.apply(call.target, args, kwargs, call.wanted)
+        terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(stands)
+        return Pattern(tuple(stands), tuple(tangents), tuple(made), tuple(terms))
+
+
+def _rows(place: fx.Node) -> bool:
+    """Whether the elements of a row are neighbours, as its fake tensor has it; a program may take more care."""
+    x = value(place)
+    return x.dim() == 0 or x.shape[-1] < 2 or x.stride(-1) == 1
+
+
+# -- operators of ranks
+
+
+def _check_ranked(call: Call, pattern: Pattern) -> None:
+    """The transposes of operators that no single process can run."""
+    args, _ = call.filled(pattern.inputs)
+    if call.target in (embedding_rows, nll_terms) and pattern.outputs[0] is None:
+        return
+    for position, (op, wanted) in _RANKED[call.target](args, pattern).items():
+        term = pattern.gradients[position]
+        if term is None and not call.grads[position]:
+            continue
+        if term is not None and op is ring_attention_backward:  # one call gives three gradients
+            source, index = term.args
+            if index != position or not isinstance(source, fx.Node):
+                raise _wrong(call, f"gradient {position} is another one's")
+            term = source
+        if term is None or term.target is not op or repr(tuple(term.args)) != repr(tuple(wanted)):
+            raise _wrong(call, f"gradient {position} is not the transpose")
+
+
+def _rows_of_table(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:
+    table, ids, *layout = args
+    return {0: (embedding_rows_backward, (made.tangents[0], ids, value(table).shape[0], *layout))}
+
+
+def _ring(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:
+    q, axis, size, k, v, padding, segments, *options = args
+    saved = (q, k, v, *made.outputs, padding, segments)
+    return dict.fromkeys(range(3), (ring_attention_backward, (made.tangents[0], axis, size, *saved, *options)))
+
+
+_RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = MappingProxyType(
+    {
+        embedding_rows: _rows_of_table,
+        nll_terms: lambda args, made: {
+            0: (nll_terms_backward, (made.tangents[0], args[0], made.outputs[0], *args[1:]))
+        },
+        route: lambda args, made: {0: (unroute, (made.tangents[0], *args[1:]))},
+        unroute: lambda args, made: {0: (route, (made.tangents[0], *args[1:]))},
+        ring_attention: _ring,
+    }
+)
+
+
+# -- numbers
+
+
+def _check_numbers(call: Call, pattern: Pattern) -> None:
+    """Compare the pattern with autograd of the operator itself, where this process can run that."""
+    for positive in (False, True):  # some operators are only defined there
+        generator = torch.Generator().manual_seed(len(call.operands))
+        bound = min([n for x in call.operands for n in x.shape if n] or [1])
+        draw: list[Tensor] = []
+        for x, first in zip(call.operands, call.same, strict=True):  # one value that is read twice is drawn once
+            draw.append(draw[first] if first < len(draw) else _drawn(x, generator, bound, positive))
+        arrives = [None if t is None else _drawn(t, generator, bound, False) for t in call.tangents]
+        try:
+            expected = _eager(call, draw, arrives)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return  # no kernel here, or the drawn operands are none of its own
+        if all(x is None or bool(x.isfinite().all()) for x in expected):
+            break
+    places = zip(pattern.inputs, draw, strict=True)
+    env = dict(places) | {p: t for p, t in zip(pattern.tangents, arrives, strict=True) if p is not None}
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            found = [None if n is None else _run(n, env) for n in (*pattern.outputs, *pattern.gradients)]
+    except NotImplementedError:
+        return  # what it is traced to runs on another kind of device
+    except RuntimeError as error:
+        raise _wrong(call, f"it does not run: {error}") from error
+    for position, (have, want) in enumerate(zip(found, expected, strict=True)):
+        worst = _difference(have, want)
+        if worst is not None:
+            count = len(pattern.outputs)
+            what = f"output {position}" if position < count else f"gradient {position - count}"
+            raise _wrong(call, f"{what} is off by {worst:.1e} of its largest value")
+
+
+def _eager(call: Call, draw: Sequence[Tensor], arrives: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The outputs that the backward may need, then the gradient of each operand."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [x.detach().requires_grad_(flag) for x, flag in zip(draw, call.grads, strict=True)]
+        args, kwargs = _on_cpu(call.filled(leaves))
+        made = _REFERENCES.get(call.target, call.target)(*args, **kwargs)
+        outs = list(made) if isinstance(made, (tuple, list)) else [made]
+        pairs = [(o, t) for o, t in zip(outs, arrives, strict=True) if t is not None and o.requires_grad]
+        ask = [x for x in leaves if x.requires_grad]
+        grads = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
+        return [*outs, *(next(grads) if x.requires_grad else None for x in leaves)]
+
+
+def _run(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+    if node not in env:
+        args, kwargs = _on_cpu(fx.map_arg((node.args, node.kwargs), lambda n: _run(n, env)))
+        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return env[node]
+
+
+def _on_cpu(given: Any) -> Any:
+    return map_aggregate(given, lambda x: torch.device("cpu") if isinstance(x, torch.device) else x)
+
+
+def _difference(have: Tensor | None, want: Tensor | None) -> float | None:
+    """The largest error, of what is largest; None where it is no more than rounding."""
+    if have is None or not isinstance(want, Tensor):
+        return None if want is None or (have is None and not bool(want.any())) else math.inf
+    if have.shape != want.shape:
+        return math.inf
+    if not want.is_floating_point() and not want.is_complex():
+        return None if torch.equal(have.to(want.dtype), want) else math.inf
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    a, b = have.detach().to(wide), want.detach().to(wide)
+    known = b.isfinite()
+    if not torch.equal(known, a.isfinite()):
+        return math.inf
+    gap, size = (float(x[known].abs().max()) if bool(known.any()) else 0.0 for x in (a - b, b))
+    return None if gap <= TOLERANCE.get(want.dtype, 5e-2) * max(size, 1e-3) else gap / max(size, 1e-30)
+
+
+def _experts(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    """Each row times the matrix of its expert, one by one."""
+    mine = (ids >= 0) & (ids < weight.shape[0])
+    chosen = ids.where(mine, 0)
+    matrix = weight[chosen] if transposed else weight[chosen].transpose(1, 2)
+    made = (rows.unsqueeze(1) @ matrix).squeeze(1)
+    made = made if bias is None else made + bias[chosen]
+    return made * mine.unsqueeze(1)
+
+
+# operators of this package whose own autograd formula is that of the templates
+_REFERENCES: Mapping[Any, Callable[..., Any]] = MappingProxyType({expert_linear: _experts})
+
+
+# -- operands
+
+
+def _random(call: Call) -> bool:
+    """Whether two runs differ."""
+    schema = getattr(call.target, "_schema", None)
+    for position, known in enumerate(schema.arguments if schema is not None else ()):
+        if known.name == "dropout_p":
+            args, kwargs = call.given
+            return bool(args[position] if position < len(args) else kwargs.get("dropout_p", known.default_value))
+    return torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
+
+
+def _elements(call: Call) -> int:
+    return sum(x.numel() for x in (*call.operands, *call.tangents) if x is not None)
+
+
+def _drawn(like: Tensor, generator: torch.Generator, bound: int, positive: bool) -> Tensor:
+    """Values for a fake tensor, in memory as it is: in that order, with gaps and repetitions where it has some."""
+    strides = _strides(like, like.shape)
+    count = 1 + sum((n - 1) * s for n, s in zip(like.shape, strides, strict=True)) if like.numel() else 0
+    if like.dtype is torch.bool:
+        flat = torch.rand(count, generator=generator, device="cpu") > 0.5
+    elif like.is_floating_point() or like.is_complex():
+        wide = torch.complex128 if like.is_complex() else torch.float64
+        flat = torch.randn(count, generator=generator, dtype=wide, device="cpu")
+        flat = (flat.abs() / 4 + 0.1).clamp(max=0.9).to(like.dtype) if positive else flat.to(like.dtype)
+    else:
+        flat = torch.randint(0, bound, (count,), generator=generator, dtype=like.dtype, device="cpu")
+    return flat.as_strided(like.shape, strides)
+
+
+def _strides(like: Tensor, sizes: Sequence[int]) -> list[int]:
+    """Strides of a tensor of these ``sizes`` that nest as those of ``like`` do."""
+    made, span, dense = [0] * len(sizes), 1, 1
+    order = sorted((s, d) for d, s in enumerate(like.stride()) if s)
+    for stride, dim in order:
+        gap = like.shape[dim] > 1 and stride > dense
+        made[dim] = span * 2 if gap else span
+        span, dense = made[dim] * max(sizes[dim], 1), max(dense, stride * like.shape[dim])
+    return made
+
+
+def _smaller(call: Call, mode: FakeTensorMode) -> Call | None:
+    """The same call of operands of few elements: sizes that are multiples or products of others stay so. None if the
+    operator does not take them."""
+    shapes = [tuple(x.shape) for x in (*call.operands, *call.tangents) if x is not None]
+    runs = [shape[i:j] for shape in shapes for i in range(len(shape)) for j in range(i + 2, len(shape) + 1)]
+    products = {math.prod(run): run for run in runs}
+    sizes: dict[int, int] = {}
+    for size in sorted({n for shape in shapes for n in (*shape, *products) if n > SMALL}):
+        run = products.get(size, ())
+        fraction = next((n for n in sorted(sizes, reverse=True) if size % n == 0 and size // n <= SMALL), None)
+        if run and max(run) < size:
+            sizes[size] = math.prod(sizes.get(n, n) for n in run)
+        else:
+            sizes[size] = sizes[fraction] * (size // fraction) if fraction else SMALL + 2 * (1 + len(sizes))
+
+    def literal(x: Any) -> Any:
+        return sizes.get(x, x) if type(x) is int else x
+
+    def fake(like: Tensor, size: Sequence[int]) -> Tensor:
+        return torch.empty_strided(size, _strides(like, size), dtype=like.dtype, device=like.device)
+
+    args, kwargs = map_aggregate(call.given, literal)
+    new = replace(call, given=(args, kwargs))
+    with mode:
+        operands = [fake(x, [sizes.get(n, n) for n in x.shape]) for x in call.operands]
+        filled, named = new.filled(operands)
+        try:
+            made = call.target(*filled, **named)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return None
+        outs = made if isinstance(made, (tuple, list)) else (made,)
+        tangents = [None if t is None else fake(t, o.shape) for t, o in zip(call.tangents, outs, strict=True)]
+    return replace(new, operands=tuple(operands), tangents=tuple(tangents))
+
+
+def _wrong(call: Call, what: str) -> CompileError:
+    return CompileError("QN209", f"backward check: the derivative of {call.target} is wrong: {what}", fix=REPORT)

@@ -1,0 +1,167 @@
+"""Check of fused products: undone, every value is what it was. Values are numbered by what makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...core.annotations import facts, is_getitem, shape, values
+from ...core.errors import REPORT, CompileError
+from ...ir.program import DifferentiatedProgram
+from ...ops.collectives import all_gather, gather_products, product_scatter, reduce_scatter
+
+aten = torch.ops.aten
+# what may become part of another node
+PARTS = frozenset(
+    {
+        all_gather, reduce_scatter, aten.reshape.default, aten.linear.default, aten.mm.default, aten.addmm.default,
+        aten.add.Tensor,
+    }
+)  # fmt: skip
+
+Number = tuple[int, tuple[int, ...] | None]  # of the contents in order, and their shape: a reshape keeps the first
+
+
+def check_fused(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
+    """Raises: CompileError QN209 with the value that is another than ``before``."""
+    table: dict[Any, int] = {}
+    old, new = _Numbers(before, table), _Numbers(after, table)
+    nodes = {node.name: node for node in after.graph.nodes}
+    for node, number in old.of.items():
+        same = nodes.get(node.name)
+        if same is None and node.target not in PARTS:
+            raise _fail(f"{node.name} is lost", node)
+        if same is None:
+            continue
+        if number != new.of[same]:
+            raise _fail(f"{node.name} is another value than it was", node)
+        if _looks(node) != _looks(same):
+            raise _fail(f"{node.name} has another shape or dtype than it had", node)
+    for what in ("outputs", "gradients"):
+        a, b = (_named(numbers.of, getattr(program, what)) for numbers, program in ((old, before), (new, after)))
+        if a != b:
+            raise _fail(f"the program has other {what} than it had", None)
+
+
+def _looks(node: fx.Node) -> list[Any]:
+    return [(v.shape, v.dtype) for v in values(node) if v is not None]  # an operator may leave one out
+
+
+def _named(of: dict[fx.Node, Number], found: Any) -> Any:
+    return {key: of[node] for key, node in (found.items() if hasattr(found, "items") else enumerate(found))}
+
+
+class _Numbers:
+    """The number of every value of a program; equal calls of equal values have equal ones, in either program."""
+
+    def __init__(self, program: DifferentiatedProgram, table: dict[Any, int]) -> None:
+        self.program, self.table = program, table
+        self.of: dict[fx.Node, Number] = {}
+        self.several: dict[fx.Node, list[Number]] = {}
+        for node in program.graph.nodes:
+            if node.op != "output":
+                self.of[node] = self._node(node)
+
+    def _number(self, *key: Any) -> int:
+        return self.table.setdefault(key, len(self.table))
+
+    def _node(self, node: fx.Node) -> Number:
+        made = values(node)
+        own = tuple(made[0].shape) if len(made) == 1 else None
+        if node.op == "placeholder":
+            return self._number(node.name), own
+        place = self.program.stage.get(node), facts(node).phase, node in self.program.once
+        args: Any = node.args
+        if is_getitem(node):
+            source, index = args
+            if source in self.several:
+                found: Number = self.several[source][index]
+                return found
+            return self._number("result", self.of[source], index), own
+        if node.target is aten.reshape.default:
+            return self.of[args[0]][0], own
+        if node.target is gather_products:
+            return self._gather(node, place)
+        if node.target is product_scatter:
+            return self._scatter(node, place), own
+        product = _factors(node)
+        if product is not None:
+            return self._product(place, self.of[product[0]], *product[1:]), own
+        inputs = node.all_input_nodes
+        alike = len(inputs) == 2 and all(shape(n) == own for n in inputs) and not node.kwargs
+        if node.target is aten.add.Tensor and alike:
+            return self._sum(place, [self.of[n][0] for n in inputs]), own
+        return self._call(place, node.target, *args, **node.kwargs), own
+
+    def _call(self, place: Any, target: Any, *args: Any, **kwargs: Any) -> int:
+        return self._number("call", place, str(target), repr(self._numbered((args, kwargs))))
+
+    def _numbered(self, given: Any) -> Any:
+        return fx.map_arg(given, lambda n: _Shown(self.of[n]))  # type: ignore[arg-type,return-value]
+
+    def _product(self, place: Any, x: Number, weight: fx.Node, bias: fx.Node | None, turned: bool) -> int:
+        """Rows are numbered alike in whatever shape they are."""
+        assert x[1] is not None
+        return self._number("product", place, x[0], x[1][-1], self.of[weight], bias and self.of[bias], turned)
+
+    def _sum(self, place: Any, terms: Sequence[int]) -> int:
+        """In this order; which of two comes first makes no difference."""
+        total, *rest = terms
+        for term in rest:
+            total = self._number("sum", place, *sorted((total, term)))
+        return total
+
+    def _gather(self, node: fx.Node, place: Any) -> Number:
+        args: Any = node.args
+        x, axis, size, dim, parts, weights, biases, turned, keep = args
+        whole = [n * size if d == dim else n for d, n in enumerate(shape(x))]
+        gathered = self._call(place, all_gather, x, axis, size, dim, parts), tuple(whole)
+        made: list[Number] = []
+        for each in zip(weights, biases, turned, strict=True):
+            columns = shape(each[0])[0 if each[2] else 1]
+            made.append((self._product(place, gathered, *each), (*whole[:-1], columns)))
+        self.several[node] = [*made, gathered] if keep else made
+        return self._number("several", tuple(self.several[node])), None
+
+    def _scatter(self, node: fx.Node, place: Any) -> int:
+        args: Any = node.args
+        xs, axis, size, dim, parts, weights, biases, turned = args
+        given = list(zip(weights, biases, turned, strict=True))
+        terms = [self._product(place, self.of[x], *each) for x, each in zip(xs, given, strict=True)]
+        rows: set[tuple[int, ...]] = {
+            (*shape(x)[:-1], shape(each[0])[0 if each[2] else 1]) for x, each in zip(xs, given, strict=True)
+        }
+        if len(rows) > 1:
+            raise _fail(f"{node.name} adds up products of several shapes", node)
+        summed = _Shown((self._sum(place, terms), rows.pop()))
+        return self._call(place, reduce_scatter, summed, axis, size, dim, parts)
+
+
+class _Shown:
+    def __init__(self, number: Number) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:
+    """x, weight, bias, and whether the weight is [out, in], of a product with a matrix."""
+    args: Any = node.args
+    if node.kwargs:
+        return None
+    if node.target is aten.mm.default:
+        return args[0], args[1], None, False
+    if node.target is aten.addmm.default and len(shape(args[0])) == 1:
+        return args[1], args[2], args[0], False
+    if node.target is aten.linear.default and len(shape(args[1])) == 2:
+        return args[0], args[1], args[2] if len(args) > 2 else None, True
+    return None
+
+
+def _fail(what: str, node: fx.Node | None) -> CompileError:
+    where = facts(node).where if node is not None and node.op == "call_function" else None
+    return CompileError("QN209", f"fusion check: {what}", where=where, fix=REPORT)

@@ -1,0 +1,118 @@
+"""What the checks know of conversions, spelling and dtypes, written down a second time.
+
+The passes derive these things from a few general functions. Here they are spelled out case by case, from the paper
+definition of the types (see :mod:`...core.sharding`), and no pass reads them: a wrong line on either side is a
+difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ...core.precision import Precision
+from ...core.sharding import AxisType, I, P, R, Shard
+from ...ops.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_state,
+    reduce_scatter,
+    shard_pad,
+    shard_slice,
+    share,
+)
+
+Call = tuple[torch._ops.OpOverload, tuple[int, ...]]  # communication, and what it says of dims
+
+# What a conversion (before, after) does to a value, and what its transpose does to the gradient. None: the bits stay.
+# A replicated value's gradient is a term on each rank, a partial value's gradient is the same on all.
+CONVERSIONS: Mapping[tuple[str, str], tuple[torch._ops.OpOverload | None, torch._ops.OpOverload | None]] = (
+    MappingProxyType(
+        {
+            ("I", "I"): (None, None),
+            ("I", "R"): (None, all_reduce),
+            ("I", "P"): (share, None),
+            ("I", "S"): (shard_slice, all_gather),
+            ("R", "I"): (None, share),
+            ("R", "R"): (None, None),
+            ("R", "P"): (share, share),
+            ("R", "S"): (shard_slice, shard_pad),
+            ("P", "I"): (all_reduce, None),
+            ("P", "R"): (all_reduce, all_reduce),
+            ("P", "P"): (None, None),
+            ("P", "S"): (reduce_scatter, all_gather),
+            ("S", "I"): (all_gather, shard_slice),
+            ("S", "R"): (all_gather, reduce_scatter),
+            ("S", "P"): (shard_pad, shard_slice),
+            ("S", "S"): (all_to_all, all_to_all),
+        }
+    )
+)
+SUMS = frozenset({all_reduce, reduce_scatter})
+
+# operators that generated code calls by a function of torch with the same name and the same positional arguments
+_TORCH = frozenset(
+    {
+        "add", "sub", "mul", "div", "neg", "rsqrt", "pow", "tanh", "sigmoid", "relu", "exp", "mm", "bmm", "addmm",
+        "matmul", "t", "transpose", "permute", "reshape", "split_with_sizes", "select", "cat", "sum", "mean",
+        "native_layer_norm", "embedding", "where", "masked_fill",
+    }
+)  # fmt: skip
+_NN = frozenset({"linear", "silu"})
+
+
+def forward_call(before: AxisType, after: AxisType, *, stored: bool) -> Call | None:
+    """What carries a value from ``before`` to ``after``. ``stored``: the value is a rank's slice of a parameter."""
+    op = CONVERSIONS[_letter(before), _letter(after)][0]
+    if op is None or before == after:
+        return None
+    return gather_state if stored and op is all_gather else op, _dims(before, after)
+
+
+def backward_call(before: AxisType, after: AxisType) -> Call | None:
+    """What carries the gradient of a value that went from ``before`` to ``after`` back."""
+    op = CONVERSIONS[_letter(before), _letter(after)][1]
+    return None if op is None or before == after else (op, _dims(after, before))
+
+
+def _letter(kind: AxisType) -> str:
+    return "S" if isinstance(kind, Shard) else {I: "I", R: "R", P: "P"}[kind]
+
+
+def _dims(source: AxisType, target: AxisType) -> tuple[int, ...]:
+    return tuple(n for kind in (source, target) if isinstance(kind, Shard) for n in (kind.dim, kind.parts))
+
+
+def bare(kind: AxisType, grad: bool) -> AxisType:
+    """``kind`` for a value that has a gradient or not: without one, replicated and invariant are the same."""
+    return I if kind is R and not grad else kind
+
+
+def spellings(target: Any) -> tuple[Any, ...]:
+    """What generated code may call for an operator of the graph."""
+    name = target._opname if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" else ""
+    home = torch if name in _TORCH else torch._C._nn if name in _NN else None
+    return (target,) if home is None else (target, getattr(home, name))
+
+
+def dtype_of_sum(precision: Precision, dtype: torch.dtype) -> torch.dtype:
+    """In which ranks add up values of ``dtype``."""
+    return torch.promote_types(dtype, precision.sums or dtype)
+
+
+def dtypes_of_gradient(precision: Precision, held: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """In which microbatches, and ranks, add up the gradient of a parameter held in ``held``."""
+    wide = torch.promote_types(held, precision.reduce or held)
+    return wide, torch.bfloat16 if precision.reduce is torch.bfloat16 else wide
+
+
+def rounds(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a cast between floating dtypes loses digits or range."""
+    if not (before.is_floating_point and after.is_floating_point):
+        return False
+    old, new = torch.finfo(before), torch.finfo(after)
+    return new.eps > old.eps or new.max < old.max

@@ -1,0 +1,4 @@
+"""Generated functions per rank.
+
+Imports no other passes.
+"""

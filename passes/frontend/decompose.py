@@ -1,0 +1,110 @@
+"""Operators without a rule, as the operators that torch makes them of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ...core.annotations import value
+
+aten = torch.ops.aten
+
+# Split although torch has kernels for them, because their parts have rules: losses, copies of views, sums of products.
+# None whose parts have other derivatives where the operator has a kink or a pole (special_entr, _safe_softmax, renorm).
+_SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
+    get_decompositions(
+        [
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+            aten.soft_margin_loss.default,
+            aten.addcmul.default,
+            aten.addcdiv.default,
+            aten.hardswish.default,
+            aten.softplus.default,
+            aten.addr.default,
+            aten.vdot.default,
+            aten.linalg_cross.default,
+            aten.trace.default,
+            aten.ldexp.Tensor,
+            aten.rsub.Tensor,
+            aten.heaviside.default,
+            aten.isposinf.default,
+            aten.isneginf.default,
+            aten.mvlgamma.default,
+            aten.block_diag.default,
+            aten.diag_embed.default,
+            aten.rot90.default,
+            aten._chunk_cat.default,
+            aten.unsafe_split.Tensor,
+            aten.diagonal_copy.default,
+            aten.expand_copy.default,
+            aten.narrow_copy.default,
+            aten.permute_copy.default,
+            aten.split_with_sizes_copy.default,
+            aten.t_copy.default,
+            aten.transpose_copy.int,
+            aten.unbind_copy.int,
+            aten.unfold_copy.default,
+        ]
+    )
+)
+
+
+def _python(target: Any) -> Callable[..., Any] | None:
+    """An operator's definition in Python."""
+    keys, kernels = torch._C.DispatchKey, getattr(target, "py_kernels", {})
+    return _SPLIT.get(target) or kernels.get(keys.CompositeImplicitAutograd) or kernels.get(keys.Autograd)
+
+
+def has_parts(target: Any) -> bool:
+    """Whether torch defines an operator by others."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    in_c = isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(composite)
+    return in_c or _python(target) is not None
+
+
+@contextlib.contextmanager
+def _torch_alone() -> Iterator[None]:
+    """Without oneDNN, one kernel of which is an LSTM: its derivative needs what only autograd keeps."""
+    (enabled, *_) = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(enabled)  # type: ignore[no-untyped-call]
+
+
+def take_apart(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tuple[fx.Graph, list[fx.Node]]:
+    """An operator's definition: a graph, and the nodes among the arguments in the order of its inputs.
+
+    ``args`` and ``kwargs`` may hold nodes, nested in lists; nothing is computed.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    python = _python(target)
+
+    def call(*tensors: Tensor) -> Any:
+        given = iter(tensors)
+        whole = [next(given) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+        some, named = pytree.tree_unflatten(whole, spec)
+        return (python or target)(*some, **named)
+
+    # tensors of their own, by which the trace tells them apart: nodes may share a value
+    with mode, _torch_alone():
+        given = [torch.empty_like(value(node)) for node in nodes]
+        if python is not None:  # what it calls stays as it is
+            return make_fx(call, pre_dispatch=True)(*given).graph, nodes
+        # torch's own definition may change what it made in place
+        inner = make_fx(call)(*given)
+        return make_fx(torch.func.functionalize(inner, remove="mutations"))(*given).graph, nodes

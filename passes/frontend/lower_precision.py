@@ -1,0 +1,186 @@
+"""Program -> Program: compute in bfloat16 or float16 what gains from it. Every change of dtype is a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from ...core.annotations import facts, is_getitem, leaf, origin, tensor_inputs, value, values
+from ...core.errors import CompileError
+from ...core.precision import Precision
+from ...ir.builder import GraphBuilder
+from ...ir.program import Program, outputs
+from .autocast_policy import NARROW, WIDE, name_of
+
+aten = torch.ops.aten
+FULL = torch.float32
+
+
+@dataclass(frozen=True)
+class LowerPrecision:
+    """Cast what operators read to the dtype that they compute in.
+
+    Before: %y: float32 = linear(%x, %w);  %l: float32 = row_nll(%y, %labels)
+    After:  %y: bfloat16 = linear(%x, %w);  %z: float32 = _to_copy(%y);  %l: float32 = row_nll(%z, %labels)
+    Ensures: all float32 values that one operator reads have one dtype; the loss is float32; casts of the model's own
+    are kept; values that depend on neither parameters nor floating inputs (positions, masks) are computed in float32.
+
+    An operator computes in the dtype of :mod:`.autocast_policy`; any other in that of the activations that it reads.
+    Where these differ, it computes in float32 and its result is narrow, as a model's own ``x.to(dtype)`` would make it.
+    A parameter that nobody reads in float32 becomes a narrow leaf (:attr:`.Leaf.held` says what ranks hold of it), of
+    which :class:`.InsertCommunication` makes a copy once a step, before any rank gathers it.
+
+    Raises:
+        CompileError: QN215 if the model has no float32 parameter to begin with.
+    """
+
+    precision: Precision = Precision()
+
+    def __call__(self, program: Program, /) -> Program:
+        if self.precision.compute is None:
+            return replace(program, precision=self.precision)
+        _require_full(program, self.precision.compute)
+        return _Lowering(program, self.precision).run()
+
+
+def _require_full(program: Program, compute: torch.dtype) -> None:
+    found = {value(node).dtype for node, kind in program.leaves.items() if kind.kind == "parameter"}
+    if FULL not in found:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "none"
+        raise CompileError(
+            "QN215",
+            f"copies in {str(compute).removeprefix('torch.')} are made of float32 parameters; this model's are {names}",
+            fix='build the model in float32 (model.float()), or use precision="model"',
+        )
+
+
+class _Lowering:
+    def __init__(self, program: Program, precision: Precision) -> None:
+        assert precision.compute is not None
+        self.program, self.precision, self.low = program, precision, precision.compute
+        self.builder = GraphBuilder(program.mode)
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.casts: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+        self.nodes = [n for n in program.graph.nodes if n.op != "output"]
+        self.exact = _exact(program)
+        self.loose: set[fx.Node] = set()  # what depends on leaves alone: as its users want it
+        self.mixed: set[fx.Node] = set()
+        self.computes: dict[fx.Node, torch.dtype] = {}
+        self.dtype: dict[fx.Node, torch.dtype] = {}  # of results
+        self._decide()
+        self._settle()
+
+    # -- decisions
+
+    def _decide(self) -> None:
+        for node in self.nodes:
+            source = origin(node)[0]
+            if node in self.exact:
+                self.computes[node] = self.dtype[node] = FULL
+            elif is_getitem(node) and source in self.dtype:
+                self.computes[node] = self.dtype[node] = self.dtype[source]
+            elif node.op == "placeholder" or is_getitem(node):
+                self.loose.add(node)
+            elif (fixed := self._fixed(node)) is not None:
+                self.computes[node] = self.dtype[node] = fixed
+            elif read := {self.dtype[n] for n in tensor_inputs(node) if self._activation(n)}:
+                self.computes[node] = self.dtype[node] = self.low if read == {self.low} else FULL
+                if len(read) == 2 and isinstance(facts(node).value, Tensor):
+                    self.mixed.add(node)
+                    self.dtype[node] = self.low
+            else:
+                self.loose.add(node)
+
+    def _activation(self, node: fx.Node) -> bool:
+        return _full(node) and node not in self.exact and node not in self.loose
+
+    def _fixed(self, node: fx.Node) -> torch.dtype | None:
+        """The dtype in which an operator computes whatever it reads."""
+        name = name_of(node.target)
+        if node.target is aten._to_copy.default or name in WIDE or node.kwargs.get("dtype") is FULL:
+            return FULL
+        limit = torch.finfo(self.low).max
+        numbers = [x for x in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, float)]
+        if any(limit < abs(x) < float("inf") for x in numbers):
+            return FULL
+        return self.low if name in NARROW else None
+
+    def _settle(self) -> None:
+        """Loose values are narrow unless a user wants float32 of them."""
+        ends = set(outputs(self.program.graph)[:1])
+        for node in reversed(self.nodes):
+            if node in self.loose:
+                users = [self.computes[user] for user in node.users if user.op != "output"]
+                wide = node in ends or FULL in users or not node.users
+                self.computes[node] = self.dtype[node] = FULL if wide else self.low
+
+    # -- the new graph
+
+    def run(self) -> Program:
+        for node in self.nodes:
+            with self.builder.at(node):
+                self.env[node] = self._leaf(node) if node.op == "placeholder" else self._operator(node)
+        ends = [self.env[node] for node in outputs(self.program.graph)]
+        if ends and value(ends[0]).dtype is self.low and value(outputs(self.program.graph)[0]).shape == ():
+            ends[0] = self._read(ends[0], FULL)
+        self.builder.output(tuple(ends))
+        _drop_unused(self.builder.graph)
+        return replace(self.program, graph=self.builder.graph, precision=self.precision)
+
+    def _leaf(self, node: fx.Node) -> fx.Node:
+        known, found = facts(node), leaf(node)
+        assert isinstance(known.value, Tensor) and found is not None
+        fake = known.value
+        if found.kind == "parameter" and fake.dtype is FULL and self.dtype[node] is self.low:
+            found = replace(found, held=FULL)
+            with self.builder.mode:
+                fake = torch.empty(fake.shape, dtype=self.low, device=fake.device)
+        return self.builder.placeholder(node.name, fake, found, needs_grad=known.needs_grad)
+
+    def _operator(self, node: fx.Node) -> fx.Node:
+        if is_getitem(node):
+            return self.builder.getitem(self.env[node.args[0]], int(node.args[1]))  # type: ignore[index,arg-type]
+        wanted = self.computes[node]
+        keeps = node.target is aten._to_copy.default and node.kwargs.get("dtype") is not FULL
+        given = {
+            n: self.env[n] if keeps or not _full(n) else self._read(self.env[n], wanted) for n in node.all_input_nodes
+        }
+        args, kwargs = fx.map_arg((node.args, node.kwargs), given.__getitem__)
+        args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
+        made = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        return self._read(made, self.low) if node in self.mixed else made
+
+    def _read(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        have = value(node).dtype
+        if have is dtype or have not in (FULL, self.low):
+            return node
+        key = node, dtype
+        if key not in self.casts:
+            self.casts[key] = self.builder.call(aten._to_copy.default, node, dtype=dtype)
+        return self.casts[key]
+
+
+def _full(node: fx.Node) -> bool:
+    found = {x.dtype for x in values(node) if x is not None and x.is_floating_point()}
+    return found == {FULL}
+
+
+def _exact(program: Program) -> set[fx.Node]:
+    """What depends on no parameter and no floating input."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        known = leaf(node) if node.op == "placeholder" else None
+        if known is not None:
+            if known.kind in ("buffer", "constant") or not value(node).is_floating_point():
+                found.add(node)
+        elif node.op == "call_function" and all(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,213 @@
+"""Captured -> Program: fix the batch size, and rewrite to few canonical operators."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import SymInt, Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...capture.canonical import LEAF, WHERE
+from ...core.annotations import Leaf, shape, value
+from ...core.errors import CompileError, Where
+from ...ir.builder import GraphBuilder
+from ...ir.program import Captured, Program
+from ..rules.table import RULES
+from .decompose import has_parts, take_apart
+from .rewrites import REWRITES, draws
+
+aten = torch.ops.aten
+
+
+class _Fails(Exception):
+    """An operator cannot be made: what torch says of it."""
+
+    def __init__(self, target: str, message: str, where: Where) -> None:
+        super().__init__(message)
+        self.target, self.message, self.where = target, message, where
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """Give every value a concrete global shape and every computation one spelling.
+
+    Before: ``view(x, [sym_size, -1])``, ``clone``, ``add(x, 1)``, ``cross_entropy_loss``
+    After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss``, ``sum``, ``div``
+    Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
+
+    ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run.
+
+    Raises:
+        CompileError: QN105 for random operators other than dropout; QN106 if the model's code runs with other numbers
+            of rows, and not with this one; QN109 if an operator fails whatever the number is.
+    """
+
+    batch_size: int
+    device: torch.device
+
+    def __call__(self, captured: Captured, /) -> Program:
+        if captured.only_rows not in (None, self.batch_size):
+            raise CompileError(
+                "QN106",
+                f"a batch of {self.batch_size} rows, and the model's code fixes the batch size that it was traced "
+                f"with: {captured.only_rows}",
+                fix="use x.shape[0] (or -1) where a literal batch size is used, or batches of that size",
+            )
+        try:
+            return self._program(captured)
+        except _Fails as failure:
+            raise self._diagnosed(captured, failure) from failure.__cause__
+
+    def _diagnosed(self, captured: Captured, failure: _Fails) -> CompileError:
+        """Whether it is the number of rows: then the program can be made for another one."""
+        rows = self.batch_size
+        for size in (*(rows * k for k in (2, 3, 4, 8)), *(rows // k for k in (2, 4) if rows % k == 0), 1):
+            try:
+                replace(self, batch_size=size)._program(captured)
+            except (_Fails, CompileError):
+                continue
+            return CompileError(
+                "QN106",
+                f"with a batch of {rows}, {failure.target} fails: {failure.message}",
+                where=failure.where,
+                fix=f"the model's code can run with a batch of {size}; use one, if the mesh divides it",
+            )
+        return CompileError("QN109", f"{failure.target} fails: {failure.message}", where=failure.where)
+
+    def _program(self, captured: Captured) -> Program:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        builder = GraphBuilder(mode)
+        env: dict[fx.Node, Any] = {}
+        alive = _alive(captured.graph)
+        for node in captured.graph.nodes:
+            if node not in alive:
+                continue  # a number that only an assertion read
+            builder.where = node.meta.get(WHERE, Where())
+            if node.op == "placeholder":
+                env[node] = self._leaf(builder, node)
+            elif node.op == "output":
+                builder.output(tuple(_unrounded(env[n]) for n in node.args[0]))
+            else:
+                args = [_resolve(a, env) for a in node.args]
+                kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
+                env[node] = self._node(builder, node, args, kwargs)
+        _drop_unused(builder.graph)
+        return Program(captured, builder.graph, mode, self.batch_size)
+
+    def _leaf(self, builder: GraphBuilder, node: fx.Node) -> fx.Node:
+        leaf: Leaf = node.meta[LEAF]
+        traced = node.meta["val"]
+        if not isinstance(traced, Tensor):
+            raise CompileError(
+                "QN102",
+                f"the batch has a {type(traced).__name__} at {leaf.name}",
+                fix="pass tensors, and flags that the model's code branches on",
+            )
+        sizes = [self.batch_size if isinstance(s, SymInt) else int(s) for s in traced.shape]
+        with builder.mode:
+            fake = torch.empty(sizes, dtype=traced.dtype, device=self.device)
+        return builder.placeholder(node.name, fake, leaf, needs_grad=leaf.trainable)
+
+    def _node(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        target: Any = node.target
+        if target in (aten.sym_size.int, torch.sym_float, torch.sym_int):
+            return shape(args[0])[args[1]] if target is aten.sym_size.int else args[0]
+        if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(
+            target, torch._ops.OpOverload
+        ):
+            return target(*args, **kwargs)  # arithmetic on sizes
+        if target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        if "device" in kwargs:
+            kwargs["device"] = self.device
+        kwargs.pop("pin_memory", None)
+        kwargs.pop("memory_format", None)
+        try:
+            return self._rewritten(builder, node, args, kwargs)
+        except CompileError:
+            raise
+        except Exception as error:
+            raise _Fails(str(target), str(error).strip().partition("\n")[0][:200], builder.where) from error
+
+    def _rewritten(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        target: Any = node.target
+        rewrite = REWRITES.get(target)
+        if rewrite is not None:
+            return rewrite(builder, node, args, kwargs)
+        random = draws(target)
+        if target not in RULES and has_parts(target):
+            graph, given = take_apart(builder.mode, target, args, kwargs)
+            drawn = {part.target for part in graph.nodes if draws(part.target)}
+            if drawn <= REWRITES.keys() and all(map(_known, graph.nodes)):  # else the error names what the user knows
+                return self._parts(builder, graph, given)
+            random = bool(drawn)
+        if random:
+            raise CompileError(
+                "QN105",
+                f"{target} draws random numbers, which would differ between layouts",
+                where=builder.where,
+                fix="use dropout, whose mask is the same on every layout, or pass the random numbers in the batch",
+            )
+        return builder.call(target, *args, **kwargs)
+
+    def _parts(self, builder: GraphBuilder, graph: fx.Graph, given: list[fx.Node]) -> Any:
+        env = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                some = [_resolve(a, env) for a in node.args]
+                env[node] = self._node(builder, node, some, {k: _resolve(a, env) for k, a in node.kwargs.items()})
+        return fx.map_arg(graph.output_node().args[0], lambda node: env[node])
+
+
+def _unrounded(result: fx.Node) -> fx.Node:
+    """A 16-bit loss before it is rounded: its terms are added up in 32 bits first, and whoever runs the program rounds
+    (:func:`dtypes_of_results`)."""
+    if result.target is not aten._to_copy.default or shape(result):
+        return result
+    (source,) = result.all_input_nodes
+    wide, narrow = value(source).dtype, value(result).dtype
+    rounds = wide.is_floating_point and narrow.is_floating_point and wide.itemsize > narrow.itemsize
+    return source if rounds else result
+
+
+def dtypes_of_results(captured: Captured) -> tuple[torch.dtype, ...]:
+    """The dtype of each result of the module itself."""
+    return tuple(node.meta["val"].dtype for node in captured.graph.output_node().args[0])  # type: ignore[union-attr]
+
+
+def _known(part: fx.Node) -> bool:
+    """Whether something is made of a node of an operator's definition, here or later."""
+    if part.op != "call_function" or part.target is operator.getitem:
+        return part.op in ("call_function", "placeholder", "output")
+    return part.target in REWRITES or part.target in RULES or has_parts(part.target)
+
+
+def _flat(tree: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def _resolve(arg: Any, env: dict[fx.Node, Any]) -> Any:
+    if isinstance(arg, fx.Node):
+        return env[arg]
+    if isinstance(arg, (list, tuple)):
+        return [_resolve(a, env) for a in arg]
+    return arg
+
+
+def _alive(graph: fx.Graph) -> set[fx.Node]:
+    """All inputs and tensors, and what these and the outputs need."""
+    ends = ("output", "placeholder")
+    alive = {n for n in graph.nodes if n.op in ends or isinstance(n.meta.get("val"), Tensor)}
+    for node in reversed(graph.nodes):
+        if node in alive:
+            alive.update(node.all_input_nodes)
+    return alive
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("output", "placeholder") and not node.users:
+            graph.erase_node(node)

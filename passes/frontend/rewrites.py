@@ -1,0 +1,302 @@
+"""How :mod:`.normalize` spells each operator that has several spellings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...core.annotations import is_float, shape, value
+from ...core.errors import CompileError
+from ...ir.builder import GraphBuilder
+from ...ops.attention import attention
+from ...ops.collectives import dropout
+from .attention_rewrites import dropouts, masked_attention, scaled_dot_product
+from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
+
+aten = torch.ops.aten
+
+
+Rewrite = Callable[[GraphBuilder, fx.Node, list[Any], dict[str, Any]], Any]
+
+
+def _identity(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    source: fx.Node = args[0]
+    return source
+
+
+def _reshape(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Any view that only regroups dims becomes reshape (strides differ on each rank anyway)."""
+    others, named = fx.map_arg((args[1:], kwargs), value)
+    with builder.mode:
+        after = node.target(value(args[0]).contiguous(), *others, **named).shape  # type: ignore[operator]
+    return builder.reshape(args[0], [int(s) for s in after])
+
+
+def _cast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    wanted = output_dtype(node)
+    source: fx.Node = args[0]
+    if value(source).dtype == wanted:
+        return source
+    return builder.call(aten._to_copy.default, source, dtype=wanted)
+
+
+def _slice(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, dim, start, end, step = args + [0, None, None, 1][len(args) - 1 :]
+    size = shape(x)[dim]
+    start = 0 if start is None else max(start + size, 0) if start < 0 else min(start, size)
+    end = size if end is None else max(end + size, 0) if end < 0 else min(end, size)
+    if (start, end, step) == (0, size, 1):
+        found: fx.Node = x
+        return found
+    return builder.call(aten.slice.Tensor, x, dim, start, end, step)
+
+
+def _expand(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, sizes = args[0], list(args[1])
+    skip = len(sizes) - len(shape(x))
+    sizes = [shape(x)[i - skip] if s == -1 else s for i, s in enumerate(sizes)]
+    return x if list(shape(x)) == sizes else builder.call(aten.expand.default, x, sizes)
+
+
+def _broadcast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
+    after = list(torch.broadcast_shapes(*(shape(x) for x in args[0])))  # type: ignore[no-untyped-call]
+    return [_expand(builder, node, [x, after], {}) for x in args[0]]
+
+
+def _split(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    x, size = args[0], args[1]
+    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    whole = shape(x)[dim]
+    return builder.call(aten.split_with_sizes.default, x, [min(size, whole - at) for at in range(0, whole, size)], dim)
+
+
+def _repeat(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Each dim of the result is (times, dim): expanded, then regrouped."""
+    x, times = args[0], list(args[1])
+    sizes = [1] * (len(times) - len(shape(x))) + list(shape(x))
+    apart = [size for pair in zip([1] * len(sizes), sizes, strict=True) for size in pair]
+    wide = [size for pair in zip(times, sizes, strict=True) for size in pair]
+    if times == [1] * len(times):
+        return builder.reshape(x, sizes)
+    grown = builder.call(aten.expand.default, builder.reshape(x, apart), wide)
+    return builder.reshape(grown, [count * size for count, size in zip(times, sizes, strict=True)])
+
+
+def _repeat_interleave(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """``output_size`` says what the number of repeats says already; without a dim all of them are one."""
+    x, times, dim = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim")
+    if dim is None:
+        x, dim = builder.reshape(x, [math.prod(shape(x))]), 0
+    return builder.call(node.target, x, times, dim)  # type: ignore[arg-type]
+
+
+def _slice_scatter(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Where a slice is all of its dim, the second input is the result."""
+    x, part = args[:2]
+    same = shape(x) == shape(part) and value(x).dtype == value(part).dtype
+    found: fx.Node = part if same else builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return found
+
+
+def _constant(builder: GraphBuilder, number: Any, like: fx.Node) -> fx.Node:
+    x = value(like)
+    return builder.call(aten.full.default, [], number, dtype=x.dtype, device=x.device)
+
+
+def _is_term(node: fx.Node, x: fx.Node) -> bool:
+    """A scalar (a loss, say) of which ranks and microbatches may hold terms. A number that is added to it is a value
+    of its own, of which each of them adds a share."""
+    return shape(x) == () and is_float(value(x)) and output_dtype(node) == value(x).dtype
+
+
+def _scalar(to_scalar: Any) -> Rewrite:
+    """op.Tensor with a Python number is another operator: adding a number is not linear, adding a tensor is."""
+
+    def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        numbers = [a for a in args[:2] if not isinstance(a, fx.Node)]
+        if not numbers:
+            return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+        alpha = kwargs.get("alpha", 1)
+        if not isinstance(args[0], fx.Node):
+            if alpha != 1 or to_scalar in (aten.sub.Scalar, aten.div.Scalar):
+                return builder.call(node.target, _constant(builder, args[0], args[1]), *args[1:], **kwargs)  # type: ignore[arg-type]
+            args = [args[1], args[0], *args[2:]]
+        x, number = args[0], args[1]
+        if to_scalar in (aten.mul.Scalar, aten.div.Scalar) and number == 1 and output_dtype(node) == value(x).dtype:
+            found: fx.Node = x
+            return found
+        number = number * alpha
+        if to_scalar in (aten.add.Scalar, aten.sub.Scalar) and _is_term(node, x):
+            number = -number if to_scalar is aten.sub.Scalar else number
+            return builder.call(aten.add.Tensor, x, _constant(builder, number, x))
+        return builder.call(to_scalar, x, number)
+
+    return rewrite
+
+
+def _subtracted(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """number - x"""
+    x, number = args[:2]
+    if len(args) > 2 or kwargs or not _is_term(node, x):
+        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return builder.call(aten.add.Tensor, builder.call(aten.neg.default, x), _constant(builder, number, x))
+
+
+def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    probability, training = args[1], args[2] if len(args) > 2 else True
+    kept = builder.call(dropout, args[0], probability, op=dropouts(builder)) if probability and training else args[0]
+    # native_dropout also returns its mask, which the derivative does not need here
+    return [kept, kept] if node.target is aten.native_dropout.default else kept
+
+
+def draws(target: Any) -> bool:
+    """Whether an operator draws random numbers of torch's own: every rank would draw others."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _embedding(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    if args[4] if len(args) > 4 else kwargs.get("sparse", False):
+        raise CompileError(
+            "QN105",
+            "an embedding with sparse=True asks for a sparse gradient, and programs make dense ones",
+            where=builder.where,
+            fix="sparse=False",
+        )
+    return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+
+
+def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    raise CompileError(
+        "QN105",
+        "an embedding with max_norm changes rows of its weight in the forward pass",
+        where=builder.where,
+        fix="max_norm=None",
+    )
+
+
+def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Where a mask of bools says which elements are written, one value for all of them is torch.where."""
+    x, indices, put = args[:3]
+    adds = bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
+    masks = [i for i in indices if i is not None and value(i).dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    if len(indices) > 1 or value(put).numel() != 1:
+        raise CompileError(
+            "QN101",
+            "index_put with a mask of bools: how many values it takes depends on the values of the mask",
+            where=builder.where,
+            fix="torch.where(mask, values, x), with values for all elements",
+        )
+    mask, missing = masks[0], len(shape(x)) - len(shape(masks[0]))
+    mask = builder.reshape(mask, [*shape(mask), *[1] * missing])
+    if value(mask).dtype is torch.uint8:
+        mask = builder.call(aten.ne.Scalar, mask, 0)
+    put = builder.reshape(put, [])
+    written = builder.call(aten.add.Tensor, x, put) if adds else put
+    return builder.call(aten.where.self, mask, written, x)
+
+
+def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """A tensor made after another one depends on nothing of it but its shape and kind."""
+    name = node.target._opname  # type: ignore[union-attr]
+    fill = 1 if "ones" in name else kwargs.get("fill_value", args[-1]) if "full" in name else 0
+    size = args[1] if name.startswith("new_") else shape(args[0])
+    device = value(args[0]).device
+    return builder.call(aten.full.default, list(size), fill, dtype=output_dtype(node), device=device)
+
+
+def _copy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """copy(destination, source) is source, in destination's shape and dtype."""
+    source = _expand(builder, node, [args[1], list(shape(args[0]))], {})
+    wanted = value(args[0]).dtype
+    return source if value(source).dtype == wanted else builder.call(aten._to_copy.default, source, dtype=wanted)
+
+
+def _called(target: Any) -> Rewrite:
+    """The same operator under its usual name."""
+
+    def rewrite(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        return builder.call(target, *args, **kwargs)
+
+    return rewrite
+
+
+def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
+    fill = args[3] if len(args) > 3 else kwargs.get("value")
+    if mode != "constant":
+        return builder.call(aten.pad.default, *args, **kwargs)
+    return builder.call(aten.constant_pad_nd.default, args[0], args[1], fill or 0)
+
+
+REWRITES: dict[Any, Rewrite] = {
+    **dict.fromkeys(
+        [
+            aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default,
+            aten.lift.default, aten.alias_copy.default,
+        ],
+        _identity,
+    ),
+    **dict.fromkeys(
+        [
+            aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.squeeze.default,
+            aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default, aten.flatten.using_ints,
+            aten.unflatten.int, aten.view_as.default, aten.view_copy.default, aten.squeeze_copy.default,
+            aten.squeeze_copy.dim, aten.squeeze_copy.dims, aten.unsqueeze_copy.default,
+        ],
+        _reshape,
+    ),
+    **dict.fromkeys(
+        [
+            aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other,
+            aten.type_as.default,
+        ],
+        _cast,
+    ),
+    **dict.fromkeys([aten.mean.default, aten.mean.dim], mean),
+    **dict.fromkeys([aten.dropout.default, aten.native_dropout.default], _dropout),
+    **dict.fromkeys(
+        [
+            aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default,
+            aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        ],
+        _filled,
+    ),
+    aten.max.other: _called(aten.maximum.default),
+    aten.min.other: _called(aten.minimum.default),
+    aten.__and__.Tensor: _called(aten.bitwise_and.Tensor),
+    aten.__or__.Tensor: _called(aten.bitwise_or.Tensor),
+    aten.__xor__.Tensor: _called(aten.bitwise_xor.Tensor),
+    aten.__lshift__.Scalar: _called(aten.bitwise_left_shift.Tensor_Scalar),
+    aten.__rshift__.Scalar: _called(aten.bitwise_right_shift.Tensor_Scalar),
+    aten.slice.Tensor: _slice,
+    aten.expand.default: _expand,
+    aten.broadcast_tensors.default: _broadcast,
+    aten.split.Tensor: _split,
+    aten.repeat.default: _repeat,
+    aten.repeat_interleave.self_int: _repeat_interleave,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.add.Tensor: _scalar(aten.add.Scalar),
+    aten.add.Scalar: _scalar(aten.add.Scalar),
+    aten.sub.Scalar: _scalar(aten.sub.Scalar),
+    aten.rsub.Scalar: _subtracted,
+    aten.sub.Tensor: _scalar(aten.sub.Scalar),
+    aten.mul.Tensor: _scalar(aten.mul.Scalar),
+    aten.div.Tensor: _scalar(aten.div.Scalar),
+    aten.copy.default: _copy,
+    aten.embedding.default: _embedding,
+    aten.embedding_renorm.default: _renormalized,
+    aten.index_put.default: _index_put,
+    aten.pad.default: _pad,
+    aten.cross_entropy_loss.default: cross_entropy,
+    **dict.fromkeys([aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default], nll),
+    aten.l1_loss.default: distance,
+    aten.kl_div.default: divergence,
+    aten.scaled_dot_product_attention.default: scaled_dot_product,
+    attention: masked_attention,
+}  # fmt: skip

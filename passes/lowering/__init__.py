@@ -1,0 +1,4 @@
+"""From sharding types to local shapes and communication nodes.
+
+Imports ``rules``.
+"""

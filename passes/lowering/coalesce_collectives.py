@@ -1,0 +1,92 @@
+"""DifferentiatedProgram -> DifferentiatedProgram: slices of a block's state travel together."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from ...core.annotations import annotate, copied_from, facts, leaf, value
+from ...ir.program import DifferentiatedProgram
+from ...ir.repeated_blocks import block_of
+from ...ops.collectives import all_gather, gather_together, reduce_scatter, scatter_together
+
+
+class Bundle:
+    """One collective for the gathers of a block's parameters, before the first of them is used, and one for the
+    scatters of its gradients, when the last of them is there.
+
+    Before: %w = all_gather(%p1, dp);  %y = linear(%x, %w);  %b = all_gather(%p2, dp)
+    After:  %all = gather_together([%p1, %p2], dp);  %w = %all[0];  %y = linear(%x, %w);  %b = %all[1]
+    Ensures: the same values, in fewer messages; a block's parameters are whole at once. What lies between blocks
+    travels with its neighbours there.
+    """
+
+    def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
+        gathers, scatters = _groups(program)
+        first = {members[0]: members for members in gathers}
+        last = {members[-1]: members for members in scatters}
+        joined = {node for members in (*gathers, *scatters) for node in members}
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        stage: dict[fx.Node, int] = {}
+
+        def emit(node: fx.Node) -> None:
+            new[node] = graph.node_copy(node, lambda n: new[n])
+            if node in program.stage:
+                stage[new[node]] = program.stage[node]
+
+        def together(members: Sequence[fx.Node], target: object) -> None:
+            for source in (node.all_input_nodes[0] for node in members):
+                if source not in new:  # the copy of a parameter, made right before its own gather
+                    emit(source)
+            _, axis, size = members[0].args[:3]
+            dims, parts = ([node.args[place] for node in members] for place in (3, 4))
+            given = [new[node.args[0]] for node in members]  # type: ignore[index]
+            name = "gather_together" if target is gather_together else "scatter_together"
+            made = graph.create_node("call_function", target, (given, axis, size, dims, parts), name=name)  # type: ignore[arg-type]
+            annotate(made, replace(facts(members[0]), value=tuple(value(node) for node in members)))
+            stage[made] = program.stage[members[0]]
+            for index, node in enumerate(members):
+                new[node] = graph.create_node("call_function", operator.getitem, (made, index), name=node.name)
+                annotate(new[node], facts(node))
+                stage[new[node]] = program.stage[node]
+
+        for node in program.graph.nodes:
+            if node in first:
+                together(first[node], gather_together)
+            elif node in last:
+                together(last[node], scatter_together)
+            elif node.op == "output":
+                graph.output(fx.map_arg(node.args[0], lambda n: new[n]))
+            elif node not in joined and node not in new:
+                emit(node)
+        graph.lint()
+        return program.moved(graph, new, stage)
+
+
+def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
+    """Gathers of parameters, and scatters of gradients that nothing else reads, in twos or more."""
+    gathers: dict[Hashable, list[fx.Node]] = defaultdict(list)
+    scatters: dict[Hashable, list[fx.Node]] = defaultdict(list)
+    settled, run, before = set(program.gradients.values()), 0, None
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node not in program.stage:
+            continue
+        block = block_of(node)
+        run, before = run + (block != before), block
+        if node in program.once or node.target not in (all_gather, reduce_scatter):
+            continue
+        place = block or run
+        key = program.stage[node], facts(node).phase, node.args[1], value(node).dtype, place
+        if node.target is all_gather and _stored(node.all_input_nodes[0]):
+            gathers[key].append(node)
+        elif node in settled and all(user.op == "output" for user in node.users):
+            scatters[key].append(node)
+    return [m for m in gathers.values() if len(m) > 1], [m for m in scatters.values() if len(m) > 1]
+
+
+def _stored(node: fx.Node) -> bool:
+    return leaf(copied_from(node) or node) is not None

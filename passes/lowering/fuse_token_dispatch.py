@@ -1,0 +1,111 @@
+"""LocalProgram -> LocalProgram: rows that come home only to leave again stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...core.annotations import is_getitem, shape, tensor_inputs, values
+from ...ir.program import LocalProgram
+from ...ops.collectives import RANKED, convert, microbatch, route, share, unroute
+from ..rules.notation import Factors, Rule
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class JoinRoutes:
+    """Cancel ``route(f(unroute(x)))`` to ``f(x)`` where ``f`` treats every row alone.
+
+    Before: %y = unroute(%x, plan);  %h = silu(%y);  %z = route(%h, plan)
+    After:  %h = silu(%x), whose rows are in the order of ``plan``
+    Ensures: the same rows meet the same experts; a value in another order is read by nothing else, and no operator
+    among ``f`` holds a number of rows (which is known only when the program runs).
+    """
+
+    rules: Mapping[Any, Rule]
+
+    def __call__(self, program: LocalProgram, /) -> LocalProgram:
+        while inside := self._inside(program):  # once for each axis on the way
+            program = _rewritten(program, inside)
+        return program
+
+    def _inside(self, program: LocalProgram) -> dict[fx.Node, fx.Node]:
+        """Each operator between an ``unroute`` and a ``route`` of the same plan, and that ``route``, which can go."""
+        ends = [node for node in program.graph.nodes if node.target is route and len(shape(node)) > 1]
+        return {node: end for end in ends for node in self._between(end) or ()}
+
+    def _between(self, end: fx.Node) -> set[fx.Node] | None:
+        found: set[fx.Node] = set()
+        todo, starts = [end.all_input_nodes[0]], 0
+        while todo:
+            node = todo.pop()
+            if node.target is unroute and node.args[1:] == end.args[1:]:
+                starts += 1
+            elif node not in found:
+                if not self._by_rows(node):
+                    return None
+                found.add(node)
+                todo += node.all_input_nodes
+        ends = found | {end}
+        return ends if starts and all(user in ends for node in found for user in node.users) else None
+
+    def _by_rows(self, node: fx.Node) -> bool:
+        """Whether an operator makes each row of its results of the same row of its inputs, whatever their number."""
+        if is_getitem(node):
+            return True
+        if node.op != "call_function" or node.target in RANKED | {convert, microbatch, share}:
+            return False
+        rule = self.rules.get(node.target)
+        if rule is None or not all(len(shape(n)) == 2 for n in tensor_inputs(node)):
+            return False
+        if node.target is aten.split_with_sizes.default:
+            dim = node.args[2] if len(node.args) > 2 else 0
+            used = {user.args[1] for user in node.users}
+            # the gradient of a part that nobody uses would be zeros of a known size
+            return dim in (1, -1) and len(used) == len(values(node))
+        return rule.shape_arg is None and _pointwise(rule.factors(node))
+
+
+def _pointwise(factors: Factors) -> bool:
+    return all(dims == factors.outputs[0] for dims in (*factors.inputs, *factors.outputs))
+
+
+def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> LocalProgram:
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+
+    def moved(user: fx.Node, source: fx.Node) -> fx.Node:
+        """What ``user`` reads: inside, what ``unroute`` was given."""
+        stays = user in inside and source.target is unroute and source.args[1:] == inside[user].args[1:]
+        return new[source.args[0]] if stays else new[source]  # type: ignore[index]
+
+    for node in program.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.map_arg(node.args[0], lambda n: new[n]))
+        elif node in inside and inside[node] is node:
+            new[node] = moved(node, node.all_input_nodes[0])
+        else:
+            new[node] = graph.node_copy(node, lambda n, user=node: moved(user, n))  # type: ignore[misc]
+    for node in reversed(list(graph.nodes)):
+        if node.target is unroute and not node.users:
+            graph.erase_node(node)
+    graph.lint()
+    kept = set(graph.nodes)
+    everywhere = {old: made for old, made in new.items() if made in kept and inside.get(old) is not old}
+    same = {old: made for old, made in everywhere.items() if old not in inside}
+    return replace(
+        program,
+        graph=graph,
+        stage={everywhere[n]: s for n, s in program.stage.items() if n in everywhere},
+        sharding={same[n]: s for n, s in program.sharding.items() if n in same},
+        once=frozenset(everywhere[n] for n in program.once if n in everywhere),
+        parts={key: same[n] for key, n in program.parts.items() if n in same},
+        deferred={everywhere[n]: everywhere[start] for n, start in program.deferred.items() if n in everywhere},
+        reads={
+            key: tuple(same[n] for n in found) for key, found in program.reads.items() if all(n in same for n in found)
+        },
+    )

@@ -1,0 +1,358 @@
+"""StagedProgram -> LocalProgram: every operator on local shapes, every change of sharding a visible node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from ...core.errors import REPORT, CompileError
+from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
+from ...ir.builder import GraphBuilder
+from ...ir.program import Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
+from ...ops.attention import attention
+from ...ops.collectives import (
+    MICROBATCHES,
+    convert,
+    dropout,
+    embedding_rows,
+    keep_mask,
+    microbatch,
+    nll_terms,
+    own_experts,
+    route,
+    route_plan,
+    row_nll,
+    share,
+    unroute,
+)
+from ...ops.expert_linear import expert_linear
+from ..rules.expert_axes import hops
+from ..rules.notation import Rule
+from .lower_attention import LowerAttention
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class InsertCommunication:
+    """Lower a sharded program to what one rank runs.
+
+    Before: %linear = linear(%x: S(1) -> R, %w: S(0))
+    After:  %all = convert(%x, "tp", 2, "S(1)", "R");  %linear = linear(%all, %w)
+    Ensures: every value has the local shape of its sharding; two conversions of one value to one sharding are one.
+
+    A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
+    slices), else to the stage of the user. What gathers a stored parameter comes before all its other conversions, and
+    runs once a step where the program says so. ``balance``: see :class:`.lower_attention.LowerAttention`.
+    """
+
+    rules: dict[Any, Rule]
+    balance: bool = True
+
+    def __call__(self, staged: StagedProgram, /) -> LocalProgram:
+        return _Lowering(staged, self.rules, self.balance).run()
+
+
+@dataclass
+class _Lowering:
+    staged: StagedProgram
+    rules: dict[Any, Rule]
+    balance: bool = True
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    sharding: dict[fx.Node, Sharding] = field(default_factory=dict)
+    made: dict[tuple[fx.Node, int, Sharding, int | None], fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sharded: ShardedProgram = self.staged.sharded
+        self.axes = self.sharded.axes
+        self.builder = GraphBuilder(self.sharded.program.mode)
+        self.local: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.planned: dict[tuple[fx.Node, str, int | None], tuple[fx.Node, fx.Node]] = {}
+        self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.at_start: set[fx.Node] = set()
+        self.deferred: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[tuple[fx.Node, int | None], fx.Node] = {}
+
+    def run(self) -> LocalProgram:
+        for node in self.sharded.program.graph.nodes:
+            if node.op == "output":
+                continue
+            with self.builder.at(node):
+                if node.op == "placeholder":
+                    self._leaf(node)
+                elif not is_getitem(node):
+                    self._operator(node)
+        out = self.sharded.program.graph.output_node()
+        wanted = self.sharded.strategies[out]
+        results = []
+        for position, result in enumerate(outputs(self.sharded.program.graph)):
+            source, index = origin(result)
+            target = tuple(s.inputs[position] for s in wanted)
+            with self.builder.at(source):
+                node = self._converted(source, index, target, needs_grad(result), self.staged.stage.get(source))
+            self.sharding[node] = target
+            results.append(node)
+        self.builder.output(tuple(results))
+        _drop_unused(self.builder.graph, set(results))
+        nodes = set(self.builder.graph.nodes)
+        return LocalProgram(
+            self.staged,
+            self.builder.graph,
+            self.builder.mode,
+            {n: s for n, s in self.stage.items() if n in nodes},
+            {n: s for n, s in self.sharding.items() if n in nodes},
+            self._once(),
+            {key: n for key, n in self.local.items() if n in nodes},
+            {key: found for key, found in self.reads.items() if nodes.issuperset(found)},
+            {n: found for n, found in self.deferred.items() if n in nodes},
+        )
+
+    def _leaf(self, node: fx.Node) -> None:
+        known = facts(node)
+        assert known.leaf is not None
+        kind = self.sharded.produced(node)
+        size = self._local(shape(node), kind)
+        with self.builder.mode:
+            fake = torch.empty(size, dtype=known.leaf.held or values(node)[0].dtype, device=values(node)[0].device)
+        new = self.builder.placeholder(node.name, fake, known.leaf, needs_grad=known.needs_grad)
+        self.local[node, 0] = new
+        self.sharding[new] = kind
+
+    def _operator(self, node: fx.Node) -> None:
+        stage = self.staged.stage.get(node)
+        replacement: dict[int, fx.Node] = {}
+        for position, given in enumerate(tensor_inputs(node)):
+            source, index = origin(given)
+            grad = needs_grad(node) and needs_grad(given)
+            replacement[position] = self._converted(source, index, self.sharded.wanted(node, position), grad, stage)
+        self.reads[node] = tuple(replacement.values())
+        before = len(self.builder.made)
+        results = self._emit(node, replacement)
+        for index, result in enumerate(results):
+            if result is None:
+                continue
+            expected = self._local(values(node)[index].shape, self.sharded.produced(node, index))
+            actual = tuple(values(result)[0].shape)
+            if actual != expected:
+                raise CompileError(
+                    "QN209",
+                    f"{node.target} makes {actual} on each rank where its sharding says {expected}",
+                    where=facts(node).where,
+                    fix=REPORT,
+                )
+            self.local[node, index] = result
+            self.sharding[result] = self.sharded.produced(node, index)
+        if stage is not None:
+            for new in self.builder.made[before:]:
+                self.stage[new] = stage
+
+    def _emit(self, node: fx.Node, given: dict[int, fx.Node]) -> list[fx.Node | None]:
+        """The operator on local inputs, with local sizes for its literals; one node per output that is used."""
+        target: Any = node.target
+        args, kwargs = _substitute(node, given)
+        produced = [self._local(v.shape, self.sharded.produced(node, i)) for i, v in enumerate(values(node))]
+        rule = self.rules.get(target)
+        if target is aten.reshape.default:
+            new = self.builder.reshape(args[0], list(produced[0]))
+        elif target is aten.split_with_sizes.default:
+            dim = args[2] if len(args) > 2 else 0
+            new = self.builder.call(target, args[0], [p[dim] for p in produced], dim)
+        elif target is aten.embedding.default and (axes := self._split_on(node, 0, 0)):
+            padding = args[2] if len(args) > 2 else kwargs.get("padding_idx", -1)
+            names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
+            new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
+        elif target is attention:
+            lower = LowerAttention(self.builder, self.axes, self.sharded.strategies[node], self.balance)
+            new = lower(node, list(given.values()))
+        elif target is expert_linear:
+            new = self._expert_linear(node, *args)
+        elif target is row_nll:
+            new = self._cross_entropy(node, args[0], args[1], args[2])
+        elif target is dropout:
+            new = self._dropout(node, args[0], args[1], kwargs["op"])
+        else:
+            if rule is not None and rule.shape_arg is not None:
+                args[rule.shape_arg] = list(produced[0])
+            new = self.builder.call(target, *args, **kwargs)
+        if isinstance(facts(node).value, tuple):
+            used = {user.args[1] for user in node.users if is_getitem(user)}
+            return [self.builder.getitem(new, i) if i in used else None for i in range(len(values(node)))]
+        return [new]
+
+    def _cross_entropy(self, node: fx.Node, logits: fx.Node, labels: fx.Node, ignore: int) -> fx.Node:
+        """log(sum of exp(logits)) minus the label's logit. Where ranks hold slices of the classes, they exchange three
+        numbers per row instead of logits (as Shoeybi et al. 2019, who do so in three steps)."""
+        call, axes = self.builder.call, self._split_on(node, 0, 1)
+        if any(axis.role == "time" for axis in axes):
+            raise CompileError("QN104", "classes cannot be split over microbatches", where=self.builder.where)
+        if not axes:
+            scores = call(aten._log_softmax.default, logits, 1, False)
+            return self.builder.getitem(call(aten.nll_loss_forward.default, scores, labels, None, 0, ignore), 0)
+        names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
+        terms = call(nll_terms, logits, labels, names, sizes)
+        for axis in reversed(axes):
+            terms = self._joined_terms(call(convert, terms, axis.name, axis.size, "S(0)", "I"))
+        top, total, picked = (call(aten.select.int, call(aten.select.int, terms, 0, 0), 0, i) for i in range(3))
+        gap = call(aten.sub.Tensor, top, picked)
+        losses = self._cast(call(aten.add.Tensor, call(aten.log.default, total), gap), logits)
+        return call(aten.masked_fill.Scalar, losses, call(aten.eq.Scalar, labels, ignore), 0.0)
+
+    def _joined_terms(self, terms: fx.Node) -> fx.Node:
+        """Of the terms of all ranks, those of their classes together."""
+        call = self.builder.call
+        tops, totals, picked = (call(aten.slice.Tensor, terms, 1, i, i + 1) for i in range(3))
+        tops = call(aten.detach.default, tops)
+        top = call(aten.amax.default, tops, [0], True)
+        totals = call(aten.mul.Tensor, totals, call(aten.exp.default, call(aten.sub.Tensor, tops, top)))
+        sums = [call(aten.sum.dim_IntList, x, [0], True) for x in (totals, picked)]
+        return call(aten.cat.default, [top, *sums], 1)
+
+    def _expert_linear(
+        self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool
+    ) -> fx.Node:
+        """Rows go to the ranks of their experts, axis by axis, and what became of them returns."""
+        call, experts = self.builder.call, shape(tensor_inputs(node)[2])[0]
+        way = []
+        for axis, ways in hops(self.axes, self.sharded.strategies[node]):
+            known = (ids, axis.name, self.staged.stage.get(node))
+            if known not in self.planned:  # layers of the same experts share the way
+                plan = call(route_plan, ids, axis.name, axis.size, experts, ways)
+                self.planned[known] = plan, call(route, ids, axis.name, axis.size, plan)
+            plan, ids = self.planned[known]
+            rows = call(route, rows, axis.name, axis.size, plan)
+            way.append((axis, plan))
+        if axes := self._split_on(node, 2, 0):
+            ids = call(own_experts, ids, experts, [axis.name for axis in axes], [axis.size for axis in axes])
+        rows = call(expert_linear, rows, ids, weight, bias, transposed)
+        for axis, plan in reversed(way):
+            rows = call(unroute, rows, axis.name, axis.size, plan)
+        return rows
+
+    def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:
+        wanted = values(like)[0].dtype
+        return x if values(x)[0].dtype == wanted else self.builder.call(aten._to_copy.default, x, dtype=wanted)
+
+    def _dropout(self, node: fx.Node, x: fx.Node, p: float, op: int) -> fx.Node:
+        """Its mask is a value of its own, so that the backward keeps that and not ``x``."""
+        cuts = [
+            (axis.name, axis.size, kind.dim, kind.parts)
+            for axis, kind in zip(self.axes, self.sharded.produced(node), strict=True)
+            if isinstance(kind, Shard)
+        ]
+        layout = [list(column) for column in zip(*cuts, strict=True)] if cuts else [[], [], [], []]
+        mask = self.builder.call(keep_mask, x, p, op, list(shape(node)), *layout)
+        return self.builder.call(aten.native_dropout_backward.default, x, mask, 0.0 if p == 1 else 1 / (1 - p))
+
+    def _split_on(self, node: fx.Node, position: int, dim: int) -> list[Any]:
+        wanted = self.sharded.wanted(node, position)
+        return [a for a, kind in zip(self.axes, wanted, strict=True) if isinstance(kind, Shard) and kind.dim == dim]
+
+    # -- conversions
+
+    def _converted(self, source: fx.Node, index: int, target: Sharding, grad: bool, stage: int | None) -> fx.Node:
+        """``source`` in sharding ``target``, for a user in ``stage``."""
+        start, node = self.sharded.produced(source, index), self.local[source, index]
+        found, held = leaf(source), self.sharded.gathered.get(source)
+        # a parameter is at hand in every stage that uses it
+        home = stage if found is not None and found.kind == "parameter" else self.staged.stage.get(source)
+        if found is not None and found.held is not None:
+            node = self._copied(node, values(source)[0].dtype, stage)
+        if held is not None:
+            node, start = self._gathered(node, start, held, stage), held.sharding
+        if not grad:  # without gradients I and R are the same bits
+            start, target = tuple(map(plain, start)), tuple(map(plain, target))
+        return self._moved(node, start, target, R if grad else I, (home, stage))
+
+    def _copied(self, stored: fx.Node, dtype: torch.dtype, stage: int | None) -> fx.Node:
+        """What ``stage`` reads of a parameter that is held in another dtype."""
+        if (stored, stage) not in self.copies:
+            copy = self.copies[stored, stage] = self.builder.call(aten._to_copy.default, stored, dtype=dtype)
+            if stage is not None:
+                self.stage[copy] = stage
+                self.at_start.add(copy)
+            if needs_grad(stored):
+                self.deferred[copy] = stored
+        return self.copies[stored, stage]
+
+    def _gathered(self, stored: fx.Node, start: Sharding, held: Gathered, stage: int | None) -> fx.Node:
+        """What operators of ``stage`` see of a parameter that is stored in slices."""
+        before = len(self.builder.made)
+        node = self._moved(stored, start, held.sharding, R if needs_grad(stored) else I, (stage, stage))
+        if held.once:
+            self.at_start.update(self.builder.made[before:])
+        if held.deferred:
+            self.deferred[node] = self.deferred.get(stored, stored)
+        return node
+
+    def _moved(
+        self, node: fx.Node, start: Sharding, target: Sharding, same: AxisType, at: tuple[int | None, int | None]
+    ) -> fx.Node:
+        """``at``: the stage where the value is at home, and that of its user."""
+        state, (home, stage) = list(start), at
+        for position, kind in conversion_path(start, target, same):
+            before = state[position]
+            state[position] = kind
+            away = stage if isinstance(before, Shard) and not isinstance(kind, Shard) else home
+            where = away if home is not None else None
+            # users with a gradient and without see other types: I and R are transposed in other ways
+            key = (node, position, (before, kind), where)
+            if key not in self.made:
+                self.made[key] = self._convert(node, position, before, kind)
+                if where is not None:
+                    self.stage[self.made[key]] = where
+            node = self.made[key]
+            home = where
+        return node
+
+    def _convert(self, node: fx.Node, position: int, before: Any, after: Any) -> fx.Node:
+        axis = self.axes[position]
+        if axis.role == "time" and isinstance(after, Shard):
+            return self.builder.call(microbatch, node, axis.size, after.dim, after.parts)
+        alone = plain(before) is I and (after is P or (before is R and after is I))
+        if axis.role == "time" and not alone:
+            raise CompileError(
+                "QN104",
+                f"a value split over {axis.size} microbatches would have to be exchanged between them",
+                where=self.builder.where,
+                fix="use microbatches=1",
+            )
+        if plain(before) is I and after is P and not needs_grad(node):
+            return self.builder.call(share, node, axis.name, axis.size)
+        return self.builder.call(convert, node, axis.name, axis.size, str(before), str(after))
+
+    def _local(self, size: Sequence[int], kind: Sharding) -> tuple[int, ...]:
+        return local_shape(size, kind, self.sharded.ranks)
+
+    def _once(self) -> frozenset[fx.Node]:
+        """What runs once a step: nodes that no parameter and no one microbatch touches, and gathers of parameters.
+        A node that names the axis in time reads which microbatch it is in (the positions of a random mask do)."""
+        once: set[fx.Node] = set()
+        for node in self.builder.graph.nodes:
+            if node.op == "placeholder":
+                found = leaf(node)
+                if found is not None and found.kind != "parameter":
+                    once.add(node)
+                continue
+            anywhere = node.op == "call_function" and node.target is not microbatch and node not in self.stage
+            anywhere = anywhere and MICROBATCHES not in torch.utils._pytree.tree_leaves(node.args)
+            if node in self.at_start or (anywhere and all(source in once for source in tensor_inputs(node))):
+                once.add(node)
+        return frozenset(once)
+
+
+def _substitute(node: fx.Node, given: dict[int, fx.Node]) -> tuple[list[Any], dict[str, Any]]:
+    """The node's arguments with its tensor inputs replaced, by position among them."""
+    counter = iter(range(len(given)))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: given[next(counter)])
+    return [list(a) if isinstance(a, (list, tuple)) else a for a in args], dict(kwargs)
+
+
+def _drop_unused(graph: fx.Graph, keep: set[fx.Node]) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users and node not in keep:
+            graph.erase_node(node)

@@ -1,0 +1,4 @@
+"""Communication beside computation: reordering, and matmuls fused with collectives.
+
+Imports ``autodiff`` and below.
+"""

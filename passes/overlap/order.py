@@ -1,0 +1,213 @@
+"""The order of one function in which communication runs beside computing: a list scheduling that moves little."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, groupby
+
+from torch import fx
+
+from ...core.annotations import copied_from, is_getitem, leaf
+from ...ir.program import DifferentiatedProgram
+from ...ir.repeated_blocks import Block, block_of
+from ...ops.collectives import STARTS, all_gather, gather_together, reduce_scatter, scatter_together
+from ..autodiff.recompute_cut import takes_long
+
+Seconds = Callable[[fx.Node], float]
+MARGIN = 2.0  # prices are estimates: what is to hide a collective may take so many times as long
+
+
+@dataclass(frozen=True)
+class Start:
+    """The beginning of a collective; the node itself then is its end."""
+
+    node: fx.Node
+
+
+Item = fx.Node | Start
+
+
+class Order:
+    """Starts move up and waits down, within bounds of memory:
+
+    - A block's parameters are gathered from the moment on at which those before them are there: while one block is
+      computed, at most one other's are whole or on their way. None start more than a block ahead.
+    - Gradients of a block's parameters are scattered while the next block is computed, one block's at a time.
+    - Of values between operators, nothing leaves its block. A collective starts early enough that products (or
+      attention) hide it, and no earlier. Where too few lie between its input and its first use, independent ones
+      change places with it: those before it wait until it has started, those behind its wait come first.
+
+    A collective with no product beside it stays whole.
+    """
+
+    def __init__(self, program: DifferentiatedProgram, nodes: Sequence[fx.Node], seconds: Seconds) -> None:
+        self.seconds = seconds
+        settled = set(program.gradients.values())
+        self.picks: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # of several results: with what makes them
+        for node in nodes:
+            if is_getitem(node) and _source(node) is not node:
+                self.picks[_source(node)].append(node)
+        self.nodes = [node for node in nodes if _source(node) is node]
+        self.gathers = [n for n in self.nodes if _gathers_state(n)]
+        self.scatters = [n for n in self.nodes if _scatters(n, settled)]
+        self.busy: set[Item] = set()  # what hides a collective already
+
+    def found(self) -> list[Item]:
+        """All nodes, and a start before the ends of those that are split."""
+        moved = {*self.gathers, *self.scatters}
+        runs = [list[Item](run) for _, run in groupby(self.nodes, key=block_of)]
+        for run in runs:
+            for node in [n for n in run if isinstance(n, fx.Node) and n.target in STARTS and n not in moved]:
+                run[:] = self._beside(run, node)
+        order = self._state(list(chain(*runs)))
+        return [each for item in order for each in (item, *(self.picks[item] if isinstance(item, fx.Node) else ()))]
+
+    # -- between operators
+
+    def _beside(self, run: list[Item], node: fx.Node) -> list[Item]:
+        here = run.index(node)
+        users, inputs = _users([node]), _inputs(node)
+        first = 1 + max((i for i, item in enumerate(run[:here]) if item in inputs), default=-1)
+        last = next((i for i in range(here + 1, len(run)) if _node(run[i]) in users), len(run))
+        head, early, late, rest = run[:first], run[first:here], run[here + 1 : last], run[last:]
+        needed = MARGIN * self.seconds(node) - self._hides([*early, *late])
+        put_off = self._independent_before(head, {node, *map(_node, run[:last])}, needed)
+        brought = self._independent_after(node, rest, needed - self._hides(put_off))
+        while early and needed + self._hides(early[:1]) <= 0:  # more than enough: it may start later
+            needed += self._hides(early[:1])
+            head.append(early.pop(0))
+        beside = [*put_off, *early, *late, *brought]
+        if not any(map(_takes_long, beside)):
+            return run
+        self.busy.update(beside)
+        return [*_without(head, put_off), Start(node), *beside, node, *_without(rest, brought)]
+
+    def _independent_before(self, head: list[Item], known: set[fx.Node], needed: float) -> list[Item]:
+        """The last products of ``head`` that none of the nodes up to the wait reads."""
+        found: list[Item] = []
+        for item in reversed(head):
+            if needed <= 0:
+                break
+            if _takes_long(item) and item not in self.busy and not _users([_node(item)]) & known:
+                found.insert(0, item)
+                needed -= self._hides([item])
+        return found
+
+    def _independent_after(self, node: fx.Node, rest: list[Item], needed: float) -> list[Item]:
+        """The first products of ``rest`` that do not need ``node``, with what they need."""
+        behind: set[Item] = {node}
+        found: list[Item] = []
+        for item in rest:
+            if needed <= 0:
+                break
+            free = not isinstance(item, Start) and item.target not in STARTS and item not in self.busy
+            if free and not behind.intersection(_inputs(_node(item))):
+                found.append(item)
+                needed -= self._hides([item])
+            else:
+                behind.add(item)
+        while found and not _takes_long(found[-1]):
+            found.pop()
+        return found
+
+    def _hides(self, items: Iterable[Item]) -> float:
+        return sum(self.seconds(_node(item)) for item in items if _takes_long(item))
+
+    # -- parameters and their gradients
+
+    def _state(self, order: list[Item]) -> list[Item]:
+        """Move gathers of parameters, and waits for scatters of gradients."""
+        place: dict[Item, int] = {item: i for i, item in enumerate(order)}
+        long = list(accumulate(map(_takes_long, order), initial=0))
+        put: dict[int, list[Item]] = defaultdict(list)  # ahead of the item at an index
+        use = {n: min((i for u in _users([n]) if (i := _first(place, u)) >= 0), default=place[n]) for n in self.gathers}
+        before = 0
+        for unit in _units(sorted(self.gathers, key=use.__getitem__)):
+            first = min(use[n] for n in unit)
+            begin = max(before, _a_block_ahead(order, first, {block_of(n) for n in unit}))
+            for node in unit:
+                if long[use[node]] > long[begin]:
+                    put[begin] += [*(x for x in _inputs(node) if place.get(x, -1) >= begin), Start(node)]
+                put[use[node]].append(node)
+            before = first
+        units = _units(self.scatters)
+        for number, unit in enumerate(units, 1):
+            end = place[units[number][0]] if number < len(units) else len(order)
+            for node in unit:
+                if long[end] > long[place[node]]:
+                    put[place[node]].append(Start(node))
+                    put[end].append(node)
+                else:
+                    put[place[node]].append(node)
+        done: dict[Item, None] = {}
+        moved = {*self.gathers, *self.scatters}
+        for i, item in enumerate([*order, None]):
+            done.update(dict.fromkeys(put[i]))
+            if item is not None and item not in moved:
+                done.setdefault(item)
+        return list(done)
+
+
+def _units(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """What travels for one block, or between two."""
+    return [list(unit) for _, unit in groupby(nodes, key=block_of)]
+
+
+def _a_block_ahead(order: Sequence[Item], place: int, own: set[Block | None]) -> int:
+    """The first index from which on there is one other block at most before ``place``."""
+    seen: set[Hashable] = set()
+    for i in range(place - 1, -1, -1):
+        block = block_of(_node(order[i]))
+        if block is not None and block not in own:
+            seen.add(block)
+        if len(seen) > 1:
+            return i + 1
+    return 0
+
+
+def _node(item: Item) -> fx.Node:
+    return item.node if isinstance(item, Start) else item
+
+
+def _first(place: dict[Item, int], node: fx.Node) -> int:
+    """Where a node reads its inputs; -1 in another function."""
+    return place.get(Start(node), place.get(node, -1))
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """The collective of whose results ``node`` is one; else itself."""
+    made = node.args[0] if is_getitem(node) else node
+    return made if isinstance(made, fx.Node) and made.target in STARTS else node
+
+
+def _inputs(node: fx.Node) -> set[fx.Node]:
+    return {_source(n) for n in node.all_input_nodes}
+
+
+def _users(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Who reads them, or one of their results."""
+    return {user for n in nodes for pick in n.users for user in (pick.users if _source(pick) is n else (pick,))}
+
+
+def _without(items: Iterable[Item], others: Sequence[Item]) -> list[Item]:
+    gone = set(others)
+    return [item for item in items if item not in gone]
+
+
+def _takes_long(item: Item) -> bool:
+    return isinstance(item, fx.Node) and takes_long(item)
+
+
+def _gathers_state(node: fx.Node) -> bool:
+    stored = all(leaf(copied_from(n) or n) is not None for n in node.all_input_nodes)
+    return node.target in (all_gather, gather_together) and stored
+
+
+def _scatters(node: fx.Node, settled: set[fx.Node]) -> bool:
+    """Whether this makes gradients that nothing else reads."""
+    if node.target not in (reduce_scatter, scatter_together):
+        return False
+    made = [user for user in node.users if is_getitem(user)] or [node]
+    return all(n in settled and all(user.op == "output" for user in n.users) for n in made)

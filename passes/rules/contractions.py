@@ -1,0 +1,162 @@
+"""Rules of contractions: matrix products, convolutions, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from ...core.annotations import shape, tensor_inputs
+from .node_factors import Named, aligned, argument, named, opaque
+from .notation import Dims, Factors, Notation, SpecFn
+
+
+def matmul(node: fx.Node) -> Factors:
+    """matmul, mm, bmm of any ranks, with broadcast leading dims."""
+    a, b = (shape(n) for n in tensor_inputs(node))
+    out = shape(node)
+    sizes: dict[str, int] = {"k": a[-1]}
+    lead = out[: len(out) - (len(a) > 1) - (len(b) > 1)]
+    names, more = named(lead, "b")
+    sizes |= more
+    left, right, tail = list(aligned(names, sizes, a[:-2])), list(aligned(names, sizes, b[:-2])), list(names)
+    if len(a) > 1:
+        sizes["m"] = a[-2]
+        left.append(("m",))
+        tail.append(("m",))
+    left.append(("k",))
+    right.append(("k",))
+    if len(b) > 1:
+        sizes["n"] = b[-1]
+        right.append(("n",))
+        tail.append(("n",))
+    return Factors((tuple(left), tuple(right)), (tuple(tail),), sizes, linear=((0,), (1,)))
+
+
+def added(text: str) -> SpecFn:
+    """A rule for ``beta * first + alpha * product``: ``text`` describes the product, the first input broadcasts."""
+    product = Notation.parse(text)
+
+    def factors(node: fx.Node) -> Factors:
+        first, *others = tensor_inputs(node)
+        found = product.fit([shape(n) for n in others], [shape(node)])
+        bias = aligned(found.outputs[0], found.sizes, shape(first))
+        return replace(found, inputs=(bias, *found.inputs), additive=frozenset({0}))
+
+    return factors
+
+
+def einsum(node: fx.Node) -> Factors:
+    """The equation is a rule. One that repeats a letter in a tensor runs unsplit."""
+    equation = argument(node, "equation").replace(" ", "")
+    operands = tensor_inputs(node)
+    inputs, arrow, output = equation.partition("->")
+    if not arrow:  # the letters that occur once, in alphabetical order
+        letters = inputs.replace(",", "").replace("...", "")
+        output = "..." * ("..." in inputs) + "".join(c for c in sorted(set(letters)) if letters.count(c) == 1)
+    text = f"{', '.join(map(_spaced, inputs.split(',')))} -> {_spaced(output)}"
+    try:
+        notation = Notation.parse(text, linear=[[i] for i in range(len(operands))])
+        return notation.fit([shape(n) for n in operands], [shape(node)])
+    except ValueError:
+        return opaque(node)
+
+
+def _spaced(letters: str) -> str:
+    """A term of an equation in the notation of rules.
+
+    >>> _spaced("...ij")
+    '... i j'
+    """
+    return " ".join(["..."] * letters.startswith("...") + list(letters.removeprefix("...")))
+
+
+def convolution(node: fx.Node) -> Factors:
+    """Batch (where there is one), input channels (a sum) and output channels; space and groups are whole."""
+    given = tensor_inputs(node)
+    x, weight, out = shape(given[0]), shape(given[1]), shape(node)
+    space = len(weight) - 2
+    transposed = "conv_transpose" in str(node.target) or bool(argument(node, "transposed"))
+    batch: Named = [("n",)] if len(x) > space + 1 else []
+    sizes = {"n": x[0]} if batch else {}
+    sizes |= {"i": x[-space - 1], "o": out[-space - 1], "w0": weight[0], "w1": weight[1]}
+    whole = {"w0", "w1"}
+    first, second = ("i", "o") if transposed else ("o", "i")
+    if argument(node, "groups") > 1:
+        first, second = "w0", "w1"
+        whole |= {"i", "o"}
+    places: dict[str, Named] = {}
+    for label, dims in (("x", x[-space:]), ("w", weight[2:]), ("y", out[-space:])):
+        places[label], more = named(dims, f"{label}_")
+        sizes |= more
+        whole |= set(more)
+    ins: list[Dims] = [(*batch, ("i",), *places["x"]), ((first,), (second,), *places["w"])]
+    if len(given) > 2:
+        ins.append((("o",),))
+    return Factors(
+        tuple(ins),
+        ((*batch, ("o",), *places["y"]),),
+        sizes,
+        frozenset(whole),
+        linear=((0,), (1,)) if len(given) == 2 else (),
+        additive=frozenset({2}) if len(given) > 2 else frozenset(),
+    )
+
+
+def attention(node: fx.Node) -> Factors:
+    """scaled_dot_product_attention: batch, heads and (unless their number says what they see) queries. Fewer key heads
+    form groups."""
+    q, k, v, *mask = tensor_inputs(node)
+    qs, ks, vs = shape(q), shape(k), shape(v)
+    out, rank = shape(node), len(qs)
+    batch, sizes = named(out[: max(rank - 3, 0)], "b")
+    sizes |= {"s": qs[-2], "t": ks[-2], "d": qs[-1], "e": vs[-1]}
+    whole = {"t", "d"} | ({"s"} if argument(node, "is_causal") else set())
+    heads: Named = []
+    if rank > 2:
+        sizes |= {"g": ks[-3], "r": out[-3] // ks[-3]}
+        heads = [("g", "r") if sizes["r"] > 1 else ("g",)]
+        if any(len(dims) != rank or dims[-3] not in (1, size) for dims, size in ((qs, out[-3]), (vs, ks[-3]))):
+            return opaque(node)
+
+    def place(dims: Sequence[int], group: Named, *last: str) -> Dims:
+        full = (*batch, *group, *((name,) for name in last))
+        return aligned(full, sizes, dims)
+
+    keys: Named = [("g",)] if heads else []
+    ins = [place(qs, heads, "s", "d"), place(ks, keys, "t", "d"), place(vs, keys, "t", "e")]
+    ins += [place(shape(m), heads, "s", "t") for m in mask]
+    outs = (place(out, heads, "s", "e"),)
+    return Factors(tuple(ins), outs, sizes, frozenset(whole), linear=((2,),))
+
+
+def cached_attention(node: fx.Node) -> Factors:
+    """Batch and heads, of caches as of all else; positions are whole."""
+    q, k, v, keys, *_ = (shape(n) for n in tensor_inputs(node))
+    sizes = {"b": q[0], "g": k[1], "r": q[1] // k[1], "s": q[2], "d": q[3], "e": v[3], "l": keys[2]}
+    heads = ("g", "r") if sizes["r"] > 1 else ("g",)
+    new: Dims = (("b",), ("g",), ("s",))
+    kept: Dims = (("b",), ("g",), ("l",))
+    ins = ((("b",), heads, ("s",), ("d",)), (*new, ("d",)), (*new, ("e",)), (*kept, ("d",)), (*kept, ("e",)))
+    out: Dims = (("b",), heads, ("s",), ("e",))
+    return Factors((*ins, (), (("b",), ("l",))), (out,), sizes, frozenset({"s", "d", "e", "l"}))
+
+
+def masked_attention(node: fx.Node) -> Factors:
+    """quintnet.attention: batch, heads and queries, which are told their positions (see LowerAttention). Or queries and
+    keys at once, where these are as many: then the operator sends keys and values around itself."""
+    q, k, v = (shape(n) for n in tensor_inputs(node)[:3])
+    sizes = {"b": q[0], "g": k[1], "r": q[1] // k[1], "s": q[2], "t": k[2], "d": q[3], "e": v[3]}
+    heads = ("g", "r") if sizes["r"] > 1 else ("g",)
+    keys: Dims = (("b",), ("g",), ("t",))
+    # documents are those of the keys; queries pick theirs
+    ids: list[Dims] = [(("b",), ("t",)) for name in ("padding", "segments") if argument(node, name) is not None]
+    return Factors(
+        ((("b",), heads, ("s",), ("d",)), (*keys, ("d",)), (*keys, ("e",)), *ids),
+        ((("b",), heads, ("s",), ("e",)),),
+        sizes,
+        frozenset({"t", "d"}),
+        linear=((2,),),
+        joint=frozenset({("s", "t")} if q[2] == k[2] else ()),
+    )

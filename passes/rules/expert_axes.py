@@ -1,0 +1,75 @@
+"""Axes over which experts are spread: each rank holds some, and rows travel to them and back."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import fx
+
+from ...core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, values
+from ...core.errors import CompileError
+from ...core.sharding import Shard
+from ...ir.program import Axis, Strategy
+from ...ops.expert_linear import expert_linear
+
+
+def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
+    """The parameters that have one part per expert: weights and biases of ``expert_linear``."""
+    layers = [node for node in graph.nodes if node.op == "call_function" and node.target is expert_linear]
+    return frozenset(given for node in layers for given in tensor_inputs(node)[2:] if leaf(given) is not None)
+
+
+def routed_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
+    """Of the rows that go to experts, and of what comes back: in a mixture of layers with the same ids, those of the
+    first and the results of the last. ``repeats``: how many nodes a node stands for."""
+    mixtures: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is expert_linear:
+            mixtures[node.all_input_nodes[1]].append(node)
+    ends = [(layers[0].all_input_nodes[0], layers[-1]) for layers in mixtures.values()]
+    return sum(num_bytes(values(node)[0]) * repeats.get(last, 1) for first, last in ends for node in (first, last))
+
+
+def check_experts(graph: fx.Graph, asked: Sequence[str]) -> None:
+    """Raises: CompileError QN204 if a plan spreads experts and the model has none."""
+    if asked and not expert_parameters(graph):
+        raise CompileError(
+            "QN204",
+            f"the plan spreads experts over {' and '.join(asked)}, and the model has no expert_linear",
+            fix="leave experts out, or shard parameters by name (see docs/sharding.md)",
+        )
+
+
+def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
+    """The strategies in which each rank has rows of its own and experts of its own.
+
+    Raises:
+        CompileError: QN203 if the experts do not divide.
+    """
+    found = tuple(s for s in options if s.exchanges)
+    if not found:
+        raise CompileError(
+            "QN203",
+            f"{shape(tensor_inputs(node)[2])[0]} experts (after the other axes) cannot be spread over "
+            f"{axis.name}={axis.size}",
+            where=facts(node).where,
+            fix="use a size that divides their number",
+        )
+    return found
+
+
+def hops(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:
+    """The axes on which the rows of an ``expert_linear`` travel, and in how many ways the axes before each split the
+    experts."""
+    found, ways = [], 1
+    for axis, strategy in zip(axes, chosen, strict=True):
+        if strategy.exchanges:
+            found.append((axis, ways))
+        if splits_experts(strategy):
+            ways *= axis.size
+    return found
+
+
+def splits_experts(strategy: Strategy) -> bool:
+    return isinstance(kind := strategy.inputs[2], Shard) and kind.dim == 0

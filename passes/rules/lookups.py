@@ -1,0 +1,132 @@
+"""Rules of lookups by index, and of the losses that look up a label."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from ...core.annotations import shape, tensor_inputs
+from .node_factors import Named, aligned, argument, chosen_dims, named, opaque
+from .notation import Dims, Factors, Notation
+
+_ROWS = Notation.parse("n v, n -> n", contiguous="v")
+_EXPERTS = Notation.parse("r i, r, e o i, e o -> r o", additive=[3], contiguous="e")
+_EXPERTS_T = Notation.parse("r i, r, e i o, e o -> r o", additive=[3], contiguous="e")
+_EMBEDDING = Notation.parse("v e, ... -> ... e", linear=[[0]], contiguous="v")
+
+
+def embedding(node: fx.Node) -> Factors:
+    """Rows too: InsertCommunication masks the ids of other ranks' rows. Not with gradients scaled by frequency."""
+    if argument(node, "scale_grad_by_freq"):
+        return opaque(node)
+    return _EMBEDDING.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+
+
+def row_nll(node: fx.Node) -> Factors:
+    """Rows, and classes: InsertCommunication adds up what ranks have of a row."""
+    found = _ROWS.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+    return replace(found, settled=frozenset({"v"}))
+
+
+def expert_linear(node: fx.Node) -> Factors:
+    """Rows, features, and experts: a rank adds the rows of its own experts, or rows travel to their experts' ranks."""
+    notation = _EXPERTS_T if argument(node, "transposed") else _EXPERTS
+    found = notation.fit([shape(n) for n in tensor_inputs(node)], [shape(node)])
+    return replace(found, joint=frozenset({("r", "e")}))
+
+
+def label_loss(node: fx.Node) -> Factors:
+    """nll_loss_forward, nll_loss2d_forward without a mean: samples and pixels; classes are whole."""
+    scores, *others = (shape(n) for n in tensor_inputs(node))
+    reduction = argument(node, "reduction")
+    if reduction == 1 or len(scores) == 1:
+        return opaque(node)
+    rows, sizes = named((scores[0], *scores[2:]))
+    sizes["v"] = scores[1]
+    ins: list[Dims] = [(rows[0], ("v",), *rows[1:]), tuple(rows), (("v",),)]
+    losses = tuple(rows) if reduction == 0 else ()
+    return Factors(tuple(ins[: len(others) + 1]), (losses, ()), sizes, frozenset({"v"}))
+
+
+def index(node: fx.Node) -> Factors:
+    """x[..., i, j]: indexed dims are whole; the others pass. Only for indices that lead or stand together."""
+    source, *given = tensor_inputs(node)
+    used = [d for d, pick in enumerate(argument(node, "indices")) if pick is not None]
+    if used != list(range(used[0], used[-1] + 1)):
+        return opaque(node)
+    dims, sizes = named(shape(source))
+    count = max(len(shape(pick)) for pick in given)
+    names, more = named(shape(node)[used[0] : used[0] + count], "p")
+    sizes |= more
+    picks = (aligned(names, sizes, shape(pick)) for pick in given)
+    out = (*dims[: used[0]], *names, *dims[used[-1] + 1 :])
+    return Factors((tuple(dims), *picks), (out,), sizes, frozenset(f"d{d}" for d in used), linear=((0,),))
+
+
+def index_select(node: fx.Node) -> Factors:
+    """The dim is whole; the index may be split."""
+    source, picks = tensor_inputs(node)
+    if not shape(source) or not shape(picks):
+        return opaque(node)
+    dims, sizes = named(shape(source))
+    (along,) = chosen_dims(argument(node, "dim"), len(dims))
+    sizes["p"] = shape(node)[along]
+    out = tuple(("p",) if d == along else f for d, f in enumerate(dims))
+    return Factors((tuple(dims), (("p",),)), (out,), sizes, frozenset({f"d{along}"}), linear=((0,),))
+
+
+def index_add(node: fx.Node) -> Factors:
+    """index_add, index_copy, index_fill: the dim and the index are whole."""
+    x, picks, *source = tensor_inputs(node)
+    if not shape(x) or not shape(picks):
+        return opaque(node)
+    dims, sizes = named(shape(x))
+    (along,) = chosen_dims(argument(node, "dim"), len(dims))
+    sizes["p"] = shape(picks)[0]
+    other = tuple(("p",) if d == along else f for d, f in enumerate(dims))
+    ins = (tuple(dims), (("p",),), *((other,) * len(source)))
+    linear = ((0, 2),) if source and shape(source[0]) else ()
+    if source and len(shape(source[0])) != len(dims):
+        return opaque(node)
+    return Factors(ins, (tuple(dims),), sizes, frozenset({f"d{along}", "p"}), linear=linear)
+
+
+def gather(node: fx.Node) -> Factors:
+    """gather(x, dim, index): whole along dim; elsewhere the index must cover x."""
+    x, picks = tensor_inputs(node)
+    if not shape(x) or not shape(picks):
+        return opaque(node)
+    (along,) = chosen_dims(argument(node, "dim"), len(shape(x)))
+    dims, sizes = named(shape(picks))
+    whole = {f"d{along}"}
+    ins: Named = []
+    for d, size in enumerate(shape(x)):
+        if d != along and size == sizes[f"d{d}"]:
+            ins.append(dims[d])
+            continue
+        ins.append((name := f"x{d}",))
+        sizes[name] = size
+        whole |= {name, f"d{d}"}
+    return Factors((tuple(ins), tuple(dims)), (tuple(dims),), sizes, frozenset(whole), linear=((0,),))
+
+
+def scatter(node: fx.Node) -> Factors:
+    """scatter(x, dim, index, source): whole along dim, and wherever the three differ in size."""
+    x, *others = tensor_inputs(node)
+    if not shape(x) or not all(map(shape, others)):
+        return opaque(node)
+    (along,) = chosen_dims(argument(node, "dim"), len(shape(x)))
+    dims, sizes = named(shape(x))
+    whole: set[str] = set()
+    ins: list[list[tuple[str, ...]]] = [list(dims) for _ in (x, *others)]
+    for d, size in enumerate(shape(x)):
+        if d != along and all(shape(other)[d] == size for other in others):
+            continue
+        whole.add(f"d{d}")
+        for k, other in enumerate(others):
+            ins[k + 1][d] = (name := f"i{k}_{d}",)
+            sizes[name] = shape(other)[d]
+            whole.add(name)
+    linear = ((0, 2),) if len(others) == 2 else ()
+    return Factors(tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset(whole), linear=linear)

@@ -1,0 +1,235 @@
+"""Sharding rules in factor notation: ``"m k, k n -> m n"``.
+
+A rule names the *factors* of an operator's dims. Everything follows from where a factor stands: an input that has
+it is sharded, an input that lacks it is replicated, an output that lacks it is a partial sum. ``...`` stands for
+leading dims that broadcast. The search for shardings needs no more than this. (After einops' notation and Shardy's
+factors.)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ...core.annotations import shape, tensor_inputs, values
+
+Dims = tuple[tuple[str, ...], ...]  # for each dim its factors, outermost first; () for a broadcast dim of size 1
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a rule says of one node.
+
+    ``sizes``: the size of each factor. ``whole``: factors that must not be split. ``linear``: groups of inputs in
+    which the operator is linear, the others held fixed. ``additive``: inputs that are added to a contraction (a
+    bias): they enter a partial sum as partial. ``contiguous``: factors that may be split only from the outside
+    (a rank must hold a run of indices). ``settled``: sum factors over which the operator itself adds up (or takes the
+    largest of) what ranks have, so that its outputs are whole. ``joint``: pairs that one axis may split at once,
+    because the operator brings together what belongs together; where the second is ``whole`` on its own, only once,
+    from the outside, and before anything else splits one of them. ``dual``: pairs of positions (of inputs, then of
+    outputs) where the second is the gradient of the first, so that its type is the gradient's.
+    """
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[tuple[int, ...], ...] = ()
+    additive: frozenset[int] = frozenset()
+    contiguous: frozenset[str] = frozenset()
+    settled: frozenset[str] = frozenset()
+    joint: frozenset[tuple[str, str]] = frozenset()
+    dual: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        for dims in (*self.inputs, *self.outputs):
+            for dim in dims:
+                for factor in dim:
+                    assert factor in self.sizes, f"factor {factor} has no size"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every factor once, outputs first."""
+        found = (f for dims in (*self.outputs, *self.inputs) for dim in dims for f in dim)
+        return tuple(dict.fromkeys(found))
+
+    def offset(self, dims: Dims, factor: str) -> tuple[int, int] | None:
+        """(dim, product of the factors outside it in that dim) of ``factor``; None where ``dims`` lacks it."""
+        for position, dim in enumerate(dims):
+            if factor in dim:
+                return position, math.prod(self.sizes[f] for f in dim[: dim.index(factor)])
+        return None
+
+
+SpecFn = Callable[[fx.Node], Factors]
+
+
+@dataclass(frozen=True)
+class Notation:
+    """A parsed rule, to be fitted to the shapes of a call.
+
+    >>> Notation.parse("m k, k n -> m n", whole="k").fit([(4, 6), (6, 2)], [(4, 2)]).sizes
+    {'m': 4, 'k': 6, 'n': 2}
+    """
+
+    text: str
+    inputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[tuple[str, ...], ...]
+    whole: frozenset[str] = frozenset()
+    linear: tuple[tuple[int, ...], ...] = ()
+    additive: frozenset[int] = frozenset()
+    contiguous: frozenset[str] = frozenset()
+
+    @staticmethod
+    def parse(
+        text: str,
+        *,
+        whole: str = "",
+        linear: Sequence[Sequence[int]] = (),
+        additive: Sequence[int] = (),
+        contiguous: str = "",
+    ) -> Notation:
+        """Read a rule; see :func:`rule`."""
+        sides = text.split("->")
+        if len(sides) != 2:
+            raise ValueError(f"rule {text!r}: write inputs -> outputs, with one '->'")
+        inputs, outputs = (tuple(tuple(part.split()) for part in side.split(",")) for side in sides)
+        named = {token for tensor in (*inputs, *outputs) for token in tensor}
+        for tensor in (*inputs, *outputs):
+            _check_tensor(text, tensor, leading="..." in named)
+        for factor in (*whole.split(), *contiguous.split()):
+            if factor not in named:
+                raise ValueError(f"rule {text!r}: {factor!r} is not a factor of it")
+        for position in (*additive, *(i for group in linear for i in group)):
+            if not 0 <= position < len(inputs):
+                raise ValueError(f"rule {text!r}: there is no input {position}")
+        groups = tuple(tuple(group) for group in linear)
+        return Notation(
+            text, inputs, outputs, frozenset(whole.split()), groups, frozenset(additive), frozenset(contiguous.split())
+        )
+
+    def fit(self, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> Factors:
+        """The factors for tensors of these shapes; inputs that come last in the rule may be missing.
+
+        Raises:
+            ValueError: if the shapes do not fit.
+        """
+        inputs = self.inputs[: len(given)]
+        if len(inputs) != len(given) or len(self.outputs) != len(made):
+            raise ValueError(f"rule {self.text!r} does not fit {len(given)} inputs and {len(made)} outputs")
+        sides = zip((*inputs, *self.outputs), (*given, *made), strict=True)
+        expanded = [(self._names(tokens, dims), dims) for tokens, dims in sides]
+        sizes: dict[str, int] = {}
+        for names, dims in expanded:
+            for name, size in zip(names, dims, strict=True):
+                if sizes.get(name, 1) != 1 and size not in (1, sizes[name]):
+                    raise ValueError(f"rule {self.text!r}: factor {name} is both {sizes[name]} and {size}")
+                sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+        for names, dims in expanded[len(given) :]:
+            for name, size in zip(names, dims, strict=True):
+                if size != sizes[name]:
+                    raise ValueError(f"rule {self.text!r}: factor {name} is {sizes[name]}, but 1 in the result")
+        specs = [
+            tuple((name,) if size == sizes[name] else () for name, size in zip(names, dims, strict=True))
+            for names, dims in expanded
+        ]
+        return Factors(
+            tuple(specs[: len(given)]),
+            tuple(specs[len(given) :]),
+            sizes,
+            _spread(self.whole, sizes),
+            tuple(group for group in self.linear if all(i < len(given) for i in group)),
+            frozenset(i for i in self.additive if i < len(given)),
+            _spread(self.contiguous, sizes),
+        )
+
+    def _names(self, tokens: Sequence[str], dims: Sequence[int]) -> list[str]:
+        names = list(tokens)
+        if names[:1] == ["..."]:
+            leading = len(dims) - len(tokens) + 1
+            names[:1] = [f"b{leading - 1 - i}" for i in range(leading)]
+        if len(names) != len(dims):
+            raise ValueError(f"rule {self.text!r} does not fit a tensor of shape {tuple(dims)}")
+        return names
+
+
+def _check_tensor(text: str, tensor: Sequence[str], *, leading: bool) -> None:
+    if "..." in tensor[1:]:
+        raise ValueError(f"rule {text!r}: '...' may only come first")
+    for token in tensor:
+        if token != "..." and not token.isidentifier():
+            raise ValueError(
+                f"rule {text!r}: {token!r} is not a name; every tensor, in a list or tuple too, is one group of names "
+                "between commas, and a dim of size 1 has a name as well"
+            )
+        if leading and re.fullmatch(r"b\d+", token):
+            raise ValueError(f"rule {text!r}: {token!r} is a name of a dim of '...'; use another")
+    if len(set(tensor)) != len(tensor):
+        raise ValueError(f"rule {text!r}: a factor stands twice in one tensor")
+
+
+def _spread(names: frozenset[str], sizes: Mapping[str, int]) -> frozenset[str]:
+    """``...`` stands for all dims that it covers."""
+    if "..." not in names:
+        return names
+    return names - {"..."} | {name for name in sizes if re.fullmatch(r"b\d+", name)}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How ``target`` may be sharded. ``shape_arg``: the position of an argument that is the output's shape, which
+    becomes the local shape on each rank. ``text`` and ``options``: what :func:`rule` was given, for rules in notation.
+    """
+
+    target: Any
+    factors: SpecFn
+    shape_arg: int | None = None
+    text: str = field(default="", compare=False)
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def rule(
+    target: Any,
+    text: str,
+    *,
+    whole: str = "",
+    linear: Sequence[Sequence[int]] = (),
+    additive: Sequence[int] = (),
+    contiguous: str = "",
+    shape_arg: int | None = None,
+) -> Rule:
+    """A rule in notation. The options are those of :class:`Factors`; ``whole="..."``: none of the leading dims.
+
+    >>> rule("mm", "m k, k n -> m n", linear=[[0], [1]]).text
+    'm k, k n -> m n'
+
+    Raises:
+        ValueError: if the text is malformed, or an option names a factor or an input that the text lacks.
+    """
+    options = {"whole": whole, "linear": linear, "additive": additive, "contiguous": contiguous}
+    notation = Notation.parse(text, whole=whole, linear=linear, additive=additive, contiguous=contiguous)
+
+    def factors(node: fx.Node) -> Factors:
+        return notation.fit([shape(n) for n in tensor_inputs(node)], [tuple(v.shape) for v in values(node)])
+
+    return Rule(target, factors, shape_arg, text, options)
+
+
+def table(*rules: Rule | Iterable[Rule]) -> dict[Any, Rule]:
+    """Rules by operator.
+
+    Raises:
+        ValueError: if an operator has two.
+    """
+    found: dict[Any, Rule] = {}
+    for entry in rules:
+        for one in [entry] if isinstance(entry, Rule) else entry:
+            if one.target in found:
+                raise ValueError(f"two rules for {one.target}")
+            found[one.target] = one
+    return found

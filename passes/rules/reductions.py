@@ -1,0 +1,74 @@
+"""Rules of reductions and norms."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...core.annotations import shape, tensor_inputs, values
+from .node_factors import aligned, argument, chosen_dims, leading, named, opaque
+from .notation import Dims, Factors, SpecFn
+
+
+def reduction(*, sums: bool = False, linear: bool = False) -> SpecFn:
+    """A rule for operators that reduce ``dim`` (all dims without one). ``sums``: partial results add up; if not, the
+    dims are whole."""
+
+    def factors(node: fx.Node) -> Factors:
+        before = shape(tensor_inputs(node)[0])
+        dims, sizes = named(before)
+        gone = chosen_dims(argument(node, "dim"), len(before))
+        keep = bool(argument(node, "keepdim"))
+        out = tuple(() if d in gone else f for d, f in enumerate(dims) if keep or d not in gone)
+        whole = frozenset() if sums else frozenset(f"d{d}" for d in gone)
+        return Factors((tuple(dims),), (out,) * len(values(node)), sizes, whole, linear=((0,),) if linear else ())
+
+    return factors
+
+
+def norm_last(node: fx.Node) -> Factors:
+    """layer_norm, rms_norm: the normalized dims are whole; weight and bias lack the others."""
+    dims, sizes = named(shape(tensor_inputs(node)[0]))
+    count = len(argument(node, "normalized_shape"))
+    whole = frozenset(f"d{d}" for d in range(len(dims) - count, len(dims)))
+    weights = (tuple(dims[-count:]),) * (len(tensor_inputs(node)) - 1)
+    return Factors((tuple(dims), *weights), (tuple(dims),), sizes, whole)
+
+
+def instance_norm(node: fx.Node) -> Factors:
+    """Each sample on its own, unless running statistics are kept."""
+    return leading(1)(node) if argument(node, "running_mean") is None else opaque(node)
+
+
+def batch_norm(node: fx.Node) -> Factors:
+    """Channels; with frozen statistics every dim. The other inputs and outputs are per channel (or empty)."""
+    x, *others = tensor_inputs(node)
+    dims, sizes = named(shape(x))
+    frozen = "no_training" in str(node.target)
+    whole = set() if frozen else {name for name in sizes if name != "d1"}
+    outs: list[Dims] = [tuple(dims)]
+    for k, v in enumerate(values(node)[1:]):
+        if tuple(v.shape) == shape(x)[1:2]:
+            outs.append((dims[1],))
+        else:
+            sizes[f"o{k}"] = v.shape[0]
+            whole.add(f"o{k}")
+            outs.append(((f"o{k}",),))
+    return Factors((tuple(dims), *(((dims[1],),) * len(others))), tuple(outs), sizes, frozenset(whole))
+
+
+def weight_norm(node: fx.Node) -> Factors:
+    """Each row along ``dim`` has a norm of its own; the other dims are whole."""
+    (v, g), dim = tensor_inputs(node), argument(node, "dim")
+    dims, sizes = named(shape(v))
+    if dim == -1:
+        return opaque(node)
+    rows = aligned(dims, sizes, shape(g))
+    return Factors((tuple(dims), rows), (tuple(dims),), sizes, frozenset(name for name in sizes if name != f"d{dim}"))
+
+
+def prelu(node: fx.Node) -> Factors:
+    """One slope for all, or one per channel."""
+    x, weight = tensor_inputs(node)
+    dims, sizes = named(shape(x))
+    slope: Dims = (dims[1],) if len(dims) > 1 and shape(weight) == shape(x)[1:2] else ((),) * len(shape(weight))
+    return Factors((tuple(dims), slope), (tuple(dims),), sizes)

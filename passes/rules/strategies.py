@@ -1,0 +1,246 @@
+"""Every legal way to run one operator on one axis.
+
+On an axis, an operator does exactly one of: split a factor (or several at once, if it exchanges what ranks lack); run
+replicated; pass a partial sum through (where it is linear). Axes nest: what an axis splits off a factor is gone for the
+next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
+from ...core.errors import CompileError
+from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
+from ...ir.program import Strategy
+from .node_factors import opaque
+from .notation import Dims, Factors, Rule
+
+Value = tuple[fx.Node, int]  # an operator and which of its outputs
+Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start
+Place = tuple[str, int, int]  # a factor, its dim, and the product of the factors outside it in that dim
+
+
+@dataclass(frozen=True)
+class RuleBook:
+    """Factors of every operator of a graph, and the cuts that views put inside dims.
+
+    ``unknown="replicate"`` runs operators without a rule unsplit instead of refusing them.
+    """
+
+    rules: Mapping[object, Rule]
+    unknown: str = "error"
+
+    def factors(self, graph: fx.Graph) -> dict[fx.Node, Factors]:
+        """Raises: CompileError QN202 for an operator that has no rule."""
+        found: dict[fx.Node, Factors] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                found[node] = leaf_factors(node)
+            elif node.op == "call_function" and not is_getitem(node):
+                found[node] = self._operator(node)
+        return found
+
+    def _operator(self, node: fx.Node) -> Factors:
+        rule = self.rules.get(node.target)
+        if rule is None:
+            if self.unknown == "replicate":
+                return opaque(node)
+            raise CompileError("QN202", f"{node.target} has no sharding rule", where=facts(node).where)
+        try:
+            return rule.factors(node)
+        except (ValueError, IndexError, TypeError, AssertionError) as error:
+            raise CompileError(
+                "QN202", f"the rule of {node.target} does not fit here: {error}", where=facts(node).where
+            ) from error
+
+
+def leaf_factors(node: fx.Node) -> Factors:
+    """One factor for each dim."""
+    sizes = {f"d{i}": size for i, size in enumerate(values(node)[0].shape)}
+    return Factors((), (tuple((name,) for name in sizes),), sizes)
+
+
+def split_factor(factors: Factors, name: str, cut: int, ranks: int) -> Factors:
+    """``factors`` as the next axis sees them after ``ranks`` took their part of factor ``name`` behind ``cut``."""
+    outer, inner = f"{name}o", f"{name}i"
+    sizes = dict(factors.sizes)
+    size = sizes.pop(name)
+    sizes |= {outer: cut, inner: size // cut // ranks}
+    new = (outer, inner) if cut > 1 else (inner,)
+    if cut == 1:
+        del sizes[outer]
+
+    def swap(dims: Dims) -> Dims:
+        return tuple(tuple(g for f in dim for g in (new if f == name else (f,))) for dim in dims)
+
+    def spread(names: frozenset[str]) -> frozenset[str]:
+        return names - {name} | (set(new) if name in names else set())
+
+    return replace(
+        factors,
+        inputs=tuple(swap(d) for d in factors.inputs),
+        outputs=tuple(swap(d) for d in factors.outputs),
+        sizes=sizes,
+        whole=spread(factors.whole),
+        contiguous=spread(factors.contiguous),
+        settled=spread(factors.settled),
+        joint=frozenset(
+            pair
+            for a, b in factors.joint
+            if b not in factors.whole or name not in (a, b)
+            for pair in itertools.product(new if a == name else (a,), new if b == name else (b,))
+        ),
+    )
+
+
+def refine(factors: Factors, strategy: Strategy, ranks: int) -> Factors:
+    """What is left of ``factors`` for the next axis when this one runs ``strategy``."""
+    if not strategy.splits:
+        return factors
+    name, cut = strategy.factor
+    first, *second = name.split("+")
+    once = [one for other in second if other in factors.whole for one in (first, other)]
+    for other in second:  # of which an axis takes the outermost part
+        factors = split_factor(factors, other, 1, ranks)
+    factors = split_factor(factors, first, cut, ranks)
+    if not once:
+        return factors
+    return replace(factors, whole=factors.whole | {f"{one}i" for one in once})
+
+
+def find_cuts(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, dict[str, set[int]]]:
+    """Boundaries inside factors: where a neighbour views a dim as several, all the way through the graph.
+
+    A fused QKV weight gets the cut 3 from the split behind its linear; a flattened [B*S] gets the cut B.
+    """
+    at: dict[Value, set[Cut]] = defaultdict(set)
+    inside: dict[fx.Node, dict[str, set[int]]] = {node: defaultdict(set) for node in factors}
+    places: dict[fx.Node, list[tuple[Value, list[Place]]]] = {}
+    users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node, spec in factors.items():
+        sources = [origin(n) for n in tensor_inputs(node)]
+        own = [(node, k) for k in range(len(spec.outputs))]
+        places[node] = [
+            (value, _places(spec, dims))
+            for value, dims in zip([*sources, *own], [*spec.inputs, *spec.outputs], strict=True)
+        ]
+        for source, _ in sources:
+            users[source].append(node)
+    pending = OrderedDict.fromkeys(factors)
+    while pending:
+        node, _ = pending.popitem(last=False)
+        spec = factors[node]
+        for value, found_in in places[node]:
+            for dim, k in at[value]:
+                for name, place, start in found_in:
+                    size = spec.sizes[name]
+                    if place == dim and start < k < start * size and k % start == 0 and size % (k // start) == 0:
+                        inside[node][name].add(k // start)
+        touched: set[fx.Node] = set()
+        for value, found_in in places[node]:
+            for name, dim, start in found_in:
+                blocked = name in spec.whole or name in spec.contiguous
+                cuts = {1} | (set() if blocked else inside[node][name])
+                for cut in cuts:
+                    found = (dim, start * cut)
+                    if found[1] > 1 and found not in at[value]:
+                        at[value].add(found)
+                        touched |= {value[0], *users[value[0]]}
+        pending.update(dict.fromkeys(n for n in touched if n in factors))
+        # a node's own new cuts may reach its other tensors
+    return inside
+
+
+def _places(spec: Factors, dims: Dims) -> list[Place]:
+    found: list[Place] = []
+    for dim, names in enumerate(dims):
+        start = 1
+        for name in names:
+            found.append((name, dim, start))
+            start *= spec.sizes[name]
+    return found
+
+
+def flows(node: fx.Node) -> tuple[list[bool], list[bool]]:
+    """For each tensor input and output of a node: whether gradients flow along it."""
+    wants = needs_grad(node)
+    ins = [wants and facts(n).needs_grad for n in tensor_inputs(node)]
+    outs = [wants and is_float(v) for v in values(node)]
+    return ins, outs
+
+
+def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int) -> tuple[Strategy, ...]:
+    """All strategies of an operator on an axis of ``ranks``. The first is always "replicated"."""
+    grads_in, grads_out = flows(node)
+
+    def made(label: str, ins: list[AxisType], outs: list[AxisType]) -> Strategy:
+        both = [*ins, *outs]
+        for known, grad in factors.dual:
+            both[grad] = gradient(both[known])
+        ins, outs = both[: len(ins)], both[len(ins) :]
+        return Strategy(
+            tuple(t if g else plain(t) for t, g in zip(ins, grads_in, strict=True)),
+            tuple(t if g else plain(t) for t, g in zip(outs, grads_out, strict=True)),
+            label,
+        )
+
+    def place(dims: Dims, name: str, cut: int) -> Shard | None:
+        found = factors.offset(dims, name)
+        return None if found is None else S(found[0], found[1] * cut)
+
+    count_in, count_out = len(grads_in), len(grads_out)
+    options = [made("replicated", [I] * count_in, [I] * count_out)]
+    if any(grads_out):
+        options.append(made("replicated R", [R] * count_in, [R] * count_out))
+    elif factors.dual:  # a gradient of which each rank has a term
+        options.append(made("terms", [R] * count_in, [R] * count_out))
+    for name in factors.names:
+        if name in factors.whole:
+            continue
+        for cut in sorted({1, *(() if name in factors.contiguous else cuts.get(name, ()))}):
+            if factors.sizes[name] % (cut * ranks):
+                continue
+            missing = I if name in factors.settled else P
+            outs: list[AxisType] = [place(d, name, cut) or missing for d in factors.outputs]
+            ins: list[AxisType] = []
+            for position, dims in enumerate(factors.inputs):
+                term = P if position in factors.additive and P in outs else R
+                ins.append(place(dims, name, cut) or term)
+            options.append(made(f"split {name} {cut}", ins, outs))
+    for first, second in sorted(factors.joint):
+        for cut in sorted({1, *(() if second in factors.whole else cuts.get(first, ()))}):
+            if factors.sizes[first] % (cut * ranks) or factors.sizes[second] % ranks:
+                continue
+            ins = [place(d, first, cut) or place(d, second, 1) or R for d in factors.inputs]
+            outs = [place(d, first, cut) or place(d, second, 1) or P for d in factors.outputs]
+            options.append(made(f"split {first}+{second} {cut}", ins, outs))
+    for group in factors.linear:
+        ins = [P if i in group else R for i in range(count_in)]
+        options.append(made(f"linear {group}", ins, [P] * count_out))
+    unique: dict[tuple[object, object], Strategy] = {}
+    for option in options:
+        unique.setdefault((option.inputs, option.outputs), option)
+    return tuple(unique.values())
+
+
+def leaf_strategies(
+    node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int
+) -> tuple[Strategy, ...]:
+    """Every type that a leaf may have: replicated or a shard; R where it has a gradient."""
+    found = leaf(node)
+    assert found is not None
+    options = [Strategy((), (I,), "replicated")]
+    if found.trainable:
+        options.append(Strategy((), (R,), "replicated R"))
+    for name in factors.names:
+        for cut in sorted({1, *cuts.get(name, ())}):
+            offset = factors.offset(factors.outputs[0], name)
+            if offset and factors.sizes[name] % (cut * ranks) == 0 and factors.sizes[name] > 1:
+                options.append(Strategy((), (S(offset[0], offset[1] * cut),), f"split {name} {cut}"))
+    return tuple(options)

@@ -1,0 +1,259 @@
+"""The table: one line per operator. See :mod:`.notation` for how to read and add lines."""
+# ruff: noqa: E501  one line per entry
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...core.annotations import is_float, tensor_inputs, value
+from ...ops.attention import attention
+from ...ops.collectives import cached_attention, dropout, row_nll
+from ...ops.expert_linear import expert_linear
+from ...ops.user_derivatives import after_gradients, declare_gradient, with_tangent
+from . import contractions as c
+from . import lookups as look
+from . import reductions as red
+from . import user_derivatives as own
+from . import views as v
+from .node_factors import along, leading, opaque
+from .notation import Factors, Rule, SpecFn, rule, table
+
+aten = torch.ops.aten
+
+
+def _each(targets: Iterable[Any], factors: SpecFn, shape_arg: int | None = None) -> list[Rule]:
+    return [Rule(target, factors, shape_arg) for target in targets]
+
+
+def _elementwise(targets: Iterable[Any], inputs: int = 1, *, linear: Sequence[Sequence[int]] = ()) -> list[Rule]:
+    """Operators of up to ``inputs`` tensors that broadcast."""
+    text = ", ".join(["..."] * inputs) + " -> ..."
+    return [rule(target, text, linear=linear) for target in targets]
+
+
+_CAST = rule(aten._to_copy.default, "... -> ...")
+_EXACT_CAST = rule(aten._to_copy.default, "... -> ...", linear=[[0]])
+
+
+def _cast(node: fx.Node) -> Factors:
+    """A partial sum may pass through a cast that loses nothing; a narrowing one would round each term."""
+    source, made = value(tensor_inputs(node)[0]), value(node)
+    widens = torch.promote_types(source.dtype, made.dtype) == made.dtype
+    exact = widens and (is_float(source) or not is_float(made) or made.dtype.itemsize >= 4)
+    return (_EXACT_CAST if exact else _CAST).factors(node)
+
+
+RULES = MappingProxyType(
+    table(
+        # elementwise, not linear
+        _elementwise(
+            [
+                aten.relu.default, aten.relu6.default, aten.gelu.default, aten.silu.default, aten.mish.default,
+                aten.elu.default, aten.selu.default, aten.celu.default, aten.leaky_relu.default, aten.tanh.default,
+                aten.sigmoid.default, aten.log_sigmoid.default, aten.hardtanh.default, aten.hardsigmoid.default,
+                aten.hardshrink.default, aten.softshrink.default, aten.threshold.default,
+                aten.exp.default, aten.exp2.default, aten.expm1.default, aten.log.default, aten.log2.default,
+                aten.log10.default, aten.log1p.default, aten.sqrt.default, aten.rsqrt.default, aten.square.default,
+                aten.reciprocal.default, aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.logit.default,
+                aten.sin.default, aten.cos.default, aten.tan.default, aten.asin.default, aten.acos.default,
+                aten.atan.default, aten.sinh.default, aten.cosh.default, aten.asinh.default, aten.acosh.default,
+                aten.atanh.default, aten.sinc.default, aten.erf.default, aten.erfc.default, aten.erfinv.default,
+                aten.lgamma.default, aten.digamma.default, aten.i0.default, aten.abs.default, aten.sign.default,
+                aten.sgn.default, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default,
+                aten.frac.default, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default,
+                aten.nan_to_num.default, aten.isnan.default, aten.isinf.default, aten.isfinite.default,
+                aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.remainder.Scalar, aten.fmod.Scalar,
+                aten.div.Scalar_mode, aten.xlogy.Scalar_Other, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar,
+                aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.bitwise_not.default, aten.logical_not.default,
+                aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar, aten.fill.Scalar, aten.zeros_like.default,
+                aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+                aten.polygamma.default, aten.round.decimals, aten.signbit.default, aten.angle.default,
+                aten.special_erfcx.default, aten.special_i0e.default, aten.special_i1.default,
+                aten.special_i1e.default, aten.special_log_ndtr.default, aten.special_ndtri.default, aten.special_entr.default,
+            ]
+        ),
+        _elementwise(
+            [
+                aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor,
+                aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor,
+                aten.logical_and.default, aten.logical_or.default,
+                aten.logical_xor.default, aten.maximum.default, aten.minimum.default, aten.fmax.default,
+                aten.fmin.default, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.pow.Tensor_Tensor,
+                aten.remainder.Tensor, aten.fmod.Tensor, aten.floor_divide.default, aten.div.Tensor_mode,
+                aten.atan2.default, aten.hypot.default, aten.copysign.Tensor, aten.logaddexp.default,
+                aten.xlogy.Tensor, aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
+                aten.where.Scalar, aten.fill.Tensor, aten._prelu_kernel.default, aten.polar.default, aten.complex.default,
+                aten.nextafter.default, aten.igamma.default, aten.igammac.default, aten.special_zeta.default,
+                aten.special_xlog1py.default, aten.logaddexp2.default,
+            ],
+            2,
+        ),
+        _elementwise([aten.clamp.Tensor, aten.masked_fill.Tensor], 3),
+        _each([aten.prelu.default], red.prelu),
+        # elementwise, linear
+        _elementwise(
+            [
+                aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.detach.default, aten.deg2rad.default,
+                aten.rad2deg.default,
+            ],
+            linear=[[0]],
+        ),
+        _elementwise([aten.add.Tensor, aten.sub.Tensor, aten.lerp.Scalar], 2, linear=[[0, 1]]),
+        _elementwise([aten.mul.Tensor], 2, linear=[[0], [1]]),
+        _elementwise([aten.div.Tensor, aten.true_divide.Tensor], 2, linear=[[0]]),
+        _elementwise([aten.where.self], 3, linear=[[1, 2]]),
+        _elementwise([aten.lerp.Tensor], 3, linear=[[0, 1]]),
+        _each([aten._to_copy.default], _cast),
+        rule(dropout, "... -> ...", linear=[[0]]),  # a mask is the same on every layout
+        rule(aten.native_dropout_backward.default, "..., ... -> ...", linear=[[0]]),
+        # contractions
+        rule(aten.linear.default, "... i, o i, o -> ... o", additive=[2]),
+        rule(aten.bilinear.default, "... i, ... j, o i j, o -> ... o", additive=[3]),
+        rule(aten.mv.default, "m k, k -> m", linear=[[0], [1]]),
+        rule(aten.dot.default, "k, k -> ", linear=[[0], [1]]),
+        rule(aten.outer.default, "m, n -> m n", linear=[[0], [1]]),
+        _each([aten.addmm.default], c.added("m k, k n -> m n")),
+        _each([aten.addmv.default], c.added("m k, k -> m")),
+        _each([aten.baddbmm.default], c.added("b m k, b k n -> b m n")),
+        _each([aten.addbmm.default], c.added("b m k, b k n -> m n")),
+        _each([aten.matmul.default, aten.mm.default, aten.bmm.default], c.matmul),
+        _each([aten.einsum.default], c.einsum),
+        _each(
+            [
+                aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+                aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default,
+                aten.conv_transpose2d.input, aten.conv_transpose3d.input,
+            ],
+            c.convolution,
+        ),
+        _each([aten.scaled_dot_product_attention.default], c.attention),
+        _each([attention], c.masked_attention),
+        _each([cached_attention], c.cached_attention),
+        rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k"),
+        rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k"),
+        # views
+        _each([aten.reshape.default], v.reshape),
+        _each([aten.expand.default], v.expand, shape_arg=1),
+        _each([aten.permute.default, aten.transpose.int, aten.t.default], v.permute),
+        _each([aten.slice.Tensor, aten.diff.default], along(linear=True)),
+        _each([aten.flip.default, aten.roll.default], along("dims", linear=True)),
+        _each([aten.select.int, aten.unbind.int], v.select),
+        _each([aten.diagonal.default], v.diagonal),
+        _each([aten.unfold.default], v.unfold),
+        _each([aten.cat.default], v.cat),
+        _each([aten.stack.default], v.stack),
+        _each([aten.split_with_sizes.default], v.split),
+        _each([aten.repeat_interleave.self_int], v.repeat_interleave),
+        _each([aten.constant_pad_nd.default, aten.pad.default], v.pad),
+        _each([aten.select_scatter.default, aten.slice_scatter.default], v.scatter_view),
+        _each([aten.triu.default, aten.tril.default], leading(-2, linear=True)),
+        _each([aten.col2im.default], leading(-2, linear=True)),
+        _each(
+            [
+                aten.im2col.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
+                aten.channel_shuffle.default,
+            ],
+            leading(-3, linear=True),
+        ),
+        # reductions
+        _each(
+            [aten.sum.default, aten.sum.dim_IntList],  # a mean becomes a sum, see Normalize
+            red.reduction(sums=True, linear=True),
+        ),
+        _each([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], red.reduction(sums=True)),
+        _each(
+            [
+                aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.min.default,
+                aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.any.default,
+                aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default,
+                aten.prod.dim_int, aten.nansum.default, aten.logsumexp.default, aten.var.correction, aten.var.dim,
+                aten.std.correction, aten.std.dim, aten.var_mean.correction, aten.std_mean.correction,
+                aten.median.default, aten.median.dim, aten.mode.default, aten.kthvalue.default,
+                aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
+            ],
+            red.reduction(),
+        ),
+        # along a dim
+        _each([aten.cumsum.default], along(linear=True)),
+        _each(
+            [
+                aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default, aten._softmax.default,
+                aten._log_softmax.default,
+                aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default,
+                aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.glu.default,
+            ],
+            along(),
+        ),
+        # norms and pooling
+        _each([aten.layer_norm.default, aten.rms_norm.default], red.norm_last),
+        _each([aten.group_norm.default], leading(1)),
+        _each([aten.instance_norm.default], red.instance_norm),
+        _each([aten._weight_norm.default], red.weight_norm),
+        _each(
+            [aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats],
+            red.batch_norm,
+        ),
+        _each(
+            [
+                aten.max_pool1d.default, aten.avg_pool1d.default, aten.adaptive_avg_pool1d.default,
+                aten.adaptive_max_pool1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.vec,
+            ],
+            leading(-1),
+        ),
+        _each(
+            [
+                aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default,
+                aten.adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default, aten.upsample_nearest2d.vec,
+                aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec,
+            ],
+            leading(-2),
+        ),
+        _each(
+            [
+                aten.max_pool3d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool3d.default,
+                aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.vec,
+            ],
+            leading(-3),
+        ),
+        # lookups
+        _each([aten.embedding.default], look.embedding),
+        _each([row_nll], look.row_nll),
+        _each([expert_linear], look.expert_linear),
+        _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss),
+        _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index),
+        _each([aten.index_select.default], look.index_select),
+        _each([aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar], look.index_add),
+        _each([aten.gather.default], look.gather),
+        _each([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], look.scatter),
+        _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor], opaque),
+        rule(aten.view_as_complex.default, "... part -> ...", whole="part"),
+        rule(aten.view_as_real.default, "... -> ... part", whole="part"),
+        rule(aten.one_hot.default, "... -> ... c", whole="c"),
+        rule(aten.bucketize.Tensor, "..., n -> ...", whole="n"),
+        rule(aten.grid_sampler.default, "n c h w, n p q xy -> n c p q", whole="h w xy"),
+        rule(aten.grid_sampler_2d.default, "n c h w, n p q xy -> n c p q", whole="h w xy"),
+        # derivatives that the user wrote
+        _each([with_tangent], own.with_tangent),
+        _each([declare_gradient], own.declare_gradient),
+        _each([after_gradients], own.after_gradients),
+        # constants
+        _each(
+            [aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default],
+            v.factory,
+            shape_arg=1,
+        ),
+        _each([aten.ones.default, aten.zeros.default, aten.full.default, aten.empty.memory_format], v.factory, shape_arg=0),
+        _each(
+            [
+                aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default,
+                aten.eye.default, aten.triu_indices.default, aten.tril_indices.default, aten.scalar_tensor.default,
+            ],
+            opaque,
+        ),
+    )
+)  # fmt: skip

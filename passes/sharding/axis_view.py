@@ -1,0 +1,121 @@
+"""One axis as the search for its shardings sees it: the program, the plan, and what the earlier axes chose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ...core.annotations import Leaf, facts, leaf
+from ...core.errors import CompileError, Where
+from ...core.sharding import AxisType, Shard, Sharding
+from ...ir.cost_protocol import CostModel
+from ...ir.program import Axis, Program, Strategy
+from ..rules.notation import Factors
+from ..rules.strategies import leaf_strategies, strategies
+from .coupled_rows import coupling
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value on its way into an operator: what a role needs to know to allow or price a conversion."""
+
+    source: fx.Node
+    user: fx.Node
+    position: int
+    grad: bool
+    additive: bool = False
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a plan asks of shardings.
+
+    ``fixed``: (leaf name, axis name) -> type. ``sequence_parallel``: whether values between tensor-parallel operators
+    may be split along the sequence; if not, they are whole (all-reduce instead of reduce-scatter and all-gather).
+    ``context``: what a context axis splits of attention: queries (``"all_gather"``), heads (``"ulysses"``), or queries
+    and keys (``"ring"``). ``experts``: the axes over which experts are spread.
+    """
+
+    fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+    sequence_parallel: bool = True
+    context: str = "all_gather"
+    experts: tuple[str, ...] = ()
+
+
+def stores_state(axis: Axis, experts: Sequence[str]) -> bool:
+    """Whether slices of parameters over ``axis`` are gathered before operators see them."""
+    return axis.role in ("data", "context") and axis.name not in experts
+
+
+@dataclass(frozen=True)
+class AxisView:
+    """``before``: the axes outside of ``axis``; ``chosen``: what each operator does on them; ``factors``: what is left
+    of each operator's factors for ``axis``. ``repeats``: how many operators one stands for."""
+
+    program: Program
+    axis: Axis
+    before: tuple[Axis, ...]
+    factors: Mapping[fx.Node, Factors]
+    chosen: Mapping[fx.Node, tuple[Strategy, ...]]
+    cost: CostModel
+    wishes: Wishes
+    repeats: Mapping[fx.Node, int]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.before)
+
+    @property
+    def spreads_experts(self) -> bool:
+        return self.axis.name in self.wishes.experts
+
+    def stores(self, found: Leaf) -> bool:
+        """Whether slices of a parameter over this axis are no more than how it is stored, see
+        :class:`.zero.ShardState`: what the axis splits is data, and no rows are exchanged for experts."""
+        return found.kind == "parameter" and stores_state(self.axis, self.wishes.experts)
+
+    def legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
+        """Every strategy that ``node``'s rule allows, whatever the role of the axis."""
+        make = strategies if leaf(node) is None else leaf_strategies
+        return make(node, self.factors[node], cuts, self.axis.size)
+
+    def share(self, node: fx.Node) -> float:
+        """What fraction of a node's work is left after the earlier axes."""
+        return math.prod(
+            1 / ranks for strategy, ranks in zip(self.chosen[node], self.ranks, strict=True) if strategy.splits
+        )
+
+    def left(self, node: fx.Node, output: int) -> float:
+        """The fraction of a value that one rank holds under the earlier axes."""
+        before: Sharding = tuple(s.outputs[output] for s in self.chosen[node])
+        return math.prod(1 / ranks for kind, ranks in zip(before, self.ranks, strict=True) if isinstance(kind, Shard))
+
+
+def refusal(view: AxisView, edge: Edge) -> CompileError:
+    """Why nothing is possible: ``edge`` would need a conversion that must not be."""
+    axis = view.axis
+    if axis.role == "time":
+        return _coupled(view, edge)
+    user = edge.user.target if edge.user.op != "output" else "what the model returns"
+    where: Where = facts(edge.user if edge.user.op != "output" else edge.source).where
+    found = leaf(edge.source)
+    name = found.name if found is not None else str(edge.source.target)
+    if axis.role == "context":
+        what = f"{user} can run neither whole nor on a part of the sequences of {axis.name}: it would slice {name}"
+    else:
+        what = f"{name} would have to be gathered over {axis.name} for {user}"
+    return CompileError("QN205", what, where=where)
+
+
+def _coupled(view: AxisView, edge: Edge) -> CompileError:
+    many = view.axis.size
+    found = coupling(view.program.graph, view.factors)
+    if found is None:
+        user = edge.user.target if edge.user.op != "output" else "the loss"
+        place, why = edge.source, f"{user} would need values of all {many} microbatches at once"
+    else:
+        place, why = found[0], f"{found[1]}, and each of {many} microbatches has rows of its own"
+    return CompileError("QN104", why, where=facts(place).where, fix="use microbatches=1")

@@ -1,0 +1,75 @@
+"""Program -> ShardedProgram: one integer program per axis chooses how every operator runs.
+
+A plan is constraints: a fixed type for a leaf. There is no other mechanism.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ...core.annotations import needs_grad, origin, shape
+from ...core.sharding import AxisType, I, P, R
+from ...ir.cost_protocol import CostModel
+from ...ir.program import Axis, Program, ShardedProgram, Strategy, outputs
+from ...ir.repeated_blocks import same_in_every_block
+from ..rules.strategies import RuleBook, refine
+from .axis_search import AxisSearch
+from .axis_view import AxisView, Wishes
+from .conversion_prices import leaves_as_is
+
+
+@dataclass(frozen=True)
+class ChooseSharding:
+    """Give every value a sharding on every axis.
+
+    Before: %linear = linear(%x, %w)
+    After:  %linear: (S(1), S(0)) from %x: (S(0)...) and %w: (R, S(0))
+    Ensures: each operator runs a strategy that its rule allows; roles are respected; leaves obey the plan.
+
+    ``axes``: outermost first. ``wishes``: what the plan asks. ``repeats``: how many operators one
+    stands for, see :class:`~quintnet_compiler.passes.sharding.fold_blocks.FoldBlocks`.
+
+    Raises:
+        CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
+            not divide, QN205 if nothing satisfies the plan.
+    """
+
+    axes: tuple[Axis, ...]
+    rules: RuleBook
+    cost: CostModel
+    wishes: Wishes = Wishes()
+    repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+
+    def __call__(self, program: Program, /) -> ShardedProgram:
+        factors = self.rules.factors(program.graph)
+        fixed: dict[str, frozenset[tuple[str, AxisType]]] = defaultdict(frozenset)
+        for (name, axis_name), kind in self.wishes.fixed.items():
+            fixed[name] |= {(axis_name, kind)}
+        same = same_in_every_block(program.graph, fixed)
+        chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
+        for position, axis in enumerate(self.axes):
+            view = AxisView(program, axis, self.axes[:position], factors, chosen, self.cost, self.wishes, self.repeats)
+            for node, strategy in AxisSearch(view, same).solve().items():
+                chosen[node] += (strategy,)
+                factors[node] = refine(factors[node], strategy, axis.size)
+        for node in program.graph.nodes:
+            if node.op == "output":
+                chosen[node] = self._leaving(node, chosen)
+        return ShardedProgram(program, self.axes, chosen)
+
+    def _leaving(self, node: fx.Node, chosen: Mapping[fx.Node, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
+        """The types in which the program's outputs leave it, as a strategy of the output node."""
+        strategies = []
+        for axis_position, axis in enumerate(self.axes):
+            types: list[AxisType] = []
+            for result in outputs(node.graph):
+                source, output = origin(result)
+                kind = chosen[source][axis_position].outputs[output]
+                as_term = kind is R and needs_grad(result) and shape(result) == ()
+                types.append(kind if leaves_as_is(axis, kind, result) else P if as_term else I)
+            strategies.append(Strategy(tuple(types), (), "leave"))
+        return tuple(strategies)

@@ -1,0 +1,131 @@
+"""ShardedProgram -> ShardedProgram: parameters are stored in slices over data axes, and gathered for operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from ...core.annotations import Leaf, num_bytes, shape, value
+from ...core.errors import CompileError
+from ...core.sharding import AxisType, I, R, Shard, local_shape
+from ...ir.program import Gathered, ShardedProgram, Strategy
+from ..rules.strategies import leaf_factors, leaf_strategies, refine
+from .axis_view import stores_state
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """Give parameters that are whole on a data axis a type that is not, where nothing but their storage changes.
+
+    Before: %w: (R, S(0));  %linear = linear(%x, %w: (R, S(0)))
+    After:  %w: (S(1), S(0)), gathered to (R, S(0));  %linear = linear(%x, %w: (R, S(0)))
+    Ensures: operators read what they read before; where the plan fixes nothing, an axis slices no dim that an axis
+    further in slices, so that ranks exchange slices over this axis alone.
+
+    The conversion S -> R is an all-gather, and its transpose the reduce-scatter of the gradient: ``zero`` only says
+    where the two stand. 3 (and 0, for what the plan fixes): both in each microbatch. 2: the gather at the start of the
+    step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019).
+
+    ``axes``: over which to slice all parameters that divide. ``fixed``: (name, axis) -> type, before all else.
+    ``experts``: the axes over which experts are spread.
+
+    Raises:
+        CompileError: QN203 if a fixed type does not divide.
+    """
+
+    zero: int = 0
+    axes: tuple[str, ...] = ()
+    fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
+
+    def __call__(self, program: ShardedProgram, /) -> ShardedProgram:
+        strategies = dict(program.strategies)
+        gathered: dict[fx.Node, Gathered] = {}
+        for node, found in program.program.leaves.items():
+            before = program.produced(node)
+            kinds = self._kinds(program, node, found) if found.kind == "parameter" else before
+            if kinds != before:
+                strategies[node] = _strategies(program, node, kinds)
+                self._refuse_crossing(program, found, kinds, before)
+                gathered[node] = Gathered(before, self.zero in (1, 2), self.zero == 1 and found.trainable)
+        return replace(program, strategies=strategies, gathered=gathered)
+
+    def _refuse_crossing(
+        self, program: ShardedProgram, found: Leaf, kinds: tuple[AxisType, ...], before: tuple[AxisType, ...]
+    ) -> None:
+        """A gradient that is added up in one axis' slices of a dim cannot be scattered to slices of another outside."""
+        for position, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
+            for inner, other in list(zip(program.axes, before, strict=True))[position + 1 :]:
+                crossing = isinstance(kind, Shard) and isinstance(other, Shard) and kind.dim == other.dim
+                if self.zero == 1 and kind != before[position] and crossing:
+                    raise CompileError(
+                        "QN203",
+                        f"{found.name} is {kind} over {axis.name} and {other} over {inner.name}, one dim, with zero=1",
+                        fix=f"let the plan leave {axis.name} open for it, or use zero=2",
+                    )
+
+    def _kinds(self, program: ShardedProgram, node: fx.Node, found: Leaf) -> tuple[AxisType, ...]:
+        """The leaf's types, with as many slices as the plan asks for."""
+        kinds = list(program.produced(node))
+        for position, axis in enumerate(program.axes):
+            # R: data is split over the axis; where a trained parameter is I, all ranks compute the same
+            if kinds[position] is not (R if found.trainable else I) or axis.role not in ("data", "context"):
+                continue
+            fixed = self.fixed.get((found.name, axis.name))
+            if fixed is not None:
+                stored = isinstance(fixed, Shard) and stores_state(axis, self.experts)
+                kinds[position] = fixed if stored else kinds[position]
+            elif axis.name in self.axes and (found.trainable or self.zero == 3):
+                left = local_shape(shape(node), tuple(kinds), program.ranks)
+                inner = {kind.dim for kind in kinds[position + 1 :] if isinstance(kind, Shard)}
+                fits = (d for d, size in enumerate(left) if d not in inner and size % axis.size == 0 < size)
+                kinds[position] = next((Shard(dim) for dim in fits), kinds[position])
+        return tuple(kinds)
+
+
+def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, ...]) -> tuple[Strategy, ...]:
+    """The strategies of a leaf with these types."""
+    found: list[Strategy] = []
+    factors = leaf_factors(node)
+    for position, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
+        cuts = {name: [kind.parts] for name in factors.names} if isinstance(kind, Shard) else {}
+        made = [s for s in leaf_strategies(node, factors, cuts, axis.size) if s.outputs == (kind,)]
+        if not made:
+            left = local_shape(shape(node), kinds[:position], program.ranks[:position])
+            named = program.program.leaves[node].name
+            raise CompileError(
+                "QN203",
+                f"{named} of shape {tuple(left)} cannot be {kind} over {axis.name}={axis.size}",
+                fix=f"let the plan leave {axis.name} open for it",
+            )
+        found.append(made[0])
+        factors = refine(factors, made[0], axis.size)
+    return tuple(found)
+
+
+def storing_axes(program: ShardedProgram) -> list[int]:
+    """The axes over which some parameter is stored in slices that its operators do not see."""
+    stored = {node: program.produced(node) for node in program.gathered}
+    return [
+        position
+        for position in range(len(program.axes))
+        if any(stored[node][position] != held.sharding[position] for node, held in program.gathered.items())
+    ]
+
+
+def stored_whole(program: ShardedProgram, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """A line for each of ``axes`` over which some trained parameters are not stored in slices."""
+    lines = []
+    for position, axis in enumerate(program.axes):
+        leaves = [(n, f) for n, f in program.program.leaves.items() if f.kind == "parameter" and f.trainable]
+        whole = [(n, f) for n, f in leaves if not isinstance(program.produced(n)[position], Shard)]
+        if axis.name in axes and whole:
+            node, first = max(whole, key=lambda pair: num_bytes(value(pair[0])))
+            more = f" and {len(whole) - 1} more parameters" if len(whole) > 1 else ""
+            lines.append(
+                f"{axis.name}={axis.size}: {first.name} of {list(shape(node))}{more}, and optimizer state, are whole "
+                "on every rank: the plan says so, or no dim that the other axes leave divides"
+            )
+    return tuple(lines)

@@ -1,0 +1,4 @@
+"""Pipeline stages: where the graph is cut.
+
+Imports no other passes.
+"""

@@ -1,0 +1,173 @@
+"""The public face: ``quintnet.compile``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..capture.step_module import LossFn
+from ..core.errors import CompileError
+from ..core.mesh import AXES, Mesh
+from ..cost_models.cluster import Cluster
+from ..driver.task import CHECKS, Task
+from ..huggingface.parallel_plan import hf_plan
+from ..ir.plan import Plan, check_plan, read_plan
+from ..passes.rules.notation import Rule, table
+from ..passes.rules.table import RULES
+from ..runtime.execute.engines import ENGINES
+from ..runtime.launch.world import default_device, enter_world
+from .compiled_program import CompiledProgram
+from .plan import plan as make_plan
+
+
+def compile(
+    model: nn.Module,
+    mesh: Mesh | Cluster,
+    batch: Any = None,
+    *,
+    loss_fn: LossFn | None = None,
+    plan: Plan | Mapping[str, Any] | str | Path | None = None,
+    microbatches: int | None = None,
+    schedule: str | None = None,
+    virtual_stages: int | None = None,
+    sequence_parallel: bool | None = None,
+    context: str | None = None,
+    balance_context: bool | None = None,
+    experts: Sequence[str] | None = None,
+    zero: int | None = None,
+    zero_axes: Sequence[str] | None = None,
+    regather: bool | None = None,
+    overlap: bool | None = None,
+    async_tensor: bool | None = None,
+    recompute: str | None = None,
+    precision: str | None = None,
+    loss_scale: float | None = None,
+    reduce_dtype: str | None = None,
+    sum_dtype: str | None = None,
+    seed: int | None = None,
+    rules: Sequence[Rule] = (),
+    check_finite: bool = True,
+    training: bool = True,
+    backend: Literal["eager", "inductor", "cudagraphs"] = "eager",
+    device: torch.device | str | None = None,
+    check: Literal["first", "always", "off"] = "first",
+) -> CompiledProgram:
+    """Compile a model written for one device into a program for every rank of ``mesh``.
+
+    Args:
+        model: any nn.Module that torch.export can trace.
+        mesh: named axes, e.g. ``Mesh(pp=2, dp=2, tp=2)``; or a :class:`quintnet.Cluster`, whose best layout for
+            ``batch`` the planner finds.
+        batch: what one step consumes, a tuple (arguments) or a dict (keyword arguments) of tensors whose dim 0 is
+            the global batch. Without it the model is captured at the first step.
+        loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns a scalar loss, or an
+            object or dict with ``loss``.
+        plan: a Plan, a dict, or the path of a plan file; None for the default rules; ``"auto"`` for what the planner
+            finds on H100 nodes, see :func:`quintnet.plan`; ``"hf"`` for the plan that a Hugging Face model comes with,
+            see :func:`quintnet.hf_plan`.
+        microbatches: into how many parts each step's batch is split in time.
+        schedule: of pipeline stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"``,
+            ``"dualpipe-v"`` or ``"synthesized"``, see :class:`Plan`.
+        virtual_stages: pipeline stages per rank: one; two for ``"zb-v"`` and ``"dualpipe-v"``; two or more for
+            ``"interleaved"``.
+        sequence_parallel: whether tensor parallelism also splits the values between its operators.
+        context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
+        balance_context: whether a ring evens out the work of causal attention (it does by default).
+        experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
+        zero: 1, 2 or 3: data ranks hold slices of optimizer state, and of gradients, and of parameters, see Plan.
+        zero_axes: over which axes; by default ``dp``.
+        regather: whether the backward gathers parameters and values again (it does by default), or they are kept.
+        overlap: whether communication runs beside computing where it can (it does by default).
+        async_tensor: whether what tensor parallelism gathers and scatters then still waits for runs slice by slice,
+            beside the products that need it, or that make it.
+        recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
+            ``"selective"`` what is cheap, ``"full"`` everything.
+        precision: ``"bf16"`` or ``"fp16"`` compute in 16 bits with float32 parameters and sums of gradients, see Plan.
+        loss_scale: for ``"fp16"``: the first factor of the loss, see Plan.
+        reduce_dtype: in which ranks add up gradients: ``"parameter"`` (as they are), ``"float32"``, ``"bfloat16"``.
+        sum_dtype: in which ranks add up other partial results: ``"value"`` (as they are) or ``"float32"``.
+        seed: of dropout masks; equal seeds give equal masks on every mesh.
+        rules: sharding rules for further operators, see :func:`quintnet.rule`.
+        check_finite: whether a step refuses a loss or gradients with NaN or Inf before an optimizer sees them.
+        training: False for a program that only computes outputs: ``batch`` then is what the model itself takes. No
+            gradient is kept or communicated for, and models that only train on one device (BatchNorm) are fine.
+        backend: ``"inductor"``: what lies between two calls of communication runs as code that torch's compiler made
+            of it; it is compiled when it first runs. What cannot be compiled runs eager, with a BackendWarning.
+            ``"cudagraphs"``: that code is also captured in CUDA graphs, where replays do the same; where they would
+            not, it runs as with ``"inductor"``, with a BackendWarning.
+        check: whether what was traced is compared with the module itself before anything trains: its loss, every
+            gradient, and what forward changes, on a few rows of the batch, with the modes and hooks that the module
+            has. ``"first"``: the first program; ``"always"``: also those that evaluation, outputs or other batch sizes
+            need; ``"off"``: never. Nothing of the module or the batch changes. In processes rank 0 compares, and all
+            ranks raise at the first step. See docs/verification.md.
+        device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
+
+    Raises:
+        CompileError: QN1xx if the model or the batch cannot be compiled, QN2xx for the mesh or the plan.
+        RunError: QN301 if the mesh does not fit the process group, or the processes that a launcher started.
+    """
+    if not isinstance(model, nn.Module):
+        raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
+    if not isinstance(mesh, (Mesh, Cluster)):
+        raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
+    if backend not in ENGINES:
+        raise CompileError("QN108", f"there is no backend {backend!r}", fix=f"use one of {', '.join(ENGINES)}")
+    if check not in CHECKS:
+        raise CompileError("QN108", f"there is no check {check!r}", fix=f"use one of {', '.join(CHECKS)}")
+    given = {
+        "microbatches": microbatches,
+        "schedule": schedule,
+        "virtual_stages": virtual_stages,
+        "sequence_parallel": sequence_parallel,
+        "context": context,
+        "balance_context": balance_context,
+        "experts": None if experts is None else tuple(experts),
+        "zero": zero,
+        "zero_axes": None if zero_axes is None else tuple(zero_axes),
+        "regather": regather,
+        "overlap": overlap,
+        "async_tensor": async_tensor,
+        "recompute": recompute,
+        "precision": precision,
+        "loss_scale": loss_scale,
+        "reduce_dtype": reduce_dtype,
+        "sum_dtype": sum_dtype,
+        "seed": seed,
+    }
+    if isinstance(mesh, Cluster) or plan == "auto":
+        chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules)
+        mesh = Mesh(**chosen.mesh)
+    else:
+        from_model = isinstance(plan, str) and plan == "hf"
+        own = hf_plan(model, mesh, virtual_stages=virtual_stages or 1).plan if from_model else plan
+        chosen = read_plan(own).changed(given)
+    check_plan(chosen, mesh)
+    enter_world(mesh)
+    book = {**RULES, **table(rules)}
+    where = default_device(model, device)
+    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check))
+    return program if batch is None else program.prepare(batch)
+
+
+def _planned(
+    model: nn.Module,
+    where: Mesh | Cluster,
+    batch: Any,
+    loss_fn: LossFn | None,
+    plan: Plan | Mapping[str, Any] | str | Path | None,
+    given: Mapping[str, Any],
+    rules: Sequence[Rule],
+) -> Plan:
+    """The best plan on a cluster, or on a mesh of H100 nodes."""
+    if batch is None:
+        raise CompileError("QN102", "the planner needs to see a batch", fix="compile(model, cluster, batch)")
+    decided = {name: value for name, value in given.items() if value is not None}
+    if isinstance(where, Mesh):
+        decided["mesh"] = {axis: where[axis] for axis in AXES}
+        where = Cluster("h100", nodes=-(-where.size // 8), gpus_per_node=min(8, where.size))
+    pinned = Plan.model_validate({**read_plan(plan).model_dump(exclude_unset=True), **decided})
+    return make_plan(model, where, batch, loss_fn=loss_fn, plan=pinned, rules=rules, top_k=1).best

@@ -1,0 +1,545 @@
+"""What ``quintnet.compile`` returns: a model, ready to train on a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..capture.capture import batch_size_of, plain_batch
+from ..capture.modes import refuse_autocast
+from ..capture.step_module import LossFn
+from ..core.errors import CompileError, InputError, QuintNetError, RunError
+from ..core.html import table
+from ..core.mesh import Mesh
+from ..cost_models.cluster import Cluster
+from ..cost_models.cluster_costs import ClusterCosts
+from ..cost_models.operators import model_flops
+from ..driver.compiler import Request, Runner, compile_program
+from ..driver.generation import Decoding, Sampling, ends_of
+from ..driver.task import Task
+from ..driver.variants import Programs, check_divides
+from ..dump.folder import dump_program
+from ..dump.page import Extras
+from ..equivalence.module_copy import module_copy
+from ..equivalence.verify import Subject, VerifyReport, model_inputs, verify_program
+from ..ir.cost_protocol import RankCosts
+from ..ir.plan import Plan, precision_of
+from ..ir.program import DistributedProgram, RankProgram
+from ..passes.frontend.normalize import dtypes_of_results
+from ..planner.report import PlanReport
+from ..reports.explain import Difference, Explain, Explanation, difference
+from ..reports.explain_gradient import prove
+from ..reports.tensor_picture import TensorPicture, picture_of_state
+from ..runtime.backends.backend import Backend, refuse_unset
+from ..runtime.backends.backends import open_backend
+from ..runtime.backends.split_parameters import home_of, refuse_split, settle
+from ..runtime.execute.engines import ENGINES
+from ..runtime.execute.executor import Run
+from ..runtime.execute.record import Recorder
+from ..runtime.launch.heartbeat import running
+from ..runtime.launch.world import many
+from ..runtime.state.computed_loss import SettledLoss
+from ..runtime.state.module_parameters import check_fits
+from ..schedules.schedule import Schedule
+from ..simulation.faults import Faults
+from ..simulation.measured import measured_timeline, shown_ranks
+from ..simulation.program import simulate_program
+from ..simulation.timeline import Timeline
+from ..weights.meta_buffers import with_buffers
+from .program_state import ProgramState
+
+
+class CompiledProgram(ProgramState):
+    """A model compiled for a mesh. Captured at the first step, or when it was made if a batch was given.
+
+    ``step`` and ``evaluate`` take the global batch, on every rank. ``parameters`` are the module's own: without an
+    initialised process group, where all ranks run in this process in lockstep, whole; in processes, DTensors.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._programs = Programs(task)
+        self._backend: Backend | None = None
+        self._batch: Any = None
+        self._steps = 0
+        self._given: dict[Any, Any] = {}
+        self._decoding: Decoding | None = None
+        self._saving = None
+        self._closed = False
+        self._apart: InputError | None = None  # why this rank is not in a step that the others are in
+
+    def __reduce__(self) -> NoReturn:
+        raise RunError(
+            "QN113",
+            "a program cannot be copied or pickled",
+            fix="copy the module, whose parameters are the program's: copy.deepcopy(model), AveragedModel(model)",
+        )
+
+    # -- training
+
+    def step(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
+        """Forward and backward of one global batch; afterwards every parameter's ``grad`` is settled.
+
+        Args:
+            batch: what one step consumes; the same global batch on every rank, or with ``batch_is_local`` this
+                data rank's rows of it (what a DistributedSampler gives).
+
+        Returns:
+            The loss of the global batch, a scalar, the same on every rank.
+
+        Raises:
+            InputError: QN102 or QN106 if the batch does not fit.
+            RunError: QN501 on every rank if the loss or a gradient is NaN or Inf, with the operator, the rank and the
+                microbatch that made the first one. No parameter or gradient was changed. (In fp16, while the scaled
+                loss may be the reason: no error, and no parameter has a gradient, so that optimizers skip the step.)
+            CompileError: if this is the first step, see :func:`quintnet.compile`.
+        """
+        self._require_training("step")
+        return self._run("train", batch, batch_is_local)[0].as_subclass(SettledLoss)
+
+    def measure(self, batch: Any, *, batch_is_local: bool = False) -> tuple[Tensor, Timeline]:
+        """As :meth:`step`, with a clock: the loss, and when each rank did what and what it waited for, the same on
+        every rank. Gradients settle as they do in a step.
+
+        The first steps of a program are slower than others: take some before. Of many ranks, only as many whole
+        pipelines as a picture can show are in it.
+
+        Raises:
+            RunError: QN301 where several ranks share this process, and take turns.
+        """
+        self._require_training("measure")
+        recorder = Recorder()
+        loss = self._run("train", batch, batch_is_local, recorder)[0]
+        assert recorder.found is not None
+        shown = recorder.found.rank in shown_ranks(self.mesh)
+        told = self._state().told(recorder.found.to_json() if shown else "")
+        program = self._leader().program
+        return loss, measured_timeline(program, [text for text in told if text], self._task.device)
+
+    def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
+        """The loss of one global batch with the model in evaluation mode; no gradients."""
+        return self._run("evaluate", batch, batch_is_local)[0]
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The model's outputs for global inputs, whole and the same on every rank; evaluation mode, no gradients."""
+        batch = kwargs if kwargs else inputs
+        leaves = self._run("outputs", batch, False)
+        return pytree.tree_unflatten(leaves, self._programs.captured["outputs"].output_spec)
+
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 20,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+    ) -> Tensor:
+        """Continue texts, as transformers' ``generate`` does: greedily, or sampled. The keys and values of earlier
+        tokens stay on the ranks that made them: rows over dp, heads over tp, layers over pp.
+
+        For Hugging Face decoders whose attention is ``sdpa``, and modules whose ``forward(ids, positions)`` returns
+        logits and calls ``F.scaled_dot_product_attention(..., is_causal=True)``, which then also sees what came before.
+
+        Args:
+            ids: the global batch of prompts [rows, length], on every rank; padded on the left.
+            attention_mask: [rows, length], 0 for padding.
+            temperature: for ``do_sample``: what logits are divided by.
+            top_k: for ``do_sample``: of the most likely, so many.
+            top_p: for ``do_sample``: of the most likely, as many as have this probability together.
+            eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
+            pad_token_id: what follows the end; by default the (first) eos_token_id.
+            seed: of the samples, by default the program's. Equal seeds give equal samples on every layout.
+
+        Returns:
+            Prompts and what follows them [rows, length + at most max_new_tokens], the same on every rank.
+
+        Raises:
+            CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
+            InputError: QN102 or QN106 if the prompts do not fit.
+        """
+        self._leader()
+        sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
+        ends = ends_of(self._task.model, eos_token_id, pad_token_id)
+        check_divides(self.mesh, 1, ids.shape[0])
+        if self._decoding is None:
+            self._decoding = Decoding(self._task.model, self._state(), self._programs.follow)
+        return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
+
+    # -- proof
+
+    def verify(
+        self, batch: Any = None, *, steps: int = 2, float64: bool = False, limit: float | None = None
+    ) -> VerifyReport:
+        """Run all ranks in this process beside the module itself: loss, outputs, every gradient, and parameters and
+        buffers after each optimizer step. The module, its gradients and this program's state stay as they are.
+
+        Args:
+            batch: what to train on; without it, the batch that the program was compiled with or saw last.
+            steps: training steps (SGD with momentum).
+            float64: compare copies in float64, where rounding hides nothing.
+            limit: the relative error that counts as equal; by default what the dtype allows. Where the plan's precision
+                is not the model's own, both are compared with the module in float64, and by default a program may be
+                twice as far from it as one rank of the same precision is.
+
+        Returns:
+            A report; ``report.ok`` is whether all is equal. If not, ``report.culprit`` is the first wrong operator.
+
+        Raises:
+            CompileError: QN102 if there is no batch yet, QN604 if the module is on the meta device.
+        """
+        self._require_training("verify")
+        batch = self._batch if batch is None else plain_batch(batch)
+        if batch is None:
+            raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
+        if self._spread:  # beside a copy of the module that is whole on each rank
+            whole = CompiledProgram(replace(self._task, model=self._whole_model(), plan=self.plan, check="off"))
+            return whole._compiled(batch)._verified(batch, steps, float64, limit)
+        return self._verified(batch, steps, float64, limit)
+
+    def _verified(self, batch: Any, steps: int, float64: bool, limit: float | None) -> VerifyReport:
+        self._refuse_meta()
+        if float64:
+            return self._in_float64(batch).verify(steps=steps, limit=limit)
+        subject = self._subject(batch)
+        low = precision_of(self.plan).rounds
+        report = verify_program(subject, batch, steps, limit, self._unsplit(batch)._subject(batch) if low else None)
+        if report.ok or report.culprit is not None:
+            return report
+        with contextlib.suppress(QuintNetError):  # ranks agree with what was traced: is that what the module does?
+            found = self._programs.difference("train", batch)
+            report = report if found is None else replace(report, notes=(*report.notes, str(found)))
+        return report
+
+    def prove(self, name: str) -> str:
+        """Why the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
+        operator and conversion on its way to the loss with their transposes, and what settles it.
+
+        Raises:
+            CompileError: QN204 if no trained parameter has this name.
+        """
+        return prove(self._leader().program, name)
+
+    def explain(
+        self,
+        name: str,
+        *,
+        why_not: str | Mapping[str, str] | None = None,
+        costs: RankCosts | Cluster | None = None,
+    ) -> Explanation:
+        """What the program does with a module, an operator or a parameter, and what that costs.
+
+        Args:
+            why_not: another way for its parameters: ``"column"``, ``"row"`` or ``"replicated"`` over tp, or types by
+                axis (``{"tp": "S(0)"}``). The model is compiled again with it, and both programs are compared.
+            costs: as for :meth:`simulate`.
+
+        Raises:
+            CompileError: QN204 for a name or a way that the model does not have.
+        """
+        leader, task = self._leader(), self._task
+
+        def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
+            rows = leader.program.source.local.staged.sharded.program.batch_size
+            request = Request(task.mesh, plan, rows, task.device, task.rules)
+            other = compile_program(self._programs.captured[task.leads], request, Runner(), training=task.training)
+            return other.program, other.plan
+
+        return Explain(leader.program, task.plan, leader.plan, task.rules, self._prices(costs), recompile)(
+            name, why_not
+        )
+
+    def visualize(self, name: str) -> TensorPicture:
+        """Which rank holds which part of a parameter or buffer; see :func:`quintnet.visualize`.
+
+        Raises:
+            CompileError: QN204 for a name that the program does not have.
+        """
+        return picture_of_state(self._leader().program, name)
+
+    def diff(self, other: CompiledProgram, *, costs: RankCosts | Cluster | None = None) -> Difference:
+        """What differs between this program and another of the same model: plan, placements, and costs of a step."""
+        mine, yours = self._leader(), other._leader()
+        return difference(mine.program, yours.program, (mine.plan, yours.plan), self._prices(costs))
+
+    # -- prediction
+
+    def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
+        here = Cluster("h100", nodes=-(-self.mesh.size // 8)) if costs is None else costs
+        return ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
+
+    def simulate(self, costs: RankCosts | Cluster | None = None, *, faults: Faults | None = None) -> Timeline:
+        """A step, without any device: when each rank does what, what it waits for, and what memory it needs.
+
+        Args:
+            costs: what operators and communication take: a cluster, or a calibration of this machine
+                (:mod:`quintnet_compiler.cost_models.calibration`); without it, nodes of 8 H100.
+            faults: ranks and links that are slower than others.
+
+        Returns:
+            A report; ``html()`` and ``svg()`` are pictures, ``chrome_trace()`` is for Perfetto.
+
+        Raises:
+            CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
+                QN210 if an operator has no price.
+        """
+        return simulate_program(self._leader().program, self._prices(costs), faults)
+
+    def _whole_model(self) -> nn.Module:
+        """A copy of the module that is whole on this rank."""
+        program, backend, model = self._leader().program, self._state(), self._task.model
+        refuse_unset(backend.unset, program)
+        found = backend.everywhere(program, [s.name for s in program.state.values() if s.kind == "parameter"])
+        own = {name: p for name, p in model.named_parameters() if name in found}
+        memo = {id(p): nn.Parameter(found[name], requires_grad=p.requires_grad) for name, p in own.items()}
+        copied = copy.deepcopy(model, memo)
+        for p in own.values():
+            memo[id(p)]._backward_hooks = p._backward_hooks
+        return copied
+
+    def _refuse_meta(self) -> None:
+        empty = next((name for name, x in self._task.model.named_parameters() if x.is_meta), None)
+        if empty is not None:
+            raise CompileError(
+                "QN604",
+                f"verify compares with the module itself, and its {empty} is on the meta device",
+                fix="verify a small model of the same kind, built on a real device",
+            )
+
+    def _subject(self, batch: Any) -> Subject:
+        programs = self._programs
+        program = programs.get("train", batch, batch_size_of(batch))
+        task, tensors = self._task, programs.now(programs.captured["train"].tensors)
+        try:
+            inputs = model_inputs(batch, task.loss_fn)
+            outputs: DistributedProgram | str = programs.get("outputs", inputs, batch_size_of(inputs))
+            tensors = {**programs.now(programs.captured["outputs"].tensors), **tensors}
+        except CompileError as error:
+            outputs = error.message
+        return Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
+
+    def _unsplit(self, batch: Any) -> CompiledProgram:
+        """One rank that computes in the same dtypes."""
+        plan = self.plan
+        same = Plan(precision=plan.precision, reduce_dtype=plan.reduce_dtype, seed=plan.seed)
+        same = same.changed({"unknown_ops": plan.unknown_ops})
+        return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same, check="off"))._compiled(batch)
+
+    def _in_float64(self, batch: Any) -> CompiledProgram:
+        plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
+        task = replace(self._task, model=module_copy(self._task.model)[0].double(), plan=plan, check="off")
+        double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+        return CompiledProgram(task)._compiled(double)
+
+    # -- inspection
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._task.mesh
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """What was given to compile; None where the model computes its loss itself."""
+        return self._task.loss_fn
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes logs and files: that of rank 0."""
+        return self._state().first
+
+    @functools.cached_property
+    def model_flops(self) -> float:
+        """FLOPs of one step of the unsplit model on the batch that the program was compiled for."""
+        return model_flops(self._leader().program.source.local.staged.sharded.program.graph)
+
+    @property
+    def plan(self) -> Plan:
+        """The complete plan: compiling with it gives this program."""
+        return self._leader().plan
+
+    @property
+    def ranks(self) -> Sequence[RankProgram]:
+        """Every rank's generated functions and actions."""
+        program = self._leader().program
+        return [program.rank(rank) for rank in range(self.mesh.size)]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._leader().program.schedule
+
+    @property
+    def unsplit(self) -> tuple[str, ...]:
+        """What runs whole on every rank of a tensor or context axis because no size of it divides: exact, not faster
+        than one rank. Parameters that ZeRO leaves whole. And values of a batch that travel between data ranks. A line
+        for each kind; empty where everything is split."""
+        return self._leader().unsplit
+
+    @property
+    def compile_seconds(self) -> Mapping[str, float]:
+        """Time of each pass."""
+        return dict(self._leader().seconds)
+
+    def _repr_html_(self) -> str:
+        if not self._programs.led:
+            return table([], [("mesh", self.mesh)], "A program that is not compiled yet: it has not seen a batch")
+        program = self._leader().program
+        rows = [
+            (
+                stage.index, program.schedule.placement[stage.index], len(stage.state),
+                *(len(piece.module.graph.nodes) for piece in (stage.forward, stage.backward)), len(stage.saved),
+            )
+            for stage in program.stages
+        ]  # fmt: skip
+        head = "stage", "pipeline place", "parameters and buffers", "forward nodes", "backward nodes", "saved values"
+        return table(head, rows, f"A program for {self.mesh!r}, {program.schedule.num_microbatches} microbatches")
+
+    def dump(
+        self,
+        folder: str | Path,
+        *,
+        costs: RankCosts | Cluster | None = None,
+        measured: Timeline | None = None,
+        report: PlanReport | None = None,
+    ) -> Path:
+        """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``, with a page to
+        look at all that (``index.html``, which needs no network).
+
+        Equal programs give equal bytes, on every rank and every run. The program after each pass is not kept: it is
+        made again, by compiling once more.
+
+        Args:
+            costs: of the timeline, as for :meth:`simulate`.
+            measured: a timeline of a real step, which is shown beside the predicted one.
+            report: of :func:`quintnet.plan`; its plans are shown beside this one.
+
+        Raises:
+            CompileError: QN211 if ``measured`` is of another layout or schedule.
+        """
+        leader = self._leader()
+        if measured is not None:
+            measured.require(self.mesh.size, self.schedule)
+        predicted, unpriced = None, ""
+        try:
+            predicted = self.simulate(costs)
+        except CompileError as error:
+            if error.code != "QN210":
+                raise
+            unpriced = error.message
+        rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
+        plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
+        extras = Extras(predicted, unpriced, measured, plans)
+        return dump_program(leader.program, leader.plan, leader.passes(), Path(folder), extras)
+
+    def prepare(self, batch: Any) -> CompiledProgram:
+        """Compile for batches like this one now, without running anything. In processes, the module's parameters become
+        this rank's parts."""
+        self._compiled(batch)
+        if self._spread:
+            self._state()
+        return self
+
+    def _compiled(self, batch: Any) -> CompiledProgram:
+        self._batch = plain_batch(batch)
+        self._programs.get(self._task.leads, self._batch, batch_size_of(batch))
+        return self
+
+    # -- how
+
+    def _require_training(self, what: str) -> None:
+        if not self._task.training:
+            message = f"{what} was called, and the program has no backward"
+            raise CompileError("QN107", message, fix="compile without training=False")
+
+    @property
+    def _spread(self) -> bool:
+        """Whether each rank is a process."""
+        return self.mesh.size > 1 and many()
+
+    def _state(self) -> Backend:
+        if self._closed:
+            raise RunError("QN113", "this program was closed", fix="compile the module again")
+        if self._backend is None:
+            leader, task, slots = self._leader(), self._task, self._programs.slots
+            assert slots is not None
+            for name, x in slots.changed().items():
+                check_fits(name, x, leader.program.state[name], x.device)
+            slots.look()
+            tensors = with_buffers(task.model, self._programs.now(self._programs.captured[task.leads].tensors))
+            home = home_of(task.model)
+            if home is not None:
+                self._backend = home.join(slots)
+                self._backend.learn(leader.program, tensors)
+            else:
+                refuse_split(tensors)
+                plan, engine = leader.plan.to_json(), ENGINES[task.backend]()
+                self._backend = open_backend(self.mesh, leader.program, tensors, task.device, plan, engine, slots)
+                settle(slots, leader, self._backend)
+        return self._backend
+
+    def close(self) -> None:
+        """Give the module whole, plain parameters again: it can be compiled for another mesh then, or called. On every
+        rank; no program of this module can be used any more.
+
+        Raises:
+            RunError: QN113 if another program of the module was closed.
+        """
+        home = home_of(self._task.model)
+        if home is not None:
+            program, backend = home.leader.program, self._state()
+            names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
+            home.leave(backend.everywhere(program, names))
+        self._backend, self._closed = None, True
+
+    def _run(self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None) -> list[Tensor]:
+        if self._apart is not None:
+            raise RunError(
+                "QN401",
+                f"this rank was given another batch than all others, who wait for it in that step; what it does "
+                f"next would be mixed with theirs\n  it was: {self._apart.message}",
+                fix="do not catch that error: quintnet.launch ends the others, and starts all again where it may",
+            )
+        begun = False
+        try:
+            given = {"batch": batch, "changed": changed} if (changed := self._programs.changed(kind)) else batch
+            with running(self._given, self._steps, kind, local, given):
+                begun = True
+                found = self._run_here(kind, batch, local, recorder)
+        except InputError as error:
+            if not begun:  # the others' batch was as usual, so they did not stop to compare
+                self._apart = error
+            raise
+        self._steps += kind == "train"
+        return found
+
+    def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
+        refuse_autocast(self._task.device)
+        batch = plain_batch(batch)
+        rows = batch_size_of(batch)
+        program = self._programs.get(kind, batch, rows * (self.mesh.data_ways if local else 1))
+        inputs = self._programs.inputs(kind, program, batch, local)
+        if kind == "train" and not local:
+            self._batch = batch
+        backend = self._state()
+        self._programs.verdict.hear(backend)
+        if program is not self._leader().program:
+            backend.learn(program, self._programs.captured[kind].tensors)
+        results = backend.run(program, inputs, self._how(kind, local), recorder=recorder)
+        dtypes = dtypes_of_results(self._programs.captured[kind])
+        return [x.to(dtype) for x, dtype in zip(results, dtypes, strict=True)]
+
+    def _how(self, kind: str, local: bool) -> Run:
+        task = self._task
+        return Run(kind == "train", local, task.plan.seed, self._steps, task.check_finite)

@@ -1,0 +1,248 @@
+"""A program's state as users see it: parameters, gradients, weights on disk, checkpoints."""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.background import Background
+from ..checkpoint.pretrained import Allowed, load_weights
+from ..checkpoint.pretrained import Subject as Pretrained
+from ..checkpoint.pretrained_save import save_weights
+from ..checkpoint.training_state import Restored, Snapshot, read, snapshot, write
+from ..driver.compiler import Compiled
+from ..driver.task import Task, modules_of
+from ..driver.variants import Programs
+from ..runtime.backends.backend import Backend
+from ..weights.initialize import Init, chosen, key_of
+
+
+class ProgramState(abc.ABC):
+    """What a compiled program keeps between steps."""
+
+    _task: Task
+    _steps: int
+    _programs: Programs
+    _saving: Background | None
+
+    def _leader(self) -> Compiled:
+        return self._programs.leader
+
+    @abc.abstractmethod
+    def _state(self) -> Backend: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters (those of its stages) under the model's names: whole in one process, DTensors in
+        processes; both have ``full_tensor()``."""
+        yield from self._state().parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The module's state dict (in processes: this rank's DTensors), and under ``loss_fn.`` what the loss function
+        has. The tensors are those that are trained, not copies."""
+        parameters = dict(self.named_parameters())
+        found = {
+            ".".join(filter(None, (prefix, name))): x
+            for prefix, module in modules_of(self._task).items()
+            for name, x in module.state_dict().items()
+        }
+        return found | {name: p.detach() for name, p in parameters.items() if name not in found}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what :meth:`state_dict` gave on this layout, or whole tensors on any: each rank keeps its part.
+
+        Raises:
+            RuntimeError: for names that are missing or unexpected, and for other shapes, as ``Module.load_state_dict``.
+        """
+        cuts, model = self._state().cuts(), self._task.model
+        own = model.state_dict().keys()
+        of_loss = {name: x for name, x in state.items() if name.startswith("loss_fn.") and name not in own}
+        brought: dict[str, Any] = {
+            name: p for name, p in self.named_parameters() if name.startswith("loss_fn.") and name not in own
+        }
+        loss_module = self._task.loss_fn if isinstance(self._task.loss_fn, nn.Module) else None
+        known = {f"loss_fn.{name}" for name in loss_module.state_dict()} if loss_module else brought.keys()
+        if known != of_loss.keys():
+            missing, unexpected = sorted(known - of_loss.keys()), sorted(of_loss.keys() - known)
+            raise RuntimeError(f"missing in the state: {missing}; unexpected in it: {unexpected}; nothing was loaded")
+        model.load_state_dict({name: x for name, x in state.items() if name not in of_loss})
+        if loss_module:
+            loss_module.load_state_dict({name.removeprefix("loss_fn."): x for name, x in of_loss.items()})
+            return
+        with torch.no_grad():
+            for name, p in brought.items():
+                p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])
+
+    def initialize(self, inits: Mapping[str, Init], *, seed: int | None = None) -> None:
+        """Draw initial values that are the same on every layout, each rank its own part.
+
+        Args:
+            inits: name (or glob) -> :class:`quintnet.Normal`, ``Uniform`` or ``Constant``; later patterns win, and
+                parameters that none matches keep their values.
+            seed: by default the program's.
+
+        Raises:
+            CompileError: QN204 for a pattern that matches no parameter.
+        """
+        program, backend = self._leader().program, self._state()
+        names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
+        wanted = chosen(inits, names)
+        seed = self._task.plan.seed if seed is None else seed
+        with torch.no_grad():
+            for spec, part, positions in backend.parts(program):
+                if spec.name in wanted:
+                    key = key_of(seed, names.index(spec.name))
+                    part.copy_(wanted[spec.name].draw(positions, spec.shape, key, spec.dtype))
+        backend.unset -= wanted.keys()
+
+    # -- Hugging Face folders
+
+    def load_pretrained(
+        self, folder: str | Path, *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        """Read the weights of a Hugging Face folder (safetensors), each rank its own parts of each tensor.
+
+        Names are those of the model, or what transformers converts to them (other prefixes, experts one by one).
+        Values are exact: a wider floating dtype than the stored one is fine, a narrower one is refused.
+
+        Args:
+            folder: has ``model.safetensors``, or several files and ``model.safetensors.index.json``.
+            missing: globs of parameters that the files need not have (a new head); they keep their values.
+            unexpected: globs of stored tensors to leave out.
+
+        Raises:
+            CheckpointError: QN601 if files cannot be read (or would have to be unpickled), QN602 with every name,
+                shape and dtype that does not fit. No parameter was changed, on any rank.
+            RunError: QN403 if ranks see different files.
+        """
+        load_weights(self._pretrained(), Path(folder), Allowed(tuple(missing), tuple(unexpected)))
+
+    def save_pretrained(self, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+        """Write the folder from which ``transformers``' ``from_pretrained`` loads these very values: config.json and
+        safetensors (for a module that is not Hugging Face's: safetensors alone).
+
+        Every rank calls this; tensors come together one at a time and the first rank writes them. The folder appears
+        when it is complete.
+
+        Args:
+            folder: a new (or empty) folder.
+            max_file_bytes: further files are begun beyond this size.
+
+        Raises:
+            CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
+        """
+        save_weights(self._pretrained(), Path(folder), max_file_bytes)
+
+    def _pretrained(self) -> Pretrained:
+        program, aliases = self._leader().program, self._programs.captured[self._task.leads].aliases
+        return Pretrained(self._task.model, program, self._state(), aliases)
+
+    def zero_grad(self) -> None:
+        deque(map(setattr, self._state().parameters.values(), repeat("grad"), repeat(None)), maxlen=0)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
+        return self._state().clip_grad_norm(self._leader().program, max_norm)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which the next step multiplies its loss, where the precision is fp16; else 1."""
+        return self._state().scaler.scale
+
+    def get_rng_state(self) -> dict[str, int]:
+        """The seed of dropout masks and the number of the next training step: all that the masks depend on."""
+        return {"seed": self._task.plan.seed, "step": self._steps}
+
+    def set_rng_state(self, state: Mapping[str, int]) -> None:
+        """Continue with the masks that would have followed when ``state`` was taken, on this or any other layout."""
+        plan = self._task.plan.changed({"seed": state["seed"]})
+        self._task = replace(self._task, plan=plan)
+        self._steps = state["step"]
+
+    # -- checkpoints
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> Path:
+        """Write a checkpoint, which any layout can load: every rank calls this, and each writes its own parts.
+
+        ``folder/step-00000042`` appears when all of it is on the disk (torch.distributed.checkpoint's plan in
+        safetensors and JSON, with the SHA-256 of each file); until then, and if anything fails, the folder's other
+        checkpoints are what they were.
+
+        Args:
+            folder: on a disk that all ranks share.
+            step: its number; a checkpoint of the same step is replaced.
+            optimizer: of this program's parameters, whose state is saved with them.
+            extra: anything that JSON can hold: a scheduler's ``state_dict()``, where the data stands.
+            keep: how many of the newest checkpoints stay.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
+        """
+        return write(self._snapshot(optimizer, extra), Path(folder), step, keep)
+
+    def save_async(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> Future[Path]:
+        """As :meth:`save`, but return when everything is copied to the CPU; a thread writes it while training goes on.
+        The future's ``result()`` is the path, or raises what went wrong. Waits for the save before, if it still runs.
+        """
+        found = self._snapshot(optimizer, extra)
+        if self._saving is None:
+            self._saving = Background.make()
+        return self._saving.save(found, Path(folder), step, keep)
+
+    def load(
+        self, folder: str | Path, *, step: int | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> Restored:
+        """Go on from the newest whole checkpoint of a folder, or from that of ``step``, whatever layout wrote it.
+
+        Parameters, the optimizer's state and options, and where random numbers stand get the very bits that were
+        saved. Every file is read and compared with its SHA-256 first; a damaged checkpoint is named in a
+        :class:`quintnet.CheckpointWarning`, and the one before is tried.
+
+        Returns:
+            The step, and what was given to ``save`` as ``extra``.
+
+        Raises:
+            CheckpointError: QN601 if no checkpoint is whole (or that of ``step`` is not), QN602 with every name,
+                shape and dtype that is not this program's. Nothing was changed, on any rank.
+        """
+        found = read(self._pretrained(), Path(folder), step, optimizer)
+        self.set_rng_state(found.run["rng"])
+        scaler = self._state().scaler
+        scaler.scale, scaler.good = found.run["loss_scale"]
+        return found
+
+    def _snapshot(self, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None) -> Snapshot:
+        scaler = self._state().scaler
+        run = {"rng": self.get_rng_state(), "loss_scale": [scaler.scale, scaler.good], "mesh": str(self._task.mesh)}
+        return snapshot(self._pretrained(), optimizer, extra or {}, run)

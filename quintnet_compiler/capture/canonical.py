@@ -1,0 +1,249 @@
+"""What torch.export makes of a model, as a :class:`Captured`: no regions, guards or aliases, places for every node."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
+
+from ..core.annotations import Leaf
+from ..core.code_origin import PACKAGE, TORCH
+from ..core.errors import CompileError, Where
+from ..ir.program import Captured
+from .block_reuse import Skipped
+
+OWN = (TORCH, PACKAGE)  # code that is not the user's
+LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
+LEAF = "quintnet_leaf"
+WHERE = "quintnet_where"
+
+
+def inline_no_grad(gm: fx.GraphModule) -> None:
+    """Replace ``wrap_with_set_grad_enabled`` by its body, each output behind ``detach``.
+
+    ``run_decompositions`` would inline it too, and silently drop the no_grad.
+    """
+    graph = gm.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
+            continue
+        enabled, body = node.args[0], getattr(gm, node.args[1].target)
+        inline_no_grad(body)
+        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+        env: dict[fx.Node, Any] = dict(zip(inner, node.args[2:], strict=True))
+        with graph.inserting_before(node):
+            for n in body.graph.nodes:
+                if n.op == "placeholder":
+                    continue
+                if n.op == "output":
+                    continue
+                env[n] = graph.node_copy(n, env.__getitem__)
+            returned = body.graph.output_node().args[0]
+            returned = returned if isinstance(returned, (tuple, list)) else (returned,)
+            results = []
+            for value in returned:
+                found = env.get(value, value) if isinstance(value, fx.Node) else value
+                if not enabled and isinstance(found, fx.Node) and isinstance(found.meta.get("val"), Tensor):
+                    detached = graph.call_function(torch.ops.aten.detach.default, (found,))
+                    detached.meta = dict(found.meta)
+                    found = detached
+                results.append(found)
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(results[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def _where(node: fx.Node) -> Where:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    path = re.sub(r"^(L__self___|L\['self'\]\.?)", "", path)
+    path = path.removeprefix("model").removeprefix(".")
+    source = ""
+    text = node.meta.get("stack_trace")
+    if text:
+        frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)', text)
+        for name, line, code in reversed(frames):
+            if not name.startswith(OWN):
+                source = f"{Path(name).name}:{line}: {code.strip()}"
+                break
+    return Where(path, source)
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module in which a node of a captured graph was made."""
+    where = node.meta.get(WHERE)
+    return where.module if where else ""
+
+
+def refuse_mutations(exported: torch.export.ExportedProgram, model: nn.Module, sample: Any) -> None:
+    """Raises: CompileError QN110 if the traced function changes a tensor that it was given."""
+    made = {node.name: node for node in exported.graph.nodes}
+    paths, _ = pytree.tree_flatten_with_path(sample)
+    given = dict(zip(exported.graph_signature.user_inputs, (path for path, _ in paths), strict=False))
+    for spec in exported.graph_signature.output_specs:
+        kind = _MUTATED.get(spec.kind)
+        if kind is None:
+            continue
+        target = spec.target or ""
+        name = target.removeprefix("model.")
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            name = f"batch{pytree.keystr(given.get(target, ()))}"
+        where = _where(made[spec.arg.name])
+        owner, fix = name.rpartition(".")[0], ""
+        if kind == "buffer" and isinstance(_part(model, owner), _BatchNorm | _InstanceNorm):
+            where = Where(owner, where.source)
+            fix = "use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
+        elif kind == "input":
+            fix = f"change a copy: {name}.clone()"
+        raise CompileError(
+            "QN110", f"the forward pass changes the {kind} {name!r}; a program would not", where=where, fix=fix
+        )
+
+
+def _part(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+_MUTATED = types.MappingProxyType(
+    {
+        OutputKind.BUFFER_MUTATION: "buffer",
+        OutputKind.PARAMETER_MUTATION: "parameter",
+        OutputKind.USER_INPUT_MUTATION: "input",
+    }
+)
+_DROPPED = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_assert_async")
+
+
+def canonical(
+    exported: torch.export.ExportedProgram,
+    model: nn.Module,
+    sample: Any,
+    training: bool,
+    skipped: Skipped,
+    only_rows: int | None = None,
+) -> Captured:
+    signature = exported.graph_signature
+    refuse_mutations(exported, model, sample)
+    owned = dict(model.named_parameters())
+    names = {id(p): name for name, p in owned.items()}
+    aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
+    tensors: dict[str, Tensor] = {}
+    graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
+    paths, input_spec = pytree.tree_flatten_with_path(sample)
+    literals = tuple(x for _, x in paths if not isinstance(x, Tensor))
+    given, lifted = signature.user_inputs, _Lifted.of(exported)
+    flat_inputs = dict(zip(given, paths, strict=True)) if len(given) == len(paths) else {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            leaf, tensor = _leaf(node, lifted, aliases, owned, flat_inputs, only_rows)
+            if leaf.kind != "input" and leaf.name in kept:
+                env[node] = kept[leaf.name]
+                continue
+            if leaf.kind != "input" and not node.users and (leaf.kind != "parameter" or skipped.has(leaf.name)):
+                continue
+            if leaf.kind == "input" and not node.users and isinstance(node.meta["val"], LITERALS):
+                continue  # the trace has followed it
+            new = graph.placeholder(node.name)
+            new.meta = {"val": node.meta.get("val"), LEAF: leaf, WHERE: Where()}
+            env[node] = kept[leaf.name] = new
+            if tensor is not None:
+                tensors[leaf.name] = tensor
+        elif node.op == "output":
+            graph.output(tuple(fx.map_arg(a, lambda n: env[n]) for a in node.args[0]))
+        elif any(word in str(node.target) for word in _DROPPED):
+            continue
+        else:
+            if node.op != "call_function":
+                raise CompileError("QN105", f"a {node.op} node ({node.target})", where=_where(node))
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise CompileError(
+                    "QN105",
+                    f"the higher-order operator {node.target} (autocast, cond, scan, ...)",
+                    where=_where(node),
+                    fix="choose the dtype with model.to(dtype); write loops and branches over plain tensors",
+                )
+            if free_unbacked_symbols(node.meta.get("val")):
+                raise CompileError(
+                    "QN101",
+                    f"the shape of what {node.target} returns depends on the values of a tensor",
+                    where=_where(node),
+                    fix="use a mask (torch.where with three arguments); for experts, quintnet.expert_linear",
+                )
+            new = graph.node_copy(node, lambda n: env[n])
+            new.meta = {"val": node.meta.get("val"), WHERE: _where(node)}
+            env[node] = new
+    output_spec = exported.call_spec.out_spec
+    assert output_spec is not None
+    state = types.MappingProxyType(tensors)
+    like = types.MappingProxyType({name: tuple(names) for name, names in skipped.like.items()})
+    return Captured(graph, state, aliases, input_spec, output_spec, training, only_rows, literals, like)
+
+
+def _mark(constant: Tensor) -> str:
+    """Export numbers the constants of each trace: what tells those of training from those of evaluation."""
+    if constant.is_meta:
+        return ""
+    values = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return "_" + hashlib.sha256(f"{constant.dtype} {tuple(constant.shape)} ".encode() + values).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class _Lifted:
+    """The names of inputs that are the model's own (the signature's properties search for them at every use)."""
+
+    exported: torch.export.ExportedProgram
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, str]
+
+    @classmethod
+    def of(cls, exported: torch.export.ExportedProgram) -> _Lifted:
+        signature = exported.graph_signature
+        constants = signature.inputs_to_lifted_tensor_constants
+        return cls(exported, signature.inputs_to_parameters, signature.inputs_to_buffers, constants)
+
+
+def _leaf(
+    node: fx.Node,
+    lifted: _Lifted,
+    aliases: Mapping[str, str],
+    owned: Mapping[str, nn.Parameter],
+    flat_inputs: Mapping[str, Any],
+    only_rows: int | None,
+) -> tuple[Leaf, Tensor | None]:
+    exported = lifted.exported
+    if full := lifted.parameters.get(node.name):
+        name = full.removeprefix("model.")
+        name = aliases.get(name, name)
+        parameter = owned[name] if name in owned else exported.state_dict[full]
+        return Leaf("parameter", name, trainable=parameter.requires_grad), parameter
+    if full := lifted.buffers.get(node.name):
+        found = exported.state_dict.get(full, exported.constants.get(full))
+        return Leaf("buffer", full.removeprefix("model.")), found
+    if full := lifted.constants.get(node.name):
+        constant = exported.constants[full]
+        return Leaf("constant", f"{full.removeprefix('model.')}{_mark(constant)}"), constant
+    path, sample = flat_inputs.get(node.name, ((), None))
+    rows = sample.shape[0] if isinstance(sample, Tensor) and sample.dim() > 0 else None
+    batched = rows is not None and (isinstance(node.meta["val"].shape[0], torch.SymInt) or rows == only_rows)
+    return Leaf("input", pytree.keystr(path) or node.name, batched=batched), None

@@ -1,0 +1,248 @@
+"""nn.Module to :class:`Captured`: one torch.export of the whole step, with a symbolic batch size.
+
+``torch.export`` in non-strict mode traces real-world models that ``fx.symbolic_trace`` cannot, works on the meta
+device, and shares the module's own parameters. What it leaves in the graph that would be wrong or useless later is
+removed by :mod:`.canonical`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..core.empty_storage import device_of, hollow_parameters, plain_parameters
+from ..core.errors import CompileError, QuintNetError, Where
+from ..core.names import check_batch_names, check_names
+from ..huggingface.registries import traced_as_few_nodes
+from ..ir.program import Captured
+from .block_reuse import Skipped, blocks_once
+from .canonical import OWN, canonical, inline_no_grad, module_of
+from .matmul_dtypes import check_dtypes
+from .modes import evaluating, without_autocast
+from .step_module import Call, LossFn, StepModule
+from .user_derivatives import user_derivatives
+
+Batch = tuple[Any, ...] | Mapping[str, Any]
+_aten = torch.ops.aten
+
+
+def batch_size_of(batch: Any) -> int:
+    """The size of dim 0 of the first tensor of ``batch``.
+
+    Raises:
+        CompileError: QN102 if there is no tensor with a dim.
+    """
+    for x in pytree.tree_leaves(plain_batch(batch)):
+        if isinstance(x, Tensor) and x.dim() > 0:
+            return x.shape[0]
+    raise CompileError("QN102", "the batch holds no tensor", fix="pass a tuple or a dict of tensors")
+
+
+def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
+    """A batch as a plain tuple or dict.
+
+    Raises:
+        CompileError: QN102 if it is neither a tuple (or list), nor a mapping.
+    """
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch)
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    raise CompileError(
+        "QN102",
+        f"the batch is a {type(batch).__name__}",
+        fix="pass what one step consumes: a tuple (arguments) or a dict (keyword arguments)",
+    )
+
+
+def capture(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    *,
+    want: str = "loss",
+    training: bool = True,
+    trained: bool = True,
+    call: Call | None = None,
+    once: bool = False,
+) -> Captured:
+    """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
+
+    ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
+    does). ``training``: each module keeps the mode that it has; if not, all are in evaluation mode. ``trained``:
+    whether any program will train the parameters. ``once``: equal blocks are traced once, see
+    :mod:`.block_reuse`; such a program is for planning.
+
+    Raises:
+        CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
+    """
+    batch = plain_batch(batch)
+    check_batch_names(batch)  # first of all: export writes names into code, and runs it
+    for module in (model, loss_fn):
+        if isinstance(module, nn.Module):
+            check_names(module)
+    size = batch_size_of(batch)
+    device = device_of(model)
+    # A batch of one would be taken for a constant; two stands for any size.
+    sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
+    dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
+    step = StepModule(model, loss_fn, want, call)
+    blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
+    mode = contextlib.nullcontext() if training else evaluating(step)
+    flags = contextlib.nullcontext() if trained else _untrained(step)
+    shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
+    user = user_derivatives(step, trained=trained)
+    hollow, plain = hollow_parameters(step), plain_parameters(step.brought())
+    with (
+        mode,
+        flags,
+        user as own,
+        plain,
+        hollow as real,
+        without_autocast(),
+        _no_warnings(),
+        shipped,
+        blocks as skipped,
+    ):
+        rows = None
+        try:
+            exported = step.traced(own.repeated(functools.partial(_export, step, sample, dynamic)))
+        except QuintNetError:
+            raise
+        except Exception as error:
+            if not _fixes_the_batch(error):
+                raise _untraceable(error) from error
+            # a loss over pairs of rows, say: a program of this very batch size
+            sample, rows = pytree.tree_map(lambda x: _sample(x, size, size, device), batch), size
+            try:
+                skipped.like.clear()
+                exported = step.traced(own.repeated(functools.partial(_export, step, sample, None)))
+            except QuintNetError:
+                raise
+            except Exception:
+                raise _untraceable(error) from error
+        own.finish(exported.graph)
+        captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
+        check_dtypes(captured.graph)
+        tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
+        captured = replace(captured, tensors=tensors)
+    if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
+        return replace(captured, guards=step.guards(training=training))
+    return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call)
+
+
+def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
+    shapes = None if dynamic is None else (dynamic,)
+    exported: torch.export.ExportedProgram = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
+    inline_no_grad(exported.graph_module)
+    if any(_writes(node.target) for node in exported.graph.nodes):
+        exported = exported.run_decompositions({})  # traces again: in-place operators become functions
+    return exported
+
+
+def _writes(target: Any) -> bool:
+    """Whether an operator changes one of its arguments (the running statistics of a norm are not in its schema)."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable or target in (_aten.batch_norm.default, _aten.instance_norm.default)
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def _fixes_the_batch(error: Exception) -> bool:
+    text = str(error)
+    signs = "specialized" in text or "Constraints violated" in text or "ConstraintViolation" in type(error).__name__
+    return "batch" in text and signs
+
+
+def _batched(x: Any, size: int) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
+
+
+def _sample(x: Any, size: int, traced: int, device: torch.device) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    shape = (traced, *x.shape[1:]) if _batched(x, size) else tuple(x.shape)
+    return torch.zeros(shape, dtype=x.dtype, device=device)
+
+
+@contextlib.contextmanager
+def _untrained(step: nn.Module) -> Iterator[None]:
+    """While inside, no parameter requires a gradient."""
+    trained = [p for p in step.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def _no_warnings() -> Iterator[None]:
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # torch logs whole graphs where it gives up; our error says what matters
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _user_frame(stack: Any) -> str:
+    for frame in reversed(list(stack)):
+        if not frame.filename.startswith(OWN) and not frame.filename.startswith("<"):
+            line = f": {frame.line}" if frame.line else ""
+            return f"{Path(frame.filename).name}:{frame.lineno}{line}"
+    return ""
+
+
+def _untraceable(error: Exception) -> CompileError:
+    stack = traceback.extract_tb(error.__traceback__)
+    module = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = frame.f_locals.get("self")
+        if (
+            isinstance(found, nn.Module)
+            and not isinstance(found, StepModule)
+            and not type(found).__module__.startswith("torch.")
+        ):
+            module = type(found).__name__
+    # export raises far from the user's code for data-dependent control flow, and quotes the line in its message
+    quoted = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(\S.*)', str(error))
+    lines = [f"{Path(f).name}:{n}: {text}" for f, n, text in quoted if not f.startswith(OWN)]
+    source = _user_frame(stack) or (lines[-1] if lines else "")
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    kind = type(error).__name__
+    if any(Path(frame.filename).parent.name == "distributions" and frame.filename.startswith(OWN) for frame in stack):
+        reason = f"torch.distributions checks the values of its arguments ({kind})"
+        fix = "torch.distributions.Distribution.set_default_validate_args(False)"
+    elif kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
+        reason = "control flow depends on the values of a tensor, which a compiled program cannot follow"
+        fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
+    elif "is mutated in the forward method" in reason:  # a plain tensor attribute
+        name = reason.partition("Constant ")[2].partition(" ")[0].removeprefix("model.")
+        return CompileError(
+            "QN110", f"the forward pass changes the tensor {name!r}; a program would not", where=Where(module, source)
+        )
+    elif _fixes_the_batch(error):
+        reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
+        fix = "use x.shape[0] (or -1) where a literal batch size is used"
+    else:
+        reason = f"{kind}: {reason[:300]}"
+        fix = "run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
+    return CompileError("QN101", reason, where=Where(module, source), fix=fix)

@@ -1,0 +1,218 @@
+"""One call of a language model on the next tokens of a text; the keys and values of those before are explicit state.
+
+While the model is captured, each of its attentions becomes one operator that also owns a cache; nothing of a model's
+own cache is used, so that the caches of a program are split, and live in stages, like any other value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from ..core.annotations import Leaf
+from ..core.empty_storage import device_of, hollow_parameters
+from ..core.errors import CompileError
+from ..huggingface.attention import mask_parts
+from ..huggingface.registries import traced_as_few_nodes
+from ..ir.program import Captured
+from ..ops.collectives import cached_attention
+from .canonical import LEAF
+from .capture import capture
+from .modes import evaluating
+
+GIVEN = 4  # inputs before the caches: ids, positions, start, seen
+_WINDOW = "quintnet_window"
+_NAME = "sdpa"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one attention's cache: heads of keys, widths of keys and values."""
+
+    heads: int
+    keys: int
+    values: int
+    dtype: torch.dtype
+
+
+def capture_call(model: nn.Module, shapes: Sequence[Shape], rows: int, tokens: int, length: int) -> Captured:
+    """The logits [rows, vocabulary] after ``tokens`` further tokens of texts that may become ``length`` long.
+
+    Inputs: ids [rows, tokens] and their positions in the text, the place of the first in the caches (a number), and
+    which places of the caches hold tokens [rows, length]. Leaves of the kind ``cache``: two for each of ``shapes``.
+
+    Raises:
+        CompileError: QN101 or QN105 if the model cannot be captured so.
+    """
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    seen = torch.ones(rows, length, dtype=torch.bool)
+    caches = [
+        torch.zeros(rows, one.heads, length, width, dtype=one.dtype)
+        for one in shapes
+        for width in (one.keys, one.values)
+    ]
+
+    def call(model: nn.Module, batch: Any) -> Tensor:
+        given, caches = batch[:GIVEN], batch[GIVEN:]
+        pairs = iter(list(zip(caches[::2], caches[1::2], strict=True)))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+            found: Tensor = cached_attention(q, k, v, *next(pairs), given[2], given[3], scale, window)
+            return found
+
+        return _logits(model, given[0], given[1], attend)[:, -1]
+
+    batch = (ids, ids, torch.zeros((), dtype=torch.int64), seen, *caches)
+    captured = capture(model, batch, want="outputs", training=False, trained=False, call=call)
+    inputs = [node for node in captured.graph.nodes if node.op == "placeholder" and node.meta[LEAF].kind == "input"]
+    for index, node in enumerate(inputs[GIVEN:]):
+        node.meta[LEAF] = Leaf("cache", f"cache.{index // 2}.{('keys', 'values')[index % 2]}", batched=True)
+    return captured
+
+
+def cache_shapes(model: nn.Module) -> tuple[Shape, ...]:
+    """What each attention of ``model`` has to keep, in the order of their calls; nothing is computed.
+
+    Raises:
+        CompileError: QN105 if the model has no causal attention that can be found, or takes no positions.
+    """
+    found: list[Shape] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+        found.append(Shape(k.shape[1], k.shape[3], v.shape[3], k.dtype))
+        return q.new_empty([*q.shape[:3], v.shape[3]])
+
+    if not _takes_positions(model):
+        raise _refusal("its forward takes no position_ids", "take the positions of tokens as a second argument")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with evaluating(model), fake, hollow_parameters(model), torch.no_grad(), traced_as_few_nodes(model):
+        ids = torch.zeros(2, 3, dtype=torch.int64, device=device_of(model))
+        _logits(model, ids, ids, attend)
+    if not found:
+        raise _refusal("none of its attentions could be found", "use sdpa, or F.scaled_dot_product_attention")
+    return tuple(found)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
+
+
+def _logits(model: nn.Module, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    with _attending(attend):
+        if not _hugging_face(model):
+            found: Tensor = model(ids, positions)
+            return found
+        last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        logits: Tensor = model(input_ids=ids, position_ids=positions, **last).logits
+        return logits
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    names = list(inspect.signature(model.forward).parameters)
+    return "position_ids" in names if _hugging_face(model) else len(names) == 2
+
+
+def _hugging_face(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def _refusal(what: str, fix: str) -> CompileError:
+    return CompileError("QN105", f"the model cannot generate with a cache: {what}", fix=fix)
+
+
+# -- attention, while inside
+
+
+@contextlib.contextmanager
+def _attending(attend: Attend) -> Iterator[None]:
+    """While inside, attention is ``attend``: of torch, and of Hugging Face's registries."""
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    masks = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    if functions is None or masks is None:
+        with _Torchs(attend):
+            yield
+        return
+    was, mask_was = functions[_NAME], masks[_NAME]
+    functions.register(_NAME, _hugging_faces(attend))
+    masks.register(_NAME, _window_alone(mask_was))
+    try:
+        with _Torchs(attend):
+            yield
+    finally:
+        functions.register(_NAME, was)
+        masks.register(_NAME, mask_was)
+
+
+class _Torchs(TorchFunctionMode):
+    """Calls of F.scaled_dot_product_attention."""
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attention(*args, **(kwargs or {}))
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None or not is_causal or query.dim() != 4:
+            raise _refusal("an attention has a mask of its own", "use is_causal=True")
+        return self.attend(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, 0)
+
+
+def _window_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Masks say how far back a token sees; which tokens there are, the cache knows."""
+    bind = inspect.signature(original).bind
+
+    def mask(*args: Any, **kwargs: Any) -> Tensor:
+        call = bind(*args, **kwargs)
+        call.apply_defaults()
+        parts = dict(mask_parts(call.arguments["mask_function"]) or [])
+        made = torch.empty(0)
+        setattr(made, _WINDOW, parts.get("window", 0) if "causal" in parts or "window" in parts else None)
+        return made
+
+    return mask
+
+
+def _hugging_faces(attend: Attend) -> Callable[..., Any]:
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        window = None if attention_mask is None else getattr(attention_mask, _WINDOW, None)
+        more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
+        if window is None or more or dropout or kwargs.get("is_causal") is False:
+            kind = "a bias, a soft cap or sinks" if more else "a mask of its own"
+            raise _refusal(f"{type(module).__name__} has {kind}", "generate with transformers, on one device")
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(query, key, value, scale, window).transpose(1, 2).contiguous(), None
+
+    return attention

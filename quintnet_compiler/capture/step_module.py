@@ -1,0 +1,168 @@
+"""The user's model and loss as one module, whose ``forward`` is what is traced."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from ..core.errors import CompileError
+from ..guards.function_reads import trainable
+from ..guards.guards import Guards, global_modes, guards_of
+from .canonical import OWN
+from .watched_trace import WatchedTrace
+
+LossFn = Callable[..., Tensor]
+Call = Callable[[nn.Module, Any], Any]
+
+
+@dataclass
+class _Seen:
+    """What was seen of the latest trace (torch.export gives a module's own attributes back)."""
+
+    trace: WatchedTrace | None = None
+    refuse: bool = False
+    begin: Callable[[], None] | None = None  # called when a trace begins
+
+
+class StepModule(nn.Module):
+    """The user's model and loss as one function of the batch.
+
+    A loss function that is a module is a part of it, ``loss_fn``; so are, after :meth:`adopt`, modules and parameters
+    that a loss function of another kind uses: ``loss_fn.head``.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, want: str, call: Call | None) -> None:
+        super().__init__()
+        self.model, self.want, self.call, self.compute = model, want, call, None
+        if isinstance(loss_fn, nn.Module):
+            self.loss_fn = loss_fn
+        else:
+            self.compute = loss_fn
+        self.seen = _Seen()
+        self.modes = global_modes()
+        self.stands_for: dict[int, Callable[[], Tensor]] = {}
+        self.remember()
+
+    def remember(self) -> None:
+        """Where the parameters are by which the trace replaces these ones, beside those that were there before."""
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.stands_for[id(parameter)] = functools.partial(_at, module._parameters, name)
+
+    def forward(self, batch: Any) -> Any:
+        roots = {name.removeprefix("model"): module for name, module in self.named_children()}
+        functions = () if self.compute is None or self.want != "loss" else (self.compute,)
+        self.seen.trace = trace = WatchedTrace(roots, functions, OWN)
+        return trace.run(lambda: self._step(batch), self.stands_for, refuse=self.seen.refuse)
+
+    def _step(self, batch: Any) -> Any:
+        if self.seen.begin is not None:
+            self.seen.begin()
+        if self.call is not None:
+            return self.call(self.model, batch)
+        loss = self.compute if self.compute is not None else getattr(self, "loss_fn", None)
+        if isinstance(batch, dict):
+            out = self.model(**batch)
+        elif self.want == "loss" and loss is not None:
+            out = loss(self.model(*batch[:-1]), batch[-1])
+        else:
+            out = self.model(*batch)
+        return loss_of(out) if self.want == "loss" else out
+
+    def traced(self, export: Callable[[], ExportedProgram]) -> ExportedProgram:
+        """What ``export`` makes of this module. An attribute that the first call of forward sets to plain data, and
+        further calls leave as it is, is fine if the operators are the same in both.
+
+        Raises:
+            CompileError: QN110 if forward changes more than that, QN105 (see :meth:`adopt`).
+        """
+        exported = export()
+        if self.adopt():
+            exported = export()
+        first = self.seen.trace
+        if first is None or not first.changes:
+            return exported
+        for change in first.changes:
+            if change.put is not None:
+                change.put()
+        try:
+            again = export()
+        finally:
+            for change in first.changes:
+                if change.undo is not None:
+                    change.undo()
+        second = self.seen.trace
+        if second is None or second.changes or str(again.graph) != str(exported.graph):
+            self.seen.refuse = True
+            export()
+        return exported
+
+    def brought(self) -> list[nn.Module | nn.Parameter]:
+        """What a loss function that is no module may train."""
+        return [] if self.compute is None else list(trainable(self.compute, self).values())
+
+    def adopt(self) -> bool:
+        """Whether the trace used parameters that are nobody's, and they are parts of this module now.
+
+        Raises:
+            CompileError: QN105 for one that requires a gradient and that has no name.
+        """
+        if self.seen.trace is None or not self.seen.trace.foreign:
+            return False
+        foreign = dict(self.seen.trace.foreign)
+        holder = nn.Module()
+        for name, found in trainable(self.compute, self).items():
+            inside = {id(found)} if isinstance(found, nn.Parameter) else set(map(id, found.parameters()))
+            if inside & foreign.keys():
+                foreign = {key: one for key, one in foreign.items() if key not in inside}
+                setattr(holder, re.sub(r"\W", "_", name) or "self", found)
+        for x, where in foreign.values():
+            if x.requires_grad:
+                raise CompileError(
+                    "QN105",
+                    f"a tensor of shape {list(x.shape)} requires a gradient, and is no parameter of the model or of "
+                    "its loss function",
+                    where=where,
+                    fix="make it an nn.Parameter of the model, or of the module that is given as loss_fn",
+                )
+        if not any(True for _ in holder.children()) and not holder._parameters:
+            return False
+        self.loss_fn = holder
+        self.remember()
+        return True
+
+    def guards(self, *, training: bool) -> Guards | None:
+        """What a trace took from Python; None if nothing was traced."""
+        trace = self.seen.trace
+        if trace is None:
+            return None
+        reads = [read for read in trace.reads.found if training or read.name != "training"]
+        roots = [(name.removeprefix("model"), module) for name, module in self.named_children()]
+        return guards_of(roots, reads, trace.variables, trace.constants.values(), self.modes, flags=training)
+
+
+def _at(parameters: Mapping[str, Any], name: str) -> Tensor:
+    found: Tensor = parameters[name]
+    return found
+
+
+def loss_of(out: Any) -> Any:
+    if isinstance(out, Mapping) and "loss" in out:
+        out = out["loss"]
+    elif not isinstance(out, Tensor) and getattr(out, "loss", None) is not None:
+        out = out.loss
+    if not isinstance(out, Tensor) or out.dim() != 0:
+        found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise CompileError(
+            "QN103",
+            f"the model returned {found} where a scalar loss is needed",
+            fix="give loss_fn=, or return the loss (or an object with .loss)",
+        )
+    return out

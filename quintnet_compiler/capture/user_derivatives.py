@@ -1,0 +1,273 @@
+"""Derivatives that a model's author wrote (``torch.autograd.Function``, hooks), found while the model is traced.
+
+``torch.export`` traces the forward of a Function as if it were ordinary code and drops every hook. Here both become
+nodes of the traced graph (:mod:`..ops.user_derivatives`); what cannot be followed is refused, with the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
+
+from ..core.errors import CompileError, Where
+from .autograd_functions import Joined, follow, follow_hook
+from .canonical import OWN
+from .module_hooks import ModuleHooks
+from .step_module import StepModule
+from .tensor_hooks import place_hooks
+
+# Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.
+_TRACES = 4  # a backward that is given None may give None to others
+_OF_TORCH = ("torch._", "torch.utils.checkpoint")
+
+
+@contextlib.contextmanager
+def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[Finder]:
+    """Inside, tracing ``step`` (a model and its loss) follows Functions and hooks, or refuses them; what it yields
+    finishes a traced graph. ``trained``: whether a program will compute gradients at all.
+
+    Raises:
+        CompileError: QN105 with the user's line.
+    """
+    finder = Finder(step)
+    if not trained:
+        yield finder
+        return
+    brought = [x for one in step.brought() for x in (one.parameters() if isinstance(one, nn.Module) else [one])]
+    hooks = [(p, tuple(p._backward_hooks.values())) for p in (*step.parameters(), *brought) if p._backward_hooks]
+    step.seen.begin = functools.partial(finder.begin, hooks)
+    end = step.register_forward_hook(lambda module, given, made: finder.end(made))
+    enter = torch.autograd.graph.saved_tensors_hooks.__enter__
+
+    def apply(function: Any, *args: Any) -> Any:
+        return finder.apply(function, *args)
+
+    def saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+        kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) give back what was saved
+        if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
+            finder.refuse("torch.autograd.graph.saved_tensors_hooks")
+        enter(hooks)
+
+    with (
+        mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
+        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saving),
+        mock.patch.object(nn_module, "BackwardHook", functools.partial(ModuleHooks, finder)),
+        _Hooks(finder),
+    ):
+        try:
+            yield finder
+        finally:
+            step.seen.begin = None
+            end.remove()
+
+
+Place = tuple[int, int]  # the number of a derivative, and one of its results
+
+
+class Finder:
+    """``known``: the results of derivatives at which no gradient arrives, as the trace before this one found them."""
+
+    def __init__(self, step: StepModule) -> None:
+        self.step = step
+        self.known: frozenset[Place] | None = None
+        self._restart()
+
+    def _restart(self) -> None:
+        self.numbers, self.removed = itertools.count(), set[int]()
+        self.asked, self.seen = set[Place](), frozenset[Place]()
+
+    def begin(self, hooks: Sequence[tuple[nn.Parameter, Sequence[Any]]]) -> None:
+        """Follow the hooks that parameters have."""
+        self._restart()
+        _check_hooks(self.step)
+        names = {id(p): name for name, p in self.step.named_parameters()}
+        for real, found in hooks:
+            if id(real) not in self.step.stands_for:
+                continue  # the loss function has it, and does not use it
+            parameter = self.step.stands_for[id(real)]()
+            for hook in found:
+                self.watch(hook)
+                what = f"a hook of the parameter {_path(names[id(parameter)])}"
+                follow_hook(parameter, hook, self.number(), what, self.refuse)
+
+    def end(self, made: Any) -> None:
+        """What forward returned: see where gradients of it arrive."""
+        if self.step.want == "loss" and isinstance(made, Tensor):
+            self.seen = frozenset(self.asked - _reached(made))
+
+    def repeated(self, trace: Callable[[], Any]) -> Callable[[], Any]:
+        """As ``trace``, again where a derivative asked for what only the end of a trace says."""
+
+        def traced() -> Any:
+            found = trace()
+            for _ in range(_TRACES):
+                if not self.asked or self.known == self.seen:
+                    break
+                self.known = self.seen
+                found = trace()
+            return found
+
+        return traced
+
+    def watch(self, *code: Any) -> None:
+        """Notice what these change beside their results: they are called now, and not in each step."""
+        if self.step.seen.trace is not None:
+            self.step.seen.trace.follow(*code)
+
+    def number(self) -> int:
+        return next(self.numbers)
+
+    def absent(self, number: int, place: int) -> bool | None:
+        self.asked.add((number, place))
+        return None if self.known is None else (number, place) in self.known
+
+    def hook(self, x: Tensor, hook: Any) -> _Handle:
+        if getattr(hook, "__module__", "") == "torch.autograd.graph":  # of register_multi_grad_hook
+            self.refuse("Tensor.register_hook")
+        number = self.number()
+        if torch.is_grad_enabled():
+            self.watch(hook)
+            follow_hook(x, hook, number, "Tensor.register_hook", self.refuse)
+        return _Handle(number, self.removed)
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Put hooks where they belong in a traced graph."""
+        place_hooks(graph, self.removed, self.refuse)
+
+    def apply(self, function: Any, *args: Any) -> Any:
+        if function is CheckpointFunction:
+            return _checkpointed(*args)
+        if function is Joined or function.__module__.startswith(_OF_TORCH):
+            return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+        self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
+        number = self.number()
+        return follow(function, args, number, functools.partial(self.absent, number), self.refuse)
+
+    def refuse(self, what: str) -> NoReturn:
+        raise CompileError("QN105", f"{what} would not be part of the program", where=self.here())
+
+    def refuse_hook(self, module: nn.Module, hook: Any, what: str) -> NoReturn:
+        name = next((name for name, one in self.step.named_modules() if one is module), "")
+        message = f"a hook of a module's backward {what}: it would not be part of the program"
+        raise CompileError("QN105", message, where=Where(_path(name), _line(hook)))
+
+    def here(self) -> Where:
+        """The line of the user's code, and the module, that tracing is in."""
+        source = ""
+        for line in reversed(traceback.extract_stack()):
+            if not line.filename.startswith((*OWN, "<")) and "unittest" not in line.filename:
+                source = f"{Path(line.filename).name}:{line.lineno}: {line.line}"
+                break
+        names = {id(module): name for name, module in self.step.named_modules()}
+        for frame, _ in traceback.walk_stack(None):
+            found = frame.f_locals.get("self")
+            if isinstance(found, nn.Module) and id(found) in names:
+                return Where(_path(names[id(found)]), source)
+        return Where("", source)
+
+
+def _checkpointed(function: Any, preserve: bool, *args: Any) -> Any:
+    """What a reentrant checkpoint computes; if no argument needs a gradient, nothing inside gets one."""
+    grad = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    with torch.set_grad_enabled(grad):
+        return function(*args)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """What ``register_hook`` returns."""
+
+    number: int
+    removed: set[int]
+
+    def remove(self) -> None:
+        self.removed.add(self.number)
+
+
+class _Hooks(TorchFunctionMode):
+    """Sees hooks of tensors and of nodes of autograd's graph."""
+
+    def __init__(self, finder: Finder) -> None:
+        super().__init__()
+        self.finder = finder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.register_hook and args[0].requires_grad and not args[0].is_leaf:
+            return self.finder.hook(*args, **(kwargs or {}))
+        if func in _REFUSED and args[0].requires_grad:
+            self.finder.refuse(f"Tensor.{func.__name__}")
+        found = func(*args, **(kwargs or {}))
+        return _Node(found, self.finder) if func == _GRAD_FN and found is not None else found
+
+
+_REFUSED = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.backward)
+_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+
+
+class _Node:
+    """A node of autograd's graph that takes no hooks."""
+
+    def __init__(self, node: Any, finder: Finder) -> None:
+        self._node, self._finder = node, finder
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            self._finder.refuse(f"grad_fn.{name}")
+        return getattr(self._node, name)
+
+
+def _check_hooks(step: nn.Module) -> None:
+    """Hooks that were there before forward ran, and that no trace follows."""
+    for name, module in step.named_modules():
+        if module._backward_hooks and not module._is_full_backward_hook:
+            raise _dropped("of register_backward_hook", _path(name), module._backward_hooks)
+    for hooks in (nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks):
+        if hooks:
+            raise _dropped("of the backward of all modules", "", hooks)
+
+
+def _dropped(whose: str, module: str, hooks: dict[int, Any]) -> CompileError:
+    where = Where(module, _line(next(iter(hooks.values()))))
+    return CompileError("QN105", f"a hook {whose} would not be part of the program", where=where)
+
+
+def _line(hook: Any) -> str:
+    """Where a hook is defined."""
+    code = getattr(hook, "__code__", None)
+    return repr(hook) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: {hook.__qualname__}"
+
+
+def _reached(loss: Tensor) -> set[Place]:
+    """The results of derivatives that are in autograd's graph of a loss."""
+    with torch._C.DisableTorchFunction():
+        todo: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
+    seen, found = set[Any](), set[Place]()
+    while todo:
+        node, place = todo.pop()
+        if node is None:
+            continue
+        if getattr(node, "_forward_cls", None) is Joined:
+            found.add((node.number, node.places[place]))
+        if node not in seen:
+            seen.add(node)
+            todo += node.next_functions
+    return found
+
+
+def _path(name: str) -> str:
+    """The name in the user's model of a module, or parameter, of the step that is traced."""
+    return name.removeprefix("model").removeprefix(".")

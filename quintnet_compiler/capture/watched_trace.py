@@ -1,0 +1,259 @@
+"""One trace of a module, watched: what it reads in Python, and what it changes there, which is put back and refused."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import types
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..core.errors import CompileError, Where
+from ..guards.attribute_reads import Reads
+from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
+from ..guards.python_state import FORWARD, Cell, Change, Generators, Snapshot
+
+_TRACED = (FakeTensor, FunctionalTensor)
+_SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _is_real(x: Any) -> bool:
+    """Whether a tensor has values: it is not one that only stands for them in a trace."""
+    return isinstance(x, Tensor) and not isinstance(x, _TRACED) and not torch._is_functional_tensor(x)
+
+
+@dataclass
+class WatchedTrace:
+    """Runs ``forward`` once for a trace of the modules ``roots`` (by label).
+
+    After it: ``reads`` and ``variables``, ``constants`` (tensors that are nobody's, with their versions), and
+    ``foreign``: parameters that are used and belong to none of the modules, with the line that uses each.
+    """
+
+    roots: Mapping[str, nn.Module]
+    functions: Sequence[Any]
+    own: tuple[str, ...]  # folders of code that is not the user's
+    state: Snapshot = field(init=False)
+    reads: Reads = field(init=False)
+    walk: Walk = field(init=False)
+    variables: list[Variable] = field(default_factory=list)
+    constants: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    foreign: dict[int, tuple[Tensor, Where]] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+
+    def run(self, forward: Callable[[], Any], stands_for: Mapping[int, Callable[[], Tensor]], *, refuse: bool) -> Any:
+        """What ``forward`` returns.
+
+        Args:
+            stands_for: what the trace has in place of a real parameter, by its ``id``.
+            refuse: plain data too; else ``changes`` has attributes that became plain data, which may stay so.
+
+        Raises:
+            CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
+        """
+        self.state, self.walk = Snapshot(), Walk()
+        self.reads = Reads(self.state)
+        self._meet()
+        generators = Generators.now()
+
+        def watched() -> Any:
+            with self.reads.recording(), _Tensors(self, stands_for):
+                return forward()
+
+        def restore() -> None:
+            self.state.restore()
+            generators.restore()
+
+        try:
+            result = watched()
+            changes = [*self.state.changes(), *generators.changes()]
+            self.changes = [change for change in changes if change.put is not None]
+            refused = changes if refuse else [change for change in changes if change.put is None]
+            if refused:
+                restore()
+                line = _line_of(watched, refused, self.own)
+        finally:
+            restore()
+        if refused:
+            raise _refusal(refused, line)
+        return result
+
+    def _meet(self) -> None:
+        for label, root in self.roots.items():
+            for name, module in root.named_modules():
+                path = ".".join(filter(None, (label, name)))
+                self.state.add(path, module)
+                self.reads.meet(path, module)
+                self.walk.follow(getattr(type(module), "forward", None), type(module))
+                for value in vars(module).values():
+                    if isinstance(value, CALLED):
+                        self.walk.follow(value)
+        for function in self.functions:
+            self.walk.follow(function)
+            self.reads.meet("loss_fn", getattr(function, "__self__", function))
+        self._watch_variables()
+
+    def follow(self, *functions: Any) -> None:
+        """Watch what these derivatives read and change too; they are about to be called."""
+        self.state.by = "a derivative that is your own"
+        for function in functions:
+            self.walk.follow(function)
+            owner = getattr(function, "__self__", function)
+            self.reads.meet(type(owner).__name__, owner)
+            if isinstance(owner, type):
+                self.state.add_class(owner)
+        self._watch_variables()
+        self.state.by = FORWARD
+
+    def _watch_variables(self) -> None:
+        """Of all that was followed, what is new."""
+        new = self.walk.variables[len(self.variables) :]
+        self.variables = [*self.variables, *new]
+        spaces: dict[int, tuple[MutableMapping[str, Any], set[str]]] = {}
+        for variable in new:
+            self.reads.meet(variable.label, variable.value)
+            where = variable.space
+            if isinstance(where, types.CellType):
+                spaces[id(where)] = Cell(variable.name, where), {variable.name}
+            else:
+                spaces.setdefault(id(where), (where, set()))[1].add(variable.name)
+        for space, names in spaces.values():
+            self.state.add_names(space, names)
+
+
+class _Tensors(TorchFunctionMode):
+    """Sees every real tensor that operators are given: what is not an input of the trace would become a constant."""
+
+    def __init__(self, trace: WatchedTrace, stands_for: Mapping[int, Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self.trace, self.stands_for = trace, stands_for
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA:
+            raise CompileError(
+                "QN110",
+                "the forward pass assigns the .data of a tensor",
+                where=Where("", user_line(sys._getframe(1), self.trace.own)),
+                fix="compute a new tensor and use that one",
+            )
+        if args and _is_real(args[0]) and _in_place(func):
+            raise CompileError(
+                "QN110",
+                f"the forward pass changes a tensor of shape {list(args[0].shape)} in place that is neither a buffer, "
+                "nor a parameter, nor made in forward; a program would not",
+                where=Where("", user_line(sys._getframe(1), self.trace.own)),
+            )
+        if func == _GET_DATA:
+            func = torch.Tensor.detach
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs)) if any(map(_holds, (*args, *kwargs.values()))) else ()
+        for x in leaves:
+            if _is_real(x) and id(x) not in self.stands_for:
+                self._real(x)
+        if self.stands_for and leaves:
+            args, kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _real(self, x: Tensor) -> None:
+        if x.requires_grad or isinstance(x, nn.Parameter):
+            place = Where("", user_line(sys._getframe(2), self.trace.own))
+            self.trace.foreign.setdefault(id(x), (x, place))
+        else:
+            self.trace.constants.setdefault(id(x), (x, x._version))
+
+    def _stand_in(self, x: Any) -> Any:
+        return self.stands_for[id(x)]() if id(x) in self.stands_for else x
+
+
+def _in_place(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name[2] == "i" and name[2:-2] not in ("index", "int", "invert"))
+    return name.endswith("_") and name not in ("requires_grad_", "detach_", "share_memory_", "rename_")
+
+
+def _holds(value: Any) -> bool:
+    return _is_real(value) or isinstance(value, (list, tuple, dict))
+
+
+def _library(file: str, own: tuple[str, ...]) -> bool:
+    return file.startswith((*own, "<")) or (file.startswith(STDLIB) and "-packages" not in file)
+
+
+def user_line(frame: types.FrameType | None, own: tuple[str, ...]) -> str:
+    """The innermost line of a stack that is the user's."""
+    while frame is not None:
+        name, number = frame.f_code.co_filename, frame.f_lineno
+        if not _library(name, own):
+            text = linecache.getline(name, number).strip()
+            return f"{Path(name).name}:{number}" + (f": {text}" if text else "")
+        frame = frame.f_back
+    return ""
+
+
+def _line_of(again: Callable[[], Any], changes: Sequence[Change], own: tuple[str, ...]) -> str:
+    """Run the trace again, line by line, and stop at the one after which the first of ``changes`` is there."""
+    at: dict[types.FrameType, int] = {}  # the line that a frame is in
+    culprit: list[tuple[str, int]] = []
+
+    class Found(Exception):
+        pass
+
+    def line(frame: types.FrameType, event: str, argument: Any) -> Any:
+        if changes[0].changed():
+            here: types.FrameType | None = frame
+            while here is not None and here not in at:
+                here = here.f_back
+            if here is not None:
+                culprit.append((here.f_code.co_filename, at[here]))
+            raise Found
+        if event == "line":
+            at[frame] = frame.f_lineno
+        if event == "return":
+            at.pop(frame, None)
+        return line
+
+    def call(frame: types.FrameType, event: str, argument: Any) -> Any:
+        return None if _library(frame.f_code.co_filename, own) else line
+
+    before = sys.gettrace()
+    sys.settrace(call)
+    try:
+        again()
+    except Exception as error:  # Found, or what the user's code made of it
+        del error
+    finally:
+        sys.settrace(before)
+    if not culprit:
+        return ""
+    name, number = culprit[0]
+    return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()}".removesuffix(": ")
+
+
+def _refusal(changes: Sequence[Change], line: str) -> CompileError:
+    first, more = changes[0], len(changes) - 1
+    path = str(first).partition("'")[2].partition("'")[0]
+    module = path.rpartition(".")[0] if first.by == FORWARD else ""
+    also = f" (and {more} more: {', '.join(str(change) for change in changes[1:4])})" if more else ""
+    if first.what.startswith("the state of"):
+        return CompileError(
+            "QN110",
+            f"the forward pass draws random numbers in Python: it changes {first}{also}; a program would have drawn "
+            "them once, when it was made",
+            where=Where("", line),
+            fix="draw them outside and pass them in the batch",
+        )
+    return CompileError(
+        "QN110",
+        f"{first.by} changes {first}{also}; a program would not",
+        where=Where(module, line),
+    )

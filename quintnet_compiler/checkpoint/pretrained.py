@@ -1,0 +1,199 @@
+"""Weights in the format of Hugging Face, read into a program: each rank its own parts, checked before any changes."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import CheckpointError, QuintNetError
+from ..ir.program import DistributedProgram
+from ..runtime.backends.backend import Backend
+from ..weights.files import Weights, open_weights, refuse_all, shown
+from ..weights.meta_buffers import computed_buffers
+from ..weights.names import Assignment, assign, is_hugging_face
+from ..weights.sources import Source, runs_of
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A program whose weights are read or written. ``aliases``: further name of a tied parameter -> the one kept."""
+
+    model: nn.Module
+    program: DistributedProgram
+    backend: Backend
+    aliases: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Globs of the model's tensors that files may lack (they keep their values), and of stored ones to leave out."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load_weights(subject: Subject, folder: Path, allowed: Allowed) -> None:
+    """Read a folder's weights into the program.
+
+    Raises:
+        CheckpointError: QN601 or QN602 on every rank, with all problems; nothing was changed.
+        RunError: QN403 if ranks see different files.
+    """
+    backend = subject.backend
+    with contextlib.ExitStack() as stack:
+        with everywhere(backend, "QN601"):
+            weights = stack.enter_context(open_weights(folder))
+            sources = _checked(subject, folder, weights, allowed)
+        backend.agree({"weights": weights.digest})
+        names = {name for name in sources if name in subject.program.state}
+        with everywhere(backend, "QN601"), torch.no_grad():
+            backend.unset |= names  # until all are read: what fails half-way must not run
+            for spec, part, positions in backend.parts(subject.program, ("parameter", "buffer")):
+                if spec.name in sources:
+                    sources[spec.name][0].read([runs_of(p) for p in positions], part)
+            _unused_buffers(subject, sources)
+        backend.unset -= names
+
+
+@contextlib.contextmanager
+def everywhere(backend: Backend, code: str) -> Iterator[None]:
+    """What fails on one rank fails on all of them, with one message; ``code`` is that of other libraries' errors."""
+    mine: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        mine = error
+    except QuintNetError:
+        raise
+    except Exception as error:  # of the file system or of a library: what it says is all that is known
+        mine = CheckpointError(code, f"{type(error).__name__}: {shown(str(error))}", fix="see the ranks' disks")
+    told = backend.told("" if mine is None else f"{mine.code}\n{mine.fix}\n{mine.message}")
+    for rank, text in enumerate(told):
+        if text:
+            theirs, fix, message = text.split("\n", 2)
+            where = f" (rank {rank})" if len(told) > 1 else ""
+            raise CheckpointError(theirs, message + where, fix=fix) from mine
+
+
+def _checked(subject: Subject, folder: Path, weights: Weights, allowed: Allowed) -> dict[str, list[Source]]:
+    """Kept name -> its sources (several for a tied parameter that is stored twice).
+
+    Raises:
+        CheckpointError: QN602 with everything that does not fit.
+    """
+    found = assign(subject.model, weights.stored)
+    problems = list(found.problems)
+    state = {name: x for name, x in subject.model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    sources: dict[str, list[Source]] = {}
+    for name, source in found.sources.items():
+        problem = _misfit(source, state[name])
+        if problem:
+            problems.append(f"{name}: {problem}")
+        else:
+            sources.setdefault(subject.aliases.get(name, name), []).append(source)
+    failed = {subject.aliases.get(name, name) for name in found.sources} - sources.keys()
+    lacking = _missing(subject, {*sources} | failed, state)
+    problems += [f"{name}: missing from the files" for name in lacking if not _matches(name, allowed.missing)]
+    extra = [s for s in found.unexpected if not _matches(s.name, allowed.unexpected)]
+    problems += [f"{shown(str(s))}: unexpected, {s.shape}" for s in _reported(subject.model, extra)]
+    problems += _useless(allowed, lacking, found)
+    if not problems:
+        problems += _torn_ties(subject, sources)
+    refuse_all(
+        "QN602",
+        folder,
+        problems,
+        fix="load a model of this configuration, or allow names with missing=[...] or unexpected=[...]",
+    )
+    return sources
+
+
+def _misfit(source: Source, wanted: Tensor) -> str:
+    if source.shape != tuple(wanted.shape):
+        return f"{tuple(wanted.shape)} in the model, {source.shape} from {source}"
+    if source.dtype != wanted.dtype and not _holds(wanted.dtype, source.dtype):
+        return f"{wanted.dtype} in the model cannot hold {source.dtype} from {source}"
+    return ""
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every value of one dtype is a value of the other."""
+    if not (wide.is_floating_point and narrow.is_floating_point) or narrow.itemsize < 2:
+        return False
+    return torch.promote_types(wide, narrow) == wide
+
+
+def _missing(subject: Subject, stored: set[str], state: Mapping[str, Tensor]) -> list[str]:
+    """The program's parameters and stored buffers that no file has, but for buffers that the model's code computes."""
+    specs = subject.program.state.values()
+    lacking = [s.name for s in specs if s.name not in stored and (s.kind == "parameter" or s.name in state)]
+    buffers = [s.name for s in specs if s.kind == "buffer" and s.name in lacking]
+    known = computed_buffers(subject.model, buffers) if buffers else {}
+    return [name for name in lacking if name not in known]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _reported(model: nn.Module, extra: Sequence[Source]) -> list[Source]:
+    """Without what transformers leaves out for this model: buffers that older versions stored."""
+    if not is_hugging_face(model):
+        return list(extra)
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return [source for source in extra if not any(re.search(p, getattr(source, "name", "")) for p in patterns)]
+
+
+def _useless(allowed: Allowed, lacking: Sequence[str], found: Assignment) -> list[str]:
+    unexpected = [source.name for source in found.unexpected]
+    return [
+        f"{kind}={pattern!r} matches nothing"
+        for kind, patterns, names in (
+            ("missing", allowed.missing, lacking),
+            ("unexpected", allowed.unexpected, unexpected),
+        )
+        for pattern in patterns
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    ]
+
+
+def _torn_ties(subject: Subject, sources: Mapping[str, Sequence[Source]]) -> list[str]:
+    """Tied parameters of which the files hold two different ones (in this rank's part)."""
+    problems = []
+    for spec, part, positions in subject.backend.parts(subject.program):
+        found = list(sources.get(spec.name, ()))
+        for other in found[1:]:
+            runs, values = [runs_of(p) for p in positions], [torch.empty_like(part), torch.empty_like(part)]
+            for source, out in zip((found[0], other), values, strict=True):
+                source.read(runs, out)
+            if not torch.equal(*values):
+                problems.append(f"{spec.name}: tied in the model, but {found[0]} and {other} differ")
+    return problems
+
+
+def _unused_buffers(subject: Subject, sources: Mapping[str, Sequence[Source]]) -> None:
+    """Buffers that files hold and the program does not read: kept in the module, for whoever saves it again."""
+    for name, found in sources.items():
+        if name not in subject.program.state:
+            path, _, last = name.rpartition(".")
+            module = subject.model.get_submodule(path)
+            old = module._buffers[last]
+            assert old is not None
+            new = torch.empty_like(old, device="cpu" if old.is_meta else None)
+            found[0].read([((0, size),) for size in new.shape], new)
+            if old.is_meta:
+                module._buffers[last] = new
+            else:
+                old.copy_(new)

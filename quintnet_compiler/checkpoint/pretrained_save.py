@@ -1,0 +1,114 @@
+"""A program's weights, written as the folder that Hugging Face's ``from_pretrained`` loads."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import CheckpointError
+from ..weights.files import refuse_all, shown
+from ..weights.meta_buffers import computed_buffers
+from ..weights.names import is_hugging_face, misread_names
+from ..weights.safetensors_writer import Entry, files_of, storable, write_weights
+from .pretrained import Subject, everywhere
+
+
+def save_weights(subject: Subject, folder: Path, max_file_bytes: int) -> None:
+    """Write configuration and weights into a new folder, which appears when it is complete.
+
+    Raises:
+        CheckpointError: QN603 or QN604, on every rank.
+    """
+    backend = subject.backend
+    temporary = folder.parent / f".{folder.name}.{secrets.token_hex(8)}.tmp"
+    with everywhere(backend, "QN603"):
+        entries, loose = _entries(subject, folder)
+        if backend.first:
+            _make(folder, temporary)
+    try:
+        with everywhere(backend, "QN603"):
+            files = files_of(entries, max_file_bytes)
+            ordered = [entry for group in files.values() for entry in group]
+            tensors = _wholes(subject, ordered, loose)
+            try:
+                if backend.first:
+                    write_weights(temporary, files, (x for x in tensors if x is not None))
+                    _configure(subject, temporary)
+                    os.rename(temporary, folder)
+            finally:
+                for _ in tensors:  # the other ranks hand over theirs, wanted or not
+                    pass
+    finally:
+        if backend.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _make(folder: Path, temporary: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise CheckpointError(
+            "QN603", f"{shown(str(folder))} exists and is not an empty folder", fix="save into a new folder"
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary.mkdir()
+
+
+def _entries(subject: Subject, folder: Path) -> tuple[list[Entry], dict[str, Tensor]]:
+    """What to write, each tied tensor once; and the values of those tensors that no rank's program holds."""
+    model, state = subject.model, subject.program.state
+    found: dict[str, Entry] = {}
+    loose: dict[str, Tensor] = {}
+    problems: list[str] = []
+    skipped = [re.compile(k) for k in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        kept = subject.aliases.get(name, name)
+        if any(pattern.search(name) for pattern in skipped):
+            continue
+        if not isinstance(x, Tensor):
+            problems.append(f"{name} is a {type(x).__name__}, and only tensors can be written")
+        elif not storable(x.dtype):
+            problems.append(f"{name} is {x.dtype}, which safetensors cannot hold")
+        elif kept not in found or (found[kept].name in tied and name not in tied):
+            found[kept] = Entry(name, kept, tuple(x.shape), x.dtype)
+            if kept not in state:
+                loose[kept] = computed_buffers(model, [kept]).get(kept, x) if x.is_meta else x.detach()
+    problems += misread_names(model, [entry.name for entry in found.values()])
+    refuse_all("QN603", folder, problems, fix="save model.state_dict() in another way")
+    unset = sorted((subject.backend.unset & found.keys()) | {n for n, x in loose.items() if x.is_meta})
+    refuse_all("QN604", folder, [f"{name} has no values" for name in unset], fix="load or initialise the model first")
+    return list(found.values()), loose
+
+
+def _wholes(subject: Subject, entries: list[Entry], loose: dict[str, Tensor]) -> Iterator[Tensor | None]:
+    """The entries' values in order; on every rank, which give theirs to the first, where alone there are any."""
+    names = [entry.source for entry in entries if entry.source not in loose]
+    shared = subject.backend.wholes(subject.program, names)
+    for entry in entries:
+        yield loose[entry.source] if entry.source in loose else next(shared)[1]
+
+
+def _configure(subject: Subject, folder: Path) -> None:
+    """config.json, and generation_config.json for models that generate."""
+    model: Any = subject.model
+    if not is_hugging_face(model):
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    # from_pretrained makes all parameters of this dtype: one that holds the values of every parameter
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    config.dtype = str(widest).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)

@@ -1,0 +1,12 @@
+"""Where code lies that is not the user's: this package, torch, Python's own library."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+import torch
+
+PACKAGE = str(Path(__file__).parents[1])
+TORCH = str(Path(torch.__file__).parent)
+STDLIB = sysconfig.get_path("stdlib")

@@ -1,0 +1,323 @@
+"""The passes, in order, as plain code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from ..capture.modes import without_autocast
+from ..core.annotations import num_bytes, values
+from ..core.errors import CompileError
+from ..core.mesh import Mesh
+from ..core.sharding import AxisType
+from ..cost_models.cluster import Cluster
+from ..cost_models.cluster_costs import ClusterCosts
+from ..cost_models.roofline import Roofline
+from ..equivalence.dry_run import check_ranks
+from ..ir.invariants import verify
+from ..ir.plan import Plan, fixed_types, precision_of
+from ..ir.program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
+from ..ops.collectives import COMMUNICATION, MICROBATCHES, all_reduce
+from ..passes.autodiff.differentiate import Differentiate
+from ..passes.autodiff.recompute import Recompute
+from ..passes.autodiff.recompute_budget import Budget
+from ..passes.checks.backward import check_backward
+from ..passes.checks.code import check_code
+from ..passes.checks.fused import check_fused
+from ..passes.checks.notation import check_notation
+from ..passes.checks.overlap import check_overlap
+from ..passes.checks.reductions import check_reductions
+from ..passes.checks.slices import check_slices
+from ..passes.checks.types import check_types
+from ..passes.codegen.generate_ranks import GenerateRanks
+from ..passes.frontend.lower_precision import LowerPrecision
+from ..passes.frontend.normalize import Normalize
+from ..passes.lowering.coalesce_collectives import Bundle
+from ..passes.lowering.fuse_token_dispatch import JoinRoutes
+from ..passes.lowering.insert_communication import InsertCommunication
+from ..passes.overlap.async_tp import FuseProducts
+from ..passes.overlap.overlap import Overlap
+from ..passes.rules.expert_axes import check_experts
+from ..passes.rules.notation import Rule
+from ..passes.rules.strategies import RuleBook
+from ..passes.rules.table import RULES
+from ..passes.sharding.axis_view import Wishes, stores_state
+from ..passes.sharding.choose_sharding import ChooseSharding
+from ..passes.sharding.replicated import unsplit
+from ..passes.sharding.zero import ShardState, stored_whole, storing_axes
+from ..passes.stages.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
+from ..passes.stages.follow_stages import FollowStages
+from ..schedules.kinds import forward_only
+from ..schedules.schedule import Op, Schedule
+from ..schedules.synthesis import StageTimes, schedule_of
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass
+class Runner:
+    """Runs passes: verifies each result and keeps its time; ``keep``: the program after each pass, too."""
+
+    keep: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    programs: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __call__(self, step: Callable[[A], B], program: A) -> B:
+        start = time.perf_counter()
+        result = step(program)
+        verify(result)
+        name = type(step).__name__
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        if self.keep:
+            self.programs.append((name, result))
+        return result
+
+    def check(self, prove: Callable[..., None], *given: Any) -> None:
+        """Time a check that needs more than one program."""
+        start = time.perf_counter()
+        prove(*given)
+        name = prove.__name__
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already."""
+
+    mesh: Mesh
+    plan: Plan
+    batch_size: int
+    device: torch.device
+    rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
+    held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+
+
+def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
+    """The axes that shardings nest in: data outermost, then microbatches, context, model axes."""
+    found = [
+        Axis("dp", mesh["dp"], "data"),
+        Axis("ep", mesh["ep"], "data"),
+        Axis(MICROBATCHES, microbatches, "time"),
+        Axis("cp", mesh["cp"], "context"),
+        Axis("tp", mesh["tp"], "model"),
+    ]
+    return tuple(axis for axis in found if axis.size > 1)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled program and the plan that it follows, complete.
+
+    Kept are the program and the graphs that it was made from (``program.source``: captured, canonical, local,
+    differentiated), which reports and the search for a NaN read. What was between them is not: ``again`` makes it.
+    """
+
+    program: DistributedProgram
+    plan: Plan
+    seconds: Mapping[str, float]
+    stages: Mapping[str, tuple[int, ...]]
+    unsplit: tuple[str, ...]
+    again: Callable[[Runner], Any] = field(repr=False, compare=False)
+
+    def passes(self) -> list[tuple[str, Any]]:
+        """The name of each pass and the program after it, compiled again."""
+        runner = Runner(keep=True)
+        with without_autocast():
+            self.again(runner)
+        return runner.programs
+
+
+def compile_program(captured: Captured, request: Request, runner: Runner, *, training: bool = True) -> Compiled:
+    """Captured model -> programs of all ranks; not ``training``: forwards alone, in the order of the plan's stages.
+
+    Raises:
+        CompileError: see the passes.
+    """
+    with _tried(request, lambda other: _compiled(captured, other, Runner(), training=training)):
+        return _compiled(captured, request, runner, training=training)
+
+
+@contextlib.contextmanager
+def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[None]:
+    """An error about an operator without a rule says whether the program can be compiled with that operator unsplit."""
+    try:
+        yield
+    except CompileError as error:
+        if error.code != "QN202" or request.plan.unknown_ops != "error":
+            raise
+        try:
+            compiled(replace(request, plan=request.plan.changed({"unknown_ops": "replicate"})))
+        except Exception as other:  # of whatever kind: it is told, and the first error is the answer
+            what = other.code if isinstance(other, CompileError) else f"{type(other).__name__}:"
+            cause = getattr(other, "message", str(other))
+            text = f'{error.message}\n  unsplit, with plan={{"unknown_ops": "replicate"}}: {what} {cause}'
+            raise CompileError(error.code, text, where=error.where) from error
+        fix = 'run it unsplit: plan={"unknown_ops": "replicate"}'
+        raise CompileError(error.code, error.message, where=error.where, fix=fix) from error
+
+
+def _compiled(captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
+    mesh, plan = request.mesh, request.plan
+    microbatches = plan.microbatches if training else _fitting(request, plan.microbatches)
+    sharded = _shard(captured, request, runner, microbatches)
+    staged = runner(CutStages(mesh["pp"] * plan.virtual_stages, _prices(request), plan.stages), sharded)
+    schedule = _schedule(request, staged, microbatches)
+    if not training:
+        schedule = forward_only(schedule.placement, microbatches)
+    program = _lower(staged, request, runner, schedule, training=training)
+    whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
+    whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
+    again = partial(compile_program, captured, request, training=training)
+    complete = _complete(plan, mesh, sharded, staged, program)
+    return Compiled(program, complete, runner.seconds, _stages(staged), whole, again)
+
+
+def follow_program(
+    captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
+) -> DistributedProgram:
+    """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
+    with _tried(request, lambda other: _followed(captured, other, leader, Runner(), training=training)):
+        return _followed(captured, request, leader, runner, training=training)
+
+
+def _followed(
+    captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
+) -> DistributedProgram:
+    microbatches = request.plan.microbatches
+    if not training:
+        microbatches = _fitting(request, microbatches)
+    sharded = _shard(captured, request, runner, microbatches)
+    placement = leader.program.schedule.placement
+    staged = runner(FollowStages(len(placement), leader.stages), sharded)
+    if training:
+        schedule = _schedule(request, staged, microbatches, placement)
+    else:
+        schedule = forward_only(placement, microbatches)
+    return _lower(staged, request, runner, schedule, training=training)
+
+
+def _fitting(request: Request, microbatches: int) -> int:
+    """As many of ``microbatches`` as the rows of a data rank divide into."""
+    return math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
+
+
+def _schedule(
+    request: Request, staged: StagedProgram, microbatches: int, placement: tuple[int, ...] | None = None
+) -> Schedule:
+    def times() -> list[StageTimes]:
+        # the backward of a product is two products: one for each half
+        thirds = [seconds / 3 for seconds in stage_seconds(staged, _prices(request))]
+        return [StageTimes(third, third, third) for third in thirds]
+
+    plan, ranks = request.plan, request.mesh["pp"]
+    return schedule_of(plan.schedule, ranks, microbatches, plan.virtual_stages, times, placement)
+
+
+def _budget(request: Request, schedule: Schedule) -> Budget | None:
+    """What may be saved, and what making a node again takes."""
+    if request.plan.saved_gib is None:
+        return None
+    return Budget(int(request.plan.saved_gib * 2**30), schedule, _node_seconds(request))
+
+
+def _node_seconds(request: Request) -> Callable[[fx.Node], float]:
+    """What a node of a rank's graph takes, whatever the device will be: collectives by what they move."""
+    prices, costs = _prices(request), ClusterCosts(Cluster("h100"), _prices(request).unknown)
+
+    def seconds(node: fx.Node) -> float:
+        if node.target not in COMMUNICATION:
+            return costs.node_seconds(node)
+        most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
+        passes = 2 if node.target is all_reduce else 1
+        return passes * prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
+
+    return seconds
+
+
+def _prices(request: Request) -> Roofline:
+    """Operators with a rule of the user's own, or that a plan lets run without any, have no price either."""
+    own = request.plan.unknown_ops == "replicate" or not request.rules.keys() <= RULES.keys()
+    return Roofline(unknown="memory" if own else "error")
+
+
+def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
+    program = runner(Normalize(request.batch_size, request.device), captured)
+    program = runner(LowerPrecision(precision_of(request.plan)), program)
+    check_experts(program.graph, request.plan.experts)
+    names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
+    axes = axes_of(request.mesh, microbatches)
+    plan = request.plan
+    fixed = {**fixed_types(plan, names, request.mesh), **request.held}
+    experts = _experts(plan)
+    choose = ChooseSharding(
+        axes,
+        RuleBook(request.rules, request.plan.unknown_ops),
+        _prices(request),
+        Wishes(fixed, plan.sequence_parallel, plan.context, experts),
+    )
+    store = ShardState(plan.zero, plan.zero_axes if plan.zero else (), fixed, experts)
+    return runner(store, runner(choose, program))
+
+
+def _lower(
+    staged: StagedProgram, request: Request, runner: Runner, schedule: Schedule, *, training: bool
+) -> DistributedProgram:
+    local = runner(InsertCommunication(dict(request.rules), request.plan.balance_context), staged)
+    runner.check(check_notation, staged.sharded.program.graph, request.rules)
+    runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
+    runner.check(check_reductions, local)
+    local = runner(JoinRoutes(request.rules), local)
+    differentiate = Differentiate(training)
+    differentiated = runner(differentiate, local)
+    again, regather = request.plan.recompute, request.plan.regather
+    if training and (again != "none" or regather):
+        differentiated = runner(Recompute(again, regather, _budget(request, schedule)), differentiated)
+    runner.check(check_backward, differentiated, training, differentiate.templates)
+    if staged.sharded.gathered:
+        differentiated = runner(Bundle(), differentiated)
+    if request.plan.overlap:
+        halves = {action.stage for row in schedule.actions for action in row if action.op is Op.BACKWARD_WEIGHT}
+        blocking = differentiated
+        differentiated = runner(Overlap(_node_seconds(request), frozenset(halves)), blocking)
+        runner.check(check_overlap, blocking, differentiated)
+    if request.plan.async_tensor:  # what nothing hides by now
+        apart = differentiated
+        differentiated = runner(FuseProducts(), apart)
+        runner.check(check_fused, apart, differentiated)
+    program = runner(GenerateRanks(request.mesh, schedule), differentiated)
+    runner.check(check_code, program)
+    runner.check(check_slices, program)
+    runner.check(check_ranks, program)
+    return program
+
+
+def _experts(plan: Plan) -> tuple[str, ...]:
+    return plan.experts or ("ep",)
+
+
+def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:
+    leaves = staged.sharded.program.leaves
+    return {leaves[node].name: stages for node, stages in parameter_stages(staged).items()}
+
+
+def _complete(
+    plan: Plan, mesh: Mesh, sharded: ShardedProgram, staged: StagedProgram, program: DistributedProgram
+) -> Plan:
+    decided = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model"]
+    storing = [(i, sharded.axes[i]) for i in storing_axes(sharded)]
+    decided += [(i, axis.name) for i, axis in storing if stores_state(axis, _experts(plan))]
+    kinds: dict[str, dict[str, str]] = {}
+    for spec in program.state.values():
+        if spec.kind == "parameter" and decided:
+            types: dict[str, AxisType] = {name: spec.sharding[i] for i, name in decided}
+            kinds[spec.name] = {name: str(kind) for name, kind in types.items()}
+    return plan.model_copy(update={"mesh": dict(mesh.axes), "parameters": kinds, "stages": boundaries(staged)})

@@ -1,0 +1,61 @@
+"""A further program of a module whose parameters are parts on each rank already: it takes them where they are."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..core.mesh import Mesh
+from ..ir.program import Captured, DistributedProgram, StateSpec
+from ..runtime.backends.split_parameters import Home, refuse_other
+from .compiler import Compiled, Request, Runner, follow_program
+from .task import Task
+
+PLACES = ("stages", "virtual_stages", "zero", "zero_axes", "experts")  # what of a plan says where parameters live
+
+
+def join_program(captured: Captured, task: Task, size: int, home: Home) -> Compiled:
+    """Compile ``task`` on the placement of the program that split its module. Of the plan, the first program's decides
+    where parameters live, and the task's all else.
+
+    Raises:
+        RunError: QN113 if the placement cannot serve this program.
+        CompileError: see :func:`follow_program`.
+    """
+    leader: Compiled = home.leader
+    if _split(task.mesh) != _split(leader.program.mesh):
+        refuse_other(f"the module's parameters are split over {leader.program.mesh!r}, and this is {task.mesh!r}")
+    first = {id(x): name for name, x in home.slots.tensors.items()}
+    for name, x in captured.tensors.items():
+        if first.get(id(x), name) != name:
+            refuse_other(
+                f"the parameter {name} of this module was split by a program of another one, where it is "
+                f"{first[id(x)]}",
+                "give the shared part the same name in both modules",
+            )
+    names = {n for n, spec in leader.program.state.items() if spec.kind == "parameter"}
+    further = [name for name, x in captured.tensors.items() if x.requires_grad and name not in names]
+    if further:
+        refuse_other(f"this program trains {further[0]}, which the first one of this module does not have")
+    own = {name: getattr(leader.plan, name) for name in PLACES}
+    plan = task.plan.changed({**own, "parameters": leader.plan.parameters})
+    request = Request(task.mesh, plan, size, task.device, task.rules)
+    runner, again = Runner(), partial(follow_program, captured, request, leader, training=task.training)
+    program = again(runner)
+    for name, spec in program.state.items():
+        if name.startswith("loss_fn.") and spec.kind in ("parameter", "buffer") and name not in home.slots.names:
+            refuse_other(f"{name} is no part of the module, nor of a module that was given as loss_fn")
+        if spec.kind == "parameter" and _place(spec, program) != _place(leader.program.state[name], leader.program):
+            refuse_other(f"this program needs {name} in another place than the first one of this module has it")
+    return Compiled(program, plan, runner.seconds, leader.stages, leader.unsplit, again)
+
+
+def _split(mesh: Mesh) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in mesh.axes if size > 1]
+
+
+def _place(spec: StateSpec, program: DistributedProgram) -> object:
+    """Where a parameter lives, and in what memory."""
+    kinds = [spec.sharding, spec.resident if spec.in_place else spec.sharding]
+    axes = [axis.name if axis.role != "time" else "" for axis in program.axes]
+    types = [{axis: kind for axis, kind in zip(axes, found, strict=True) if axis} for found in kinds]
+    return types, spec.shape, spec.dtype, {program.schedule.placement[stage] for stage in spec.stages}

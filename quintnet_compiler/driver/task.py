@@ -1,0 +1,45 @@
+"""What a user asked to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.step_module import LossFn
+from ..core.mesh import Mesh
+from ..ir.plan import Plan
+from ..passes.rules.notation import Rule
+
+CHECKS = ("first", "always", "off")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the user asked for: the model, its loss, and the decisions made so far. ``check``: which programs are
+    compared with the module, see :func:`quintnet.compile`."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    mesh: Mesh
+    plan: Plan
+    rules: Mapping[Any, Rule]
+    device: torch.device
+    check_finite: bool = True
+    training: bool = True
+    backend: str = "eager"
+    check: str = "first"
+
+    @property
+    def leads(self) -> str:
+        """The kind of program that decides where parameters live."""
+        return "train" if self.training else "outputs"
+
+
+def modules_of(task: Task) -> dict[str, nn.Module]:
+    """The modules whose parameters a task's programs read, by what the names of these begin with."""
+    found = {"": task.model}
+    return {**found, "loss_fn": task.loss_fn} if isinstance(task.loss_fn, nn.Module) else found

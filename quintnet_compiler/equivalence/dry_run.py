@@ -1,0 +1,128 @@
+"""All ranks' programs, run by the very interpreter that trains, on shapes alone: every collective must meet its equals
+on the other ranks, every message its receiver, and nobody may wait for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from ..core.annotations import known, values
+from ..core.errors import REPORT, CompileError, RunError
+from ..core.sharding import Sharding
+from ..core.slices import take_all
+from ..ir.program import DistributedProgram, Piece, RankProgram, StageProgram
+from ..ops.collectives import COMMUNICATION
+from ..runtime.execute.executor import Executor, Run
+from ..runtime.state.gradients import GradientStore
+from ..runtime.transport.local import LocalTransport, LocalWorld
+
+META = torch.device("meta")
+_COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
+
+
+def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | None = None) -> None:
+    """Let all ranks meet. ``ranks``: other programs for some of them.
+
+    Ranks that run the very same functions and actions meet their peers by construction: then one of them per pipeline
+    rank stands for all.
+
+    Raises:
+        CompileError: QN209 with the two ranks, the operators and the places in the model that do not fit.
+    """
+    given = ranks or {}
+    alone = {axis: 0 for axis in program.mesh.names if axis != "pp"}
+    line = {program.mesh.rank({**alone, "pp": index}) for index in range(program.mesh["pp"])}
+    present = sorted(line) if not given else range(program.mesh.size)
+    parts = {rank: given.get(rank) or program.rank(rank) for rank in present}
+    skeletons: dict[int, StageProgram] = {}
+    world = LocalWorld(program.mesh, program.sites)
+    try:
+        with torch.no_grad():
+            world.run({rank: _Rank(program, part, skeletons).run for rank, part in parts.items()})
+    except RunError as error:
+        raise CompileError("QN209", f"ranks do not fit: {error.message}", fix=REPORT) from error
+    except (KeyError, IndexError, RuntimeError) as error:
+        what = f"a rank cannot run: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        raise CompileError("QN209", what, fix=REPORT) from error
+
+
+class _Rank:
+    """One rank with functions that only communicate."""
+
+    def __init__(self, program: DistributedProgram, part: RankProgram, skeletons: dict[int, StageProgram]) -> None:
+        self.program = program
+        for stage in part.stages:
+            if id(stage) not in skeletons:
+                skeletons[id(stage)] = _skeleton(stage)
+        self.part = replace(part, stages=tuple(skeletons[id(stage)] for stage in part.stages))
+
+    def run(self, transport: LocalTransport) -> None:
+        program, part = self.program, self.part
+        train = any(stage.gradients for stage in program.stages)
+        store = GradientStore(program, part, transport, META) if train else None
+        state = {s.name: self._empty(s.shape, s.dtype, s.sharding) for s in program.state.values()}
+        inputs = [self._empty(s.shape, s.dtype, s.sharding) for s in program.inputs]
+        Executor(program, part, transport, META, store).step(state, inputs, Run(train=train, check_finite=False))
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype, sharding: Sharding) -> Tensor:
+        axes = self.program.axes
+        places = [self.part.coordinate.get(axis.name, 0) for axis in axes]
+        return take_all(torch.empty(shape, dtype=dtype, device=META), sharding, [axis.size for axis in axes], places)
+
+
+def _skeleton(stage: StageProgram) -> StageProgram:
+    changed: dict[str, Any] = {
+        name: replace(piece, module=cast(Any, _Skeleton(piece))) for name, piece in stage.pieces.items()
+    }
+    return replace(stage, **changed)
+
+
+class _Skeleton:
+    """Stands for a generated function: carries out its communication on shapes, and returns shapes."""
+
+    def __init__(self, piece: Piece) -> None:
+        self.nodes = [n for n in piece.module.graph.nodes if _matters(n)]
+        self.inputs = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
+        self.shapes = {n: _shape(n) for n in piece.module.graph.nodes if known(n)}
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        comm, *given = args
+        args.clear()
+        for node, x in zip(self.inputs[1:], given, strict=True):
+            if tuple(x.shape) != tuple(self.shapes[node].shape) or x.dtype != self.shapes[node].dtype:
+                raise RuntimeError(f"{node.name} is {tuple(x.shape)} {x.dtype} where {self.shapes[node]} is expected")
+        begun: dict[fx.Node, Any] = {}
+        for node in self.nodes:
+            if node.op == "output":
+                if begun:
+                    raise RuntimeError(f"{next(iter(begun)).name} is never waited for")
+                return tuple(self.shapes[n] for n in node.args[0])
+            if node.target == "wait" and node.args[1] not in begun:
+                raise RuntimeError(f"{node.name} waits for {node.args[1]}, which is not under way")
+            _, *rest = fx.map_arg(node.args, lambda n: begun.pop(n) if n in begun else self.shapes.get(n))
+            made = getattr(comm, str(node.target))(*rest)
+            if str(node.target).startswith("start_"):
+                begun[node] = made
+                continue
+            for x, wanted in zip(_several(made), _several(self.shapes.get(node)), strict=False):
+                if tuple(x.shape) != tuple(wanted.shape) or x.dtype != wanted.dtype:
+                    raise RuntimeError(f"{node.name} gives {tuple(x.shape)} {x.dtype}, and {wanted} is expected")
+        raise AssertionError("a generated function returns")
+
+
+def _several(made: Any) -> tuple[Any, ...]:
+    return made if isinstance(made, tuple) else () if made is None else (made,)
+
+
+def _matters(node: fx.Node) -> bool:
+    method = str(node.target) if node.op == "call_method" else ""
+    return node.op == "output" or method in _COLLECTIVES or method == "wait" or method.startswith("accumulate")
+
+
+def _shape(node: fx.Node) -> Any:
+    made = [torch.empty(v.shape, dtype=v.dtype, device=META) if v is not None else None for v in values(node)]
+    return made[0] if len(made) == 1 else tuple(made)

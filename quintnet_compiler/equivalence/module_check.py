@@ -1,0 +1,210 @@
+"""Does a captured program compute what the user's module computes? The module itself beside it, on a few rows."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..capture.block_reuse import blocks_once
+from ..capture.capture import batch_size_of, capture
+from ..core.annotations import leaf, num_bytes, values
+from ..core.errors import CheckWarning, CompileError, QuintNetError
+from ..ir.program import Captured
+from ..passes.rules.notation import Rule
+from ..runtime.state.module_parameters import has_values
+from .drawn_blocks import drawn_batch, with_values
+from .free_memory import free_bytes
+from .module_sides import HOW, Sides
+from .module_step import Owner, module_step, tensors_of
+from .module_trace import Difference, first_difference
+from .swapped_values import double
+from .unsplit_step import UnsplitStep, unsplit_step
+from .verify import Comparison, coarsest_of
+
+ELEMENTS = 256  # of a batch that is checked: as many rows as have so many, but two at least
+SENSITIVE = 100.0  # how much more than what rounding does to the module's parameters is no rounding
+
+
+@dataclass(frozen=True)
+class ModuleCheck:
+    """What to compare: a module, what was captured of it, and the batch that it was captured with."""
+
+    owner: Owner
+    captured: Captured
+    batch: Any
+    rules: Mapping[Any, Rule]
+    seed: int
+    device: torch.device
+
+    def difference(self) -> CompileError | None:
+        """What the program does not do as the module does it; None if there is nothing. Nothing of the user's changes.
+
+        Where they differ in 32 bits or less, both are run again in float64 before anything is said: deep models may
+        round differently.
+
+        A module that does not fit into this process, or has no values (or parts of them), runs with each distinct block
+        once, and with drawn values; a CheckWarning says where even that is not possible.
+
+        Raises:
+            CompileError: whatever makes it impossible to compile for this batch.
+        """
+        check = self
+        sides: Sides | CompileError | None
+        try:
+            if not all(map(has_values, (*self.owner.tensors.values(), *tensors_of(self.batch)))):
+                raise TooLarge("the module has no values here")
+            sides = self._sides()
+        except TooLarge:
+            check, sides = self._by_blocks()
+        if not isinstance(sides, Sides):
+            return sides
+        wrong = sides.compare()
+        return check._explained(sides, wrong) if wrong else sides.left_behind()
+
+    def _sides(self) -> Sides | CompileError:
+        """Both sides on the fewest rows with which the model works."""
+        device = next((x.device for x in self.owner.tensors.values()), torch.device("cpu"))
+        failed: Exception | None = None
+        size = batch_size_of(self.batch)
+        for rows in dict.fromkeys((_few(self.batch, size, self.captured.only_rows), size)):
+            batch = _rows(self.batch, size, rows, device)
+            try:
+                step = unsplit_step(
+                    self.captured, rows, device, self.rules, self.seed, training=self.owner.training
+                )  # fmt: skip
+            except QuintNetError as error:
+                failed = error
+                continue
+            fits(_bytes(step), device)
+            try:
+                masks = self.seed if step.draws else None
+                theirs = module_step(self.owner, batch, masks)
+            except Exception as error:
+                failed = error
+                continue
+            if all(bool(x.isfinite().all()) for x in theirs.outputs) or rows == size:
+                return Sides(self.owner, self.seed, step, batch, rows, theirs, coarsest_of(step.graph))
+        if isinstance(failed, QuintNetError):
+            raise failed
+        text = str(failed).strip().splitlines() or [""]
+        return CompileError(
+            "QN111",
+            f"the module itself fails with this batch: {type(failed).__name__}: {text[0][:300]}",
+            fix="call model(*batch) on its own to see the whole error",
+        )
+
+    def _by_blocks(self) -> tuple[ModuleCheck, Sides | None]:
+        reason = ""
+        for short in (True, False):
+            try:
+                return self._blocks(short=short)
+            except TooLarge as error:
+                reason = str(error)
+                break  # longer rows take more
+            except Exception as error:  # the values are not the user's: the module need not work with them
+                reason = f"with drawn values, {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        warnings.warn(CheckWarning(f"what was traced is not compared with the module: {reason}"), stacklevel=2)
+        return self, None
+
+    def _blocks(self, *, short: bool) -> tuple[ModuleCheck, Sides]:
+        """The same check of each distinct block once, with drawn values, and its two sides."""
+        owner, only = self.owner, self.captured.only_rows
+        batch = drawn_batch(self.batch, only or 2, short=short)
+        training = owner.training
+        captured = capture(
+            owner.model, batch, owner.loss_fn, want=owner.want, training=training, trained=training, once=True
+        )
+        device = self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+        fits(3 * sum(num_bytes(x) for x in captured.tensors.values() if not has_values(x)), device)
+        copies, tensors = with_values(owner.model, owner.modules[1:], captured.tensors, device)
+        loss_fn = copies[1] if len(copies) > 1 else owner.loss_fn
+        once = replace(
+            owner, model=copies[0], loss_fn=loss_fn, tensors=tensors, around=lambda: blocks_once(copies[0])
+        )  # fmt: skip
+        check = replace(self, owner=once, captured=replace(captured, tensors=tensors), batch=batch)
+        found = check._sides()
+        if isinstance(found, CompileError):
+            raise found
+        return check, found
+
+    def _explained(self, sides: Sides, wrong: list[Comparison]) -> CompileError | None:
+        """An error that says what is established: not less, and not more."""
+        noise = sides.noise()
+        if not noise and not self._established(sides, wrong):
+            return None
+        forward = any(one.what in ("loss", "output") for one in wrong)
+        first = Difference()
+        with contextlib.suppress(Exception):  # the difference is established; where it begins may not be
+            first = first_difference(sides.step, self.owner, sides.batch, sides.limit, forward=forward)
+        changed = ", ".join(sides.theirs.changes.tensors)
+        state = f"forward changes {changed}, which the program does not" if changed else ""
+        text = "\n  ".join(filter(None, (noise or sides.told(wrong), state, first.text)))
+        return CompileError("QN111", text, where=first.where, fix=HOW)
+
+    def _established(self, sides: Sides, wrong: Sequence[Comparison]) -> bool:
+        if sides.dtype is torch.float64:
+            return True
+        with contextlib.suppress(Exception):
+            if self._in_float64(sides):
+                return True
+        noise = sides.sensitivity()
+        return any(one.error > SENSITIVE * noise.get((one.what, one.name), 0.0) for one in wrong)
+
+    def _in_float64(self, sides: Sides) -> bool:
+        """Whether they differ in float64 too."""
+        owner = self.owner
+        with double(owner):
+            batch = pytree.tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, sides.batch)
+            captured = capture(
+                owner.model,
+                batch,
+                owner.loss_fn,
+                want=owner.want,
+                training=owner.training,
+                once=owner.around is not None,
+            )
+            there = replace(self, owner=replace(owner, tensors=captured.tensors), captured=captured, batch=batch)
+            again = there._sides()
+            return isinstance(again, Sides) and bool(again.compare())
+
+
+class TooLarge(Exception):
+    """A step of the module does not fit into this process."""
+
+
+def fits(needed: int, device: torch.device) -> None:
+    """Raises: TooLarge if so many bytes are not free."""
+    free = free_bytes(device)
+    if free is not None and needed > 0.8 * free:
+        raise TooLarge(f"it needs {needed / 2**30:.1f} GiB on {device.type}, where {free / 2**30:.1f} GiB are free")
+
+
+def _bytes(step: UnsplitStep) -> int:
+    """What both sides need beside parameters: what autograd saves, and the gradients of one side."""
+    kept = 0
+    for node in step.graph.nodes:
+        found = leaf(node) if node.op == "placeholder" else None
+        if node.op == "call_function" or (found is not None and found.trainable):
+            kept += sum(num_bytes(x) for x in values(node) if isinstance(x, Tensor))
+    return kept
+
+
+def _few(batch: Any, size: int, only: int | None) -> int:
+    if only is not None:
+        return only
+    row = max((x[0].numel() for x in tensors_of(batch) if x.dim() and x.shape[0] == size), default=1)
+    return min(size, max(2, ELEMENTS // max(row, 1)))
+
+
+def _rows(batch: Any, size: int, rows: int, device: torch.device) -> Any:
+    def some(x: Tensor) -> Tensor:
+        return (x[:rows] if x.dim() and x.shape[0] == size else x).detach().to(device)
+
+    return pytree.tree_map_only(Tensor, some, batch)

@@ -1,0 +1,31 @@
+"""Copies of modules that train as the modules do: deepcopy drops the hooks of parameters."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from ..core.errors import CompileError
+
+
+def module_copy(*modules: Any) -> list[Any]:
+    """Copies of those that are modules (the others as they are), with modes and hooks; what they share, copies share.
+
+    Raises:
+        CompileError: QN111 if a module cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    try:
+        found = [copy.deepcopy(one, memo) if isinstance(one, nn.Module) else one for one in modules]
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0][:200]
+        raise CompileError("QN111", f"the module cannot be copied: {type(error).__name__}: {text}") from error
+    for module, twin in zip(modules, found, strict=True):
+        pairs = zip(module.parameters(), twin.parameters(), strict=True) if isinstance(module, nn.Module) else ()
+        for parameter, copied in pairs:
+            if not copied._backward_hooks:  # shared ones have theirs
+                for hook in (parameter._backward_hooks or {}).values():
+                    copied.register_hook(hook)
+    return found

@@ -1,0 +1,98 @@
+"""The user's module as it is, in one process: what compiled programs must equal."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.rng import Key, keep_mask
+
+
+def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
+    """The mask of a dropout over all of ``x``."""
+    positions = [torch.arange(size, device=x.device) for size in x.shape]
+    return keep_mask(positions, x.shape, p, key)
+
+
+@contextlib.contextmanager
+def same_masks(seed: int, step: int) -> Iterator[None]:
+    """Inside, torch's dropout (and attention with dropout) draws the masks that compiled programs draw.
+
+    Operators are numbered in the order of the model's own calls, as capture meets them. A call that is made again for
+    the backward (torch.utils.checkpoint) has its number again: like torch's own masks, it is told by the state of the
+    random numbers.
+    """
+    numbers: dict[tuple[int, int], int] = {}
+
+    def number() -> int:
+        drawn = (int(torch.randint(2**62, ())), int(torch.randint(2**62, ())))
+        return numbers.setdefault(drawn, len(numbers))
+
+    def dropout(x: Tensor, p: float, train: bool) -> Tensor:
+        if not train or p == 0:
+            return x
+        mask = whole_mask(x, p, Key(seed, step, number()))
+        return x * mask * (0.0 if p == 1 else 1 / (1 - p))
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if enable_gqa:
+            groups = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None:
+            masked = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
+        return dropout(scores.softmax(-1), dropout_p, True) @ value
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for device in ("CPU", "CUDA"):
+            library.impl("dropout", dropout, f"Autograd{device}")
+            library.impl("scaled_dot_product_attention", attention, f"Autograd{device}")
+        yield
+
+
+def differs(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """The largest difference of two tensors, relative to the largest expected element (or ``floor``); inf for another
+    shape or where only one has NaN."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if not expected.numel():
+        return 0.0
+    if found.dtype is expected.dtype and found.dtype in (torch.float32, torch.float64):
+        with torch.no_grad():
+            size, gap = max(_magnitude(expected), floor), _magnitude(found - expected)
+        if math.isfinite(gap) and math.isfinite(size) and size:
+            return gap / size
+    a, b = found.detach().double(), expected.detach().double()
+    if bool((a.isnan() != b.isnan()).any()):
+        return float("inf")
+    size = max(float(b.nan_to_num(0.0, 0.0, 0.0).abs().max()), floor)
+    gap = float(torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(0.0, float("inf")).max())
+    return gap / size if size else (0.0 if gap == 0 else float("inf"))
+
+
+def _magnitude(x: Tensor) -> float:
+    """The largest magnitude of an element; NaN if there is one."""
+    low, high = (float(one) for one in x.detach().aminmax())
+    return low if math.isnan(low) else max(-low, high)
+
+
+def largest(tensors: Sequence[Tensor]) -> float:
+    """The largest magnitude among tensors."""
+    return max((float(x.abs().max()) for x in tensors if x.numel()), default=0.0)

@@ -1,0 +1,124 @@
+"""A captured program with its generated derivatives, run in this process on a few rows, without any axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..core.annotations import is_getitem, leaf, origin
+from ..core.rng import Key
+from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
+from ..ops.collectives import keep_mask, loss_scale
+from ..passes.autodiff.differentiate import Differentiate
+from ..passes.codegen.python_ops import SPELLING
+from ..passes.frontend.normalize import Normalize
+from ..passes.lowering.insert_communication import InsertCommunication
+from ..passes.rules.notation import Rule
+from .reference import whole_mask
+
+Value = tuple[fx.Node, int]
+Watch = Callable[[fx.Node, Any], None]
+
+
+@dataclass(frozen=True)
+class UnsplitStep:
+    """One rank, one stage, one microbatch: what every layout of this capture has to compute."""
+
+    program: DifferentiatedProgram
+    seed: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether masks are drawn."""
+        return any(node.target is keep_mask for node in self.program.graph.nodes)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The operators of the forward, of global shapes."""
+        return self.program.local.staged.sharded.program.graph
+
+    def run(
+        self,
+        tensors: Mapping[str, Tensor],
+        batch: Sequence[Tensor],
+        settle: Callable[[str, Tensor], None],
+        watch: Watch | None = None,
+    ) -> list[Tensor]:
+        """The program's outputs. ``settle`` gets the gradient of each parameter as soon as it exists; ``watch`` every
+        value. Values are freed after their last use."""
+        graph = self.program.graph
+        names = {node: [] for node in self.program.gradients.values()}  # type: dict[fx.Node, list[str]]
+        for (name, _), node in self.program.gradients.items():
+            names[node].append(name)
+        last = _last_uses(graph, {*self.program.outputs})
+        given, env = iter(batch), dict[fx.Node, Any]()
+        with torch.no_grad():
+            for node in graph.nodes:
+                if node.op == "output":
+                    break
+                env[node] = self._value(node, env, tensors, given)
+                if watch is not None:
+                    watch(node, env[node])
+                for name in names.get(node, ()):
+                    settle(name, env[node])
+                for dead in last.get(node, ()):
+                    del env[dead]
+            return [env[node] for node in self.program.outputs]
+
+    def _value(self, node: fx.Node, env: Mapping[fx.Node, Any], tensors: Mapping[str, Tensor], batch: Any) -> Any:
+        found = leaf(node) if node.op == "placeholder" else None
+        if found is not None:
+            return next(batch) if found.kind == "input" else tensors[found.name].detach()
+        target: Any = node.target
+        given: tuple[Any, Any] = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = given
+        if target is keep_mask:
+            x, p, op = args[:3]
+            return whole_mask(x, p, Key(self.seed, 0, op))
+        if target is loss_scale:
+            return args[0]
+        return SPELLING.get(target, target)(*args, **kwargs)
+
+
+def unsplit_step(
+    captured: Captured, rows: int, device: torch.device, rules: Mapping[Any, Rule], seed: int, *, training: bool
+) -> UnsplitStep:
+    """The program for ``rows`` rows, with a derivative if it is for ``training``.
+
+    Raises:
+        CompileError: see the passes.
+    """
+    program = Normalize(rows, device)(captured)
+    sharded = ShardedProgram(program, (), dict.fromkeys(program.graph.nodes, ()))
+    staged = StagedProgram(sharded, 1, {node: 0 for node in program.graph.nodes if node.op == "call_function"})
+    local = InsertCommunication(dict(rules))(staged)
+    return UnsplitStep(Differentiate(training)(local), seed)
+
+
+def forward_values(step: UnsplitStep) -> dict[fx.Node, list[Value]]:
+    """Which nodes of the program with its derivative hold values of the captured operators."""
+    found: dict[fx.Node, list[Value]] = {}
+    local = step.program.local
+    for key, part in local.parts.items():
+        made = step.program.values.get(origin(part))
+        if made is not None and leaf(key[0]) is None and not is_getitem(key[0]):
+            found.setdefault(made, []).append(key)
+    return found
+
+
+def _last_uses(graph: fx.Graph, kept: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "output":
+            last[node] = node
+            for used in node.all_input_nodes:
+                last[used] = node
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for value, user in last.items():
+        if value not in kept:
+            found.setdefault(user, []).append(value)
+    return found

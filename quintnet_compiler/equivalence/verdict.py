@@ -1,0 +1,55 @@
+"""One rank compares a program with the module, while the others compile. What it found is raised on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from ..core.errors import CompileError, Where
+from ..runtime.backends.backend import Backend
+from ..runtime.launch.world import judges, many
+
+
+class Verdict:
+    """What was found and is not yet known to every rank."""
+
+    def __init__(self) -> None:
+        self._due = False
+        self._found: CompileError | None = None
+
+    def judge(self, find: Callable[[], CompileError | None]) -> None:
+        """On one rank, look for a difference. Every rank calls this for the same programs.
+
+        Raises:
+            CompileError: QN111 if this is the only process. Others hear of it, see :meth:`hear`.
+        """
+        found = find() if judges() else None
+        if found is not None and not many():
+            raise found
+        self._due = self._due or many()
+        self._found = self._found or found
+
+    def hear(self, backend: Backend) -> None:
+        """Every rank calls this before it runs a program.
+
+        Raises:
+            CompileError: QN111 on every rank if one of them found a difference.
+        """
+        if not self._due:
+            return
+        told = [text for text in backend.told(_written(self._found)) if text]
+        if told:
+            raise _read(told[0])
+        self._due = False
+
+
+def _written(error: CompileError | None) -> str:
+    if error is None:
+        return ""
+    where = error.where or Where()
+    return json.dumps([error.code, error.message, where.module, where.source, error.fix])
+
+
+def _read(text: str) -> CompileError:
+    code, message, module, source, fix = json.loads(text)
+    return CompileError(code, message, where=Where(module, source), fix=fix)

@@ -1,0 +1,314 @@
+"""Does a compiled program compute what the user's module computes? All of its ranks, in this process, beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from ..capture.modes import evaluating
+from ..capture.step_module import LossFn, loss_of
+from ..core.annotations import needs_grad, values
+from ..core.errors import CompileError, QuintNetError
+from ..ir.program import DistributedProgram
+from ..ops.collectives import keep_mask
+from ..runtime.backends.local import LocalBackend
+from ..runtime.execute.executor import Run
+from .localize import Culprit, localize
+from .module_copy import module_copy
+from .reference import differs, largest, same_masks
+
+# What rounding in another order may do, relative to the largest element; the tests' own limit in float64.
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+LEARNING_RATE = 0.01
+SLACK = 2.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One tensor of both sides. ``error`` is relative to its largest element (a floor is 1e-3 of that
+    of all gradients, or parameters)."""
+
+    what: str
+    name: str
+    step: int
+    error: float
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :meth:`CompiledProgram.verify` found; ``str()`` for people, ``to_json()`` for programs."""
+
+    mesh: str
+    ranks: int
+    dtype: str
+    steps: int
+    seconds: float
+    comparisons: tuple[Comparison, ...]
+    culprit: Culprit | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return all(one.ok for one in self.comparisons)
+
+    @property
+    def worst(self) -> Comparison:
+        return self.comparisons[0]
+
+    def to_json(self) -> str:
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        wrong = [one for one in self.comparisons if not one.ok]
+        verdict = "equal" if self.ok else f"NOT EQUAL in {len(wrong)} of {len(self.comparisons)} tensors"
+        head = f"{self.mesh}, {self.ranks} ranks against the unsplit model: {verdict}"
+        lines = [head, f"{self.dtype}, {self.steps} steps, {self.seconds:.1f} s; relative errors, worst first:"]
+        shown = (wrong or list(self.comparisons))[:12]
+        lines += [
+            f"  {one.error:8.1e}  (limit {one.limit:.0e})  {one.what:<9} {one.name}, step {one.step}" for one in shown
+        ]
+        hidden = len(self.comparisons) - len(shown)
+        lines += [f"  and {hidden} more" if hidden else ""]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [str(self.culprit)] if self.culprit else []
+        return "\n".join(line for line in lines if line)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{one.error:.1e}</td><td>{one.what}</td><td><code>{_escaped(one.name)}</code></td>"
+            f"<td>{one.step}</td><td>{'ok' if one.ok else '<b>wrong</b>'}</td></tr>"
+            for one in self.comparisons[:40]
+        )
+        head, *rest = str(self).splitlines()
+        culprit = f"<pre>{_escaped(str(self.culprit))}</pre>" if self.culprit else ""
+        return (
+            f"<p><b>{_escaped(head)}</b><br>{_escaped(rest[0])}</p>{culprit}<table><tr><th>error</th><th></th>"
+            f"<th>tensor</th><th>step</th><th></th></tr>{rows}</table>"
+        )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: the module and its loss, and the program that was compiled from it with the values of all its
+    tensors. ``outputs``: what computes the model's outputs, or why nothing does."""
+
+    model: nn.Module
+    loss_fn: LossFn | None
+    program: DistributedProgram
+    outputs: DistributedProgram | str
+    tensors: Mapping[str, Tensor]
+    seed: int
+    device: torch.device
+
+
+def verify_program(
+    subject: Subject, batch: Any, steps: int, limit: float | None = None, unsplit: Subject | None = None
+) -> VerifyReport:
+    """Train ``steps`` steps on both sides from equal weights and compare everything. Nothing of the user's changes.
+
+    ``unsplit``: one rank of a precision that is not the model's own. Then the other side is the model in float64, and
+    the limit is ``SLACK`` times how far this rank is from it: two programs that round as often, in another order, are
+    about as far (on average over many elements; the largest difference of a few may be larger)."""
+    start = time.perf_counter()
+    own = {} if unsplit is None or limit is not None else _distances(unsplit, batch, steps)
+    return _compare(subject, batch, steps, Bounds(limit, own), start, exact=unsplit is not None)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Which relative error counts as equal: ``given``, or SLACK times ``own`` by (what, step), or what a dtype
+    allows (always for buffers, which no program changes)."""
+
+    given: float | None
+    own: Mapping[tuple[str, int], float]
+
+    def __call__(self, what: str, step: int, dtype: torch.dtype) -> float:
+        if self.given is not None:
+            return self.given
+        if what == "buffer" or not self.own:  # one rank that leaves a buffer as it was is as wrong as several
+            return LIMITS[dtype]
+        return SLACK * self.own[what, step]
+
+
+def _distances(unsplit: Subject, batch: Any, steps: int) -> dict[tuple[str, int], float]:
+    report = _compare(unsplit, batch, steps, Bounds(float("inf"), {}), 0.0, exact=True)
+    precision = unsplit.program.precision
+    # one number may be nearer by chance than one rounding; and one rank has no sums over ranks that could be rounded
+    least = torch.finfo(precision.compute or torch.float32).eps / 2
+    least = LIMITS[torch.bfloat16] / SLACK if precision.reduce is torch.bfloat16 else least
+    found: dict[tuple[str, int], float] = {}
+    for one in report.comparisons:
+        key = one.what, one.step
+        found[key] = max(found.get(key, least), one.error)
+    return found
+
+
+def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: float, *, exact: bool) -> VerifyReport:
+    model, loss_fn = module_copy(subject.model, subject.loss_fn)
+    subject = replace(subject, loss_fn=loss_fn)
+    sides = {"": model, **({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+    for module in sides.values():
+        module.to(subject.device)
+        if exact:
+            module.double()
+    asked = _in_float64(batch) if exact else batch
+    tensors = {name: x.detach().clone() for name, x in subject.tensors.items()}
+    program = subject.program
+    backend = LocalBackend(program.mesh, program, tensors, subject.device)
+    ours = torch.optim.SGD(backend.parameters.values(), lr=LEARNING_RATE, momentum=0.9)
+    own = {f"{prefix}{name}": p for prefix, module in sides.items() for name, p in module.named_parameters()}
+    theirs = torch.optim.SGD([p for p in own.values() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
+    names = {name: p for name, p in own.items() if name in backend.parameters and p.requires_grad}
+    parameters = next((p.dtype for p in subject.model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = coarsest(program)
+    found, notes = _outputs(subject, model, backend, (batch, asked), lambda what: bounds(what, 0, dtype))
+    if exact:
+        notes += [f"the program computes some values in {_name(dtype)}; both sides are compared in float64"]
+    elif dtype is not parameters:
+        notes += [f"the model itself computes some values in {_name(dtype)}"]
+    culprit = None
+    leaves, buffers, left = _tensors(batch), _buffers(sides), list[Comparison]()
+    for step in range(steps):
+        ours.zero_grad()
+        theirs.zero_grad()
+        how = Run(train=True, seed=subject.seed, step=step, check_finite=False)
+        (loss, *_) = backend.run(program, leaves, how)
+        while backend.scaler.skipped:
+            (loss, *_) = backend.run(program, leaves, how)
+        with _failing("a training step"), _masks(program, subject.seed, step):  # checkpoints draw in the backward, too
+            expected = _module_loss(subject, model, asked)
+            expected.backward()  # type: ignore[no-untyped-call]
+        found.append(Comparison("loss", "", step, differs(loss, expected), bounds("loss", step, dtype)))
+        pairs = {n: (_whole(backend.parameters[n].grad, p), _or_zeros(p.grad, p)) for n, p in names.items()}
+        found += _compared("gradient", pairs, step, bounds("gradient", step, dtype))
+        if culprit is None and not all(one.ok for one in found):
+            kept = {name: p.grad for name, p in backend.parameters.items()}
+            culprit = localize(program, backend, batch, how, LIMITS[dtype] if bounds.given is None else bounds.given)
+            for name, p in backend.parameters.items():
+                p.grad = kept[name]
+        ours.step()
+        theirs.step()
+        pairs = {n: (_whole(backend.parameters[n], p), p.detach()) for n, p in names.items()}
+        found += _compared("parameter", pairs, step, bounds("parameter", step, dtype))
+        pairs = {n: (buffers[n], now) for n, now in _buffers(sides).items() if n in buffers}
+        left += _compared("buffer", pairs, step, bounds("buffer", step, dtype))  # a program changes none
+    found += left
+    found.sort(key=lambda one: (one.ok, -one.error))
+    return VerifyReport(
+        repr(program.mesh),
+        program.mesh.size,
+        _name(parameters),
+        steps,
+        time.perf_counter() - start,
+        tuple(found),
+        culprit,
+        tuple(notes),
+    )
+
+
+def _buffers(sides: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Their values now, in float64; complex ones as pairs."""
+    found = {f"{prefix}{n}": x.detach() for prefix, module in sides.items() for n, x in module.named_buffers()}
+    real = {n: torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for n, x in found.items()}
+    return {n: x.to(torch.float64, copy=True) for n, x in real.items()}
+
+
+def _in_float64(batch: Any) -> Any:
+    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _outputs(
+    subject: Subject, model: nn.Module, backend: LocalBackend, batches: tuple[Any, Any], limit: Callable[[str], float]
+) -> tuple[list[Comparison], list[str]]:
+    """The model's outputs (logits, say) in evaluation mode."""
+    if isinstance(subject.outputs, str):
+        return [], [f"outputs were not compared: {subject.outputs}"]
+    inputs, asked = (model_inputs(batch, subject.loss_fn) for batch in batches)
+    how = Run()
+    ours = backend.run(subject.outputs, _tensors(inputs), how)
+    with _failing("evaluation"), evaluating(model), torch.no_grad(), _masks(subject.outputs, how.seed, how.step):
+        theirs = _tensors(model(**asked) if isinstance(asked, dict) else model(*asked))
+    if len(ours) != len(theirs):
+        return [], [f"outputs were not compared: {len(ours)} against {len(theirs)} tensors"]
+    pairs = zip(ours, theirs, strict=True)
+    return [Comparison("output", str(i), 0, differs(a, b), limit("output")) for i, (a, b) in enumerate(pairs)], []
+
+
+def _masks(program: DistributedProgram, seed: int, step: int) -> contextlib.AbstractContextManager[None]:
+    """The masks of a program, if it draws any."""
+    draws = any(node.target is keep_mask for node in program.source.graph.nodes)
+    return same_masks(seed, step) if draws else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Raises: CompileError QN111 for whatever the module itself raises."""
+    try:
+        yield
+    except QuintNetError:
+        raise
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0][:300]
+        raise CompileError("QN111", f"{what} of the module itself fails: {type(error).__name__}: {text}") from error
+
+
+def model_inputs(batch: Any, loss_fn: LossFn | None) -> Any:
+    """What of a batch the model itself takes: with a loss function, the last tensor is for that."""
+    return batch[:-1] if loss_fn is not None and not isinstance(batch, dict) else batch
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def coarsest(program: DistributedProgram) -> torch.dtype:
+    """The least precise dtype in which the model computes a value that a gradient reaches."""
+    return coarsest_of(program.source.local.staged.sharded.program.graph)
+
+
+def coarsest_of(graph: fx.Graph) -> torch.dtype:
+    """The same, of a graph."""
+    used = {v.dtype for n in graph.nodes if n.op != "output" and needs_grad(n) for v in values(n) if v is not None}
+    return max((d for d in used if d in LIMITS), key=lambda d: LIMITS[d], default=torch.float32)
+
+
+def _module_loss(subject: Subject, model: nn.Module, batch: Any) -> Tensor:
+    loss_fn = subject.loss_fn
+    inputs = model_inputs(batch, loss_fn)
+    out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+    loss: Tensor = loss_of(out if inputs is batch or loss_fn is None else loss_fn(out, batch[-1]))
+    return loss
+
+
+def _compared(what: str, pairs: Mapping[str, tuple[Tensor, Tensor]], step: int, limit: float) -> list[Comparison]:
+    floor = 1e-3 * largest([expected for _, expected in pairs.values()])
+    return [Comparison(what, name, step, differs(a, b, floor), limit) for name, (a, b) in pairs.items()]
+
+
+def _whole(x: Any, like: Tensor) -> Tensor:
+    return _or_zeros(None if x is None else x.full_tensor().detach(), like)
+
+
+def _or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if x is None else x.detach()

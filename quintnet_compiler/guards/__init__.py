@@ -1,0 +1,4 @@
+"""What a trace read in Python, recorded while it runs and compared before each step.
+
+Imports ``core`` only.
+"""

@@ -1,0 +1,144 @@
+"""What functions read beside their arguments: global variables, closures, defaults; from their code, without a call."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import site
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..core import code_origin
+
+STDLIB = code_origin.STDLIB, str(Path(dis.__file__).parent)
+CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_PACKAGES = tuple({*site.getsitepackages(), site.getusersitepackages(), *STDLIB})
+_LIBRARIES = (*_PACKAGES, code_origin.TORCH, code_origin.PACKAGE, "<frozen")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable that a function reads: a global one (``space`` is the module's namespace), or that of a closure."""
+
+    label: str
+    name: str
+    space: dict[str, Any] | types.CellType
+
+    @property
+    def value(self) -> Any:
+        """Raises: KeyError or ValueError if it is not set."""
+        return self.space[self.name] if isinstance(self.space, dict) else self.space.cell_contents
+
+
+@dataclass
+class Walk:
+    """Follows functions to the functions that they call by name. ``variables``: what all of them read.
+
+    Functions of installed packages are not followed: their variables are constants.
+    """
+
+    variables: list[Variable] = field(default_factory=list)
+    _codes: set[types.CodeType] = field(default_factory=set)
+    _seen: set[tuple[int, str]] = field(default_factory=set)
+
+    def follow(self, value: Any, owner: type | None = None) -> None:
+        """Follow a function, a bound method, a partial, or a module's ``forward``."""
+        if isinstance(value, functools.partial):
+            for one in (value.func, *value.args, *value.keywords.values()):
+                self.follow(one)
+        elif isinstance(value, types.MethodType):
+            self.follow(value.__func__, type(value.__self__))
+        elif isinstance(value, nn.Module):
+            for part in value.modules():
+                self.follow(getattr(type(part), "forward", None), type(part))
+        elif isinstance(value, types.FunctionType):
+            self.follow(getattr(value, "__wrapped__", None), owner)
+            self._function(value, owner)
+        elif isinstance(call := getattr(type(value), "__call__", None), types.FunctionType):  # noqa: B004
+            self._function(call, type(value))
+
+    def _function(self, function: types.FunctionType, owner: type | None) -> None:
+        code = function.__code__
+        if code in self._codes or code.co_filename.startswith(_LIBRARIES):
+            return
+        self._codes.add(code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._variable(Variable(name, name, cell))
+        for one in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.follow(one)
+        for name, method in _names(code):
+            if method:
+                found = getattr(owner, name, None)
+                self.follow(found if isinstance(found, types.FunctionType) else None, owner)
+            elif name in function.__globals__:
+                self._variable(Variable(name, name, function.__globals__))
+
+    def _variable(self, variable: Variable) -> None:
+        key = id(variable.space), variable.name
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        try:
+            value = variable.value
+        except (KeyError, ValueError):  # not set yet
+            return
+        self.variables.append(variable)
+        if isinstance(value, CALLED):
+            self.follow(value)
+
+
+def _names(code: types.CodeType) -> Iterator[tuple[str, bool]]:
+    """(name, whether it is an attribute) of everything that code, and functions inside it, looks up."""
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield str(step.argval), False
+        elif step.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            yield str(step.argval), True
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def trainable(call: Callable[..., Any] | None, known: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+    """Modules and parameters that a loss function uses, by readable names, and that ``known`` does not have: of its
+    closure, its global variables, its arguments in a partial, its defaults, or the object whose method it is."""
+    parts = {id(one) for one in (*known.modules(), *known.parameters())}
+    found: dict[str, nn.Module | nn.Parameter] = {}
+
+    def take(name: str, value: Any, depth: int) -> None:
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            if id(value) not in parts:
+                free = next(n for n in (name, *(f"{name}_{i}" for i in range(2, 1000))) if n not in found)
+                found[free] = value
+                parts.update(map(id, (value, *value.modules(), *value.parameters())) if isinstance(value, nn.Module)
+                             else (id(value),))  # fmt: skip
+        elif isinstance(value, (list, tuple, dict)) and depth < 4:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, one in items:
+                take(f"{name}_{key}" if name else str(key), one, depth + 1)
+        elif isinstance(value, functools.partial):
+            take(name, value.func, depth)
+            take(name, value.args, depth)
+            take(name, value.keywords, depth)
+        elif isinstance(value, types.MethodType):
+            take(name, value.__self__, depth)
+        elif depth < 4 and not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+            fields = getattr(value, "__dict__", None)
+            if isinstance(fields, dict) and not type(value).__module__.startswith(("torch", "builtins")):
+                take(name, fields, depth + 1)
+
+    take("", call, 0)
+    walk = Walk()
+    walk.follow(call)
+    for variable in walk.variables:
+        take(variable.name, variable.value, 0)
+    if isinstance(call, types.FunctionType):
+        given: dict[Any, Any] = dict(enumerate(call.__defaults__ or ()))
+        for name, one in (given | (call.__kwdefaults__ or {})).items():
+            take(str(name), one, 0)
+    return found

@@ -1,0 +1,143 @@
+"""Attention of Hugging Face models as one operator.
+
+While a model is captured, the registries' entries for ``sdpa`` are replaced by functions of this file. They know masks
+that are made of causality, a window, padding and packed documents; whatever else a model asks for (a bias, a soft cap,
+a mask of its own, dropout) goes to the function that was there, whose operators have rules of their own. So do models
+that are configured for another implementation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..ops.attention import attention
+
+_NAME = "sdpa"
+_KNOWN = "quintnet_known"  # attribute of a mask that says what it is made of; a mask computed from it has none
+
+
+@dataclass(frozen=True)
+class KnownMask:
+    """What a 4-D mask is made of; see :data:`quintnet_compiler.ops.attention.attention`."""
+
+    causal: bool = False
+    window: int = 0
+    padding: Tensor | None = None
+    segments: Tensor | None = None
+
+
+@contextlib.contextmanager
+def attention_as_one_operator() -> Iterator[None]:
+    """While inside, ``sdpa`` in Hugging Face's registries is what this file makes of it."""
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    masks = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    if functions is None or masks is None or _NAME not in functions or _NAME not in masks:
+        yield
+        return
+    was, mask_was = functions[_NAME], masks[_NAME]
+    functions.register(_NAME, _attend(was))
+    masks.register(_NAME, _mask(mask_was))
+    try:
+        yield
+    finally:
+        functions.register(_NAME, was)
+        masks.register(_NAME, mask_was)
+
+
+def _mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def mask(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if isinstance(made, Tensor):
+            setattr(made, _KNOWN, _known(inspect.signature(original).bind(*args, **kwargs)))
+        return made
+
+    return mask
+
+
+def _known(call: inspect.BoundArguments) -> KnownMask | None:
+    """What the mask of a call consists of; None where it is something else."""
+    call.apply_defaults()
+    given = call.arguments
+    lengths = [given[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
+    if not all(isinstance(n, int) for n in lengths) or lengths[2:] != [0, 0]:
+        return None
+    parts = mask_parts(given["mask_function"])
+    if parts is None:
+        return None
+    padding = given["attention_mask"]
+    if padding is not None and (padding.dim() != 2 or padding.shape[1] != lengths[1]):
+        return None
+    by_distance = {name: found for name, found in parts if name != "any"}
+    if len(by_distance) != sum(name != "any" for name, _ in parts) or (by_distance and lengths[0] != lengths[1]):
+        return None
+    if "positions" in by_distance and "segments" not in by_distance:
+        return None
+    return KnownMask("causal" in by_distance, by_distance.get("window", 0), padding, by_distance.get("segments"))
+
+
+def mask_parts(function: Any) -> list[tuple[str, Any]] | None:
+    """The terms of a mask function, all of which must hold; None where one is not known."""
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return None
+    name = function.__qualname__.removesuffix(".<locals>.inner_mask").removesuffix(".<locals>.and_mask")
+    inside = inspect.getclosurevars(function).nonlocals
+    if name in ("causal_mask_function", "bidirectional_mask_function"):
+        return [("causal" if name.startswith("causal") else "any", True)]
+    if name == "sliding_window_overlay":
+        return [("window", inside["sliding_window"])]
+    if name == "packed_sequence_mask_function":
+        return [("segments", inside["packed_sequence_mask"])]
+    if name == "remap_positions_for_packed_sequence":  # positions count on within a document, so distances are the same
+        found = mask_parts(inside["mask_function"])
+        return found and [*found, ("positions", True)]
+    if name == "and_masks":
+        several = [mask_parts(one) for one in inside["mask_functions"]]
+        return None if any(one is None for one in several) else [part for one in several for part in one or ()]
+    return None
+
+
+def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        known = KnownMask(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
+        if attention_mask is not None:
+            known = getattr(attention_mask, _KNOWN, None)  # type: ignore[assignment]
+        groups = getattr(module, "num_key_value_groups", 1)
+        more = any(kwargs.get(name) is not None for name in ("position_bias", "softcap", "s_aux", "cache"))
+        if known is None or dropout or more or not _fits(query, key, value, groups, known):
+            options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+            made: tuple[Tensor, None] = original(module, query, key, value, attention_mask, **options)
+            return made
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        given = (query, key, value, known.padding, known.segments)
+        out = attention(*given, scale=scale, causal=known.causal, window=known.window)
+        return out.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor, groups: int, known: KnownMask) -> bool:
+    """Whether nothing broadcasts but heads of keys, and causality has one meaning."""
+    if query.dim() != 4 or key.shape[1] != value.shape[1] or query.shape[1] != key.shape[1] * groups:
+        return False
+    if len({str(x.shape[0]) for x in (query, key, value)}) > 1:  # comparing would fix the number of rows
+        return False
+    return not known.causal or query.shape[2] == key.shape[2]

@@ -1,0 +1,86 @@
+"""Hugging Face models as they are: while one is captured, its own registries hold functions that trace to few nodes.
+
+Nothing here imports transformers: a model from it has imported it already, and other models need nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..ops.expert_linear import expert_linear
+from .attention import attention_as_one_operator
+
+
+@contextlib.contextmanager
+def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterator[None]:
+    """While inside, the Hugging Face modules of ``model`` call the functions of this file.
+
+    Each configuration gets its own choice back at the end. ``as_shipped``: where a configuration has ``use_cache``,
+    position_ids that begin again are no documents of their own, as in a call that makes a cache (which no trace does).
+    """
+    configs = _configs(model)
+    masks = sys.modules.get("transformers.masking_utils")
+    joined = as_shipped and any(getattr(config, "use_cache", False) for config in configs)
+    documents = getattr(masks, "find_packed_sequence_indices", None) if joined else None
+    before = [(c, name, getattr(c, name)) for c in configs for name in _CHOICES if hasattr(c, name)]
+    if configs:
+        _register()
+    try:
+        if documents is not None:
+            masks.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[union-attr]
+        for config, name, _ in before:
+            setattr(config, name, _CHOICES[name])
+        with attention_as_one_operator() if configs else contextlib.nullcontext():
+            yield
+    finally:
+        for config, name, was in before:
+            setattr(config, name, was)
+        if documents is not None:
+            masks.find_packed_sequence_indices = documents  # type: ignore[union-attr]
+
+
+# Attributes of a configuration while it is captured: the name under which a function of ours is registered, and no
+# cache of keys, which is for generating.
+_CHOICES: Mapping[str, str | bool] = MappingProxyType({"_experts_implementation": "quintnet", "use_cache": False})
+
+
+def _register() -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("quintnet", _experts)
+
+
+def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Every token goes to each of its experts: [N, H], the experts [N, K], and their weights [N, K]."""
+    tokens, ways, width = *chosen.shape, hidden.shape[-1]
+    rows = hidden.unsqueeze(1).expand(tokens, ways, width).reshape(tokens * ways, width)
+    ids = chosen.reshape(-1)
+
+    def layer(x: Tensor, name: str) -> Tensor:
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        made: Tensor = expert_linear(x, ids, getattr(module, name), bias, module.is_transposed)
+        return made
+
+    if module.has_gate:
+        inner = module._apply_gate(layer(rows, "gate_up_proj"))
+    else:
+        inner = module.act_fn(layer(rows, "up_proj"))
+    made = layer(inner, "down_proj")
+    if module.has_post_expert_norm:
+        made = module.post_expert_norm(made)
+    return (made.view(tokens, ways, width) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of all Hugging Face modules, each once."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return []
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in found if isinstance(c, transformers.PreTrainedConfig)}.values())

@@ -1,0 +1,278 @@
+"""The plan: what to decide about a layout, as a document that a person, a tool or the planner writes."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fnmatch
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from ..core.errors import CompileError
+from ..core.files import open_folder, write_file
+from ..core.html import table
+from ..core.mesh import AXES, Mesh
+from ..core.names import LONGEST_PATH, one_line
+from ..core.precision import DTYPES, Precision
+from ..core.sharding import AxisType, parse_type
+from ..schedules.synthesis import check_schedule
+
+LARGEST_FILE = 16 * 2**20
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"{text!a} has characters that are not printable")
+    return text
+
+
+# a path of names, and as much again for what a pattern or an operator adds
+Text = Annotated[str, Field(max_length=2 * LONGEST_PATH), AfterValidator(_printable)]
+
+
+class Plan(BaseModel):
+    """Decisions about a program. What a plan leaves open, the compiler decides; a compiled program's plan has
+    everything filled in, and compiling with it gives the same program.
+
+    ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
+    ``schedule``: the order of pipeline actions: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"`` or
+    ``"dualpipe-v"``, see :mod:`..schedules.kinds`; or ``"synthesized"`` for what the cost model's times of the stages
+    make of it.
+    ``virtual_stages``: how many pipeline stages each rank has: two or more where the schedule is interleaved.
+    ``stages``: where each pipeline stage but the first begins: module paths or operator names.
+    ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
+    ``context``: how attention works on sequences that cp splits: every rank gathers all keys and values for its own
+    queries, or (``"ulysses"``) exchanges sequences for heads, or (``"ring"``) sends its keys and values around.
+    ``balance_context``: whether ranks of a ring exchange halves of their sequences while causal attention runs, so that
+    each has as much to do as any other.
+    ``experts``: the axes over which experts are spread, where it is not ``ep`` alone: ``("dp",)`` or ``("dp", "cp")``
+    let data and context ranks hold different experts.
+    ``zero``: what ranks that see other parts of the batch hold in slices: nothing (0), the optimizer's state (1), and
+    gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes.
+    Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
+    ``regather``: whether the backward gathers such parameters again instead of keeping them, and likewise values that
+    sequence and context parallelism gather: of those, ranks keep their slices.
+    ``overlap``: whether collectives are started ahead of what reads them, where products can be computed meanwhile; a
+    block's parameters are then gathered while the one before is computed.
+    ``async_tensor``: whether collectives that no other work hides run slice by slice, each slice beside products with
+    the one before: gathers of what column-parallel products read, and scatters of what row-parallel ones make (with
+    ``sequence_parallel``), forward and backward.
+    ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
+    takes no more than passes over memory (no product, attention or communication), ``"full"`` everything, or
+    ``"auto"`` what the cost model finds cheapest so that no rank saves more than ``saved_gib`` GiB at once.
+    ``precision``: ``"model"`` computes as the model is written; ``"bf16"`` (or ``"fp16"``, with a scaled loss) with
+    copies in few bits of float32 parameters, which an optimizer goes on seeing, see
+    :mod:`..passes.frontend.lower_precision`.
+    ``loss_scale``: the first factor of a scaled loss; it halves with every step that it makes overflow (which is then
+    skipped) and doubles after 2000 good ones.
+    ``reduce_dtype``: in which ranks add up gradients of parameters: the dtype of the ``"parameter"``; or
+    ``"float32"``, in which microbatches add them up, too; or ``"bfloat16"``, half the bytes.
+    ``sum_dtype``: in which ranks add up other partial results, those of row-parallel products: the dtype of the
+    ``"value"``, or ``"float32"``, twice the bytes of 16 bits.
+    ``seed``: of dropout masks, which are the same on every layout.
+    ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    mesh: dict[Text, int] = Field(default_factory=dict)
+    microbatches: int = Field(default=1, ge=1)
+    schedule: Text = "1f1b"
+    virtual_stages: int = Field(default=1, ge=1, le=1024)
+    sequence_parallel: bool = True
+    parameters: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
+    stages: tuple[Text, ...] = ()
+    context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
+    balance_context: bool = True
+    experts: tuple[Literal["dp", "ep", "cp"], ...] = ()
+    zero: Literal[0, 1, 2, 3] = 0
+    zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
+    regather: bool = True
+    overlap: bool = True
+    async_tensor: bool = False
+    recompute: Literal["none", "selective", "full", "auto"] = "none"
+    saved_gib: float | None = Field(default=None, gt=0, lt=2**20)
+    precision: Literal["model", "bf16", "fp16"] = "model"
+    loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
+    reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
+    sum_dtype: Literal["value", "float32"] = "value"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    unknown_ops: Literal["error", "replicate"] = "error"
+
+    def to_json(self) -> str:
+        """Stable text: equal plans give equal bytes."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """What is not as usual; parameters are left out."""
+        found, usual = self.model_dump(mode="json", exclude={"parameters"}), Plan().model_dump(mode="json")
+        return {key: value for key, value in found.items() if value != usual[key]}
+
+    def _repr_html_(self) -> str:
+        decided = table(["decision", ""], self.decisions.items(), "Plan")
+        kinds = [(name, ", ".join(f"{a}: {k}" for a, k in found.items())) for name, found in self.parameters.items()]
+        if not kinds:
+            return decided
+        return (
+            f"{decided}<details><summary>parameters ({len(kinds)})</summary>{table(['name', 'types'], kinds)}</details>"
+        )
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Plan:
+        """Raises: CompileError QN207 for anything that is not a plan: unknown or repeated keys, other types, ..."""
+        with _explained():
+            found = text.decode() if isinstance(text, bytes) else text
+            if len(found) > LARGEST_FILE:
+                raise ValueError(f"more than {LARGEST_FILE} characters")
+            # for what pydantic's parser lets pass: keys given twice, NaN
+            json.loads(found, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
+            return cls.model_validate_json(found, strict=True)
+
+    def changed(self, decisions: Mapping[str, Any]) -> Plan:
+        """This plan with ``decisions`` in place of its own; None leaves one as it is.
+
+        Raises:
+            CompileError: QN207 for a value that a plan cannot have.
+        """
+        given = {name: value for name, value in decisions.items() if value is not None}
+        with _explained():
+            return Plan.model_validate({**self.model_dump(), **given}, strict=True)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a file that :func:`quintnet.compile` reads: at once, in place of what was there."""
+        path = Path(path)
+        with open_folder(path.parent) as folder:
+            write_file(folder, path.name, self.to_json())
+
+
+def _malformed(message: str) -> CompileError:
+    return CompileError("QN207", one_line(message[:500]), fix=f"a plan has the keys {', '.join(Plan.model_fields)}")
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len({key for key, _ in pairs}) < len(pairs):
+        raise ValueError(f"a key is given twice among {', '.join(ascii(key) for key, _ in pairs)}")
+    return dict(pairs)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise _malformed(f"{place}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise _malformed(f"the document: {error}") from None
+
+
+def read_plan(given: Any) -> Plan:
+    """A plan from what ``compile(plan=...)`` takes: None, a Plan, a dict, or a path.
+
+    Raises:
+        CompileError: QN207.
+    """
+    if given is None:
+        return Plan()
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, Mapping):
+        try:
+            return Plan.from_json(json.dumps(dict(given)))
+        except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, CompileError):
+                raise
+            raise _malformed(f"the dict: {error}") from None
+    if isinstance(given, (str, Path)):
+        return Plan.from_json(_read(Path(given)))
+    raise CompileError("QN207", f"a {type(given).__name__} is not a plan", fix="pass a Plan, a dict, or a path")
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if path.is_file():  # and not a pipe or a device, which may never end
+            with path.open("rb") as file:
+                return file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise CompileError(
+            "QN207", f"the plan file cannot be read: {error.strerror}", fix="pass a Plan, or the path of one"
+        ) from None
+    raise CompileError("QN207", f"there is no plan file {str(path)[:300]!r}", fix="pass a Plan, or the path of one")
+
+
+def check_plan(plan: Plan, mesh: Mesh) -> None:
+    """Raises: CompileError QN201, QN207 or QN208 where a plan does not fit a mesh or itself."""
+    if plan.mesh and plan.mesh != dict(mesh.axes):
+        raise CompileError(
+            "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
+        )
+    check_schedule(plan.schedule, plan.virtual_stages)
+    if (plan.recompute == "auto") != (plan.saved_gib is not None):
+        raise CompileError(
+            "QN207", f"recompute={plan.recompute!r} with saved_gib={plan.saved_gib}",
+            fix='use recompute="auto" and saved_gib together: what is made again, so that no more is saved',
+        )  # fmt: skip
+    if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
+        raise CompileError(
+            "QN201",
+            f"the plan has zero={plan.zero} over {' x '.join(plan.zero_axes) or 'no axis'}, which {mesh} does not have",
+            fix="use zero=0, or give dp a size",
+        )
+    for name in plan.experts:
+        if mesh[name] == 1:
+            raise CompileError(
+                "QN201", f"the plan spreads experts over {name}, and {mesh} has no such axis", fix=f"give {name} a size"
+            )
+    for pattern, kinds in plan.parameters.items():
+        for axis, text in kinds.items():
+            if axis not in AXES or axis == "pp":
+                raise CompileError(
+                    "QN201", f"the plan shards {pattern!r} over {axis!r}", fix="name one of dp, tp, cp, ep"
+                )
+            _type(pattern, text)
+
+
+def precision_of(plan: Plan) -> Precision:
+    """What the plan says of dtypes."""
+    compute, reduce, sums = (DTYPES.get(word) for word in (plan.precision, plan.reduce_dtype, plan.sum_dtype))
+    return Precision(compute, reduce, sums, plan.loss_scale if plan.precision == "fp16" else None)
+
+
+def _type(pattern: str, text: str) -> AxisType:
+    try:
+        return parse_type(text)
+    except ValueError as error:
+        raise CompileError("QN207", f"parameters.{pattern}: {error}") from None
+
+
+def fixed_types(plan: Plan, names: Iterable[str], mesh: Mesh) -> dict[tuple[str, str], AxisType]:
+    """(parameter, axis) -> type, for every name that a pattern of the plan matches. Later patterns win.
+
+    Raises:
+        CompileError: QN204 for a pattern that matches nothing, with the names that come closest.
+    """
+    names = list(names)
+    found: dict[tuple[str, str], AxisType] = {}
+    for pattern, kinds in plan.parameters.items():
+        matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise CompileError(
+                "QN204",
+                f"the plan's rule {pattern!r} matches no parameter",
+                fix=f"did you mean {', '.join(close)}?" if close else "see program.named_parameters()",
+            )
+        for name in matched:
+            found |= {(name, axis): _type(pattern, text) for axis, text in kinds.items() if mesh[axis] > 1}
+    return found

@@ -1,0 +1,166 @@
+"""One text form per program type: deterministic, and readable without the program at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import Any
+
+from torch import fx
+
+from ..core.annotations import facts, is_getitem, leaf, num_bytes, values
+from ..core.names import one_line
+from ..ops.collectives import wait
+from ..schedules.schedule import grid
+from .program import (
+    DifferentiatedProgram,
+    DistributedProgram,
+    LocalProgram,
+    Piece,
+    Program,
+    RankProgram,
+    ShardedProgram,
+    StagedProgram,
+)
+
+
+def _type(node: fx.Node) -> str:
+    kinds = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in values(node) if v is not None]
+    return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+
+
+def _call(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        found = leaf(node)
+        return f"{found.kind} {found.name!r}" if found else "value"
+    if is_getitem(node):
+        return f"{node.args[0]}[{node.args[1]}]"
+    args = [_argument(a) for a in node.args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    name = str(node.target).removesuffix(".default")
+    return f"{name}({', '.join(args)})"
+
+
+def _argument(arg: Any) -> str:
+    if isinstance(arg, (list, tuple)):
+        return f"[{', '.join(_argument(a) for a in arg)}]"
+    return f"%{arg}" if isinstance(arg, fx.Node) else repr(arg)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A program as text: ``head``, then a line per node of ``graph`` (if there is one) with its note."""
+
+    head: str
+    graph: fx.Graph | None = None
+    notes: Mapping[fx.Node, str] = field(default_factory=dict)
+
+    def line(self, node: fx.Node) -> str:
+        if node.op == "output":
+            return f"return {_argument(node.args[0])}"
+        note = self.notes.get(node, "")
+        return f"%{node.name}: {_type(node)} = {_call(node)}" + (f"  {note}" if note else "")
+
+    def __str__(self) -> str:
+        """One line per node, under a comment whenever the place in the user's model changes."""
+        lines: list[str] = []
+        last = ""
+        for node in self.graph.nodes if self.graph is not None else ():
+            where = one_line(str(facts(node).where)) if node.op != "output" else last
+            if where != last and where:
+                lines.append(f"# {where}")
+            last = where
+            lines.append(self.line(node))
+        return self.head + "".join(f"{line}\n" for line in lines)
+
+
+def program_text(program: Any) -> str:
+    """The text of a program after a pass."""
+    return str(listing(program))
+
+
+@singledispatch
+def listing(program: Any) -> Listing:
+    """What is printed of a program after a pass."""
+    return Listing(f"{program}\n")
+
+
+@listing.register
+def _(program: Program) -> Listing:
+    return Listing("", program.graph)
+
+
+@listing.register
+def _(program: ShardedProgram) -> Listing:
+    notes = {}
+    for node, strategies in program.strategies.items():
+        if node.op != "output":
+            notes[node] = (
+                "{"
+                + "; ".join(
+                    f"{axis.name}: {', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))}"
+                    for axis, s in zip(program.axes, strategies, strict=True)
+                )
+                + "}"
+            )
+    axes = ", ".join(f"{a.name}={a.size} ({a.role})" for a in program.axes)
+    return Listing(f"axes: {axes}\n", program.program.graph, notes)
+
+
+@listing.register
+def _(program: StagedProgram) -> Listing:
+    notes = {node: f"@ stage {stage}" for node, stage in program.stage.items()}
+    return Listing(f"stages: {program.num_stages}\n", program.sharded.program.graph, notes)
+
+
+def _placed(program: LocalProgram | DifferentiatedProgram) -> dict[fx.Node, str]:
+    notes = {node: "once" for node in program.once if node.op != "placeholder"}
+    return notes | {node: f"@ stage {stage}" for node, stage in program.stage.items()}
+
+
+@listing.register
+def _(program: LocalProgram) -> Listing:
+    return Listing("", program.graph, _placed(program))
+
+
+@listing.register
+def _(program: DifferentiatedProgram) -> Listing:
+    notes = _placed(program)
+    for node in program.graph.nodes:
+        if node.target is wait:
+            (begun,) = node.all_input_nodes
+            notes[begun] += f", {sum(map(num_bytes, values(node)))} bytes under way until %{node.name}"
+    return Listing("", program.graph, notes)
+
+
+@listing.register
+def _(program: DistributedProgram) -> Listing:
+    lines = [f"{program.mesh}", "", grid(program.schedule, None) if program.schedule.num_stages > 1 else ""]
+    lines += [
+        f"transfer {t.source} -> {t.target}: {', '.join(t.forward)}; back: {', '.join(t.backward)}"
+        for t in program.transfers
+    ]
+    lines += ["", "state:"]
+    for spec in program.state.values():
+        kinds = ", ".join(f"{a.name}: {k}" for a, k in zip(program.axes, spec.sharding, strict=True))
+        lines.append(f"  {spec.kind} {spec.name!r} {list(spec.shape)} {{{kinds}}} stages {list(spec.stages)}")
+    return Listing("\n".join(lines) + "\n")
+
+
+def _function(name: str, piece: Piece) -> str:
+    """A generated function, each line under the place in the user's model that it comes from."""
+    return (
+        f"# {name}: static {list(piece.static)}; per microbatch {list(piece.dynamic)}; returns {list(piece.outputs)}\n"
+        + (piece.code.strip().replace("def forward(", f"def {name}(").replace("torch.ops.", "ops.") + "\n")
+    )
+
+
+def code_text(program: DistributedProgram, part: RankProgram) -> str:
+    """What one rank runs: its functions and its actions."""
+    place = ", ".join(f"{axis}={index}" for axis, index in part.coordinate.items())
+    lines = [f"# rank {part.rank} of {program.mesh}: {place}", f"# actions: {' '.join(map(str, part.actions))}", ""]
+    for stage in part.stages:
+        lines += [f"# ---- stage {stage.index}", f"# state: {dict(stage.state)}", f"# batch: {dict(stage.inputs)}"]
+        lines += [_function(name, piece) for name, piece in stage.pieces.items()]
+    places = [f"#   {number}: {one_line(site)}" for number, site in enumerate(program.sites)]
+    return "\n".join([*lines, "# communication:", *places]) + "\n"

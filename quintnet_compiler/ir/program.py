@@ -1,0 +1,410 @@
+"""The compiler's intermediate programs. Each stage of knowledge is a type of its own: a pass that runs out of
+order does not type-check."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec
+
+from ..core.annotations import Leaf, leaf
+from ..core.mesh import Mesh
+from ..core.precision import Precision
+from ..core.sharding import AxisType, Shard, Sharding
+from ..guards.guards import Guards
+from ..schedules.schedule import Action, Edge, Schedule
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The user's model as torch.export sees it: ATen operators, symbolic batch size, global shapes.
+
+    ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
+    maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
+    graph to be that of the module. ``only_rows``: the batch size, where the
+    model's code fixes it. ``literals``: what the batch holds beside tensors; the graph is made for these values.
+    """
+
+    graph: fx.Graph
+    tensors: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    input_spec: TreeSpec
+    output_spec: TreeSpec
+    training: bool
+    only_rows: int | None = None
+    literals: tuple[Any, ...] = ()
+    like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    guards: Guards | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured program for one global batch size: functional, canonical operators, concrete global shapes.
+
+    ``precision``: in which dtypes gradients and other partial sums are added up.
+    Invariants: every node carries facts; only the output node has no users; the output is a tuple of nodes.
+    """
+
+    captured: Captured
+    graph: fx.Graph
+    mode: FakeTensorMode
+    batch_size: int
+    precision: Precision = Precision()
+
+    @property
+    def leaves(self) -> dict[fx.Node, Leaf]:
+        return {n: kind for n in self.graph.nodes if n.op == "placeholder" and (kind := leaf(n)) is not None}
+
+
+def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes that a graph returns."""
+    result: tuple[fx.Node, ...] = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+    return result
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis as the passes see it: a name, how many ranks (or microbatches) it has, and its role.
+
+    Roles: ``data`` shards the batch and never gathers activations; ``time`` is the microbatch axis, along which
+    nothing can be exchanged; ``context`` shards sequences; ``model`` shards parameters.
+    """
+
+    name: str
+    size: int
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How one operator runs on one axis: the types it takes and the types it makes."""
+
+    inputs: tuple[AxisType, ...]
+    outputs: tuple[AxisType, ...]
+    label: str = ""
+
+    @property
+    def splits(self) -> bool:
+        """Whether each rank does a part of the operator's work."""
+        return self.label.startswith("split ")
+
+    @property
+    def factor(self) -> tuple[str, int]:
+        """What is split (``"a+b"``: two at once), and behind which cut of it."""
+        _, name, cut = self.label.split()
+        return name, int(cut)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether the operator itself brings together what two factors that are split at once tear apart."""
+        return "+" in self.label
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a parameter is for its operators, where it is stored in more slices than they read.
+
+    ``once``: it is gathered at the start of a step and not in each microbatch. ``deferred``: its gradient is added up
+    over the microbatches as it is here, and scattered to the slices at the end of the step and not in each microbatch.
+    """
+
+    sharding: Sharding
+    once: bool
+    deferred: bool
+
+
+@dataclass(frozen=True)
+class ShardedProgram:
+    """Every value has a sharding: for each node, one strategy per axis (outermost first).
+
+    ``gathered``: the parameters that are stored in slices and gathered for operators.
+    Invariants: a node's strategies are legal for its operator; the shape left by the earlier axes divides.
+    """
+
+    program: Program
+    axes: tuple[Axis, ...]
+    strategies: Mapping[fx.Node, tuple[Strategy, ...]]
+    gathered: Mapping[fx.Node, Gathered] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(axis.size for axis in self.axes)
+
+    def produced(self, node: fx.Node, output: int = 0) -> Sharding:
+        return tuple(s.outputs[output] for s in self.strategies[node])
+
+    def wanted(self, node: fx.Node, position: int) -> Sharding:
+        return tuple(s.inputs[position] for s in self.strategies[node])
+
+
+@dataclass(frozen=True)
+class StagedProgram:
+    """Every node that depends on a parameter has a pipeline stage; the others run wherever they are needed.
+
+    Invariants: no edge points to an earlier stage; a parameter belongs to every stage that uses it.
+    """
+
+    sharded: ShardedProgram
+    num_stages: int
+    stage: Mapping[fx.Node, int]
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """What one rank computes, with all stages still in one graph: local shapes, conversions as nodes.
+
+    ``sharding`` types every leaf and output; ``stage`` is as in :class:`StagedProgram` (absent: any stage);
+    ``once`` names the nodes that run once a step, before the first microbatch. ``deferred`` maps a parameter that was
+    gathered once, or copied to another dtype, to its leaf, if the transpose of that is part of settling its gradient at
+    the end of the step. ``parts`` maps an output of the
+    program's operators to the node that makes this rank's part of it; ``reads`` an operator to the nodes that stand for
+    its tensor inputs.
+    """
+
+    staged: StagedProgram
+    graph: fx.Graph
+    mode: FakeTensorMode
+    stage: Mapping[fx.Node, int]
+    sharding: Mapping[fx.Node, Sharding]
+    once: frozenset[fx.Node]
+    parts: Mapping[tuple[fx.Node, int], fx.Node]
+    reads: Mapping[fx.Node, tuple[fx.Node, ...]]
+    deferred: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+    @property
+    def at_start(self) -> frozenset[fx.Node]:
+        """What gathers or copies stored parameters once a step: these nodes alone run once, and have a stage."""
+        return self.once & self.stage.keys()
+
+
+@dataclass(frozen=True)
+class DifferentiatedProgram:
+    """A local program with its backward: one graph of forward and backward nodes.
+
+    ``gradients`` maps (parameter, a stage that uses it) to the node of its gradient: partial over the axes on
+    which the parameter (or what it is gathered to, see :class:`Gathered`) is R, over microbatches, and over the stages
+    that share it. Empty for inference.
+    ``values`` and ``cotangents`` map an output of the local program's operators to the node that computes it, and to
+    the node of its gradient; ``copies`` maps a node that is computed again in the backward to its original.
+    Invariants: typed conversions are lowered to plain communication; every backward node has a stage.
+    """
+
+    local: LocalProgram
+    graph: fx.Graph
+    outputs: tuple[fx.Node, ...]
+    stage: Mapping[fx.Node, int]
+    once: frozenset[fx.Node]
+    gradients: Mapping[tuple[str, int], fx.Node]
+    values: Mapping[tuple[fx.Node, int], fx.Node]
+    cotangents: Mapping[tuple[fx.Node, int], fx.Node]
+    copies: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def moved(
+        self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], stage: Mapping[fx.Node, int]
+    ) -> DifferentiatedProgram:
+        """The same program in another ``graph``: ``new`` says where each node went."""
+        return replace(
+            self,
+            graph=graph,
+            outputs=tuple(new[n] for n in self.outputs),
+            stage=stage,
+            once=frozenset(new[n] for n in self.once),
+            gradients={key: new[n] for key, n in self.gradients.items()},
+            values={key: new[n] for key, n in self.values.items()},
+            cotangents={key: new[n] for key, n in self.cotangents.items()},
+            copies={new[copy]: new[n] for copy, n in self.copies.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One generated function: ``module([comm, *static, *dynamic])`` empties the list and returns a tuple.
+
+    ``static`` values stay the same for a whole step (state, whole-batch values); ``dynamic`` ones belong to a
+    microbatch; ``outputs`` names what comes back.
+    """
+
+    module: fx.GraphModule
+    static: tuple[str, ...]
+    dynamic: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """The generated Python source."""
+        return self.module.code
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The values that stage ``source`` hands to stage ``target`` for each microbatch, and the gradients that
+    come back."""
+
+    source: int
+    target: int
+    forward: tuple[str, ...]
+    backward: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A microbatch's part of the whole-batch value ``source``."""
+
+    source: str
+    dim: int
+    parts: int
+
+
+@dataclass(frozen=True)
+class StageProgram:
+    """Everything that one pipeline stage runs. Values have the names of the differentiated graph's nodes.
+
+    ``once`` runs at the start of a step (what no parameter touches); ``forward`` and ``backward`` run once per
+    microbatch. Where a schedule splits backwards, ``backward`` computes what other stages wait for, and ``weight``
+    the rest, from the same values and from what ``backward`` hands it. ``state`` maps a value to the parameter,
+    buffer or constant that it is; ``inputs`` to its position in the flat batch; ``results`` a position among the
+    program's outputs to the value. ``saved`` is what the backward needs of the forward. ``gradients`` maps what the
+    backward accumulates to its parameter, in the order of settling.
+    """
+
+    index: int
+    once: Piece
+    forward: Piece
+    backward: Piece
+    state: Mapping[str, str]
+    inputs: Mapping[str, int]
+    slices: Mapping[str, Slice]
+    results: Mapping[int, str]
+    saved: tuple[str, ...]
+    gradients: Mapping[str, str]
+    weight: Piece | None = None
+
+    @property
+    def pieces(self) -> Mapping[str, Piece]:
+        """Its functions by name, in the order in which a microbatch passes them."""
+        found = {"once": self.once, "forward": self.forward, "backward": self.backward}
+        return found if self.weight is None else {**found, "weight": self.weight}
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """How a parameter, buffer or constant is laid out: its global shape, its type on each axis, its stages.
+
+    ``resident``: its type for operators all through a step, if it is gathered at the start, else as ``sharding``.
+    ``accumulated``: the type whose gradient the microbatches add up; at the end of the step it becomes that of
+    ``sharding``. ``read``: the dtype of what operators read, a copy where it is not ``dtype``. ``summed``: the dtype
+    in which microbatches add up its gradient, ``reduced``: in which ranks do.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    sharding: Sharding
+    stages: tuple[int, ...]
+    resident: Sharding
+    accumulated: Sharding
+    read: torch.dtype
+    summed: torch.dtype
+    reduced: torch.dtype
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what a rank stores is a run of rows of what is resident, and can lie in its memory."""
+        if self.read != self.dtype:
+            return False
+        rows = [kind for kind, whole in zip(self.sharding, self.resident, strict=True) if kind != whole]
+        first = next((i for i, kind in enumerate(self.sharding) if kind != self.resident[i]), 0)
+        inner = [w for w in self.resident[first:] if isinstance(w, Shard) and w.dim == 0]
+        return bool(rows) and all(kind == Shard(0) for kind in rows) and not inner
+
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """What one leaf of the batch must be (or one output is): its path, global shape, and type on every axis."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's part: its coordinate on the mesh, its stages and what it does in order."""
+
+    rank: int
+    coordinate: Mapping[str, int]
+    stages: tuple[StageProgram, ...]
+    actions: tuple[Action, ...]
+
+    @property
+    def forward(self) -> Piece:
+        """The forward of the rank's first stage."""
+        return self.stages[0].forward
+
+    @property
+    def backward(self) -> Piece:
+        """The backward of the rank's first stage."""
+        return self.stages[0].backward
+
+
+@dataclass(frozen=True)
+class DistributedProgram:
+    """The compiled program of all ranks. Ranks of one stage share one :class:`StageProgram`.
+
+    ``values``: shape and dtype of what crosses stages.
+    ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``source``: the
+    graph that the functions were cut from.
+    """
+
+    mesh: Mesh
+    axes: tuple[Axis, ...]
+    stages: tuple[StageProgram, ...]
+    state: Mapping[str, StateSpec]
+    inputs: tuple[ValueSpec, ...]
+    results: tuple[ValueSpec, ...]
+    transfers: tuple[Transfer, ...]
+    values: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    schedule: Schedule
+    sites: tuple[str, ...]
+    source: DifferentiatedProgram = field(repr=False, compare=False)
+
+    @property
+    def space(self) -> tuple[Axis, ...]:
+        """The axes over ranks (all but the microbatch axis), outermost first."""
+        return tuple(axis for axis in self.axes if axis.role != "time")
+
+    @property
+    def precision(self) -> Precision:
+        return self.source.local.staged.sharded.program.precision
+
+    @property
+    def edges(self) -> tuple[Edge, ...]:
+        """Which stages hand values to which."""
+        return tuple(Edge(t.source, t.target, bool(t.backward)) for t in self.transfers)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that ranks must agree on: layout, schedule, and every stage's code."""
+        parts: list[object] = [self.mesh, self.axes, self.schedule, self.transfers, self.inputs, self.results]
+        parts += [*sorted(self.state.items()), *sorted(self.values.items())]
+        for stage in self.stages:
+            parts += [stage.state, stage.inputs, stage.slices, stage.results, stage.saved, stage.gradients]
+            for name, piece in stage.pieces.items():
+                parts += [name, piece.code, piece.static, piece.dynamic, piece.outputs]
+        return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+
+    def rank(self, rank: int) -> RankProgram:
+        """Rank ``rank``'s part."""
+        place = self.mesh.coordinate(rank)
+        pipeline_rank = place.get("pp", 0)
+        mine = [s for s in self.stages if self.schedule.placement[s.index] == pipeline_rank]
+        return RankProgram(rank, place, tuple(mine), self.schedule.actions[pipeline_rank])

@@ -1,0 +1,180 @@
+"""What a layout makes of a model, in units that stay together on a pipeline stage: the folded program, compiled with
+a stage for each unit, and priced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from torch import Size, fx
+
+from ..core.sharding import R, local_shape
+from ..ir.cost_protocol import RankCosts
+from ..ir.program import DistributedProgram, StageProgram, StateSpec
+from ..passes.sharding.fold_blocks import Folded
+from ..passes.stages.cut_stages import module_starts, staged_operators
+from ..schedules.schedule import Action, Op
+from ..simulation.footprint import Footprints
+from ..simulation.priced import Priced
+
+
+@dataclass(frozen=True, order=True)
+class Widths:
+    """Bytes of one element of a parameter as ranks hold it and as operators read it (``copied``: these are two), and of
+    its gradient as microbatches add it up and as ranks do."""
+
+    held: int
+    read: int
+    gradient: int
+    reduced: int
+    copied: bool
+
+    @classmethod
+    def of(cls, spec: StateSpec) -> Widths:
+        held, read, gradient, reduced = (d.itemsize for d in (spec.dtype, spec.read, spec.summed, spec.reduced))
+        return cls(held, read, gradient, reduced, spec.read != spec.dtype)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of equal :class:`Widths` on one rank: ``bytes`` as it holds them, and the axes over which ranks add up
+    their gradients."""
+
+    bytes: int
+    axes: tuple[str, ...]
+    widths: Widths
+
+    @property
+    def read(self) -> int:
+        """Bytes of what operators read."""
+        return self.bytes // self.widths.held * self.widths.read
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients while they are added up."""
+        return self.bytes // self.widths.held * self.widths.gradient
+
+    @property
+    def reduced(self) -> int:
+        """Bytes of what ranks add up."""
+        return self.bytes // self.widths.held * self.widths.reduced
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A repeated block, or what lies before, between or after blocks: what one microbatch of it costs one rank.
+
+    ``begin``: the module whose first operator is this unit's, for a plan, or ``""``: then no stage begins here.
+    ``once``: seconds before the first microbatch; ``forward`` and ``backward``: seconds, with the communication inside,
+    ``weight`` of the backward the half that no other stage waits for; ``communication``: seconds of all by axis.
+    Bytes: ``saved`` by the forward for the backward, ``received`` of the unit before, ``working`` at most beside what
+    is kept. ``parameters``: of this unit alone, by the axes of their gradients; ``tied``: those that other units use
+    too, by name.
+    """
+
+    begin: str
+    once: float
+    forward: float
+    backward: float
+    weight: float
+    communication: Mapping[str, float]
+    saved: int
+    received: int
+    working: int
+    parameters: tuple[Held, ...]
+    tied: Mapping[str, Held]
+
+
+def unit_boundaries(folded: Folded) -> tuple[str, ...]:
+    """The operators at which units of the folded program begin, but the first."""
+    return tuple(run[0].name for run in _runs(folded))[1:]
+
+
+def unit_count(folded: Folded) -> int:
+    """How many units the whole model has: so many stages at most."""
+    homes = [folded.home.get(run[0]) for run in _runs(folded)]
+    return sum(len(folded.blocks[home]) if home else 1 for home in homes)
+
+
+def _runs(folded: Folded) -> list[list[fx.Node]]:
+    """Runs of operators of the same block (or of none), in order."""
+    return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=folded.home.get)]
+
+
+def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> tuple[Unit, ...]:
+    """Price each stage of ``program`` (the folded one, cut at :func:`unit_boundaries`), and unfold.
+
+    Raises:
+        CompileError: QN210 if something has no price.
+    """
+    priced, memory = Priced(program, costs), Footprints(program)
+    runs = list(zip(_runs(folded), program.stages, strict=True))
+    starts = module_starts([node for run, _ in runs for node in run])
+    named = [_named(_unit(starts.get(run[0], ""), stage, priced, memory), run[0], folded) for run, stage in runs]
+    found: list[Unit] = []
+    for (times, _), group in groupby(enumerate(named), key=lambda one: (len(one[1]), one[0] * (len(one[1]) < 2))):
+        members = [names for _, names in group]
+        found += [names[turn] for turn in range(times) for names in members]
+    return tuple(found)
+
+
+def _named(unit: Unit, first: fx.Node, folded: Folded) -> list[Unit]:
+    """The units of the whole program that one of the folded program, with this first operator, stands for."""
+    block = folded.home.get(first)
+    if block is None or unit.begin != f"{block[0]}{block[1]}":
+        return [unit] * (len(folded.blocks[block]) if block else 1)
+    return [replace(unit, begin=f"{block[0]}{number}") for number in folded.blocks[block]]
+
+
+def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -> Unit:
+    program, at = priced.program, stage.index
+    works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
+    moved: Counter[str] = Counter()
+    for work in works.values():
+        for part in work.parts:
+            moved[part.axis] += part.seconds if part.axis else 0.0  # type: ignore[assignment]
+    came = {name for t in program.transfers if t.target == at for name in t.forward}
+    shapes = program.values
+    size = {name: Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
+    specs = [program.state[name] for name in stage.state.values()]
+    mine = [spec for spec in specs if spec.kind == "parameter"]
+    alone: Counter[tuple[tuple[str, ...], Widths]] = Counter()
+    for spec in mine:
+        if len(spec.stages) == 1:
+            alone[_summed(spec, program), Widths.of(spec)] += _bytes(spec, program)
+    return Unit(
+        begin,
+        sum(part.seconds for part in priced.piece(stage, "once")),
+        works[Op.FORWARD].seconds,
+        works[Op.BACKWARD_INPUT].seconds + works[Op.BACKWARD_WEIGHT].seconds,
+        works[Op.BACKWARD_WEIGHT].seconds,
+        {axis: seconds for axis, seconds in moved.items() if axis},
+        _saved(stage, memory) + sum(size[name] for name in came & set(stage.saved)),
+        sum(size[name] for name in came),
+        max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
+        tuple(Held(number, *kind) for kind, number in sorted(alone.items())),
+        {spec.name: _held(spec, program) for spec in mine if len(spec.stages) > 1},
+    )
+
+
+def _saved(stage: StageProgram, memory: Footprints) -> int:
+    """Bytes of the forward's own results that the backward reads, each piece of memory once."""
+    found = zip(stage.forward.outputs, memory.calls[stage.index, "forward"].outputs, strict=True)
+    pieces = {made.fresh: made.bytes for name, made in found if name in stage.saved and made.fresh >= 0}
+    return sum(pieces.values())
+
+
+def _held(spec: StateSpec, program: DistributedProgram) -> Held:
+    return Held(_bytes(spec, program), _summed(spec, program), Widths.of(spec))
+
+
+def _summed(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:
+    kinds = zip(program.axes, spec.sharding, strict=True)
+    return tuple(axis.name for axis, kind in kinds if kind is R and axis.role != "time")
+
+
+def _bytes(spec: StateSpec, program: DistributedProgram) -> int:
+    ranks = tuple(axis.size for axis in program.axes)
+    return Size(local_shape(spec.shape, spec.sharding, ranks)).numel() * spec.dtype.itemsize

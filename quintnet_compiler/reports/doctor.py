@@ -1,0 +1,107 @@
+"""What a bug report needs, and whether processes here can talk to each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from ..core.errors import QuintNetError
+from ..core.versions import version_of
+from ..runtime.launch.launch import launch
+from ..runtime.launch.smoke import backends, smoke
+
+PACKAGES = (
+    "quintnet-compiler", "torch", "transformers", "numpy", "scipy", "networkx", "sympy", "pydantic", "greenlet",
+    "typer", "rich", "jinja2", "safetensors",
+)  # fmt: skip
+SETTINGS = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Health:
+    """What was found. ``interfaces``: of the network; ``port``: one of loopback that can be listened on, or None;
+    ``compiler``: of C++, which inductor needs; ``talk``: None, or why two processes could not add numbers."""
+
+    system: str
+    python: str
+    cores: int
+    packages: Mapping[str, str]
+    settings: Mapping[str, str]
+    devices: tuple[str, ...]
+    backends: tuple[str, ...]
+    interfaces: tuple[str, ...]
+    port: int | None
+    compiler: str | None
+    talk: str | None
+    talk_seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps({"ok": self.talk is None, **asdict(self)}, indent=2)
+
+    def __str__(self) -> str:
+        good = f"added numbers in {self.talk_seconds:.1f} s"
+        rows = {
+            "system": self.system,
+            "python": self.python,
+            "cores": str(self.cores),
+            **{name: version or "not installed" for name, version in self.packages.items()},
+            **self.settings,
+            "devices": ", ".join(self.devices) or "CPU only",
+            "backends": ", ".join(self.backends),
+            "interfaces": ", ".join(self.interfaces) or "none",
+            "loopback port": f"{self.port} can be used" if self.port else "NONE can be used",
+            "C++ compiler": self.compiler or 'none: backend="inductor" cannot compile for CPUs',
+            "two processes": good if self.talk is None else f"FAIL: {self.talk}",
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def examine() -> Health:
+    """Look around; starts two processes for a moment."""
+    started = time.monotonic()
+    talk = _talk()
+    cuda = torch.cuda.is_available()
+    return Health(
+        platform.platform(),
+        platform.python_version(),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        {name: version_of(name) for name in PACKAGES},
+        {name: os.environ[name] for name in SETTINGS if name in os.environ},
+        tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else (),
+        backends(),
+        tuple(name for _, name in socket.if_nameindex()),
+        _port(),
+        _compiler(),
+        talk,
+        time.monotonic() - started,
+    )
+
+
+def _compiler() -> str | None:
+    names = os.environ.get("CXX"), "g++", "clang++", "c++"
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def _port() -> int | None:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return int(server.getsockname()[1])
+    except OSError:
+        return None
+
+
+def _talk() -> str | None:
+    try:
+        found = launch(smoke, 2, timeout=60)
+    except QuintNetError as error:
+        return error.message.strip().splitlines()[-1]
+    return None if found == [3.0, 3.0] else f"they found {found} instead of 3.0"

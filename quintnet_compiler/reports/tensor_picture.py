@@ -1,0 +1,184 @@
+"""Which rank holds which part of a tensor: as text and as a picture."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from torch import Tensor
+
+from ..core.errors import CompileError
+from ..core.html import environment
+from ..core.mesh import Mesh
+from ..core.sharding import AxisType, P, Shard, Sharding, parse_type
+from ..core.slices import positions
+from ..ir.program import DistributedProgram
+
+NESTING = ("dp", "ep", "cp", "tp")  # outermost first, as the compiler nests them
+MOST_LINES = 64
+Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each run of indices
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """The indices along each dim that ``ranks`` hold; all of them hold this very part."""
+
+    ranges: tuple[Ranges, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorPicture:
+    """A tensor and who holds what of it. ``types``: axis -> type. ``str()`` for people, ``to_json()`` for programs,
+    ``svg()`` as a picture (of the first two dims that are split)."""
+
+    name: str
+    shape: tuple[int, ...]
+    types: Mapping[str, str]
+    parts: tuple[TensorPart, ...]
+
+    @property
+    def _told(self) -> str:
+        kinds = ", ".join(f"{axis}: {kind}" for axis, kind in self.types.items()) or "one rank"
+        terms = [axis for axis, kind in self.types.items() if kind == str(P)]
+        each = f"; ranks along {', '.join(terms)} hold terms of a sum" if terms else ""
+        return f"{self.name} {list(self.shape)}: {kinds}{each}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        shown = [f"[{', '.join(map(_slice, part.ranges, self.shape))}]" for part in self.parts[:MOST_LINES]]
+        width = max(map(len, shown))
+        lines = [f"  {text:<{width}}  {_ranks(part.ranks)}" for text, part in zip(shown, self.parts, strict=False)]
+        rest = len(self.parts) - len(shown)
+        return "\n".join([self._told, *lines, *([f"  and {rest} more parts"] if rest else [])])
+
+    def _repr_html_(self) -> str:
+        return f'<div style="overflow-x:auto">{self.svg()}</div>'
+
+    def svg(self) -> str:
+        """A rectangle is the tensor: down the first dim, across the second (the first two split ones, if more)."""
+        every = range(len(self.shape))
+        split = [d for d in every if any(part.ranges[d] != ((0, self.shape[d]),) for part in self.parts)]
+        dims = sorted([*split, *(d for d in every if d not in split)][:2])
+        down, across = (dims[0] if len(dims) == 2 else None), (dims[-1] if dims else None)
+        boxes: dict[tuple[int, int, int, int], list[int]] = {}
+        for part in self.parts:
+            for (top, bottom), (left, right) in itertools.product(_of(part, down), _of(part, across)):
+                boxes.setdefault((top, bottom, left, right), []).extend(part.ranks)
+        high, wide = (1 if d is None else max(1, self.shape[d]) for d in (down, across))
+        first = {ranks: i for i, ranks in enumerate(dict.fromkeys(tuple(sorted({*r})) for r in boxes.values()))}
+        width, height = 520.0, min(360.0, max(64.0, 520.0 * high / wide))
+        drawn = [
+            {
+                "x": 64 + width * left / wide, "y": 56 + height * top / high, "width": width * (right - left) / wide,
+                "height": height * (bottom - top) / high, "text": _ranks(tuple(sorted({*ranks}))),
+                "hue": round(first[tuple(sorted({*ranks}))] * 137.5) % 360,
+            }
+            for (top, bottom, left, right), ranks in list(boxes.items())[:4096]
+        ]  # fmt: skip
+        more = f"dims {split} are split; this shows {dims}" if len(split) > 2 else ""
+        names = ["" if d is None else f"dim {d}: {self.shape[d]}" for d in (down, across)]
+        template = environment("quintnet_compiler.reports").get_template("tensor.svg.jinja")
+        return template.render(title=self._told, boxes=drawn, width=width, height=height, names=names, more=more)
+
+
+def picture_of_state(program: DistributedProgram, name: str) -> TensorPicture:
+    """Who holds what of a parameter or buffer between steps.
+
+    Raises:
+        CompileError: QN204 for a name that the program does not have.
+    """
+    spec = program.state.get(name)
+    if spec is None:
+        close = difflib.get_close_matches(name, list(program.state), n=3, cutoff=0.3)
+        fix = f"did you mean {', '.join(close)}?" if close else "see program.named_parameters()"
+        raise CompileError("QN204", f"nothing is called {name!r}", fix=fix)
+    kept = [(axis.name, kind) for axis, kind in zip(program.axes, spec.sharding, strict=True) if axis.role != "time"]
+    places = {program.schedule.placement[stage] for stage in spec.stages}
+    ranks = [r for r in range(program.mesh.size) if program.mesh.coordinate(r).get("pp", 0) in places]
+    return picture(name, spec.shape, program.mesh, dict(kept), ranks)
+
+
+def picture_of_types(mesh: Mesh, types: Mapping[str, str], shape: Sequence[int]) -> TensorPicture:
+    """Who holds what of a tensor of global ``shape`` with ``types`` by axis.
+
+    Raises:
+        CompileError: QN201 for an axis that the mesh does not have, QN203 for a size that does not divide, QN207 for a
+            type that is none.
+    """
+    for axis in types:
+        if axis not in mesh.names or axis not in NESTING:
+            raise CompileError("QN201", f"{mesh} does not split tensors over {axis!r}", fix=f"use some of {mesh.names}")
+    try:
+        kinds = {name: parse_type(types.get(name, "I")) for name in NESTING if name in mesh.names}
+    except ValueError as error:
+        raise CompileError("QN207", str(error)) from None
+    return picture("tensor", tuple(shape), mesh, kinds, range(mesh.size))
+
+
+def picture(
+    name: str, shape: tuple[int, ...], mesh: Mesh, types: Mapping[str, AxisType], ranks: Sequence[int]
+) -> TensorPicture:
+    """``types`` nest, outermost first; ``ranks`` are those that hold the tensor."""
+    axes, sharding = list(types), tuple(types.values())
+    sizes = [mesh[axis] for axis in axes]
+    _check(shape, axes, sizes, sharding)
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for rank in ranks:
+        place = mesh.coordinate(rank)
+        key = tuple(place.get(a, 0) if isinstance(k, Shard) else 0 for a, k in zip(axes, sharding, strict=True))
+        holders.setdefault(key, []).append(rank)
+    parts = (
+        TensorPart(tuple(_runs(found) for found in positions(shape, sharding, sizes, key)), tuple(held))
+        for key, held in sorted(holders.items())
+    )
+    kinds = {axis: str(kind) for axis, kind in zip(axes, sharding, strict=True)}
+    return TensorPicture(name, shape, kinds, tuple(parts))
+
+
+def _check(shape: Sequence[int], axes: Sequence[str], sizes: Sequence[int], sharding: Sharding) -> None:
+    left = list(shape)
+    for axis, ways, kind in zip(axes, sizes, sharding, strict=True):
+        if not isinstance(kind, Shard):
+            continue
+        if kind.dim >= len(left) or left[kind.dim] % (ways * kind.parts):
+            size = left[kind.dim] if kind.dim < len(left) else "no"
+            raise CompileError(
+                "QN203", f"dim {kind.dim} of {list(shape)} has {size} places for {axis}={ways} and {kind}",
+                fix=f"use a size that {ways * kind.parts} divides",
+            )  # fmt: skip
+        left[kind.dim] //= ways
+
+
+def _runs(indices: Tensor) -> Ranges:
+    """Runs of consecutive numbers."""
+    if not len(indices):
+        return ((0, 0),)
+    breaks = ((indices[1:] - indices[:-1]) != 1).nonzero().flatten() + 1
+    starts, stops = [0, *breaks.tolist()], [*breaks.tolist(), len(indices)]
+    return tuple((int(indices[a]), int(indices[b - 1]) + 1) for a, b in zip(starts, stops, strict=True))
+
+
+def _of(part: TensorPart, dim: int | None) -> Ranges:
+    return ((0, 1),) if dim is None else part.ranges[dim]
+
+
+def _slice(ranges: Ranges, size: int) -> str:
+    return ":" if ranges == ((0, size),) else "+".join(f"{a}:{b}" for a, b in ranges)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``ranks 0-3, 8-11``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:6]) + (", ..." if len(runs) > 6 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

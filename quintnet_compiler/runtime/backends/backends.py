@@ -1,0 +1,39 @@
+"""Where ranks run: all in this process, or one per process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...core.mesh import Mesh
+from ...ir.program import DistributedProgram
+from ..execute.engines import Engine, eager
+from ..launch.world import many
+from ..state.module_parameters import Slots
+from .backend import Backend
+from .local import LocalBackend
+from .processes import ProcessBackend
+
+
+def open_backend(
+    mesh: Mesh,
+    program: DistributedProgram,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    plan: str = "",
+    engine: Engine = eager,
+    slots: Slots | None = None,
+) -> Backend:
+    """One rank per process inside an initialised process group of more than one rank, else all ranks here.
+
+    ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions. ``slots``: where modules keep
+    ``tensors``.
+
+    Raises:
+        RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
+    """
+    if many():
+        return ProcessBackend(mesh, program, tensors, device, plan, engine, slots)
+    return LocalBackend(mesh, program, tensors, device, engine, slots)

@@ -1,0 +1,254 @@
+"""All ranks in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+from torch import Tensor, nn
+
+from ...core import slices
+from ...core.errors import InputError, RunError
+from ...core.mesh import Mesh
+from ...core.sharding import Shard
+from ...ir.program import DistributedProgram, StateSpec, ValueSpec
+from ..execute.engines import Engine, eager
+from ..execute.executor import Executor, Run
+from ..execute.interpreter_trace import Watch
+from ..execute.loss_scale import LossScale
+from ..execute.record import Recorder
+from ..state.grad_handoff import HandOver
+from ..state.gradients import GradientStore
+from ..state.local_values import Cut
+from ..state.module_parameters import Slots, WholeTensor, check_fits, like, whole_parameter
+from ..state.state import new_caches, part_of
+from ..transport.local import LocalTransport, LocalWorld
+from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, total_norm
+
+
+class LocalBackend:
+    """All ranks in this process. Parameters are whole, and the module's own."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        program: DistributedProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        engine: Engine = eager,
+        slots: Slots | None = None,
+    ) -> None:
+        self.mesh, self.device, self.engine, self.scaler = mesh, device, engine, LossScale.of(program)
+        self.slots, self.specs = slots, program.state
+        self.worlds: dict[int, _World] = {}
+        self.unset = {name for name, x in tensors.items() if x.is_meta}
+        self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name in [*(name for name in program.state if name in tensors), *tensors.keys() - program.state.keys()]:
+            self._take(name, tensors[name])
+        if slots is not None:
+            slots.put({**self.tensors, **self.parameters})
+
+    def _take(self, name: str, x: Tensor) -> None:
+        """Read this tensor, which the module has, from now on."""
+        spec = self.specs.get(name)
+        if spec is not None and spec.kind == "parameter":
+            self.parameters[name] = whole_parameter(x, self.device, trainable=spec.trainable)
+            self.tensors[name] = Tensor.detach(self.parameters[name])
+        elif x.is_meta:
+            self.tensors[name] = torch.empty_like(x, device=self.device)
+        else:
+            if spec is not None and spec.kind == "buffer" and x.device != self.device:
+                x.data = x.data.to(self.device)
+            self.tensors[name] = x.detach().to(self.device)
+
+    def _follow_module(self) -> None:
+        """Raises: RunError QN112 if the module has something else now than the program was made for."""
+        if self.slots is None or self.slots.same:
+            return
+        changed = self.slots.changed()
+        for name, x in changed.items():
+            check_fits(name, x, self.specs[name], self.device)
+        for name, x in changed.items():
+            self._take(name, x)
+            self.unset.discard(name)
+        self.worlds = {}
+        self.slots.look()
+
+    def run(
+        self,
+        program: DistributedProgram,
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Sequence[Watch] | None = None,
+        *,
+        caches: Caches | None = None,
+        recorder: Recorder | None = None,
+    ) -> list[Tensor]:
+        """As :meth:`Backend.run`; ``watch``: who looks at each rank from inside."""
+        if recorder is not None and self.mesh.size > 1:
+            raise RunError(
+                "QN301",
+                f"the {self.mesh.size} ranks of {self.mesh} take turns in this process: their times say nothing",
+                fix="measure in processes: quintnet measure, quintnet.launch or torchrun",
+            )
+        if how.local and self.mesh.data_ways > 1:
+            raise InputError(
+                "QN102",
+                "batch_is_local was given where all data ranks run in this process",
+                fix="pass the global batch",
+            )
+        self._follow_module()
+        refuse_unset(self.unset, program)
+        how = self.scaler.run(program, how)
+        # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
+        with torch.no_grad():
+            ready = self._world(program, how.train)
+            old = ready.handover.take() if how.train else None
+            if how.train and ready.handover.kept:
+                del self.worlds[id(program)]
+                ready = self._world(program, how.train)
+            try:
+                watches: Sequence[Watch | None] = watch or [None] * self.mesh.size
+                given = caches or {}
+                outputs = ready.world.run(
+                    {r: self._rank(ready, r, inputs, how, w, given.get(r, {}), recorder) for r, w in enumerate(watches)}
+                )
+            except RunError:
+                if old is not None:
+                    ready.handover.put(old)
+                raise
+            if how.train:
+                self.scaler.update(how, finite=all(good for _, good in outputs.values()))
+                if self.scaler.skipped:
+                    ready.handover.put(repeat(None))
+                else:
+                    self._join(ready, program)
+                    ready.handover.give(old)
+        results: list[Tensor] = outputs[0][0]
+        return results
+
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        for name in not_known(program, self.tensors):
+            self.tensors[name] = tensors[name].detach().to(self.device)
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        return {rank: new_caches(program, program.rank(rank), self.device) for rank in range(self.mesh.size)}
+
+    def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
+        gradients = list(gradients_of(self.parameters).values())
+        total = total_norm(gradients, program, self.device)
+        clip(gradients, max_norm, total)
+        return total
+
+    def parts(
+        self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
+    ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        for spec in program.state.values():
+            if spec.kind in kinds:
+                yield spec, self.tensors[spec.name], slices.positions(spec.shape, (), (), ())
+
+    def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        for name in names:
+            yield name, self.tensors[name]
+
+    def cuts(self) -> Mapping[str, Cut]:
+        return {}
+
+    def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.tensors[name] for name in names}
+
+    def agree(self, claims: Mapping[str, str]) -> None:
+        pass
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return (text,)
+
+    @property
+    def first(self) -> bool:
+        return True
+
+    def _rank(  # type: ignore[no-untyped-def]
+        self,
+        world: _World,
+        rank: int,
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Watch | None,
+        caches: Mapping[str, Tensor],
+        recorder: Recorder | None,
+    ):
+        ready = world.ranks[rank]
+        program, place = ready.program, ready.executor.part.coordinate
+
+        def part(x: Tensor, spec: StateSpec | ValueSpec) -> Tensor:
+            return part_of(x, spec.sharding, program.axes, place)
+
+        def work(_: LocalTransport) -> tuple[list[Tensor], bool]:
+            cut = {name: part(self.tensors[name], program.state[name]) for name in world.cut}
+            mine = [part(x, spec) for x, spec in zip(inputs, program.inputs, strict=True)]
+            return ready.step({**world.state[rank], **cut, **caches}, mine, how, watch, recorder)
+
+        return work
+
+    def _world(self, program: DistributedProgram, train: bool) -> _World:
+        """What runs ``program``: made once, but that only one program at a time has memory for gradients."""
+        if id(program) not in self.worlds:
+            self.worlds = {key: w for key, w in self.worlds.items() if not train or w.ranks[0].store is None}
+            self.worlds[id(program)] = self._new_world(program, train)
+        return self.worlds[id(program)]
+
+    def _new_world(self, program: DistributedProgram, train: bool) -> _World:
+        world, device, ranks = LocalWorld(self.mesh, program.sites), self.device, []
+        state: list[dict[str, Tensor]] = []
+        kept = [spec for spec in program.state.values() if spec.kind != "cache"]
+        for rank in range(self.mesh.size):
+            part, transport = program.rank(rank), world.transport(rank)
+            store = GradientStore(program, part, transport, device) if train else None
+            ranks.append(Ready(program, Executor(program, part, transport, device, store, self.engine), store))
+            state.append(
+                {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in kept}
+            )
+        cut = [s.name for s in kept if not all(_views(mine[s.name], self.tensors[s.name]) for mine in state)]
+        settled = {name: x for one in reversed(ranks) if one.store for name, x in one.store.settled.items()}
+        joined = {
+            name: torch.empty(program.state[name].shape, dtype=x.dtype, device=device)
+            for name, x in settled.items()
+            if any(isinstance(kind, Shard) for kind in program.state[name].sharding)
+        }
+        parameters = [self.parameters[name] for name in settled]
+        gradients = [like(joined.get(name, x), WholeTensor) for name, x in settled.items()]
+        return _World(world, ranks, state, cut, joined, HandOver(parameters, gradients))
+
+    def _join(self, ready: _World, program: DistributedProgram) -> None:
+        """Whole gradients of the parts that ranks have."""
+        space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
+        for name, whole in ready.joined.items():
+            parts: dict[tuple[int, ...], Tensor] = {}
+            for rank, one in enumerate(ready.ranks):
+                place = self.mesh.coordinate(rank)
+                key = tuple(place.get(axis.name, 0) for _, axis in space)
+                if one.store is not None and name in one.store.settled and key not in parts:
+                    parts[key] = one.store.settled[name]
+            kinds = tuple(program.state[name].sharding[i] for i, _ in space)
+            whole.copy_(slices.assemble(parts, kinds, [axis.size for _, axis in space]))
+
+
+@dataclass(frozen=True)
+class _World:
+    """All ranks of a program in this process, and what they meet in. ``state``: each rank's parts; ``cut``: the names
+    of those that are no views, and have to be cut again; ``joined``: whole gradients whose parts several ranks have."""
+
+    world: LocalWorld
+    ranks: Sequence[Ready]
+    state: Sequence[Mapping[str, Tensor]]
+    cut: Sequence[str]
+    joined: Mapping[str, Tensor]
+    handover: HandOver
+
+
+def _views(part: Tensor, whole: Tensor) -> bool:
+    """Whether ``part`` changes with ``whole``."""
+    return part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -1,0 +1,316 @@
+"""One rank per process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import repeat
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...core import slices
+from ...core.empty_storage import of_other_ranks
+from ...core.errors import RunError
+from ...core.mesh import Mesh
+from ...core.sharding import I, Shard
+from ...ir.program import Axis, DistributedProgram, StateSpec
+from ..execute.engines import Engine, eager
+from ..execute.executor import Executor, Run
+from ..execute.loss_scale import LossScale
+from ..execute.record import Recorder
+from ..launch.consistency import agree, tell
+from ..state.buckets import reduced_axes, scattered_axes
+from ..state.grad_handoff import HandOver
+from ..state.gradients import GradientStore, shared_by
+from ..state.local_values import Cut, StageGradient
+from ..state.module_parameters import Slots, check_fits, retire
+from ..state.same_values import SameValues
+from ..state.state import new_caches, part_of, sharded_dtensor
+from ..transport.distributed import DistributedTransport, device_mesh, gradient_groups
+from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, total_norm
+
+
+class ProcessBackend:
+    """One rank per process."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        program: DistributedProgram,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        plan: str,
+        engine: Engine = eager,
+        slots: Slots | None = None,
+    ) -> None:
+        self.mesh, self.device, self.engine = mesh, device, engine
+        self.scaler = LossScale.of(program)
+        self.unset = {name for name, x in tensors.items() if x.is_meta}
+        rank = dist.get_rank()
+        if dist.get_world_size() != mesh.size:
+            raise RunError(
+                "QN301",
+                f"{mesh} needs {mesh.size} ranks, and the world has {dist.get_world_size()}",
+                fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
+            )
+        agree({"torch": torch.__version__, "plan": plan}, device)
+        self.values = SameValues(mesh, device)
+        self.values.see(tensors)
+        self.devices = device_mesh(mesh, device.type)
+        self.transport = DistributedTransport(mesh, self.devices)
+        names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
+        self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
+        self.place = mesh.coordinate(rank)
+        self.ready: dict[int, _Process] = {}
+        self.counted: dict[int, tuple[DistributedProgram, set[str]]] = {}  # parameters whose norm this rank adds
+        self.slots, self.specs, self.axes = slots, program.state, program.axes
+        self.mine = set(self._owned(program))
+        self.placed = frozenset(() if slots is None else slots.names)
+        self.state: dict[str, Tensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._take_all(tensors)
+        self.values.keep(self.state, self.parameters)
+
+    def _take_all(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keep this rank's parts of these tensors, and leave nothing else of the module's parameters."""
+        new = {name: self._take(name, x) for name, x in tensors.items() if name in self.specs}
+        if self.slots is not None:
+            self.slots.put(new)
+
+    def _take(self, name: str, x: Tensor) -> Tensor:
+        """What the module has from now on in the place of ``x``."""
+        spec = self.specs[name]
+        if spec.kind != "parameter":
+            if spec.kind == "buffer" and not x.is_meta:
+                x.data = x.data.to(self.device)
+                self.state[name] = part_of(x.detach(), spec.sharding, self.axes, self.place)  # the module's own memory
+                return x
+            self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
+            return self.state[name] if self.state[name].shape == x.shape else x
+        trainable = x.requires_grad if isinstance(x, nn.Parameter) else spec.trainable
+        if name in self.mine:
+            self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
+            part: Tensor = sharded_dtensor(self.state[name], spec, self.axes, self.stage_mesh)
+        else:
+            part = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        found = nn.Parameter(part, requires_grad=trainable)
+        if isinstance(x, nn.Parameter):
+            found.__dict__.update({k: v for k, v in x.__dict__.items() if k not in found.__dict__})
+            found._backward_hooks = x._backward_hooks
+            found._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
+            if name in self.placed:
+                retire(x)
+        if name not in self.mine:
+            return of_other_ranks(found, self.device)
+        self.parameters[name] = found
+        return found
+
+    def cuts(self) -> dict[str, Cut]:
+        """Which part of each parameter this rank has."""
+        sizes = tuple(axis.size for axis in self.axes)
+        places = tuple(self.place.get(axis.name, 0) for axis in self.axes)
+        return {name: Cut(self.specs[name].shape, self.specs[name].sharding, sizes, places) for name in self.parameters}
+
+    def _follow_module(self) -> None:
+        """Raises: RunError QN112 if the module has something else now than the program was made for."""
+        if self.slots is None or self.slots.same:
+            return
+        changed = {name: x for name, x in self.slots.changed().items() if name in self.mine or not x.is_meta}
+        for name, x in changed.items():
+            check_fits(name, x, self.specs[name], self.device)
+            self.values.built.pop(name, None)
+        with torch.no_grad():
+            for name, x in list(changed.items()):
+                if isinstance(x, DTensor):  # it stays, over memory that has room for what is gathered there
+                    x._local_tensor = self.state[name].copy_(x._local_tensor)
+                    self.parameters[name] = changed.pop(name)  # type: ignore[assignment]
+            self._take_all(changed)
+            self.slots.look()
+            self.ready = {key: self._made(one.program, one.store is not None) for key, one in self.ready.items()}
+
+    def _owned(self, program: DistributedProgram) -> Iterator[str]:
+        here = self.place.get("pp", 0)
+        for name, spec in program.state.items():
+            if any(program.schedule.placement[stage] == here for stage in spec.stages):
+                yield name
+
+    def run(
+        self,
+        program: DistributedProgram,
+        inputs: Sequence[Tensor],
+        how: Run,
+        *,
+        caches: Caches | None = None,
+        recorder: Recorder | None = None,
+    ) -> list[Tensor]:
+        self._follow_module()
+        refuse_unset(self.unset, program)
+        ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
+        # rows that are already this data rank's are not split again
+        axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
+        place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}
+        mine = [
+            part_of(x, spec.sharding, axes, place).to(self.device)
+            for x, spec in zip(inputs, program.inputs, strict=True)
+        ]
+        state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
+        with torch.no_grad():
+            old = ready.handover.take() if how.train else None
+            if how.train and ready.handover.kept:
+                ready = self.ready[id(program)] = self._made(program, how.train)
+            try:
+                results, good = ready.step(state, mine, how, recorder=recorder)
+            except RunError:
+                if old is not None:
+                    ready.handover.put(old)
+                raise
+            if how.train:
+                self.scaler.update(how, finite=good)
+                ready.handover.put(repeat(None)) if self.scaler.skipped else ready.handover.give(old)
+        return results
+
+    def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
+        new = not_known(program, self.state)
+        self.values.see({name: tensors[name] for name in new})
+        for name in new:
+            spec = program.state[name]
+            self.state[name] = _kept(tensors[name].detach(), spec, program.axes, self.place, self.device)
+        self.values.keep({name: self.state[name] for name in new})
+
+    def new_caches(self, program: DistributedProgram) -> Caches:
+        rank = self.transport.rank
+        return {rank: new_caches(program, program.rank(rank), self.device)}
+
+    def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
+        there = gradients_of(self.parameters)
+        gradients = dict(zip(there, map(attrgetter("_local_tensor"), there.values()), strict=True))
+        if id(program) not in self.counted:
+            mine = {name for name in self.parameters if self._counts(program.state[name], program)}
+            self.counted[id(program)] = program, mine
+        counted = [gradient for name, gradient in gradients.items() if name in self.counted[id(program)][1]]
+        squares = total_norm(counted, program, self.device) ** 2
+        if self.mesh.size > 1:
+            everyone = tuple(range(self.mesh.size))
+            squares = self.transport.start_sum(squares, everyone, "gradient norm")()
+        total = squares.sqrt()
+        clip(list(gradients.values()), max_norm, total)
+        return total
+
+    def parts(
+        self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
+    ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        sizes = [axis.size for axis in program.axes]
+        places = [self.place.get(axis.name, 0) for axis in program.axes]
+        for spec in program.state.values():
+            if spec.kind in kinds and spec.name in self.state:
+                yield spec, self.state[spec.name], slices.positions(spec.shape, spec.sharding, sizes, places)
+
+    def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        for name in names:
+            yield name, self._whole(program, program.state[name])
+
+    def _whole(self, program: DistributedProgram, spec: StateSpec) -> Tensor | None:
+        """Joined by the ranks of the first stage that has it, then handed to rank 0."""
+        stage = program.schedule.placement[spec.stages[0]] if spec.kind == "parameter" else 0
+        sender = self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **({"pp": stage} if "pp" in self.place else {})})
+        whole: Tensor | None = None
+        if self.place.get("pp", 0) == stage:
+            local = self.state[spec.name].contiguous()
+            part = sharded_dtensor(local, spec, program.axes, self.stage_mesh)
+            whole = part.full_tensor()  # on every rank of the stage, one tensor at a time
+        if sender == 0:
+            return whole if self.first else None
+        if self.transport.rank == sender:
+            assert whole is not None
+            dist.send(whole.contiguous(), 0)
+        if not self.first:
+            return None
+        found = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        dist.recv(found, sender)
+        return found
+
+    def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, whole in self.wholes(program, names):
+            spec = program.state[name]
+            empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            found[name] = empty if whole is None else whole.contiguous().clone()
+            dist.broadcast(found[name], 0)
+        return found
+
+    def agree(self, claims: Mapping[str, str]) -> None:
+        agree(claims, self.device)
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return tell(text, self.device)
+
+    @property
+    def first(self) -> bool:
+        return dist.get_rank() == 0
+
+    def _counts(self, spec: StateSpec, program: DistributedProgram) -> bool:
+        """Whether this rank speaks for its part: one of the ranks that hold the same, in the first stage with it."""
+        whole = [a.name for a, k in zip(program.axes, spec.sharding, strict=True) if not isinstance(k, Shard)]
+        first = program.schedule.placement[spec.stages[0]]
+        return self.place.get("pp", 0) == first and all(self.place.get(axis, 0) == 0 for axis in whole)
+
+    def _ready(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> _Process:
+        found = self.ready.get(id(program))
+        if found is None:
+            agree({"program": program.digest}, self.device)
+            self.values.require(program, inputs, self.state, local=how.local)
+            self.transport.add_groups(_groups(program, self.mesh))
+            found = self.ready[id(program)] = self._made(program, how.train)
+        else:
+            where = f"step {how.step}" if how.train else "a run without training"
+            self.values.look(program, inputs, where, local=how.local)
+        return found
+
+    def _made(self, program: DistributedProgram, train: bool) -> _Process:
+        part = program.rank(self.transport.rank)
+        store = GradientStore(program, part, self.transport, self.device) if train else None
+        settled = store.settled if store else {}
+        parameters = [self.parameters[name] for name in settled]
+        gradients = [
+            sharded_dtensor(x, program.state[name], program.axes, self.stage_mesh) for name, x in settled.items()
+        ]
+        if self.mesh["pp"] > 1:
+            for gradient in gradients:
+                gradient.__class__ = StageGradient
+        executor = Executor(program, part, self.transport, self.device, store, self.engine)
+        return _Process(program, executor, store, HandOver(parameters, gradients))
+
+
+@dataclass(frozen=True)
+class _Process(Ready):
+    """The same, with what parameters get."""
+
+    handover: HandOver
+
+
+def _groups(program: DistributedProgram, mesh: Mesh) -> list[tuple[int, ...]]:
+    """Every group that settling gradients needs."""
+    trained = [spec for spec in program.state.values() if spec.trainable]
+    axes = {axes(spec, program) for spec in trained for axes in (reduced_axes, scattered_axes)}
+    found = dict.fromkeys(gradient_groups(mesh, axes - {()}))
+    for _, spec in sorted(program.state.items()):
+        for rank in range(mesh.size):
+            found[shared_by(spec, program, rank)] = None
+    return [ranks for ranks in found if ranks]
+
+
+def _kept(
+    whole: Tensor, spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], device: torch.device
+) -> Tensor:
+    """A part in memory of its own (with room for what is gathered there); without values if the module has none."""
+    resident = spec.resident if spec.in_place else spec.sharding
+    part = part_of(whole, resident, axes, place)
+    kept = torch.empty(part.shape, dtype=part.dtype, device=device)
+    if not part.is_meta:
+        kept.copy_(part)
+    later = tuple(kind if kind != there else I for kind, there in zip(spec.sharding, resident, strict=True))
+    return part_of(kept, later, axes, place)

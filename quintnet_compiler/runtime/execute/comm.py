@@ -1,0 +1,265 @@
+"""What generated code calls as ``comm``: collectives of a transport, and what depends on where a rank stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import slices
+from ...core.mesh import Mesh
+from ...core.rng import Key, keep_mask
+from ...core.sharding import Shard
+from ...ops.collectives import widened
+from ...ops.kv_cache_attention import attend_kept
+from ..state.gradients import GradientStore
+from ..transport.async_matmul import factors, gather_products, product_scatter
+from ..transport.ring import Circle, Ring, ring_backward, ring_forward
+from ..transport.token_dispatch import Router
+from ..transport.transport import Pending, Transport
+
+
+class Comm:
+    """One rank's communication, slices, random masks and gradients.
+
+    The interpreter sets ``seed``, ``step`` and ``scale`` of a step, and before each piece ``microbatch``: the place on
+    the axis in time.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        mesh: Mesh,
+        coordinate: Mapping[str, int],
+        gradients: GradientStore | None = None,
+    ) -> None:
+        self.all_reduce = transport.all_reduce
+        self.all_gather = transport.all_gather
+        self.gather_state = transport.gather_state
+        self.reduce_scatter = transport.reduce_scatter
+        self.gather_together, self.scatter_together = transport.gather_together, transport.scatter_together
+        self.all_to_all = transport.all_to_all
+        router = Router(transport, mesh)
+        self.route_plan, self.route, self.unroute = router.route_plan, router.route, router.unroute
+        self.start_route, self.start_unroute = router.start_route, router.start_unroute
+        self.start_all_reduce = partial(transport.start, "all_reduce")
+        self.start_all_gather = partial(transport.start, "all_gather")
+        self.start_reduce_scatter = partial(transport.start, "reduce_scatter")
+        self.start_all_to_all = partial(transport.start, "all_to_all")
+        self.start_gather_together = partial(transport.start, "gather_together")
+        self.start_scatter_together = partial(transport.start, "scatter_together")
+        if gradients is not None:
+            self.accumulate = gradients.accumulate
+            self.accumulate_product = gradients.accumulate_product
+        self.transport = transport
+        self.mesh, self.coordinate = mesh, coordinate
+        self.seed = self.step = self.microbatch = 0
+        self.scale = 1.0
+
+    def wait(self, begun: Pending, at: int) -> Any:
+        """What a collective that was started makes, when it is there."""
+        return begun()
+
+    def loss_scale(self, x: Tensor, at: int) -> Tensor:
+        """``x`` times this step's factor."""
+        return x * self.scale
+
+    def shard_slice(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        """This rank's slice of a value that all ranks of the axis hold."""
+        return slices.take(x, dim, parts, self.mesh[axis], self.coordinate[axis])
+
+    def shard_pad(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        """The transpose of ``shard_slice``: zeros where other ranks' slices are."""
+        return slices.pad(x, dim, parts, self.mesh[axis], self.coordinate[axis])
+
+    def embedding_rows(
+        self, weight: Tensor, ids: Tensor, padding_idx: int, axes: Sequence[str], sizes: Sequence[int], at: int
+    ) -> Tensor:
+        """A lookup in this rank's rows; zeros for ids of other ranks' rows, so that the results add up."""
+        local, outside = self._rows(ids, weight.shape[0], axes, sizes)
+        return torch.embedding(weight, local).masked_fill_(outside.unsqueeze(-1), 0.0)
+
+    def embedding_rows_backward(
+        self,
+        grad: Tensor,
+        ids: Tensor,
+        rows: int,
+        padding_idx: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        at: int,
+    ) -> Tensor:
+        """The gradient of this rank's rows. The padding row is read and never trained."""
+        local, outside = self._rows(ids, rows, axes, sizes)
+        outside = outside | (ids == padding_idx) if padding_idx >= 0 else outside
+        kept = grad.masked_fill(outside.unsqueeze(-1), 0.0)
+        found: Tensor = torch.ops.aten.embedding_dense_backward(kept, local, rows, -1, False)
+        return found
+
+    def own_experts(self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
+        """``ids`` counted from this rank's first expert; -1 for those of others."""
+        local, outside = self._rows(ids, experts // math.prod(sizes), axes, sizes)
+        return local.masked_fill(outside, -1)
+
+    def nll_terms(self, logits: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
+        """This rank's terms of a cross entropy: of each row its largest logit, the sum of exponentials relative to it,
+        and the label's logit (0 where another rank has it)."""
+        local, outside = self._rows(labels, logits.shape[1], axes, sizes)
+        picked = logits.gather(1, local.unsqueeze(1)).squeeze(1).masked_fill_(outside, 0.0)
+        # a rank may have nothing but masked classes
+        top = logits.amax(1, keepdim=True).clamp_(min=torch.finfo(logits.dtype).min)
+        wide = widened(logits.dtype)
+        total = (logits - top).exp_().sum(1, dtype=wide)
+        return torch.stack([top.squeeze(1).to(wide), total, picked.to(wide)]).unsqueeze(0)
+
+    def nll_terms_backward(
+        self,
+        grad: Tensor,
+        logits: Tensor,
+        terms: Tensor,
+        labels: Tensor,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        at: int,
+    ) -> Tensor:
+        """The gradient of this rank's logits, from that of the terms."""
+        local, outside = self._rows(labels, logits.shape[1], axes, sizes)
+        _, total, picked = grad[0].to(logits.dtype).unsqueeze(-1).unbind(0)
+        found = (logits - terms[0, 0].to(logits.dtype).unsqueeze(-1)).exp_().mul_(total)
+        return found.scatter_add_(1, local.unsqueeze(1), picked.masked_fill(outside.unsqueeze(1), 0.0))
+
+    def _rows(self, ids: Tensor, rows: int, axes: Sequence[str], sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """``ids`` as indices of this rank's rows (or classes; 0 for those of others), and which are of others."""
+        index = 0
+        for axis, size in zip(axes, sizes, strict=True):
+            index = index * size + self.coordinate.get(axis, self.microbatch)
+        local = ids - index * rows
+        outside = (local < 0) | (local >= rows)
+        return local.masked_fill_(outside, 0), outside
+
+    def rows_of(
+        self, x: Tensor, dim: int, whole: int, axes: Sequence[str], sizes: Sequence[int], parts: Sequence[int], at: int
+    ) -> Tensor:
+        """The global positions of this rank's part of a dim."""
+        kinds = tuple(Shard(0, count) for count in parts)
+        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        return slices.positions([whole], kinds, sizes, places)[0].to(x.device)
+
+    def ring_attention(
+        self,
+        q: Tensor,
+        axis: str,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        balance: bool,
+        at: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`..transport.ring`."""
+        return ring_forward(self._ring(axis, scale, causal, window, balance, at), q, k, v, padding, segments)
+
+    def ring_attention_backward(
+        self,
+        grad: Tensor,
+        axis: str,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        balance: bool,
+        at: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v of ``ring_attention``."""
+        ring = self._ring(axis, scale, causal, window, balance, at)
+        return ring_backward(ring, grad, q, k, v, out, lse, padding, segments)
+
+    def _ring(self, axis: str, scale: float, causal: bool, window: int, balance: bool, at: int) -> Ring:
+        size, index = self.mesh[axis], self.coordinate[axis]
+        return Ring(self.transport, axis, size, index, at, scale, causal, window, balance)
+
+    def gather_products(
+        self,
+        x: Tensor,
+        axis: str,
+        dim: int,
+        parts: int,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        turned: Sequence[bool],
+        keep: bool,
+        at: int,
+    ) -> tuple[Tensor, ...]:
+        """Products with what the ranks of ``axis`` gather, and (``keep``) that itself, by fused kernels where the
+        transport has some, see :mod:`..transport.async_matmul`."""
+        given = factors(weights, biases, turned)
+        kernels = self.transport.kernels(axis, x.device)
+        made = kernels.gather_products(x, dim, parts, given, keep) if kernels is not None else None
+        return gather_products(self._circle(axis, at), x, dim, parts, given, keep) if made is None else made
+
+    def product_scatter(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dim: int,
+        parts: int,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+        turned: Sequence[bool],
+        at: int,
+    ) -> Tensor:
+        """This rank's slice of the sum of products over the ranks of ``axis``, see :mod:`..transport.async_matmul`."""
+        given = factors(weights, biases, turned)
+        kernels = self.transport.kernels(axis, xs[0].device)
+        made = kernels.product_scatter(xs, dim, parts, given) if kernels is not None else None
+        return product_scatter(self._circle(axis, at), xs, dim, parts, given) if made is None else made
+
+    def _circle(self, axis: str, at: int) -> Circle:
+        return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)
+
+    def cached_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: Tensor,
+        seen: Tensor,
+        scale: float,
+        window: int,
+        at: int,
+    ) -> Tensor:
+        """Attention to what was kept, see :func:`quintnet_compiler.ops.kv_cache_attention.attend_kept`."""
+        return attend_kept((q, k, v), (keys, values), int(start), seen, scale, window)
+
+    def keep_mask(
+        self,
+        x: Tensor,
+        p: float,
+        op: int,
+        whole: Sequence[int],
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+    ) -> Tensor:
+        """Which elements of ``x``, a part of a value of shape ``whole``, a dropout keeps: the same on every layout."""
+        kinds = tuple(Shard(dim, count) for dim, count in zip(dims, parts, strict=True))
+        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        positions = [p.to(x.device) for p in slices.positions(whole, kinds, sizes, places)]
+        return keep_mask(positions, whole, p, Key(self.seed, self.step, op))

@@ -1,0 +1,115 @@
+"""What runs generated functions: Python as it is, or inductor's code for what lies between communication, which may be
+captured in CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+
+from ...core.errors import BackendWarning
+from .cudagraphs import CudaGraphs, Graphs
+from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
+
+Engine = Callable[[fx.GraphModule, str], Function]  # of a generated function and what messages call it
+
+FEWEST_FUSED = 2  # operators that inductor could put into one kernel; products and views are as fast without it
+
+
+def eager(module: fx.GraphModule, name: str) -> Function:
+    """The generated Python itself."""
+    found: Function = module
+    return found
+
+
+@dataclass(frozen=True)
+class Inductor:
+    """Between two calls of ``comm``, code that inductor made; equal segments (of repeated blocks, stages, ranks of one
+    process) are compiled once, when they first run: then the strides of what they take are known. What inductor
+    cannot compile runs as it is, with one :class:`BackendWarning` for each reason. ``graphs``: what captures it."""
+
+    graphs: Graphs | None = None
+    functions: WeakKeyDictionary[fx.GraphModule, Function] = field(default_factory=WeakKeyDictionary)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+
+    def __call__(self, module: fx.GraphModule, name: str) -> Function:
+        if module not in self.functions:
+            self.functions[module] = Stepper.of(module.graph, split(module.graph), lambda s: self._run(s, name))
+        return self.functions[module]
+
+    def _run(self, segment: Segment, name: str) -> Function:
+        kernel = self.kernels.setdefault(segment.module.code, Kernel(segment.module, name, self.warned))
+        return kernel if self.graphs is None else self.graphs.of(kernel, segment.module, name)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A segment, compiled for each layout (dtypes, shapes, strides) of its inputs that it meets."""
+
+    module: fx.GraphModule
+    name: str
+    warned: set[str]
+    variants: dict[tuple[Any, ...], Function] = field(default_factory=dict)
+
+    def __call__(self, args: list[Tensor]) -> Sequence[Any]:
+        key = tuple((x.dtype, x.shape, x.stride()) for x in args)
+        if key not in self.variants:
+            if len(self.variants) == MOST_VARIANTS:
+                self._warn(f"it met inputs of more than {MOST_VARIANTS} sizes")
+                return eager(self.module, self.name)(args)
+            self.variants[key] = self._compiled(args)
+        return self.variants[key](args)
+
+    def _compiled(self, args: Sequence[Tensor]) -> Function:
+        try:
+            return compiled(self.module, args) or self.module
+        except Exception as error:  # of many kinds: no compiler, an operator that it cannot lower, its own bugs
+            self._warn(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+            return self.module
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self.warned:
+            self.warned.add(reason)
+            text = f"inductor cannot compile a part of the {self.name}, which runs eager: {reason}"
+            warnings.warn(BackendWarning(text), stacklevel=2)
+
+
+def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
+    """Inductor's code for ``module`` on inputs laid out like ``args``; None where it has nothing to fuse."""
+    # they take seconds to import
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def flat(*given: Tensor) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = module(list(given))
+        return made
+
+    with torch.no_grad():
+        traced = make_fx(flat, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args)
+    if sum(_fuses(node) for node in traced.graph.nodes) < FEWEST_FUSED:
+        return None
+    *_, output = traced.graph.nodes
+    # the strides that eager would give: what reads them later must not depend on the backend
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
+    made: Function = compile_fx_inner(traced, fakes, is_inference=True)
+    return made
+
+
+def _fuses(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+
+
+ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(
+    {"eager": lambda: eager, "inductor": Inductor, "cudagraphs": lambda: Inductor(Graphs(CudaGraphs()))}
+)
+"""What makes an engine, under the name that ``compile(backend=...)`` gives it."""

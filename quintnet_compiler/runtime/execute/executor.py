@@ -1,0 +1,366 @@
+"""Executes one rank's actions. There is no second copy of the schedule: the list is the program."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import slices
+from ...core.sharding import P, Shard
+from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram
+from ...schedules.schedule import Action, Op
+from ...schedules.sends import arrived_sends
+from ..launch.malloc import keep_heap
+from ..state.gradients import GradientStore
+from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
+from .comm import Comm
+from .engines import Engine, eager
+from .interpreter_trace import Watch, run_watched
+
+
+@dataclass(frozen=True)
+class Run:
+    """How to run a program once: ``train`` makes gradients; ``local`` inputs are this data rank's rows; ``seed`` and
+    ``step`` are what random masks depend on; ``check_finite`` looks for NaN and Inf in loss and gradients; ``scale`` is
+    the factor of a scaled loss, None where it is not scaled."""
+
+    train: bool = False
+    local: bool = False
+    seed: int = 0
+    step: int = 0
+    check_finite: bool = True
+    scale: float | None = None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a bad gradient may be the factor's fault: smaller ones than 1 would only make gradients vanish."""
+        return self.scale is not None and self.scale > 1
+
+
+def picked(names: Sequence[str]) -> Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]:
+    """``tuple(known[name] for name in names)`` as a function of ``known`` that has no loop in Python."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda known: tuple(known[name] for name in names)
+
+
+class Executor:
+    """Runs steps of one rank. ``gradients`` is None for forward-only programs; ``engine`` runs its functions."""
+
+    def __init__(
+        self,
+        program: DistributedProgram,
+        part: RankProgram,
+        transport: Transport,
+        device: torch.device,
+        gradients: GradientStore | None = None,
+        engine: Engine = eager,
+    ) -> None:
+        self.program, self.part, self.transport, self.device = program, part, transport, device
+        self.gradients = gradients
+        if device.type == "cpu":
+            keep_heap()
+        self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
+        self.stages = {stage.index: stage for stage in self.part.stages}
+        self.functions = {
+            (stage.index, label): engine(piece.module, f"{label} of stage {stage.index}")
+            for stage in self.part.stages
+            for label, piece in stage.pieces.items()
+        }
+        # what runs once a step is not worth compiling
+        self.functions |= {(stage.index, "once"): stage.once.module for stage in self.part.stages}
+        self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
+        self.forward = {(t.source, t.target): t.forward for t in program.transfers}
+        self.backward = {(t.source, t.target): t.backward for t in program.transfers}
+        # after a forward: what the backward needs, and what is still to be sent to other ranks
+        self.kept = {
+            stage.index: {
+                n
+                for (source, target), names in self.forward.items()
+                if source == stage.index and target not in self.stages
+                for n in names
+            }
+            | set(stage.saved)
+            for stage in self.part.stages
+        }
+        self.returned = {
+            stage.index: {n for (_, target), names in self.backward.items() if target == stage.index for n in names}
+            for stage in self.part.stages
+        }
+        # of each stage: its state, what runs at the start of a step, and what all microbatches read
+        self.state = {s.index: (tuple(s.state), picked(tuple(s.state.values()))) for s in self.part.stages}
+        self.starts = {s.index: picked(s.once.static) for s in self.part.stages}
+        self.reads = {(s.index, label): picked(p.static) for s in self.part.stages for label, p in s.pieces.items()}
+        self.arrived = arrived_sends(program.schedule, part.coordinate.get("pp", 0))
+        # the last send of each stage's and microbatch's gradients: nobody needs them after it
+        sends = [action for action in part.actions if action.op is Op.SEND_BACKWARD]
+        self.last_sends = {(action.stage, action.microbatch): action for action in sends}
+        self.handlers = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward,
+            Op.BACKWARD_WEIGHT: self._weight,
+            Op.SEND_FORWARD: self._send_forward,
+            Op.RECV_FORWARD: self._receive_forward,
+            Op.SEND_BACKWARD: self._send_backward,
+            Op.RECV_BACKWARD: self._receive_backward,
+        }
+
+    def step(
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        how: Run,
+        watch: Watch | None = None,
+    ) -> list[Tensor]:
+        """One pass over all microbatches, to be called without autograd.
+
+        ``inputs``: this rank's part of the flat batch, all microbatches of it. ``watch`` sees every value (slow).
+
+        Returns the program's outputs, whole and the same on every rank; ``finite`` then says whether the first of
+        them and all gradients of all ranks may be finite.
+        """
+        self.whole: dict[int, dict[str, Tensor]] = {}
+        self.static: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+        self.values: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        self.cotangents: dict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        self.arriving: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
+        self.returning: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
+        self.sent: dict[Action, list[Wait]] = defaultdict(list)
+        self.results: dict[int, list[Tensor]] = defaultdict(list)
+        self.live: set[tuple[int, int]] = set()
+        self.peak_live = 0
+        self.comm.seed, self.comm.step, self.comm.scale = how.seed, how.step, how.scale or 1.0
+        self.watch, self.check_finite, self.finite = watch, how.check_finite, True
+        if self.gradients is not None:
+            self.gradients.begin()
+        for stage in self.part.stages:
+            self._once(stage, state, inputs)
+        for action in self.part.actions:
+            if action.op is not Op.REDUCE:
+                self.handlers[action.op](action)
+        for send in list(self.sent):
+            self._forget(send)
+        if self.gradients is not None:
+            self._require_gradients(self.gradients)
+            self.gradients.settle(how.scale or 1.0)
+        results = [self._settled(position) for position in range(len(self.program.results))]
+        for held in (self.whole, self.static, self.values, self.cotangents, self.results):
+            held.clear()  # copies of parameters, say, need not live until the next step
+        return results
+
+    # -- pieces
+
+    def _once(self, stage: StageProgram, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
+        values, own = self.state[stage.index]
+        known = dict(zip(values, own(state), strict=True))
+        known |= {value: inputs[position] for value, position in stage.inputs.items()}
+        made = self._call(stage, "once", 0, [self.comm, *self.starts[stage.index](known)])
+        known |= zip(stage.once.outputs, made, strict=True)
+        self.whole[stage.index] = known
+        for label in stage.pieces:
+            self.static[stage.index, label] = self.reads[stage.index, label](known)
+        for position, name in stage.results.items():
+            if name in known:
+                self.results[position].append(known[name])
+
+    def _slice(self, stage: StageProgram, name: str, cut: Slice, microbatch: int) -> Tensor:
+        whole = self.whole[stage.index][cut.source]
+        return slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, microbatch)
+
+    def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> tuple[Tensor, ...]:
+        self.comm.microbatch = action.microbatch
+        args = [self.comm, *self.static[action.stage, label], *dynamic]
+        dynamic.clear()
+        return self._call(self.stages[action.stage], label, action.microbatch, args)
+
+    def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
+        if self.watch is not None:
+            return run_watched(stage.pieces[label].module, args, self.watch.observer(stage, label, microbatch))
+        return tuple(self.functions[stage.index, label](args))
+
+    def _forward(self, action: Action) -> None:
+        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
+        values = self.values[here]
+        for name, wait in self.arriving.pop(here, ()):
+            values[name] = wait()
+        for send in self.arrived.get(action, ()):
+            self._forget(send)
+        for name, cut in stage.slices.items():
+            values[name] = self._slice(stage, name, cut, action.microbatch)
+        dynamic = [values[name] for name in stage.forward.dynamic]
+        made = self._run(action, "forward", dynamic)
+        values |= zip(stage.forward.outputs, made, strict=True)
+        for position, name in stage.results.items():
+            if name in values:
+                self.results[position].append(values[name])
+        self.live.add(here)
+        self.peak_live = max(self.peak_live, len(self.live))
+        self._hand_over(action, self.forward, values, self.values)
+        self.values[here] = {name: x for name, x in values.items() if name in self.kept[stage.index]}
+        if self.gradients is None:
+            self.live.discard(here)
+
+    def _backward(self, action: Action) -> None:
+        """The whole backward, or (of a stage that has them apart) the half that other stages wait for."""
+        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
+        cotangents = self.cotangents[here]
+        for name, wait in self.returning.pop(here, ()):
+            cotangents[name] = wait()
+        for send in self.arrived.get(action, ()):
+            self._forget(send)
+        known = self.values.pop(here) | cotangents
+        cotangents.clear()
+        dynamic = [known[name] for name in stage.backward.dynamic]
+        later = stage.weight.dynamic if stage.weight is not None else ()
+        kept = {name: known[name] for name in later if name in known}
+        known.clear()
+        for name, x in zip(stage.backward.outputs, self._run(action, "backward", dynamic), strict=True):
+            if name in self.returned[stage.index]:
+                cotangents[name] = x
+            if name in later:
+                kept[name] = x
+        self._hand_over(action, self.backward, cotangents, self.cotangents, back=True)
+        if here not in self.last_sends:
+            del self.cotangents[here]
+        if stage.weight is None:
+            self.live.discard(here)
+            return
+        self.values[here] = kept
+        if action.op is Op.BACKWARD:
+            self._weight(action)
+
+    def _weight(self, action: Action) -> None:
+        """The half of a backward that only parameters need; the microbatch's values end here."""
+        stage, here = self.stages[action.stage], (action.stage, action.microbatch)
+        values = self.values.pop(here)
+        assert stage.weight is not None
+        dynamic = [values[name] for name in stage.weight.dynamic]
+        values.clear()
+        self._run(action, "weight", dynamic)
+        self.live.discard(here)
+
+    def _hand_over(
+        self,
+        action: Action,
+        edges: Mapping[tuple[int, int], tuple[str, ...]],
+        made: Mapping[str, Tensor],
+        store: dict[tuple[int, int], dict[str, Tensor]],
+        *,
+        back: bool = False,
+    ) -> None:
+        """Values for another stage of this same rank need no transfer."""
+        for (source, target), names in edges.items():
+            home, user = (target, source) if back else (source, target)
+            if home == action.stage and user in self.stages:
+                store[user, action.microbatch] |= {name: made[name] for name in names}
+
+    # -- transfers
+
+    def _rank_of(self, stage: int) -> int:
+        return self.program.mesh.rank({**self.part.coordinate, "pp": self.program.schedule.placement[stage]})
+
+    def _send_forward(self, action: Action) -> None:
+        values = self.values[action.stage, action.microbatch]
+        for name in self.forward[action.stage, action.peer]:
+            label = f"{name} of microbatch {action.microbatch}"
+            self.sent[action].append(self.transport.send(values[name], self._rank_of(action.peer), VALUES, label))
+
+    def _forget(self, send: Action) -> None:
+        """What was sent (nothing, where a stage has only gradients for another) need not live any longer."""
+        for wait in self.sent.pop(send, ()):
+            wait()
+
+    def _receive_forward(self, action: Action) -> None:
+        box = self.arriving[action.stage, action.microbatch]
+        box += self._receive(self.forward[action.peer, action.stage], action, VALUES)
+
+    def _send_backward(self, action: Action) -> None:
+        cotangents = self.cotangents[action.stage, action.microbatch]
+        for name in self.backward[action.peer, action.stage]:
+            label = f"{name} of microbatch {action.microbatch}"
+            sent = self.transport.send(cotangents[name], self._rank_of(action.peer), GRADIENTS, label)
+            self.sent[action].append(sent)
+        if self.last_sends[action.stage, action.microbatch] is action:
+            del self.cotangents[action.stage, action.microbatch]
+
+    def _receive_backward(self, action: Action) -> None:
+        box = self.returning[action.stage, action.microbatch]
+        box += self._receive(self.backward[action.stage, action.peer], action, GRADIENTS)
+
+    def _receive(self, names: Sequence[str], action: Action, channel: int) -> list[tuple[str, Wait]]:
+        source = self._rank_of(action.peer)
+        found: list[tuple[str, Wait]] = []
+        for name in names:
+            shape, dtype = self.program.values[name]
+            label = f"{name} of microbatch {action.microbatch}"
+            found.append((name, self.transport.receive(shape, dtype, source, channel, label)))
+        return found
+
+    # -- results
+
+    def _require_gradients(self, store: GradientStore) -> None:
+        store.require_all()
+
+    def _settled(self, position: int) -> Tensor:
+        """An output, whole, on every rank."""
+        spec = self.program.results[position]
+        found = self.results.get(position)
+        mesh = self.program.mesh
+        owner = next(s.index for s in self.program.stages if position in s.results)
+        local = self._joined(spec.sharding, self._over_time(spec.sharding, found)) if found else None
+        if spec.shape == ():
+            return self._sum_of_scalars(spec.sharding, local, spec.dtype)
+        if mesh["pp"] == 1:
+            assert local is not None
+            return local
+        source = self._rank_of(owner)
+        if local is None:
+            local = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        return self.transport.broadcast(
+            local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, f"output {position}"
+        )
+
+    def _joined(self, sharding: Sequence[Any], x: Tensor) -> Tensor:
+        """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""
+        for axis, kind in reversed(list(zip(self.program.axes, sharding, strict=True))):
+            if isinstance(kind, Shard) and axis.role != "time":
+                x = self.transport.all_gather(x, axis.name, kind.dim, kind.parts, len(self.program.sites) - 1)
+        return x
+
+    def _over_time(self, sharding: Sequence[Any], found: list[Tensor]) -> Tensor:
+        kind = next((k for axis, k in zip(self.program.axes, sharding, strict=True) if axis.role == "time"), None)
+        if isinstance(kind, Shard):
+            return slices.join(found, kind.dim, kind.parts)
+        if kind is P:
+            total = found[0]
+            for term in found[1:]:
+                total = total + term
+            return total
+        return found[-1]
+
+    def _sum_of_scalars(self, sharding: Sequence[Any], local: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """One sum over all ranks: terms where partial, one copy where whole, nothing from other stages."""
+        whole = [
+            axis.name
+            for axis, kind in zip(self.program.axes, sharding, strict=True)
+            if axis.role != "time" and kind is not P
+        ]
+        counts = local is not None and all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
+        x = local.clone() if counts and local is not None else torch.zeros((), dtype=dtype, device=self.device)
+        everyone = tuple(range(self.program.mesh.size))
+        if self.gradients is None or not self.check_finite:
+            return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
+        # the same sum tells every rank whether some rank's gradients are bad
+        seen = self.gradients.screen().to(x.device)
+        bad = 1 - torch.isfinite(seen).to(dtype)
+        both = torch.stack([x, bad])
+        both = self.transport.start_sum(both, everyone, "loss")() if len(everyone) > 1 else both
+        self.finite = bool(torch.isfinite(both[0]) & (both[1] == 0))
+        return both[0]

@@ -1,0 +1,152 @@
+"""A generated function cut into steps: calls of ``comm``, and what can be computed from one to the next."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ...ir.program import outputs
+
+Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
+
+MOST_VARIANTS = 8  # of one segment: where row counts depend on values (routed experts), code for each would not pay
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operators that nothing interrupts: ``module([*inputs])`` empties the list and returns ``outputs``. Equal segments
+    have equal code, whatever their values were called."""
+
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    module: fx.GraphModule
+
+
+def split(graph: fx.Graph) -> list[fx.Node | Segment]:
+    """``graph``'s calls of ``comm`` (and choices among their results) in order, and segments between them.
+
+    A gradient that was computed already may wait until its segment has ended; a product that is added up where it is
+    computed, or anything that other ranks wait for, may not.
+    """
+    steps: list[fx.Node | Segment] = []
+    run: list[fx.Node] = []
+    waiting: list[fx.Node] = []
+
+    def close() -> None:
+        if run:
+            steps.append(_segment(graph, run))
+        steps.extend(waiting)
+        run.clear()
+        waiting.clear()
+
+    for node in graph.nodes:
+        if node.op == "call_method" and node.target == "accumulate":
+            waiting.append(node)
+        elif node.op == "call_method" or (_chooses(node) and node.all_input_nodes[0].op == "call_method"):
+            close()
+            steps.append(node)
+        elif node.op == "call_function" and not _chooses(node):
+            # what picks among several results comes at once: no step takes them as one
+            run += [node, *filter(_chooses, node.users)]
+    close()
+    return steps
+
+
+def _chooses(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
+    inside = set(nodes)
+    inputs = tuple(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    new = fx.Graph()
+    env = {node: new.placeholder(f"x{i}") for i, node in enumerate(inputs)}
+    for i, node in enumerate(nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        env[node] = new.create_node("call_function", node.target, args, kwargs, name=f"v{i}")
+    new.output(tuple(env[node] for node in outputs))
+    new.set_codegen(graph._codegen)
+    return Segment(inputs, outputs, fx.GraphModule({}, new))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """``run`` on the values of some slots. ``dead``: the slots that nobody reads afterwards."""
+
+    run: Function
+    takes: tuple[int, ...]
+    dead: tuple[int, ...]
+    makes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """A function in steps. It takes its arguments in a list, which it empties; a value dies where it is last used."""
+
+    steps: tuple[_Step, ...]
+    slots: int
+    returns: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        graph: fx.Graph,
+        parts: Sequence[fx.Node | Segment],
+        kernel: Callable[[Segment], Function],
+    ) -> Stepper:
+        """``kernel``: what runs a segment."""
+        slot = {node: i for i, node in enumerate(graph.nodes)}
+        returned = tuple(slot[node] for node in outputs(graph))
+        steps: list[_Step] = []
+        used = set(returned)
+        for part in reversed(parts):
+            if isinstance(part, Segment):
+                run, inputs, made = kernel(part), part.inputs, part.outputs
+            else:
+                run, inputs, made = _call(part), tuple(dict.fromkeys(part.all_input_nodes)), (part,)
+            takes = tuple(slot[node] for node in inputs)
+            dead = tuple(i for i in takes if i not in used)
+            used.update(takes)
+            steps.append(_Step(run, takes, dead, tuple(slot[node] for node in made)))
+        return cls(tuple(reversed(steps)), len(slot), returned)
+
+    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+        env: list[Any] = [*args, *[None] * (self.slots - len(args))]
+        args.clear()
+        for step in self.steps:
+            given = [env[i] for i in step.takes]
+            for i in step.dead:
+                env[i] = None
+            for i, x in zip(step.makes, step.run(given), strict=True):
+                env[i] = x
+        return tuple(env[i] for i in self.returns)
+
+
+def _call(node: fx.Node) -> Function:
+    """A call of a method of ``comm``, or a choice among its results."""
+    order = {n: i for i, n in enumerate(dict.fromkeys(node.all_input_nodes))}
+    receiver, *rest = (_argument(a, order) for a in node.args)
+    name = str(node.target)
+
+    def run(given: list[Any]) -> Sequence[Any]:
+        args = [argument(given) for argument in rest]
+        found = receiver(given)
+        given.clear()
+        return (found[args[0]],) if node.op == "call_function" else (getattr(found, name)(*args),)
+
+    return run
+
+
+def _argument(argument: Any, order: Mapping[fx.Node, int]) -> Callable[[list[Any]], Any]:
+    """What takes an argument of a node from the values of its inputs."""
+    if isinstance(argument, fx.Node):
+        return operator.itemgetter(order[argument])
+    if isinstance(argument, (list, tuple)) and any(isinstance(a, (fx.Node, list, tuple)) for a in argument):
+        parts = [_argument(a, order) for a in argument]
+        return lambda given: [part(given) for part in parts]
+    return lambda given: argument

@@ -1,0 +1,238 @@
+"""Processes of this machine that run a function together once."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from ...core.errors import QuintNetError, RunError
+from .faults import Fault, Report, Scene, stopped
+from .heartbeat import GRACE, PERIOD, VERDICT, Pulse
+from .rank_status import Row, first_line, of_communication, read_rows
+
+STOPPED = 1.0  # seconds after which a rank that may not run is given up
+SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
+LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
+LOOPBACK = "127.0.0.1"
+PRELOADED = ("torch", "torch.distributed.tensor", "quintnet_compiler.api.compile")  # what the fork server has imported
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks do. ``patience``: seconds that they wait for each other in communication."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    threads: int
+    patience: float
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits. ``slot``: what it has of this machine (its GPU), of ``slots``; ``port``: of the attempt's
+    store."""
+
+    rank: int
+    size: int
+    slot: int
+    slots: int
+    port: int
+    folder: Path
+
+
+class Attempt:
+    """Starts a rank for each of ``slots`` and sees to their end. Nothing outlives it: ranks end when it does, and
+    when this process does. They talk over loopback alone, and nothing that they leave behind is read again."""
+
+    def __init__(self, job: Job, slots: Sequence[int], folder: Path) -> None:
+        self.job, self.slots, self.folder = job, slots, folder
+        self.size = len(slots)
+        self.results: dict[int, Any] = {}
+        self.reports: dict[int, Report] = {}
+        self.ended: dict[int, int] = {}
+        self.since: dict[int, float] = {}  # when a rank was first seen stopped
+        folder.mkdir()
+
+    def __enter__(self) -> Attempt:
+        listener = socket.create_server((LOOPBACK, 0), backlog=2 * self.size)
+        port = listener.getsockname()[1]
+        self.store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+        self.store.set(VERDICT, "")
+        for rank in range(self.size):
+            self.store.set(str(rank), "{}")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        self.processes, self.pipes = [], {}
+        for rank, slot in enumerate(self.slots):
+            ours, theirs = context.Pipe(duplex=False)
+            seat = Seat(rank, self.size, slot, max(self.slots) + 1, port, self.folder)
+            process = context.Process(target=work, args=(self.job, seat, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes[ours] = rank
+            self.processes.append(process)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()  # stopped ones would never see another signal
+        for process in self.processes:
+            process.join()
+
+    def run(self, deadline: float) -> list[Any] | Fault:
+        """Results by rank, or what went wrong."""
+        doubt: float | None = None
+        while len(self.results) < self.size:
+            self._hear(PERIOD / 2)
+            given_up = self._given_up()
+            if self.reports or self.ended or given_up:
+                now = time.monotonic()
+                doubt = doubt or now
+                if self._scene(given_up).certain or now > doubt + SETTLE:
+                    return self._end(given_up)
+            if time.monotonic() > deadline:
+                late = sorted(set(range(self.size)) - self.results.keys())
+                error = RunError("QN304", f"ranks {late} did not finish in time")
+                self._tell(error.message)
+                return Fault(error, tuple(late))
+        for process in self.processes:
+            process.join(5)  # so that each can leave in its own way
+        return [self.results[rank] for rank in range(self.size)]
+
+    def _hear(self, seconds: float) -> None:
+        """Take what ranks have to say, and see which ended."""
+        sentinels = {process.sentinel: rank for rank, process in enumerate(self.processes) if self._runs(rank)}
+        ready = wait([*self.pipes, *sentinels], timeout=seconds)
+        for pipe in ready:
+            if isinstance(pipe, Connection):
+                rank = self.pipes.pop(pipe)
+                with contextlib.suppress(EOFError):  # it has died
+                    found = pickle.loads(pipe.recv_bytes())  # from a process that this one started
+                    (self.reports if isinstance(found, Report) else self.results)[rank] = found
+                pipe.close()
+        for pipe in ready:
+            rank = -1 if isinstance(pipe, Connection) else sentinels[pipe]  # type: ignore[index]
+            if rank >= 0 and self._runs(rank) and not any(one.poll() for one, r in self.pipes.items() if r == rank):
+                # its pipe may still be open: its own children (workers of a DataLoader) have it as well
+                self.pipes = {one: r for one, r in self.pipes.items() if r != rank}
+                self.processes[rank].join()
+                self.ended[rank] = self.processes[rank].exitcode or 0
+
+    def _runs(self, rank: int) -> bool:
+        return not any(rank in known for known in (self.results, self.reports, self.ended))
+
+    def _given_up(self) -> list[int]:
+        now = time.monotonic()
+        seen = {r for r, process in enumerate(self.processes) if self._runs(r) and stopped(process.pid)}
+        self.since = {rank: self.since.get(rank, now) for rank in seen}
+        return [rank for rank, first in self.since.items() if now - first > STOPPED]
+
+    def _scene(self, given_up: Sequence[int]) -> Scene:
+        rows: dict[int, Row] = read_rows(self.store, range(self.size))
+        return Scene(self.size, rows, list(self.reports.values()), dict(self.ended), given_up, self.folder)
+
+    def _end(self, given_up: Sequence[int]) -> Fault:
+        """Tell the others, and let them say what they saw. Who dies from now on dies of this."""
+        self._hear(PERIOD / 2)  # others at fault at the same time
+        seen = self._scene(given_up)
+        self._tell(seen.fault().error.message.splitlines()[0])
+        ended, until = dict(self.ended), time.monotonic() + GRACE / 2
+        while time.monotonic() < until and any(self._runs(r) for r in range(self.size) if r not in given_up):
+            self._hear(PERIOD / 2)
+        later = self._scene(given_up)
+        late = [one for one in later.reports if one not in seen.reports]
+        heard = [Report(one.rank, one.when, one.line, one.text, True, one.error) for one in late]
+        return Scene(self.size, seen.rows, [*seen.reports, *heard], ended, given_up, self.folder).fault()
+
+    def _tell(self, why: str) -> None:
+        self.store.set(VERDICT, why)
+
+
+def work(job: Job, seat: Seat, pipe: Connection) -> None:
+    """A rank's process."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ |= {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.slot), "WORLD_SIZE": str(seat.size)}
+    torch.set_num_threads(job.threads)
+    _prepare(seat)
+    answer: Any
+    try:
+        store = TCPStore(LOOPBACK, seat.port, None, False)
+
+        def connect() -> TCPStore:
+            return TCPStore(LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=LOST))
+
+        with Pulse(connect, seat.rank, seat.size, seat.folder, job.patience):
+            nccl = torch.cuda.is_available() and torch.cuda.device_count() >= seat.slots  # alike on all ranks
+            if nccl:
+                torch.cuda.set_device(seat.slot)
+            patience = timedelta(seconds=job.patience)
+            dist.init_process_group(
+                "nccl" if nccl else "gloo",
+                store=PrefixStore("group", store),
+                rank=seat.rank,
+                world_size=seat.size,
+                timeout=patience,
+            )
+            answer = job.fn(*job.args)
+    except BaseException as error:
+        send(pipe, seat.rank, report(seat.rank, error))
+        return
+    send(pipe, seat.rank, answer)
+    dist.destroy_process_group()
+
+
+def _prepare(seat: Seat) -> None:
+    """End with the launching process at once: ranks that train on meanwhile would write into the checkpoints of the run
+    that follows. And leave nothing behind that outlives a rank that is killed."""
+    if (parent := mp.parent_process()) is not None:
+
+        def end() -> None:
+            parent.join()
+            if seat.rank == 0:
+                print("all ranks end: the process that launched them is gone", file=sys.stderr, flush=True)
+            os._exit(1)
+
+        threading.Thread(target=end, daemon=True, name="quintnet-parent").start()
+    with contextlib.suppress(ImportError):  # torch.fx makes bars, which have a lock that all processes of a machine see
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
+
+
+def report(rank: int, error: BaseException) -> Report:
+    """What is told of an error; before this process ends, so that it comes before what others then see."""
+    when = time.monotonic()
+    text = "".join(traceback.format_exception(error))
+    own = error if isinstance(error, QuintNetError) else None
+    line = f"{own.code} {own.message}" if own is not None else f"{type(error).__name__}: {first_line(error)}"
+    return Report(rank, when, line.splitlines()[0], text, of_communication(error), own)
+
+
+def send(pipe: Connection, rank: int, answer: Any) -> None:
+    # plain pickle: multiprocessing's own would share tensors' memory, which ends with this process
+    try:
+        packed = pickle.dumps(answer)
+    except Exception as error:
+        text = f"a result that cannot be sent to the launching process: {error}"
+        packed = pickle.dumps(Report(rank, time.monotonic(), text, text, False))
+    with contextlib.suppress(BrokenPipeError):  # nobody is there to hear it
+        pipe.send_bytes(packed)
+    pipe.close()

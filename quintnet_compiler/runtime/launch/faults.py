@@ -1,0 +1,114 @@
+"""What ended a run: the rank at its root, named once, and a line for each of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.errors import QuintNetError, RunError
+from .heartbeat import last_step
+from .rank_status import Row
+
+REPEATABLE = ("QN302", "QN303", "QN402")  # codes of faults that may not happen again
+
+
+@dataclass(frozen=True)
+class Report:
+    """An error that a rank's function raised. ``when``: of the machine's monotonic clock. ``distant``: it is how
+    another rank's fault looks like from there. ``error``: itself, if it is one of ours."""
+
+    rank: int
+    when: float
+    line: str
+    text: str
+    distant: bool
+    error: QuintNetError | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why an attempt ended. ``ranks``: those at fault; ``again``: whether another attempt may go better."""
+
+    error: QuintNetError
+    ranks: tuple[int, ...]
+
+    @property
+    def again(self) -> bool:
+        return isinstance(self.error, RunError) and self.error.code in REPEATABLE
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All that is known when an attempt ends.
+
+    ``ended``: exit codes of ranks that ended without a word (negative: a signal's number); ``stopped``: ranks that
+    the system does not let run; ``rows``: the last that ranks said; ``stacks``: folder of their stacks.
+    """
+
+    size: int
+    rows: Mapping[int, Row]
+    reports: Sequence[Report]
+    ended: Mapping[int, int]
+    stopped: Collection[int]
+    stacks: Path
+
+    @property
+    def certain(self) -> bool:
+        """Whether something was seen that explains itself; what is ``distant`` has its cause elsewhere."""
+        return bool(self.ended or self.stopped or any(not one.distant for one in self.reports))
+
+    def fault(self) -> Fault:
+        first = min((one for one in self.reports if not one.distant), key=lambda one: one.when, default=None)
+        if first is not None and first.error is not None:
+            return Fault(first.error, (first.rank,))
+        if first is not None:
+            return self._fault(
+                "QN302", f"rank {first.rank} raised {first.line}\n{first.text.rstrip()}", [first.rank], ""
+            )
+        if self.ended:
+            lines = [f"rank {rank} {_exit(code)}{self._where(rank)}" for rank, code in sorted(self.ended.items())]
+            killed = -signal.SIGKILL in self.ended.values()
+            fix = "if nobody killed it, the machine may have been out of memory (see dmesg)" if killed else ""
+            return self._fault("QN302", "\n  ".join(lines), sorted(self.ended), fix)
+        if self.stopped:
+            lines = [f"rank {rank} is stopped (SIGSTOP){self._where(rank)}" for rank in sorted(self.stopped)]
+            return self._fault("QN303", "\n  ".join(lines), sorted(self.stopped), "")
+        told = {one.rank for one in self.reports}
+        late = [r for r, row in sorted(self.rows.items()) if r not in told and not row.waiting]
+        waited = min(self.reports, key=lambda one: one.when)
+        if late:
+            lines = [f"rank {r} did not come{self._where(r)}: it is at {self.rows[r].at or 'its start'}" for r in late]
+            return self._fault("QN402", "\n  ".join(lines), late, "see what it does there, or wait longer for it")
+        return self._fault("QN402", f"rank {waited.rank}: {waited.line}", [waited.rank], "")
+
+    def _fault(self, code: str, message: str, ranks: Sequence[int], fix: str) -> Fault:
+        others = [f"rank {one.rank}: {one.line}" for one in self.reports if one.rank not in ranks]
+        lines = [message, *sorted(others)]
+        found = sorted(self.stacks.glob("rank*.txt")) if self.stacks.exists() else []
+        if found:
+            lines.append(f"stacks of {len(found)} ranks when it ended: {self.stacks}")
+        error = RunError(code, "\n  ".join(lines), fix=fix)
+        return Fault(error, tuple(ranks))
+
+    def _where(self, rank: int) -> str:
+        row, last = self.rows.get(rank, Row()), last_step(self.stacks, rank)
+        step = f" in step {last}" if last >= 0 else " before its first step"
+        return f"{step} (pid {row.pid})" if row.pid else " before it had started"
+
+
+def _exit(code: int) -> str:
+    with contextlib.suppress(ValueError):
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code} and without a result"
+
+
+def stopped(pid: int | None) -> bool:
+    """Whether the system does not let a process of this machine run (SIGSTOP; not a debugger's)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):  # it is gone, or this system has no /proc
+        return False

@@ -1,0 +1,89 @@
+"""Run a function on several ranks, again if need be."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import CompileError, FaultWarning
+from .attempt import Attempt, Job
+from .faults import Fault
+from .torchrun import inside_torchrun
+
+
+def launch(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout: float | None = None,
+    collective_timeout: float = 600.0,
+    threads: int = 1,
+    restarts: int = 0,
+    fewest: int | None = None,
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``num_ranks`` ranks and return its results by rank.
+
+    Starts processes on this machine that talk over loopback (gloo, or NCCL where each has a GPU). Under torchrun the
+    environment's world is used instead: ``fn`` runs once, here, and the list holds this rank's result at its place;
+    restarts are torchrun's (``--max-restarts``).
+
+    Args:
+        fn: a function at the top level of a module, so that other processes can import it.
+        timeout: seconds after which everything is ended; None: never.
+        collective_timeout: seconds that ranks wait for each other in communication.
+        threads: torch threads per process.
+        restarts: how often all ranks are started again after a fault. ``fn`` then begins anew: it must go on from its
+            own checkpoints (:meth:`CompiledProgram.load`; a :class:`Trainer` with a checkpoint_folder does).
+        fewest: go on with fewer ranks, but not with fewer than this: a rank at fault in two attempts running is left
+            out. ``fn`` then finds a smaller world (``torch.distributed.get_world_size()``).
+
+    Raises:
+        RunError: QN302 if a rank fails or dies, QN303 if one is stopped, QN402 if one does not come, QN304 after
+            ``timeout``; with the rank at the root of it. All others are ended. A QuintNetError that ``fn`` raised is
+            raised as it is, and is not tried again.
+    """
+    least = num_ranks if fewest is None else fewest
+    if not 1 <= least <= num_ranks or restarts < 0:
+        raise CompileError(
+            "QN108",
+            f"launch of {num_ranks} ranks with fewest={fewest} and restarts={restarts}",
+            fix=f"1 to {num_ranks} ranks, 0 or more restarts",
+        )
+    job = Job(fn, args, threads, collective_timeout)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return inside_torchrun(job, num_ranks, least)
+    deadline = time.monotonic() + timeout if timeout is not None else math.inf
+    folder = Path(tempfile.mkdtemp(prefix="quintnet-"))  # of stacks; it stays if they are needed
+    slots, suspects = list(range(num_ranks)), set[int]()
+    try:
+        for number in range(restarts + 1):
+            with Attempt(job, slots, folder / f"attempt{number}") as attempt:
+                found = attempt.run(deadline)
+            if not isinstance(found, Fault):
+                return found
+            if number == restarts or not found.again:
+                raise found.error
+            blamed = {slots[rank] for rank in found.ranks}
+            gone = blamed & suspects if len(slots) - len(blamed & suspects) >= least else set()
+            slots, suspects = [slot for slot in slots if slot not in gone], blamed - gone
+            message = f"{found.error}\n  restart {number + 1} of {restarts}, with {len(slots)} ranks"
+            warnings.warn(FaultWarning(message), stacklevel=2)
+    finally:
+        _tidy(folder)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _tidy(folder: Path) -> None:
+    """Keep nothing but stacks."""
+    for one in folder.glob("*/*.step"):
+        one.unlink()
+    for one in [*folder.iterdir(), folder]:
+        if not any(one.iterdir()):
+            one.rmdir()

@@ -1,0 +1,175 @@
+"""A rank that torchrun started: it meets the others of its attempt, and watches its neighbours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from ...core.errors import QuintNetError, RunError
+from .attempt import Job
+from .faults import stopped
+from .heartbeat import PERIOD, VERDICT, Pulse, dump_stacks
+from .rank_status import Row, of_communication, read_rows
+
+LONGEST_SILENCE = 60.0  # seconds that a rank may say nothing: the network repairs itself within some
+STOPPED = 1.0  # seconds after which a rank that may not run is given up
+
+
+def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
+    """Run the job's function here, as one rank of the environment's world.
+
+    Raises:
+        RunError: QN301 if the world has more ranks than ``num_ranks``, or fewer than ``fewest``.
+    """
+    size = int(os.environ["WORLD_SIZE"])
+    if not fewest <= size <= num_ranks:
+        raise RunError(
+            "QN301",
+            f"launch was asked for {num_ranks} ranks, and the world has {size}",
+            fix=f"torchrun --nproc-per-node {num_ranks}",
+        )
+    results: list[Any] = [None] * size
+    if dist.is_initialized():
+        results[dist.get_rank()] = job.fn(*job.args)
+        return results
+    torch.set_num_threads(job.threads)
+    patience = timedelta(seconds=job.patience)
+    given, rank, _ = next(rendezvous("env://", timeout=patience))
+    while isinstance(given, PrefixStore):
+        given = given.underlying_store
+    name = meet(given, rank, size, job.patience)
+    folder = Path(tempfile.mkdtemp(prefix="quintnet-"))
+    silence = min(LONGEST_SILENCE, job.patience)
+    neighbours = Neighbours(rank, size, silence)
+    with Pulse(
+        lambda: PrefixStore(f"{name}/rows", given.clone()), rank, size, folder, job.patience, neighbours
+    ) as pulse:
+        Guard(pulse, silence).start()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        store = PrefixStore(f"{name}/group", given)
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        try:
+            results[rank] = job.fn(*job.args)
+        except RuntimeError as error:  # outside of a program's run: in a save, or in communication of the user's own
+            if isinstance(error, QuintNetError) or not of_communication(error):
+                raise
+            raise pulse.cause(error) from error
+        dist.destroy_process_group()
+    shutil.rmtree(folder)
+    return results
+
+
+def meet(store: Store, rank: int, size: int, patience: float) -> str:
+    """A name for this attempt, on which all its ranks agree; what earlier attempts left in the store is not read.
+
+    The first rank proposes one, and confirms it to those that it has met, each by a number of its own. (A count of
+    restarts would not do: each node counts its own.)
+
+    Raises:
+        RunError: QN402 if not all ranks come.
+    """
+    mine, until = uuid.uuid4().hex, time.monotonic() + patience
+    if rank == 0:
+        store.set("quintnet/attempt", mine)
+        keys = [f"quintnet/{mine}/{other}" for other in range(1, size)]
+        while not all(store.check([key]) for key in keys):
+            _wait(until, [key.rpartition("/")[2] for key in keys if not store.check([key])])
+        met = [store.get(key).decode() for key in keys]
+        rows = PrefixStore(f"quintnet/{mine}/rows", store)
+        for key, first in [(VERDICT, ""), *((str(other), "{}") for other in range(size))]:
+            rows.set(key, first)
+        store.set(f"quintnet/{mine}/met", json.dumps(met))
+        return f"quintnet/{mine}"
+    told = ""
+    while True:
+        if store.check(["quintnet/attempt"]):
+            name = f"quintnet/{store.get('quintnet/attempt').decode()}"
+            if name != told:
+                store.set(f"{name}/{rank}", mine)
+                told = name
+            if store.check([f"{name}/met"]) and mine in json.loads(store.get(f"{name}/met")):
+                return name
+        _wait(until, ["0"])
+
+
+def _wait(until: float, missing: list[str]) -> None:
+    if time.monotonic() > until:
+        raise RunError("QN402", f"ranks did not come: {', '.join(missing)}")
+    time.sleep(0.02)
+
+
+@dataclass
+class Neighbours:
+    """The ranks before and after this one: everybody is watched by two, whatever the size of the world. Silence is
+    counted in looks, so that time in which this rank could not look itself does not count."""
+
+    rank: int
+    size: int
+    silence: float
+    looks: dict[int, tuple[int, int]] = field(default_factory=dict)  # of each: its beat, and looks since it changed
+    held: dict[int, int] = field(default_factory=dict)  # looks since it was first seen stopped
+
+    def look(self, store: Store) -> str:
+        others = sorted({(self.rank + way) % self.size for way in (-1, 1)} - {self.rank})
+        found = [self._judge(rank, row) for rank, row in read_rows(store, others).items()]
+        return next(filter(None, found), "")
+
+    def _judge(self, rank: int, row: Row) -> str:
+        beat, looks = self.looks.get(rank, (-1, 0))
+        looks = looks + 1 if row.beat == beat else 0
+        self.looks[rank] = row.beat, looks
+        step = f"in step {row.step}" if row.step >= 0 else "before its first step"
+        where = f"rank {rank} {{}} {step} (pid {row.pid} on {row.host})"
+        here = row.host == socket.gethostname() and stopped(row.pid)
+        self.held[rank] = self.held.get(rank, 0) + 1 if here else 0
+        if self.held[rank] * PERIOD > STOPPED:
+            with contextlib.suppress(OSError):
+                os.kill(row.pid, signal.SIGCONT)  # so that it can hear, and leave: torchrun waits for it
+            return where.format("was stopped (SIGSTOP)")
+        if looks * PERIOD > self.silence:
+            return where.format(f"has said nothing for {self.silence:g} s")
+        return ""
+
+
+class Guard(threading.Thread):
+    """Ends this rank when the store does not answer any more: its node, or the way to it, is lost."""
+
+    def __init__(self, pulse: Pulse, silence: float) -> None:
+        super().__init__(daemon=True, name="quintnet-guard")
+        self.pulse, self.silence = pulse, silence
+
+    def run(self) -> None:
+        seen, quiet = 0.0, 0
+        while not self.pulse.over.wait(PERIOD):
+            seen, quiet = self.pulse.last, quiet + 1 if self.pulse.last == seen else 0
+            if quiet * PERIOD > self.silence:
+                dump_stacks(self.pulse.folder, self.pulse.rank)
+                address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                error = RunError(
+                    "QN303",
+                    f"rank {self.pulse.rank} in step {self.pulse.now[1]}: {address} has not answered for "
+                    f"{self.silence:g} s\n  stacks: {self.pulse.folder}",
+                    fix="see whether its node is up, and the network between",
+                )
+                print(error, file=sys.stderr, flush=True)
+                os._exit(1)

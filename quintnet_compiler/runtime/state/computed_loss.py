@@ -1,0 +1,53 @@
+"""The loss that a step returns: a number, whose gradients are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.errors import RunError
+
+_SCALED = frozenset(("mul", "div", "true_divide", "add", "sub", "rsub", "__rdiv__", "mean", "sum"))  # still a loss
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+class SettledLoss(Tensor):
+    """A scalar as any other, but that a call of backward (also of its multiple, as GradScaler makes one) says what to
+    do instead.
+
+    Raises:
+        RunError: QN113 by ``backward``.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _BACKWARD:
+            raise RunError(
+                "QN113",
+                "backward was called on the loss that step returned, and step computed the gradients",
+                fix="leave backward (and GradScaler) out: program.step(batch), then optimizer.step()",
+            )
+        found = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # type: ignore[arg-type]
+        return found.as_subclass(cls) if isinstance(found, Tensor) and func.__name__ in _SCALED else found
+
+    @property
+    def plain(self) -> Tensor:
+        """The same as a torch.Tensor."""
+        return self.as_subclass(Tensor)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return repr(self.plain)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.plain, spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.plain.clone()

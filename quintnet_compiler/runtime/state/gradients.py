@@ -1,0 +1,201 @@
+"""Gradients of one rank: accumulated over microbatches, added up over ranks (and scattered to those that store slices)
+in buckets while the last backward runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...ir.program import DistributedProgram, RankProgram, StateSpec
+from ..transport.transport import Transport
+from .buckets import Bucket, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
+
+BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
+PIECES, PIECE_BYTES = 16, 2**20  # of what no ranks add up (at most so many, of so many bytes at least): its memory is
+# taken piece by piece, as the backward frees values
+
+
+def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[int, ...]:
+    """The ranks of all stages that hold the same part of a parameter as ``rank``."""
+    here = program.mesh.coordinate(rank)
+    owners = sorted({program.schedule.placement[stage] for stage in spec.stages})
+    return tuple(program.mesh.rank({**here, "pp": owner}) for owner in owners) if len(owners) > 1 else ()
+
+
+@dataclass
+class GradientStore:
+    """Holds, accumulates and settles the gradients of one rank's parameters. What a step has to do with each of them is
+    found here once; between microbatches, its Python is as long for a thousand parameters as for one."""
+
+    program: DistributedProgram
+    part: RankProgram
+    transport: Transport
+    device: torch.device
+    buckets: list[Bucket] = field(default_factory=list)
+    where: dict[str, Bucket] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    settled: dict[str, Tensor] = field(default_factory=dict)  # each parameter's gradient: this rank's part
+
+    def __post_init__(self) -> None:
+        self.times: dict[str, int] = defaultdict(int)
+        self.names: dict[str, str] = {}  # generated code names a parameter by its value in the graph
+        groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for stage in reversed(self.part.stages):  # the later one's gradients are complete first
+            self.names |= stage.gradients
+            for name in stage.gradients.values():
+                spec = self.program.state[name]
+                if not self.times[name]:
+                    over = reduced_axes(spec, self.program), scattered_axes(spec, self.program)
+                    groups[spec.summed, spec.reduced, *over].append(name)
+                self.times[name] += 1
+        for name in self._idle():
+            spec = self.program.state[name]
+            groups["idle", spec.summed, spec.reduced].append(name)
+        for names in groups.values():
+            pending: list[str] = []
+            first, size = self.program.state[names[0]], 0
+            sizes = {name: self._bytes(self.program.state[name]) for name in names}
+            alone = not reduced_axes(first, self.program) and not scattered_axes(first, self.program)
+            few = max(PIECE_BYTES, sum(sizes.values()) // PIECES)
+            limit = min(BUCKET_BYTES, few) if alone else BUCKET_BYTES
+            for name in names:
+                pending.append(name)
+                size += sizes[name]
+                if size >= limit or name is names[-1]:
+                    self.buckets.append(make_bucket(pending, self.program, self.part.rank, self.device))
+                    self.where |= dict.fromkeys(pending, self.buckets[-1])
+                    pending, size = [], 0
+        for bucket in self.buckets:
+            bucket.terms = sum(self.times[name] for name in bucket.views) * self.program.schedule.num_microbatches
+        for name, bucket in self.where.items():  # where sums have more bits than the parameter, a copy
+            self.settled[name] = bucket.views[name].to(self.program.state[name].dtype)
+        copied = [name for name, bucket in self.where.items() if self.settled[name].dtype is not bucket.buffer.dtype]
+        self.copies = [self.settled[name] for name in copied], [self.where[name].views[name] for name in copied]
+        owners = {name: shared_by(self.program.state[name], self.program, self.part.rank) for name in self.where}
+        self.shared = {name: ranks for name, ranks in sorted(owners.items()) if ranks}
+        self.idle = [bucket for bucket in self.buckets if not bucket.terms]
+
+    def _bytes(self, spec: StateSpec) -> int:
+        return accumulated_shape(spec, self.program).numel() * spec.summed.itemsize
+
+    def begin(self) -> None:
+        """A new step: forget the gradients of the last one, whose memory is free until the backward."""
+        self.fresh = set(self.where)
+        for bucket in self.buckets:
+            bucket.wait = None
+            bucket.left = bucket.terms
+            bucket.release()
+        for bucket in self.idle:
+            bucket.hold()
+            bucket.buffer.zero_()
+
+    def _idle(self) -> list[str]:
+        """Parameters that stages here use without a gradient, and other stages with one: its sum arrives here too."""
+        here = {stage.index for stage in self.part.stages}
+        trained = {name for stage in self.program.stages for name in stage.gradients.values()}
+        held = {name for name in trained if not here.isdisjoint(self.program.state[name].stages)}
+        return sorted(held - self.times.keys())
+
+    def accumulate(self, gradient: Tensor, value: str) -> None:
+        """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
+        name = self.names[value]
+        bucket = self.where[name]
+        slot, cuts = bucket.slots[name], bucket.cuts[name]
+        gradient = by_rank(gradient, cuts, bucket.order) if cuts else gradient
+        if name in self.fresh:
+            self._first(name, bucket)
+            slot.copy_(gradient)
+        else:
+            slot.add_(gradient)
+        self._count(bucket)
+
+    def accumulate_product(self, left: Tensor, right: Tensor, value: str) -> None:
+        """As ``accumulate(left @ right, value)``, without a copy."""
+        name = self.names[value]
+        bucket = self.where[name]
+        slot, cuts = bucket.slots[name], bucket.cuts[name]
+        if len(cuts) > 1 or any(cut.parts > 1 for cut in cuts) or left.dtype is not slot.dtype:
+            self.accumulate(left @ right, value)
+            return
+        if cuts:  # each rank's rows or columns are a product of their own
+            rows = cuts[0].dim == 0
+            left = by_rank(left, cuts, bucket.order) if rows else left.expand(cuts[0].ranks, -1, -1)
+            right = right.expand(cuts[0].ranks, -1, -1) if rows else by_rank(right, cuts, bucket.order)
+        if name in self.fresh:
+            self._first(name, bucket)
+            torch.matmul(left, right, out=slot)
+        elif cuts:
+            slot.baddbmm_(left, right)
+        else:
+            slot.addmm_(left, right)
+        self._count(bucket)
+
+    def _first(self, name: str, bucket: Bucket) -> None:
+        self.fresh.remove(name)
+        if not bucket.held:
+            bucket.hold()
+
+    def _count(self, bucket: Bucket) -> None:
+        bucket.left -= 1
+        if bucket.left == 0:
+            self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        peers, rank = self.program.mesh.peers, self.part.rank
+        begin = self.transport.start_scatter if bucket.scattered else self.transport.start_sum
+        axes = bucket.scattered or bucket.summed
+        if axes:
+            bucket.moving = bucket.buffer.to(bucket.reduced)
+            bucket.wait = begin(bucket.moving, peers(rank, axes), bucket.label)
+
+    def require_all(self) -> None:
+        """Memory of gradients has no values before the first term of each."""
+        for bucket in self.buckets:
+            assert bucket.left == 0, f"{bucket.label}: {bucket.left} terms are missing"
+
+    def settle(self, scale: float = 1.0) -> None:
+        """Wait for all sums, add up what stages share, and divide by ``scale``."""
+        for bucket in self.buckets:
+            if bucket.wait is not None:
+                self._finish(bucket)
+        for name, ranks in self.shared.items():
+            view = self.where[name].views[name]
+            moving = view.to(self.where[name].reduced)
+            self.transport.start_sum(moving, ranks, f"gradient of {name} over its stages")()
+            _keep(view, moving)
+        if scale != 1:
+            torch._foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
+        if self.copies[0]:
+            torch._foreach_copy_(*self.copies)
+
+    def _finish(self, bucket: Bucket) -> None:
+        assert bucket.wait is not None and bucket.moving is not None
+        found = bucket.wait()
+        if bucket.scattered:
+            index = self.program.mesh.peers(self.part.rank, bucket.order).index(self.part.rank)
+            found = bucket.moving.view(-1, bucket.own.numel())[index]
+            if bucket.summed:
+                ranks = self.program.mesh.peers(self.part.rank, bucket.summed)
+                self.transport.start_sum(found, ranks, bucket.label)()
+        _keep(bucket.own, found)
+        bucket.moving = bucket.wait = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all sums, and of what is not a view of them."""
+        return sum(bucket.buffer.nbytes for bucket in self.buckets) + sum(x.nbytes for x in self.copies[0])
+
+    def screen(self) -> Tensor:
+        """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that
+        overflows shows up too, so a hit must be confirmed."""
+        sums = [bucket.own.sum().double() for bucket in self.buckets]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
+
+def _keep(slot: Tensor, found: Tensor) -> None:
+    """Put in ``slot`` what another dtype keeps from lying there already."""
+    if found.dtype is not slot.dtype:
+        slot.copy_(found.view_as(slot))

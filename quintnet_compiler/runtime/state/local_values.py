@@ -1,0 +1,56 @@
+"""What a rank has of a module's parameters, and of their gradients."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ...core import slices
+from ...core.errors import RunError
+from ...core.sharding import Sharding
+
+
+class StageGradient(DTensor):
+    """The gradient of a parameter that other pipeline stages do not have. A norm of these alone is no norm of all.
+
+    Raises:
+        RunError: QN113 by torch.nn.utils.clip_grad_norm_.
+    """
+
+    @staticmethod
+    def __torch_function__(
+        func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.linalg.vector_norm, torch._foreach_norm):
+            caller = sys._getframe(1)
+            if caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+                raise RunError(
+                    "QN113",
+                    "this rank has the gradients of its pipeline stages alone, and would clip by their norm",
+                    fix="use program.clip_grad_norm(max_norm): the norm of all gradients, on every rank",
+                )
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of a parameter a rank stores."""
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+
+    def __call__(self, x: Any, like: DTensor) -> Any:
+        """A whole tensor's part; anything else as it is."""
+        if not isinstance(x, Tensor) or isinstance(x, DTensor) or tuple(x.shape) != self.shape:
+            return x
+        part = slices.take_all(x.detach(), self.sharding, self.sizes, self.places).to(like.device)
+        shape, stride = torch.Size(self.shape), like.stride()
+        return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)

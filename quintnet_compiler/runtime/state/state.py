@@ -1,0 +1,57 @@
+"""Parameters as DTensors under their original names, and their parts on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from ...core import slices
+from ...core.sharding import Shard as ShardType
+from ...core.sharding import Sharding, local_shape
+from ...ir.program import Axis, DistributedProgram, RankProgram, StateSpec
+
+
+def part_of(x: Tensor, sharding: Sharding, axes: Sequence[Axis], coordinate: Mapping[str, int]) -> Tensor:
+    """A rank's part of a whole tensor. The microbatch axis never shards state or inputs."""
+    places = [coordinate.get(axis.name, 0) for axis in axes]
+    return slices.take_all(x, sharding, [axis.size for axis in axes], places)
+
+
+def new_caches(program: DistributedProgram, part: RankProgram, device: torch.device) -> dict[str, Tensor]:
+    """Zeros for what a rank's stages keep from one run to the next."""
+    sizes = [axis.size for axis in program.axes]
+    names = dict.fromkeys(name for stage in part.stages for name in stage.state.values())
+    return {
+        spec.name: torch.zeros(local_shape(spec.shape, spec.sharding, sizes), dtype=spec.dtype, device=device)
+        for spec in map(program.state.__getitem__, names)
+        if spec.kind == "cache"
+    }
+
+
+def placements(spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """DTensor placements on ``mesh`` (the ranks of one stage)."""
+    kinds = {axis.name: kind for axis, kind in zip(axes, spec.sharding, strict=True)}
+    found: list[Placement] = []
+    for name in mesh.mesh_dim_names or ():
+        kind = kinds.get(name)
+        if not isinstance(kind, ShardType):
+            found.append(Replicate())
+        elif kind.parts == 1:
+            found.append(Shard(kind.dim))
+        else:
+            found.append(_StridedShard(kind.dim, split_factor=kind.parts))
+    return tuple(found)
+
+
+def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> DTensor:
+    """This rank's part of a parameter or gradient as a DTensor over the ranks of its stage."""
+    stride = torch.empty(spec.shape, device="meta").stride()
+    found: DTensor = DTensor.from_local(
+        local, mesh, placements(spec, axes, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
+    )
+    return found

@@ -1,0 +1,4 @@
+"""How values travel between ranks: in one process, on torch.distributed, in rings.
+
+Imports ``launch`` and below.
+"""

@@ -1,0 +1,259 @@
+"""One process per rank on torch.distributed: NCCL on GPUs, gloo on CPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...core import slices
+from ...core.errors import RunError
+from ...core.mesh import Mesh
+from ..launch.gloo_threads import calm_readers
+from .collectives import Native, collectives, pending
+from .symmetric import Kernels, kernels_of
+from .transport import GRADIENTS, VALUES, Pending, Wait
+
+# The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
+ORDER = ("pp", "dp", "ep", "cp", "tp")
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """``mesh`` as a DeviceMesh, with every axis of :data:`ORDER` that has more than one rank, and always ``dp``."""
+    names = [name for name in ORDER if mesh[name] > 1 or name == "dp"]
+    places = itertools.product(*(range(mesh[name]) for name in names))
+    ranks = torch.tensor([mesh.rank(dict(zip(names, place, strict=True))) for place in places])
+    return DeviceMesh(device_type, ranks.reshape([mesh[name] for name in names]), mesh_dim_names=tuple(names))
+
+
+class DistributedTransport:
+    """Axes bound to process groups.
+
+    Raises:
+        RunError: QN301 if the world has another size than the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, devices: DeviceMesh, groups: Iterable[tuple[int, ...]] = ()) -> None:
+        self.mesh, self.rank = mesh, dist.get_rank()
+        if dist.get_world_size() != mesh.size:
+            raise RunError(
+                "QN301",
+                f"{mesh} needs {mesh.size} ranks, and the world has {dist.get_world_size()}",
+                fix=f"start {mesh.size} processes",
+            )
+        self.place = mesh.coordinate(self.rank)
+        self.devices = devices
+        axes = [axis for axis in mesh.names if mesh[axis] > 1]
+        self.axis = {axis: collectives(devices.get_group(axis)) for axis in axes}
+        self.group: dict[tuple[int, ...], Native] = {mesh.peers(self.rank, [axis]): self.axis[axis] for axis in axes}
+        if mesh.size > 1:
+            assert dist.group.WORLD is not None
+            self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
+        self.known = set(self.group)
+        self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
+        # Values and their gradients, up and down the ranks, travel on channels of their own, so that none waits for
+        # another: NCCL takes all transfers of a group between two ranks in order, whichever way they go.
+        self.channel = [(dist.new_group(), dist.new_group()) for _ in (VALUES, GRADIENTS)] if mesh["pp"] > 1 else []
+        self.add_groups(groups)
+
+    def add_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Make process groups. Every rank must call this with the same groups in the same order."""
+        for ranks in groups:
+            if ranks not in self.known and len(ranks) > 1:
+                self.known.add(ranks)
+                made = dist.new_group(list(ranks))
+                if self.rank in ranks:
+                    self.group[ranks] = collectives(made)
+        calm_readers()
+
+    # -- collectives of the graphs: each begins, and ends when it is waited for
+
+    def start(self, collective: str, *args: Any) -> Pending:
+        begin: Callable[..., Pending] = getattr(self, f"_{collective}")
+        return begin(*args, later=True)
+
+    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
+        return self._all_reduce(x, axis, at)()  # type: ignore[no-any-return]
+
+    def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
+        return self.axis[axis].all_reduce(x.contiguous(), later)
+
+    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._all_gather(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
+
+    def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
+        group = self.axis[axis]
+        out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+        gathered = group.all_gather(x.contiguous(), out, later)
+        if dim == 0 and parts == 1:
+            return gathered
+        return lambda: slices.unstack(gathered().view(group.size, *x.shape), dim, parts)
+
+    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        if x.untyped_storage().nbytes() == x.nbytes:
+            return self.all_gather(x, axis, dim, parts, at)
+        assert (dim, parts) == (0, 1), "only rows can be gathered in place"
+        group = self.axis[axis]
+        first = x.storage_offset() - group.rank * x.numel()
+        whole = x.as_strided((group.size * x.shape[0], *x.shape[1:]), x.stride(), first)
+        return group.all_gather(x, whole, False)()  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._reduce_scatter(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
+
+    def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
+        group = self.axis[axis]
+        stacked = slices.stack(x, dim, parts, group.size).contiguous()
+        return group.reduce_scatter(stacked.flatten(0, 1), stacked.new_empty(stacked.shape[1:]), later)
+
+    def gather_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        return self._gather_together(xs, axis, dims, parts, at)()  # type: ignore[no-any-return]
+
+    def _gather_together(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+        *,
+        later: bool = False,
+    ) -> Pending:
+        group = self.axis[axis]
+        flat, size = torch.cat([x.reshape(-1) for x in xs]), group.size
+        gathered = group.all_gather(flat, flat.new_empty(size * flat.numel()), later)
+        shapes = [x.shape for x in xs]
+
+        def each() -> tuple[Tensor, ...]:
+            runs = gathered().view(size, -1).split_with_sizes([shape.numel() for shape in shapes], 1)
+            return tuple(
+                slices.unstack(run.view(size, *shape), dim, n)
+                for shape, run, dim, n in zip(shapes, runs, dims, parts, strict=True)
+            )
+
+        return each
+
+    def scatter_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        return self._scatter_together(xs, axis, dims, parts, at)()  # type: ignore[no-any-return]
+
+    def _scatter_together(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+        *,
+        later: bool = False,
+    ) -> Pending:
+        group = self.axis[axis]
+        stacked = [slices.stack(x, dim, n, group.size) for x, dim, n in zip(xs, dims, parts, strict=True)]
+        flat = torch.cat([x.reshape(group.size, -1) for x in stacked], 1)
+        shapes = [x.shape[1:] for x in stacked]
+        scattered = group.reduce_scatter(flat.view(-1), flat.new_empty(flat.shape[1]), later)
+
+        def each() -> tuple[Tensor, ...]:
+            runs = scattered().split_with_sizes([shape.numel() for shape in shapes])
+            return tuple(run.view(shape) for run, shape in zip(runs, shapes, strict=True))
+
+        return each
+
+    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
+        return self._all_to_all(x, axis, dim, parts, to_dim, to_parts, at)()  # type: ignore[no-any-return]
+
+    def _all_to_all(
+        self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int, *, later: bool = False
+    ) -> Pending:
+        group = self.axis[axis]
+        if dim == to_dim:  # the same dim in other parts: rare
+            whole = self._all_gather(x, axis, dim, parts, at, later=later)
+            return lambda: slices.take(whole(), to_dim, to_parts, group.size, group.rank)
+        outgoing = slices.stack(x, to_dim, to_parts, group.size).contiguous()
+        incoming = torch.empty_like(outgoing)
+        work = dist.all_to_all_single(incoming, outgoing, group=group.group, async_op=later)
+        return pending(work, outgoing, lambda: slices.unstack(incoming, dim, parts))
+
+    def exchange_rows(
+        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
+    ) -> Tensor:
+        return self._exchange_rows(x, sends, receives, axis, at)()  # type: ignore[no-any-return]
+
+    def _exchange_rows(
+        self,
+        x: Tensor,
+        sends: list[int] | None,
+        receives: list[int] | None,
+        axis: str,
+        at: int,
+        *,
+        later: bool = False,
+    ) -> Pending:
+        assert receives is not None
+        given, out = x.contiguous(), x.new_empty((sum(receives), *x.shape[1:]))
+        work = dist.all_to_all_single(out, given, receives, sends, group=self.axis[axis].group, async_op=later)
+        return pending(work, given, lambda: out)
+
+    def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
+        return self.axis[axis].permute(x.contiguous(), sources)
+
+    def kernels(self, axis: str, device: torch.device) -> Kernels | None:
+        if (axis, device) not in self.fused:
+            self.fused[axis, device] = kernels_of(self.axis[axis].group, device)
+        return self.fused[axis, device]
+
+    # -- what the executor asks for
+
+    def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        return self.group[ranks].add(x)
+
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        own = x.chunk(len(ranks))[ranks.index(self.rank)]
+        return self.group[ranks].reduce_scatter(x, own, True)
+
+    def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
+        dist.broadcast(x, src=source, group=self.group[ranks].group)
+        return x
+
+    def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
+        x = x.contiguous()
+        work = dist.isend(x, to, group=self.channel[channel][to > self.rank])
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return x  # alive until sent
+
+        return wait
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
+        x = torch.empty(shape, dtype=dtype, device=self._device())
+        work = dist.irecv(x, source, group=self.channel[channel][self.rank > source])
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return x
+
+        return wait
+
+    def _device(self) -> torch.device:
+        kind = self.devices.device_type
+        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:
+    """All groups of ranks along each set of axes, in an order that every rank agrees on."""
+    found: dict[tuple[int, ...], None] = {}
+    for names in sorted({tuple(sorted(a)) for a in axes}):
+        for rank in range(mesh.size):
+            found[mesh.peers(rank, names)] = None
+    return list(found)

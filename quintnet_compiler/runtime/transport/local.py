@@ -1,0 +1,281 @@
+"""All ranks in one process, in lockstep: the reference semantics, the debugger, and the default without a launcher.
+
+Each rank runs in a greenlet and gives way when it meets communication. When all ranks of a collective have arrived it
+is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor
+
+from ...core import slices
+from ...core.errors import RunError
+from ...core.mesh import Mesh
+from .transport import Pending, Wait
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank waits for: a collective ``kind`` over ``ranks``, at a place that ``label`` describes. ``runs``: how
+    many rows go to each rank, where that is each rank's own."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    label: str
+    tensor: Tensor
+    detail: tuple[Any, ...] = ()
+    runs: tuple[int, ...] | None = None
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        shape = tuple(self.tensor.shape) if self.runs is None else tuple(self.tensor.shape[1:])
+        return self.kind, self.ranks, shape, self.tensor.dtype, self.detail, self.label
+
+    def __str__(self) -> str:
+        return f"{self.label or self.kind} of {tuple(self.tensor.shape)} {self.tensor.dtype} over ranks {self.ranks}"
+
+
+@dataclass(frozen=True)
+class Mail:
+    """A rank waits for the ``number``-th tensor from ``source`` on ``channel``."""
+
+    source: int
+    channel: int
+    number: int
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label} from rank {self.source}"
+
+
+@dataclass
+class Channel:
+    """What one rank sends to another: the n-th receive that was posted gets the n-th send, whenever it waits."""
+
+    sent: int = 0
+    asked: int = 0
+    there: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+
+
+class LocalWorld:
+    """Runs one function per rank until all are done.
+
+    Raises:
+        RunError: QN401 if ranks meet different collectives or a transfer has another shape than expected, QN402 if
+            ranks wait for something that never comes.
+    """
+
+    def __init__(self, mesh: Mesh, sites: Sequence[str] = ()) -> None:
+        self.mesh, self.sites = mesh, sites
+        self.mail: dict[tuple[int, int, int], Channel] = defaultdict(Channel)
+        self.hub = getcurrent()
+        self.present = frozenset(range(mesh.size))
+        self.transports: dict[int, LocalTransport] = {}
+
+    def transport(self, rank: int) -> LocalTransport:
+        """A rank's side of this world."""
+        if rank not in self.transports:
+            self.transports[rank] = LocalTransport(self, rank)
+        return self.transports[rank]
+
+    def run(self, functions: Mapping[int, Callable[[LocalTransport], Any]]) -> dict[int, Any]:
+        """``functions[rank](transport)`` of every rank, in lockstep; their results by rank.
+
+        Where some ranks of the mesh are absent, the others stand for them in sums.
+        """
+        self.hub, self.present = getcurrent(), frozenset(functions)
+        self.mail.clear()
+        ranks = {rank: greenlet(function, self.hub) for rank, function in functions.items()}
+        waits: dict[int, Meeting | Mail] = {}
+        results: dict[int, Any] = {}
+        ready: dict[int, Any] = {rank: self.transport(rank) for rank in ranks}
+        try:
+            while ready or waits:
+                for rank in sorted(ready):
+                    asked = ranks[rank].switch(ready.pop(rank))
+                    if ranks[rank].dead:
+                        results[rank] = asked
+                    else:
+                        waits[rank] = asked
+                self._advance(waits, ready)
+                if waits and not ready:
+                    lines = [f"rank {rank} waits in {wait}" for rank, wait in sorted(waits.items())]
+                    raise RunError("QN402", "\n  ".join(lines))
+        finally:
+            for one in ranks.values():  # ends what is still waiting, so that its values are freed
+                if one and not one.dead:
+                    one.throw()
+        return {rank: results[rank] for rank in functions}
+
+    def _advance(self, waits: dict[int, Meeting | Mail], ready: dict[int, Any]) -> None:
+        for rank in sorted(waits):
+            wait = waits.get(rank)
+            if isinstance(wait, Mail):
+                there = self.mail[wait.source, rank, wait.channel].there
+                if wait.number in there:
+                    ready[rank] = there.pop(wait.number)
+                    del waits[rank]
+            elif wait is not None:
+                here = [waits.get(other) for other in wait.ranks]
+                if any(m is not None and (isinstance(m, Mail) or m.signature != wait.signature) for m in here):
+                    self._mismatch(rank, wait, waits)
+                    continue
+                if all(isinstance(m, Meeting) for m in here):
+                    answers = _carry_out(here, range(len(here)))  # type: ignore[arg-type]
+                    for other, answer in zip(wait.ranks, answers, strict=True):
+                        ready[other] = answer
+                        del waits[other]
+
+    def _mismatch(self, rank: int, wait: Meeting, waits: dict[int, Meeting | Mail]) -> None:
+        for other in wait.ranks:
+            met = waits.get(other)
+            if isinstance(met, Meeting) and rank in met.ranks and met.signature != wait.signature:
+                raise RunError("QN401", f"rank {rank} is in {wait}\n  rank {other} is in {met}")
+
+
+def _carry_out(meetings: list[Meeting], wanted: Sequence[int]) -> list[Any]:
+    """The collective's result on the ranks at ``wanted`` places."""
+    kind, xs, detail = meetings[0].kind, [m.tensor for m in meetings], meetings[0].detail
+    count = len(xs)
+    if kind == "sum":
+        total = xs[0].clone()
+        for x in xs[1:]:
+            total = total + x
+        return [total.clone() for _ in wanted]
+    if kind == "gather":
+        dim, parts = detail
+        return [slices.join(xs, dim, parts) for _ in wanted]
+    if kind == "scatter":
+        total = xs[0]
+        for x in xs[1:]:
+            total = total + x
+        dim, parts = detail
+        return [slices.take(total, dim, parts, count, index).clone() for index in wanted]
+    if kind == "exchange":
+        dim, parts, to_dim, to_parts = detail
+        whole = slices.join(xs, dim, parts)
+        return [slices.take(whole, to_dim, to_parts, count, index).clone() for index in wanted]
+    if kind == "rows":
+        if any(m.runs is None for m in meetings):  # shapes alone
+            return [xs[index].clone() for index in wanted]
+        runs = [torch.split(m.tensor, list(m.runs)) for m in meetings if m.runs is not None]
+        return [torch.cat([run[index] for run in runs]) for index in wanted]
+    if kind == "permute":
+        return [xs[detail[index]].clone() for index in wanted]
+    assert kind == "broadcast"
+    return [xs[meetings[0].ranks.index(detail[0])].clone() for _ in wanted]
+
+
+class LocalTransport:
+    """One rank's side of a :class:`LocalWorld`."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.place = world.mesh.coordinate(rank)
+        self.peers = {axis: world.mesh.peers(rank, [axis]) for axis in world.mesh.names}
+
+    def _meet(
+        self,
+        kind: str,
+        x: Tensor,
+        ranks: tuple[int, ...],
+        label: str,
+        *detail: Any,
+        runs: tuple[int, ...] | None = None,
+    ) -> Tensor:
+        here = tuple(rank for rank in ranks if rank in self.world.present)
+        if len(here) == 1 < len(ranks):  # the others do the very same
+            alone = Meeting(kind, ranks, label, x, detail, runs)
+            mine: Tensor = _carry_out([alone] * len(ranks), [ranks.index(self.rank)])[0]
+            return mine
+        ranks = here
+        answer: Tensor = self.world.hub.switch(Meeting(kind, ranks, label, x, detail, runs))
+        return answer
+
+    def _site(self, at: int) -> str:
+        return f"#{at} {self.world.sites[at]}"
+
+    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
+        return self._meet("sum", x, self.peers[axis], self._site(at))
+
+    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._meet("gather", x, self.peers[axis], self._site(at), dim, parts)
+
+    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self.all_gather(x, axis, dim, parts, at)
+
+    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
+
+    def gather_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(self.all_gather(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
+
+    def scatter_together(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        return tuple(self.reduce_scatter(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
+
+    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
+        return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
+
+    def exchange_rows(
+        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
+    ) -> Tensor:
+        runs = None if sends is None else tuple(sends)
+        return self._meet("rows", x, self.peers[axis], self._site(at), runs=runs)
+
+    def start(self, collective: str, *args: Any) -> Pending:
+        made = getattr(self, collective)(*args)
+        return lambda: made
+
+    def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
+        got = self._meet("permute", x, self.peers[axis], self._site(at), *sources)
+        return lambda: got
+
+    def kernels(self, axis: str, device: torch.device) -> None:
+        return None
+
+    def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        x.copy_(self._meet("sum", x, ranks, label))
+        return lambda: x
+
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        own = x.chunk(len(ranks))[ranks.index(self.rank)]
+        own.copy_(self._meet("scatter", x, ranks, label, 0, 1))
+        return lambda: own
+
+    def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
+        return self._meet("broadcast", x, ranks, label, source)
+
+    def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
+        box = self.world.mail[self.rank, to, channel]
+        box.there[box.sent] = x, label
+        box.sent += 1
+        return lambda: x
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
+        box = self.world.mail[source, self.rank, channel]
+        mine = Mail(source, channel, box.asked, label)
+        box.asked += 1
+
+        def wait() -> Tensor:
+            x, sent = self.world.hub.switch(mine)
+            if sent != label or tuple(x.shape) != shape or x.dtype != dtype:
+                raise RunError(
+                    "QN401",
+                    f"rank {self.rank} expects {label}: {shape} {dtype} from rank {source}, "
+                    f"which sent {sent}: {tuple(x.shape)} {x.dtype}",
+                )
+            got: Tensor = x
+            return got
+
+        return wait

@@ -1,0 +1,181 @@
+"""Attention to sequences that a ring of ranks holds: keys and values travel, queries stay (Liu et al. 2023).
+
+A rank holds one run of positions, or two (``balance``): then the first has its mirror image's distance from the end,
+so that each rank's queries see equally many keys, at every step (Brandon et al. 2023). Every pair of a run of queries
+and one of keys is a block, of which only those that are seen at all are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...ops.collectives import widened
+from .attention_blocks import Block, Mask, backward, forward, merge
+from .transport import Transport
+
+POSITIONS = 2  # the dim of positions in q, k and v
+
+
+@dataclass(frozen=True)
+class Circle:
+    """One rank's place in a ring: ``index`` of the ``size`` ranks of an axis."""
+
+    transport: Transport
+    axis: str
+    size: int
+    index: int
+    at: int
+
+    def passed(self, xs: Sequence[Tensor], back: int = -1) -> Callable[[], list[Tensor]]:
+        """Begin to send ``xs`` to the next rank (or ``back`` by so many) and to receive as they come."""
+        if back % self.size == 0:
+            return lambda: list(xs)
+        sources = tuple((i + back) % self.size for i in range(self.size))
+        waits = [self.transport.permute(x, self.axis, sources, self.at) for x in xs]
+        return lambda: [wait() for wait in waits]
+
+
+@dataclass(frozen=True)
+class Ring(Circle):
+    """What a ring's attention is."""
+
+    scale: float
+    causal: bool
+    window: int
+    balance: bool
+
+    def runs(self, owner: int, length: int) -> list[tuple[int, int]]:
+        """The runs of positions that rank ``owner`` holds while attention runs: first position and length.
+
+        >>> Ring(None, "cp", 2, 0, 0, 1.0, True, 0, True).runs(0, 4)
+        [(0, 2), (6, 2)]
+        """
+        if not self.balance:
+            return [(owner * length, length)]
+        half = length // 2
+        return [(2 * owner * half, half), ((2 * self.size - 1 - 2 * owner) * half, half)]
+
+    def blocks(self, owner: int, length: int) -> Iterator[tuple[int, int, Block]]:
+        """The blocks of this rank's queries and ``owner``'s keys that are seen: places of both runs among ours."""
+        for i, (row, count) in enumerate(self.runs(self.index, length)):
+            for j, (col, _) in enumerate(self.runs(owner, length)):
+                block = Block(row, col, count, self.scale, self.causal, self.window)
+                if not block.hidden:
+                    yield i, j, block
+
+    def steps(self, length: int) -> int:
+        """For how many steps any rank sees anything: all of them, but few where a window is short.
+
+        >>> Ring(None, "cp", 8, 0, 0, 1.0, True, 5, False).steps(4)
+        2
+        """
+        if not (self.window and self.causal):
+            return self.size
+        return min(self.size, 1 + (self.window + length - 2) // length)
+
+    def parts(self, x: Tensor, dim: int = POSITIONS) -> list[Tensor]:
+        """``x`` by runs."""
+        return list(x.chunk(2, dim)) if self.balance else [x]
+
+    def mirrored(self, x: Tensor, dim: int = POSITIONS) -> Tensor:
+        """``x`` with its second half exchanged for that of the mirror image; its own inverse."""
+        if not self.balance:
+            return x
+        first, second = x.chunk(2, dim)
+        sources = tuple(reversed(range(self.size)))
+        return torch.cat([first, self.transport.permute(second, self.axis, sources, self.at)()], dim)
+
+
+def ring_forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The attention of this rank's queries, and each one's log of its sum of exponentials (in the runs' order)."""
+    length = q.shape[POSITIONS]
+    q, k, v = (ring.mirrored(x) for x in (q, k, v))
+    ids = _Ids(ring, padding, segments)
+    travelling = [k, v, *ids.travelling]
+    queries = ring.parts(q)
+    found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
+    steps = ring.steps(length)
+    for step in range(steps):
+        coming = ring.passed(travelling) if step < steps - 1 else None
+        keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
+        for i, j, block in ring.blocks((ring.index - step) % ring.size, length):
+            made = forward(block, queries[i], keys[j], values[j], ids.mask(i, j, travelling[2:]))
+            before = found[i]
+            found[i] = made if before is None else merge(before, made)
+        if coming is not None:
+            travelling = coming()
+    whole = [one for one in found if one is not None]
+    assert len(whole) == len(found), "a query sees its own block at least"
+    out = torch.cat([out for out, _ in whole], POSITIONS).to(q.dtype)
+    return ring.mirrored(out), torch.cat([lse for _, lse in whole], POSITIONS)
+
+
+def ring_backward(
+    ring: Ring,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    padding: Tensor | None,
+    segments: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. Those of keys and values travel with them, and at last home."""
+    length, wide = q.shape[POSITIONS], widened(q.dtype)
+    grad, q, k, v, out = (ring.mirrored(x) for x in (grad, q, k, v, out))
+    ids = _Ids(ring, padding, segments)
+    travelling = [k, v, *ids.travelling]
+    asked = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
+    for_queries = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
+    gathered: list[Tensor] = []
+    arriving: Callable[[], list[Tensor]] | None = None
+    steps = ring.steps(length)
+    for step in range(steps):
+        coming = ring.passed(travelling) if step < steps - 1 else None
+        keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
+        for_keys, for_values = (
+            [torch.zeros(x.shape, dtype=wide, device=x.device) for x in xs] for xs in (keys, values)
+        )
+        for i, j, block in ring.blocks((ring.index - step) % ring.size, length):
+            mask = ids.mask(i, j, travelling[2:])
+            grad_, q_, out_, lse_ = asked[i]
+            found = backward(block, grad_, q_, out_, lse_, keys[j], values[j], mask)
+            for into, term in zip((for_queries[i], for_keys[j], for_values[j]), found, strict=True):
+                into += term
+        terms = [torch.cat(xs, POSITIONS) if len(xs) > 1 else xs[0] for xs in (for_keys, for_values)]
+        gathered = terms if arriving is None else [a + b for a, b in zip(arriving(), terms, strict=True)]
+        arriving = ring.passed(gathered) if step < steps - 1 else ring.passed(gathered, back=step)
+        if coming is not None:
+            travelling = coming()
+    assert arriving is not None
+    dk, dv = (ring.mirrored(x.to(k.dtype)) for x in arriving())
+    dq = torch.cat(for_queries, POSITIONS).to(q.dtype)
+    return ring.mirrored(dq), dk, dv
+
+
+class _Ids:
+    """Which keys may be seen at all, and the documents of queries and keys, by runs."""
+
+    def __init__(self, ring: Ring, padding: Tensor | None, segments: Tensor | None) -> None:
+        self.ring = ring
+        given = (None if padding is None else padding.to(torch.uint8), segments)
+        moved = [None if x is None else ring.mirrored(x, 1) for x in given]
+        self.has = [x is not None for x in moved]
+        self.travelling = [x for x in moved if x is not None]
+        self.documents = None if moved[1] is None else ring.parts(moved[1], 1)
+
+    def mask(self, i: int, j: int, travelling: Sequence[Tensor]) -> Mask:
+        """What the ids of the keys that are here let the queries of run ``i`` see of run ``j``."""
+        here = iter(travelling)
+        padding, segments = (self.ring.parts(next(here), 1)[j] if has else None for has in self.has)
+        mask = Mask(None if padding is None else padding.bool())
+        if segments is None or self.documents is None:
+            return mask
+        return replace(mask, documents=(self.documents[i], segments))

@@ -1,0 +1,4 @@
+"""Pipeline schedules as data: how they are written, made, synthesised and checked.
+
+Imports ``core`` only.
+"""

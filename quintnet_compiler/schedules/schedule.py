@@ -1,0 +1,394 @@
+"""Pipeline schedules as data: per pipeline rank, the actions it takes, in order.
+
+One :class:`Schedule` object is checked (:mod:`.check`), printed, simulated and executed; there is no
+second copy. A generator (:mod:`.kinds`) gives the compute actions; :func:`with_transfers` lowers them to
+what ranks execute.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ..core.errors import CompileError
+
+
+class ScheduleError(CompileError):
+    """A schedule is not valid (QN208); a ``ValueError`` that names the rank and shows the place."""
+
+
+class Op(enum.Enum):
+    """What an action does; the value is its printed form."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"  # the half of a backward that other stages wait for
+    BACKWARD_WEIGHT = "W"  # the half that only this stage's parameters need; it releases the activations
+    SEND_FORWARD = "SF"
+    RECV_FORWARD = "RF"
+    SEND_BACKWARD = "SB"
+    RECV_BACKWARD = "RB"
+    REDUCE = "R"
+
+
+COMPUTE = frozenset({Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT})
+RELEASES = frozenset({Op.BACKWARD, Op.BACKWARD_WEIGHT})  # after these a microbatch's activations are dead
+
+# A direction is Op.FORWARD (values) or Op.BACKWARD (their gradients).
+SEND = MappingProxyType({Op.FORWARD: Op.SEND_FORWARD, Op.BACKWARD: Op.SEND_BACKWARD})
+RECEIVE = MappingProxyType({Op.FORWARD: Op.RECV_FORWARD, Op.BACKWARD: Op.RECV_BACKWARD})
+DIRECTION = MappingProxyType({op: way for side in (SEND, RECEIVE) for way, op in side.items()})
+# The value that a compute action brings into being: a stage's outputs, or the gradients of its inputs.
+MAKES = MappingProxyType({Op.FORWARD: Op.FORWARD, Op.BACKWARD: Op.BACKWARD, Op.BACKWARD_INPUT: Op.BACKWARD})
+
+_PARTNER = MappingProxyType({a[way]: b[way] for a, b in ((SEND, RECEIVE), (RECEIVE, SEND)) for way in SEND})
+_TEXT = re.compile(r"(\d+)(SF|RF|SB|RB|F|B|I|W|R)(\d+)?(?:[<>](\d+))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does. ``peer`` is the other *stage* of a transfer.
+
+    Raises:
+        ScheduleError: QN208 when a microbatch or a peer is missing, or given where the op has none.
+
+    >>> str(Action(Op.SEND_FORWARD, stage=2, microbatch=0, peer=3)), str(Action(Op.REDUCE, stage=2))
+    ('2SF0>3', '2R')
+    >>> Action.parse("3RF0<2") == Action(Op.SEND_FORWARD, 2, 0, 3).partner
+    True
+    """
+
+    op: Op
+    stage: int
+    microbatch: int = -1
+    peer: int = -1
+
+    def __post_init__(self) -> None:
+        reduce, transfer = self.op is Op.REDUCE, self.op in _PARTNER
+        if self.stage < 0 or (self.microbatch < 0) is not reduce or (self.peer < 0) is transfer:
+            fields = f"stage {self.stage}, microbatch {self.microbatch}, peer {self.peer}"
+            fix = "give every op but REDUCE a microbatch, and transfers (only) a peer stage"
+            raise ScheduleError("QN208", f"{self.op.name} cannot have {fields}", fix=fix)
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch < 0 else str(self.microbatch)
+        arrow = ">" if self.op in (Op.SEND_FORWARD, Op.SEND_BACKWARD) else "<"
+        return f"{self.stage}{self.op.value}{microbatch}" + ("" if self.peer < 0 else f"{arrow}{self.peer}")
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action that prints as ``text``.
+
+        Raises:
+            ScheduleError: QN208 when no action prints so.
+        """
+        if match := _TEXT.fullmatch(text):
+            stage, op, microbatch, peer = match.groups()
+            action = cls(Op(op), int(stage), int(microbatch or -1), int(peer or -1))
+            if str(action) == text:  # also refuses arrows that point the wrong way
+                return action
+        raise ScheduleError("QN208", f"{text!r} is not an action", fix="write 2F0, 2SF0>3, 3RF0<2 or 2R")
+
+    @property
+    def partner(self) -> Action:
+        """The other side of a transfer."""
+        return Action(_PARTNER[self.op], self.peer, self.microbatch, self.stage)
+
+
+@dataclass(frozen=True, order=True)
+class Edge:
+    """Values that stage ``source`` makes and stage ``target`` reads; ``backward``: gradients flow back.
+
+    Raises:
+        ScheduleError: QN208 unless ``0 <= source < target``.
+    """
+
+    source: int
+    target: int
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.source < self.target:
+            raise ScheduleError("QN208", f"an edge cannot lead from stage {self.source} to {self.target}")
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """The edges of a plain pipeline: every stage feeds the next."""
+    return tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``actions[rank]`` in order, for each pipeline rank; ``placement[stage]`` is the rank that owns a stage.
+
+    Raises:
+        ScheduleError: QN208 without stages or microbatches, or where a stage's rank is not there.
+    """
+
+    name: str
+    num_microbatches: int
+    placement: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1 or not self.placement:
+            raise ScheduleError("QN208", f"{self.name} needs at least one stage and one microbatch")
+        for stage, rank in enumerate(self.placement):
+            if not 0 <= rank < self.num_ranks:
+                raise ScheduleError("QN208", f"stage {stage} is placed on rank {rank} of {self.num_ranks}")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    def __str__(self) -> str:
+        return grid(self)
+
+    def error(self, problem: str, *places: tuple[int, int]) -> ScheduleError:
+        """An error that shows the actions around each place, a (rank, index into its actions)."""
+        lines = [problem]
+        for rank, here in places:
+            row = [*map(str, self.actions[rank]), "(end)"]
+            lines.append(f"  rank {rank}:")
+            for index in range(max(0, here - 3), min(len(row), here + 3)):
+                lines.append(f"  {index:6}  {row[index]}" + ("  <-- here" if index == here else ""))
+        return ScheduleError("QN208", "\n".join(lines))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What edges mean for each (direction, stage): the stages it reads from, and those that read from it."""
+
+    incoming: Mapping[tuple[Op, int], tuple[int, ...]]
+    outgoing: Mapping[tuple[Op, int], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, edges: Iterable[Edge], num_stages: int) -> Flow:
+        """Raises ScheduleError (QN208) for an edge to a stage that is not there."""
+        links: set[tuple[Op, int, int]] = set()
+        for edge in edges:
+            if edge.target >= num_stages:
+                raise ScheduleError("QN208", f"{edge} leads out of the {num_stages} stages")
+            links.add((Op.FORWARD, edge.source, edge.target))
+            if edge.backward:
+                links.add((Op.BACKWARD, edge.target, edge.source))
+        incoming: dict[tuple[Op, int], tuple[int, ...]] = {
+            (way, stage): () for way in SEND for stage in range(num_stages)
+        }
+        outgoing = dict(incoming)
+        for way, source, target in sorted(links, key=lambda link: (link[0].value, *link[1:])):
+            outgoing[way, source] += (target,)
+            incoming[way, target] += (source,)
+        return cls(incoming, outgoing)
+
+    def needs(self, action: Action) -> list[tuple[Op, int]]:
+        """The values of its microbatch that a compute action reads: (direction, stage that makes it)."""
+        if action.op is Op.BACKWARD_WEIGHT:
+            return [(Op.BACKWARD, action.stage)]
+        way = MAKES[action.op]
+        own = [(Op.FORWARD, action.stage)] if way is Op.BACKWARD else []
+        return own + [(way, stage) for stage in self.incoming[way, action.stage]]
+
+
+class Span(NamedTuple):
+    """A compute action in simulated time, in the unit of the durations that were simulated with."""
+
+    start: float
+    end: float
+    action: Action
+
+
+def simulate(
+    schedule: Schedule,
+    edges: Iterable[Edge],
+    duration: Callable[[Action], float],
+    transfer: Callable[[int, int], float] = lambda source, target: 0.0,
+) -> tuple[tuple[Span, ...], ...]:
+    """Per rank, when each compute action runs if all start as early as they can.
+
+    ``transfer``: what a value's way between two stages on different ranks takes; by default no time.
+
+    Raises:
+        ScheduleError: QN208 when some action can never start, or its stage is not there.
+    """
+    flow, home = Flow.of(edges, schedule.num_stages), schedule.placement
+    rows = [[action for action in row if action.op in COMPUTE] for row in schedule.actions]
+    if strange := next((a for row in rows for a in row if a.stage >= schedule.num_stages), None):
+        raise ScheduleError("QN208", f"{strange} is not of {schedule.num_stages} stages")
+    # when each microbatch's value of a direction and stage is there, and the way of those that an action reads
+    made: dict[tuple[Op, int], dict[int, float]] = defaultdict(dict)
+    reads: dict[tuple[Op, int], list[tuple[dict[int, float], float]]] = {}
+    for key in {(action.op, action.stage): action for row in rows for action in row}.values():
+        ways = [(need, 0.0 if home[need[1]] == home[key.stage] else transfer(need[1], key.stage))
+                for need in flow.needs(key)]  # fmt: skip
+        reads[key.op, key.stage] = [(made[need], way) for need, way in ways]
+    lines: list[list[Span]] = [[] for _ in rows]
+    moved = True
+    while moved:
+        moved = False
+        for row, line in zip(rows, lines, strict=True):
+            end = line[-1].end if line else 0.0
+            for place in range(len(line), len(row)):
+                action, start = row[place], end
+                for times, way in reads[action.op, action.stage]:
+                    there = times.get(action.microbatch)
+                    if there is None:
+                        break
+                    start = max(start, there + way)
+                else:
+                    end = start + duration(action)
+                    line.append(Span(start, end, action))
+                    if action.op in MAKES:
+                        made[MAKES[action.op], action.stage][action.microbatch] = end
+                    moved = True
+                    continue
+                break
+    rest = [row[len(line) :] for row, line in zip(rows, lines, strict=True)]
+    if stuck := [(rank, row[0]) for rank, row in enumerate(rest) if row]:
+        problem = ", ".join(f"rank {rank} at {action}" for rank, action in stuck)
+        places = [(rank, schedule.actions[rank].index(action)) for rank, action in stuck]
+        raise schedule.error(f"some actions can never start: {problem}", *places)
+    return tuple(map(tuple, lines))
+
+
+def most_held(schedule: Schedule, size: Callable[[int], int] = lambda stage: 1) -> tuple[int, ...]:
+    """Per rank, the most that activations of its stages take at once; ``size``: of one microbatch of a stage."""
+    peaks = []
+    for row in schedule.actions:
+        now = most = 0
+        for action in row:
+            if action.op is Op.FORWARD:
+                now += size(action.stage)
+                most = max(most, now)
+            elif action.op in RELEASES:
+                now -= size(action.stage)
+        peaks.append(most)
+    return tuple(peaks)
+
+
+def _durations(forward: float, backward: float) -> Callable[[Action], float]:
+    table = {Op.FORWARD: forward, Op.BACKWARD: backward}
+    return lambda action: table.get(action.op, backward / 2)
+
+
+def bubble(schedule: Schedule, edges: Iterable[Edge], *, forward: float = 1.0, backward: float = 2.0) -> float:
+    """The share (0 to 1) of all ranks' time that is idle when every stage's actions take these times.
+
+    ``forward`` and ``backward`` are in any one unit; each half of a split backward takes ``backward / 2``.
+
+    Raises:
+        ScheduleError: QN208 when the schedule never ends, or takes no time.
+    """
+    lines = simulate(schedule, edges, _durations(forward, backward))
+    total = schedule.num_ranks * max((span.end for line in lines for span in line), default=0.0)
+    if total <= 0:
+        raise ScheduleError("QN208", f"{schedule.name} takes no time, so that no share of it is idle")
+    return 1 - sum(span.end - span.start for line in lines for span in line) / total
+
+
+def with_transfers(schedule: Schedule, edges: Iterable[Edge], *, hoist: int = 1) -> Schedule:
+    """What ranks execute: the compute actions with sends, receives and reductions of gradients between them.
+
+    Each transfer gets its place in one simulated order and both sides list it there. So all ranks' lists are
+    parts of one total order, and not even transfers that block both sides can deadlock. Then each receive is
+    posted up to ``hoist`` compute actions earlier, to overlap with them. That needs transfers that do not
+    block, and one channel per ordered pair of ranks and direction (values, gradients); ``hoist=0`` does not.
+
+    Ensures: :func:`.check.verify_schedule` passes.
+
+    Raises:
+        ScheduleError: QN208 when ``schedule`` has transfers already, cannot run, or ``hoist`` is negative.
+
+    >>> from .schedule_kinds import one_f_one_b
+    >>> for row in with_transfers(one_f_one_b(2, 2), chain(2), hoist=0).actions:
+    ...     print(*row)
+    0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1 0R
+    1RF0<0 1F0 1RF1<0 1B0 1SB0>0 1F1 1B1 1SB1>0 1R
+    """
+    if hoist < 0 or any(action.op not in COMPUTE for row in schedule.actions for action in row):
+        problem = f"{schedule.name} must have compute actions only, and hoist={hoist} be 0 or more"
+        raise ScheduleError("QN208", problem)
+    edges = tuple(edges)
+    flow, rank_of = Flow.of(edges, schedule.num_stages), schedule.placement
+    # The key is the total order: at equal times, transfers come before the compute actions that need them.
+    events: list[list[tuple[tuple[float, int, str, int, int], Action]]] = [[] for _ in schedule.actions]
+    for rank, line in enumerate(simulate(schedule, edges, _durations(1.0, 2.0))):
+        for start, end, action in line:
+            events[rank].append(((start, 1, "", 0, 0), action))
+            if way := MAKES.get(action.op):
+                for peer in flow.outgoing[way, action.stage]:
+                    if rank_of[peer] != rank:
+                        send = Action(SEND[way], action.stage, action.microbatch, peer)
+                        key = (end, 0, way.value, action.stage, peer)
+                        events[rank].append((key, send))
+                        events[rank_of[peer]].append((key, send.partner))
+    rows = [[action for _, action in sorted(row, key=lambda event: event[0])] for row in events]
+    return replace(schedule, actions=tuple(tuple(_with_reductions(_hoisted(row, hoist))) for row in rows))
+
+
+def _hoisted(row: list[Action], hoist: int) -> list[Action]:
+    # All receives move over as many compute actions, so none passes another: a channel delivers in order.
+    row = list(row)
+    for index, action in enumerate(row):
+        if action.op in RECEIVE.values():
+            place, left, earlier = index, hoist, index
+            while left and earlier:
+                earlier -= 1
+                if row[earlier].op in COMPUTE:
+                    place, left = earlier, left - 1
+            row.insert(place, row.pop(index))
+    return row
+
+
+def _with_reductions(row: list[Action]) -> list[Action]:
+    # After the last gradients are sent: another stage waits for those, and none for the reduction.
+    settles = {*RELEASES, Op.SEND_BACKWARD}
+    last = {action.stage: index for index, action in enumerate(row) if action.op in settles}
+    result: list[Action] = []
+    for index, action in enumerate(row):
+        result.append(action)
+        if last.get(action.stage) == index:
+            result.append(Action(Op.REDUCE, action.stage))
+    return result
+
+
+def grid(schedule: Schedule, edges: Iterable[Edge] | None = None) -> str:
+    """The compute actions as text: a row per rank, a column per unit of time, every action one unit long.
+
+    Transfers take no time and are not shown. ``edges`` are those of a plain pipeline unless given. The header
+    has the bubble of :func:`bubble`, where a backward takes as long as two forwards.
+
+    Raises:
+        ScheduleError: QN208 when some action can never start.
+
+    >>> from .schedule_kinds import gpipe
+    >>> print(gpipe(2, 3))
+    gpipe: stages 2, microbatches 3, bubble 25.0%
+    rank 0  F0 F1 F2 .  .  B0 B1 B2
+    rank 1  .  F0 F1 F2 B0 B1 B2 .
+    """
+    edges = chain(schedule.num_stages) if edges is None else tuple(edges)
+    header = f"{schedule.name}: stages {schedule.num_stages}, microbatches {schedule.num_microbatches}"
+    # The stage need not be named where no rank has two.
+    alone = len(set(schedule.placement)) == schedule.num_stages
+    rows: list[dict[int, str]] = []
+    for line in simulate(schedule, edges, lambda action: 1.0):
+        names = [str(action).removeprefix(str(action.stage) if alone else "") for _, _, action in line]
+        rows.append({int(span.start): name for span, name in zip(line, names, strict=True)})
+    columns = range(1 + max(column for row in rows for column in row))
+    width = max(len(cell) for row in rows for cell in row.values())
+    label = len(f"rank {schedule.num_ranks - 1}")
+    lines = [f"{header}, bubble {bubble(schedule, edges):.1%}"]
+    for rank, row in enumerate(rows):
+        cells = " ".join(row.get(column, ".").ljust(width) for column in columns)
+        lines.append(f"{f'rank {rank}'.ljust(label)}  {cells}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,4 @@
+"""Weights in files (safetensors, names, conversions) and initial values of parameters.
+
+Imports ``core`` only.
+"""

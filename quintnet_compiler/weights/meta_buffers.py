@@ -1,0 +1,75 @@
+"""Buffers of a model that was built on the meta device: computed again, by the code that computed them first.
+
+Parameters come from files or are drawn, but many buffers (the frequencies of rotary embeddings) are in no file.
+transformers computes them in ``_init_weights``, also in its own ``from_pretrained``; so that is what is called here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import CheckpointError
+from .names import is_hugging_face
+
+
+def with_buffers(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` with values for every buffer on the meta device that can be computed.
+
+    Buffers that cannot, but that files hold (persistent ones), stay as they are.
+
+    Raises:
+        CheckpointError: QN604 with each further one.
+    """
+    found = dict(tensors)
+    parameters = {name for name, _ in model.named_parameters()}
+    wanted = [name for name, x in tensors.items() if x.is_meta and name not in parameters]
+    found |= computed_buffers(model, wanted)
+    kept = model.state_dict(keep_vars=True).keys()
+    lost = [name for name in wanted if found[name].is_meta and name not in kept]
+    if lost:
+        raise CheckpointError(
+            "QN604",
+            f"the model is on the meta device, and nothing says what is in {', '.join(lost)}: no file has it",
+            fix="build the model on a real device, or make it a persistent buffer and load it",
+        )
+    return found
+
+
+def computed_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """The values of those of these buffers that the model's own code can compute."""
+    found: dict[str, Tensor] = {}
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in names):
+        owner = _owner(model, path)
+        if owner is not None:
+            mine = {n.rpartition(".")[2] for n in names if n.rpartition(".")[0] == path}
+            made = _computed(owner, model.get_submodule(path), mine)
+            found |= {f"{path}.{name}" if path else name: x for name, x in made.items()}
+    return found
+
+
+def _owner(model: nn.Module, path: str) -> Any | None:
+    """The innermost Hugging Face model around a module: the one that initialises it."""
+    parts = path.split(".") if path else []
+    for count in range(len(parts), -1, -1):
+        module = model.get_submodule(".".join(parts[:count]))
+        if is_hugging_face(module):
+            return module
+    return None
+
+
+def _computed(owner: Any, module: nn.Module, names: set[str]) -> dict[str, Tensor]:
+    # A copy with the same (meta) parameters and buffers of its own: the user's module stays as it is.
+    twin = copy.copy(module)
+    blank = {n: None if b is None else torch.zeros_like(b, device="cpu") for n, b in module._buffers.items()}
+    twin.__dict__["_buffers"] = blank
+    versions = {name: x._version for name, x in blank.items() if x is not None}
+    with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        owner._init_weights(twin)
+    now = {name: x for name, x in twin._buffers.items() if name in names and x is not None}
+    # what was not written, or not with a real tensor, is not known
+    return {n: x for n, x in now.items() if not x.is_meta and (x is not blank[n] or x._version > versions[n])}
