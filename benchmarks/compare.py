@@ -67,7 +67,7 @@ COMPARISONS = {
     "async-tensor": Comparison(
         2,
         4,
-        {"async": partial(ours.build, mesh={"tp": 2}, async_tensor=True), "apart": partial(ours.build, mesh={"tp": 2})},
+        {"async": partial(ours.build, mesh={"tp": 2}, async_tp=True), "apart": partial(ours.build, mesh={"tp": 2})},
     ),
     "pipeline": _pipeline("1f1b"),
     "interleaved": _pipeline("interleaved"),

@@ -29,7 +29,7 @@ from benchmarks.published_runs import DATA
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.memory import peak_memory
 from quintnet_compiler.cost_models.step_time import StepModel
-from quintnet_compiler.cost_models.transformer import Layout, stage_layers
+from quintnet_compiler.cost_models.transformer import ParallelLayout, stage_layers
 from quintnet_compiler.planner.layouts import divisors
 from quintnet_compiler.planner.search import Wanted, search
 
@@ -79,7 +79,7 @@ class Space:
     def published(self) -> Choice:
         return Choice(**{name: getattr(self.run.layout, name) for name in CHOICES})
 
-    def layout(self, choice: Choice) -> Layout:
+    def layout(self, choice: Choice) -> ParallelLayout:
         return replace(self.run.layout, **vars(choice))
 
     def __iter__(self) -> Iterator[Choice]:

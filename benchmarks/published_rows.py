@@ -12,7 +12,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
-from quintnet_compiler.cost_models.transformer import Decoder, Layout
+from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
 
 Row = Mapping[str, str]
 GPU_NAMES = {
@@ -35,7 +35,7 @@ class Run:
     id: str
     device: str
     model: Decoder
-    layout: Layout
+    layout: ParallelLayout
     gpus: int
     gpus_per_node: int
     seconds: float | None
@@ -103,7 +103,7 @@ def decoder_of(row: Row) -> Decoder:
 OLD_MEGATRON = ("KORTH", "NARA", "VTM", "VTS", "BLOOM", "JZV100", "MLM2020", "MTNLG")
 
 
-def layout_of(row: Row, model: Decoder) -> Layout:
+def layout_of(row: Row, model: Decoder) -> ParallelLayout:
     facts, prefix, notes = facts_of(row["id"]), row["id"].split("-")[0], row.get("notes", "")
     degrees = {name: _int(row, name, 1 if name in ("cp", "ep") else None) for name in ("dp", "tp", "cp", "pp", "ep")}
     recompute, share = row.get("recompute", ""), 1.0
@@ -127,7 +127,7 @@ def layout_of(row: Row, model: Decoder) -> Layout:
     if "MP=PURE" in notes or (dtype == "bf16" and gradients == "fp16"):
         gradients = "bf16" if "MP=PURE" in notes else "fp32"
     etp = degrees["tp"] if model.experts and model.experts <= 8 and "ETP=1" not in notes else 1
-    return Layout(
+    return ParallelLayout(
         **degrees, vpp=_int(row, "vpp", 12 if "(12 in 25.05)" in notes else 1),
         microbatch=_int(row, "micro_batch_seqs"),
         global_batch=_int(row, "global_batch_seqs"), sequence_parallel=sequence == "1",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.cost_models.calibrated import CalibratedCosts
-from quintnet_compiler.cost_models.calibration import Calibration, Collective, Point, Product
+from quintnet_compiler.cost_models.calibration import Calibration, MeasuredCollective, MeasuredMatmul, Point
 from quintnet_compiler.reports.calibrate import calibrate
 
 WARMUP, STEPS = 2, 5
@@ -171,11 +171,11 @@ def merged(found: list[Calibration]) -> Calibration:
 
     first = found[0]
     products = tuple(
-        Product(**{**here[0].model_dump(), "seconds": statistics.median(p.seconds for p in here)})
+        MeasuredMatmul(**{**here[0].model_dump(), "seconds": statistics.median(p.seconds for p in here)})
         for here in zip(*(one.products for one in found), strict=True)
     )
     collectives = tuple(
-        Collective(name=here[0].name, ranks=here[0].ranks, points=middle([c.points for c in here]))
+        MeasuredCollective(name=here[0].name, ranks=here[0].ranks, points=middle([c.points for c in here]))
         for here in zip(*(one.collectives for one in found), strict=True)
     )
     operators = {name: middle([one.operators[name] for one in found]) for name in first.operators}

@@ -24,7 +24,7 @@ from ..ops.collectives import (
     shard_slice,
     share,
 )
-from .calibration import Calibration, Point, interpolated, product_seconds
+from .calibration import Calibration, Point, interpolated, matmul_seconds
 from .operators import ATTENTION, VIEWS, aten, attention_flops, traffic
 
 # Families of operators that take alike for each byte, by the one that is measured.
@@ -96,7 +96,7 @@ class CalibratedCosts:
                 self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0
             )
         if node.target in PRODUCTS:
-            return self._product(node)
+            return self._matmul(node)
         if node.target in ATTENTION:
             name = "attention_backward" if "backward" in str(node.target) else "attention"
             return self._curve(name, attention_flops(node))
@@ -116,7 +116,7 @@ class CalibratedCosts:
             return float(num_bytes(values(tensor_inputs(node)[0])[0]) + num_bytes(value(node)))
         return float(traffic(node))
 
-    def _product(self, node: fx.Node) -> float:
+    def _matmul(self, node: fx.Node) -> float:
         inputs = tensor_inputs(node)
         count = 1
         if node.target is aten.addmm.default:
@@ -131,7 +131,7 @@ class CalibratedCosts:
             else:
                 m, k, n = math.prod(left[:-1]), left[-1], right[-1]
             order = "tn" if _transposed(inputs[0]) else "nt" if _transposed(inputs[1]) else "nn"
-        return count * product_seconds(self.calibration.products, order, m, k, n)
+        return count * matmul_seconds(self.calibration.products, order, m, k, n)
 
     def _curve(self, name: str, amount: float) -> float:
         key = name, amount

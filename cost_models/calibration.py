@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ..core.errors import CompileError
 
 
-class _Document(BaseModel):
+class _CalibrationDocument(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Product(_Document):
+class MeasuredMatmul(_CalibrationDocument):
     """A matrix product [m, k] x [k, n]. ``order``: which operands are transposed in memory (n: no, t: yes)."""
 
     order: Literal["nn", "nt", "tn"]
@@ -27,7 +27,7 @@ class Product(_Document):
     seconds: float = Field(gt=0)
 
 
-class Point(_Document):
+class Point(_CalibrationDocument):
     """``size``: bytes that an operator reads and writes, of a collective's full tensor, or that are sent; floating
     point operations of attention."""
 
@@ -35,7 +35,7 @@ class Point(_Document):
     seconds: float = Field(gt=0)
 
 
-class Collective(_Document):
+class MeasuredCollective(_CalibrationDocument):
     """Times of one collective over so many ranks; ``send`` is between two."""
 
     name: str
@@ -43,7 +43,7 @@ class Collective(_Document):
     points: tuple[Point, ...] = Field(min_length=1)
 
 
-class Calibration(_Document):
+class Calibration(_CalibrationDocument):
     """One machine, one dtype, one thread per rank.
 
     ``cores``: how many ranks compute at once; beyond that they share (0: each has a device of its own). ``overlaps``:
@@ -59,9 +59,9 @@ class Calibration(_Document):
     overlaps: bool
     action_seconds: float = Field(ge=0)
     view_seconds: float = Field(gt=0)
-    products: tuple[Product, ...] = Field(min_length=1)
+    products: tuple[MeasuredMatmul, ...] = Field(min_length=1)
     operators: dict[str, tuple[Point, ...]]
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.model_dump_json(indent=1) + "\n")
@@ -112,7 +112,7 @@ def interpolated(points: tuple[Point, ...], size: float) -> float:
     raise AssertionError("between the ends")
 
 
-def product_seconds(products: tuple[Product, ...], order: str, m: int, k: int, n: int) -> float:
+def matmul_seconds(products: tuple[MeasuredMatmul, ...], order: str, m: int, k: int, n: int) -> float:
     """By the rates of the nearest measured products, in logarithms of their sizes."""
     found = [one for one in products if one.order == order] or list(products)
     weighted = []

@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 
-from .transformer import Decoder, Layout
+from .transformer import Decoder, ParallelLayout
 
 Number = Any  # a number, or a sympy expression: Python has no common type for them
 
@@ -158,7 +158,7 @@ class ClosedForm:
         return f"{self.name} = {self.expression} = {self.value:.6g} {self.unit}" + (f"  ({given})" if given else "")
 
 
-def explain(model: Decoder, layout: Layout) -> tuple[ClosedForm, ...]:
+def explain(model: Decoder, layout: ParallelLayout) -> tuple[ClosedForm, ...]:
     """The closed forms of a model and a layout, each with its expression and its numbers.
 
     >>> gpt = Decoder(layers=2, hidden=8, ffn=32, heads=2, vocab=10, seq=4)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .hardware import BYTES_PER_ELEMENT
 from .kernels import Kernel, matmul, memory
-from .transformer import Decoder, Layout
+from .transformer import Decoder, ParallelLayout
 
 Kernels = tuple[Kernel, ...]
 
@@ -29,7 +29,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerWork:
     """Kernels and communication of one part of a step (a layer, the embedding, the head) on one rank."""
 
     forward: Kernels = ()
@@ -45,7 +45,7 @@ class Shapes:
     """Local sizes of one microbatch: ``tokens`` through products, ``rows`` through norms and residuals."""
 
     model: Decoder
-    layout: Layout
+    layout: ParallelLayout
 
     @property
     def tokens(self) -> float:
@@ -73,7 +73,7 @@ class Shapes:
         return BYTES_PER_ELEMENT[self.dtype]
 
 
-def _product(
+def _matmul(
     s: Shapes, name: str, rows: float, columns: float, depth: float, experts: float = 1
 ) -> tuple[Kernels, Kernels]:
     """A layer's product, forward and backward; 8-bit ones are scaled and cast (and transposed) first."""
@@ -138,15 +138,15 @@ def _mlp(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
         experts = max(1.0, model.experts / layout.ep)
         arriving = s.tokens * model.top_k * layout.expert_tp / layout.tp
         rows, wide = arriving / experts, model.moe_ffn / layout.expert_tp
-    up, up_backward = _product(s, "up", rows, ways * wide, model.hidden, experts)
-    down, down_backward = _product(s, "down", rows, model.hidden, wide, experts)
+    up, up_backward = _matmul(s, "up", rows, ways * wide, model.hidden, experts)
+    down, down_backward = _matmul(s, "down", rows, model.hidden, wide, experts)
     elements = experts * rows * wide
     act = memory("activation", e * elements * (ways + 1))
     act_backward = memory("activation.backward", e * elements * (2 * ways + 1))
     forward, backward = (*up, act, *down), (*down_backward, act_backward, *up_backward)
     if not model.experts:
         return forward, backward, ()
-    router, router_backward = _product(s, "router", s.rows, model.experts, model.hidden)
+    router, router_backward = _matmul(s, "router", s.rows, model.experts, model.hidden)
     moved = 4 * e * experts * rows * model.hidden  # rows are permuted before the exchange and back after it
     shuffle = memory("permute", 2 * moved, 8)
     exchange = Communication("all_to_all", "ep", e * layout.ep * s.tokens / layout.tp * model.top_k * model.hidden)
@@ -166,13 +166,13 @@ def _copies(s: Shapes) -> Kernel:
     )
 
 
-def layer(model: Decoder, layout: Layout) -> Work:
+def layer(model: Decoder, layout: ParallelLayout) -> LayerWork:
     """One layer of one microbatch on one rank."""
     s = Shapes(model, layout)
     e, h, rows = s.element, model.hidden, s.rows
     own = model.heads * model.width / layout.tp
-    qkv, qkv_backward = _product(s, "qkv", s.tokens, own + 2 * s.kv * model.width, h)
-    out, out_backward = _product(s, "out", s.tokens, h, own)
+    qkv, qkv_backward = _matmul(s, "qkv", s.tokens, own + 2 * s.kv * model.width, h)
+    out, out_backward = _matmul(s, "out", s.tokens, h, own)
     core, core_backward = _attention(s)
     mlp, mlp_backward, exchanges = _mlp(s)
     mask = 1 if model.dropout else 0
@@ -194,7 +194,7 @@ def layer(model: Decoder, layout: Layout) -> Work:
     if not layout.fused:
         forward, backward, again = (*forward, _copies(s)), (*backward, _copies(s)), again and (*again, _copies(s))
     ahead, back = _tensor_communication(s)
-    return Work(
+    return LayerWork(
         forward, backward, again, (*ahead, *exchanges), (*back, *exchanges),
         (*ahead, *exchanges) if layout.recompute == "full" else (),
     )  # fmt: skip
@@ -238,17 +238,17 @@ def _ring(s: Shapes) -> tuple[Communication, ...]:
     return (Communication("all_gather", "cp", size, ("core", "core.backward")),)
 
 
-def embedding(model: Decoder, layout: Layout) -> Work:
+def embedding(model: Decoder, layout: ParallelLayout) -> LayerWork:
     """Lookup, positions, dropout; its gradient is a scatter-add."""
     s = Shapes(model, layout)
     size = s.element * s.tokens * model.hidden
     sums = (Communication("all_reduce", "tp", size),) if layout.tp > 1 else ()
-    return Work(
+    return LayerWork(
         (memory("embedding", 4 * size, 4),), (memory("embedding.backward", 4 * size, 4),), (), sums, (), ()
     )  # fmt: skip
 
 
-def head(model: Decoder, layout: Layout) -> Work:
+def head(model: Decoder, layout: ParallelLayout) -> LayerWork:
     """Final norm, logits and cross entropy over a vocabulary split over tp (in fp32)."""
     s = Shapes(model, layout)
     e, rows, local = s.element, s.tokens, model.vocab / layout.tp
@@ -266,8 +266,8 @@ def head(model: Decoder, layout: Layout) -> Work:
         memory("norm.backward", 4 * e * s.rows * model.hidden, 2),
     )
     if layout.tp == 1:
-        return Work(forward, backward)
+        return LayerWork(forward, backward)
     size = e * s.tokens * model.hidden
     ahead = (Communication("all_gather", "tp", size),) if layout.sequence_parallel else ()
     name = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-    return Work(forward, backward, (), ahead, (Communication(name, "tp", size, ("logits.weight",)),))
+    return LayerWork(forward, backward, (), ahead, (Communication(name, "tp", size, ("logits.weight",)),))

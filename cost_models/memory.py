@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from . import closed_forms
 from .hardware import BYTES_PER_ELEMENT
-from .transformer import Decoder, Layout, stage_layers
+from .transformer import Decoder, ParallelLayout, stage_layers
 
 # Measured by BigScience in the chronicles of BLOOM: CUDA's context and NCCL's buffers, as nvidia-smi shows them.
 CONTEXT_BYTES = 1.5e9
@@ -35,7 +35,7 @@ class Memory:
         return self.allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
 
 
-def layer_activation_bytes(model: Decoder, layout: Layout) -> float:
+def layer_activation_bytes(model: Decoder, layout: ParallelLayout) -> float:
     """Saved by one layer of one microbatch on one rank (Korthikanti et al. 2022, section 4, for any decoder).
 
     Per token and 16-bit element: norms' inputs, inputs of products, what the activation and the attention need.
@@ -64,7 +64,7 @@ def layer_activation_bytes(model: Decoder, layout: Layout) -> float:
     return found
 
 
-def in_flight(layout: Layout, stage: int) -> float:
+def in_flight(layout: ParallelLayout, stage: int) -> float:
     """Microbatches whose activations a stage holds at once, in units of all its layers.
 
     1F1B: p - stage; interleaved: 1 + (p - 1) / (p v) of that more (Korthikanti et al. 2022, section 4.2.3).
@@ -78,7 +78,7 @@ def in_flight(layout: Layout, stage: int) -> float:
     return float(min(depth - stage, count))
 
 
-def stage_memory(model: Decoder, layout: Layout, stage: int) -> Memory:
+def stage_memory(model: Decoder, layout: ParallelLayout, stage: int) -> Memory:
     """Memory of a rank of ``stage``."""
     counts = stage_layers(model, layout)
     experts = closed_forms.expert_parameters(model) if model.experts else 0.0
@@ -107,7 +107,7 @@ def stage_memory(model: Decoder, layout: Layout, stage: int) -> Memory:
     tokens = layout.microbatch * model.seq / layout.cp
     saved = counts[stage] * in_flight(layout, stage) * layer_activation_bytes(model, layout)
     if layout.recompute == "full":  # one layer is redone at a time
-        bare = Layout(**{**vars(layout), "recompute": "none"})
+        bare = ParallelLayout(**{**vars(layout), "recompute": "none"})
         saved += layer_activation_bytes(model, bare)
     buffers = layout.bucket_bytes
     if stage == last:  # logits: 16-bit, 32-bit, and their gradient
@@ -117,7 +117,7 @@ def stage_memory(model: Decoder, layout: Layout, stage: int) -> Memory:
     return Memory(parameters, gradients, optimizer, saved, buffers)
 
 
-def peak_memory(model: Decoder, layout: Layout) -> Memory:
+def peak_memory(model: Decoder, layout: ParallelLayout) -> Memory:
     """Of the fullest stage."""
     return max(
         (stage_memory(model, layout, stage) for stage in {0, layout.pp // 2, layout.pp - 1}), key=lambda m: m.allocated

@@ -14,9 +14,9 @@ from ..core.annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
 from ..ops.attention import attention
 from ..ops.collectives import (
+    all_gather_matmul,
     cached_attention,
-    gather_products,
-    product_scatter,
+    matmul_reduce_scatter,
     ring_attention,
     ring_attention_backward,
 )
@@ -31,33 +31,33 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 
 
-def _product(node: fx.Node, depth: int) -> tuple[int, int, int, int]:
-    """(batch, rows, columns, depth) of a product whose result is the node's value."""
+def _gemm(node: fx.Node, depth: int) -> tuple[int, int, int, int]:
+    """(batch, rows, columns, depth) of a matmul whose result is the node's value."""
     out = shape(node)
     columns = out[-1] if out else 1
     return 1, max(1, math.prod(out) // max(1, columns)), max(1, columns), depth
 
 
 def _linear(node: fx.Node) -> tuple[int, int, int, int]:
-    return _product(node, shape(tensor_inputs(node)[0])[-1])
+    return _gemm(node, shape(tensor_inputs(node)[0])[-1])
 
 
 def _matmul(node: fx.Node) -> tuple[int, int, int, int]:
     left, right = (shape(source) for source in tensor_inputs(node)[-2:])
     if len(left) < 2 or len(right) < 2:
-        return _product(node, left[-1])
+        return _gemm(node, left[-1])
     batch = math.prod(shape(node)[:-2])
     return batch, left[-2], right[-1], left[-1]
 
 
 def _added(node: fx.Node) -> tuple[int, int, int, int]:
-    return _product(node, shape(tensor_inputs(node)[1])[-1])
+    return _gemm(node, shape(tensor_inputs(node)[1])[-1])
 
 
 def _summed(node: fx.Node) -> tuple[int, int, int, int]:
     """Everything that is in the operands and not in the result is summed (einsum, bilinear, distances)."""
     everything = math.prod(shape(source)[-1] for source in tensor_inputs(node)[:1])
-    return _product(node, everything)
+    return _gemm(node, everything)
 
 
 def _convolution(node: fx.Node) -> tuple[int, int, int, int]:
@@ -76,14 +76,14 @@ def _expert_weight_grad(node: fx.Node) -> tuple[int, int, int, int]:
     return 1, grad[-1], rows[-1], math.prod(rows[:-1])
 
 
-def _gather_products(node: fx.Node) -> tuple[int, int, int, int]:
+def _all_gather_matmul(node: fx.Node) -> tuple[int, int, int, int]:
     """One product for each slice that travels, with all weights side by side."""
     args: Any = node.args
     x, size, made = shape(args[0]), args[2], values(node)[: len(args[5])]
     return size, math.prod(x[:-1]), sum(value.shape[-1] for value in made), x[-1]
 
 
-def _product_scatter(node: fx.Node) -> tuple[int, int, int, int]:
+def _matmul_reduce_scatter(node: fx.Node) -> tuple[int, int, int, int]:
     """One product for each slice that travels, with all terms end to end."""
     args: Any = node.args
     out = shape(node)
@@ -95,8 +95,8 @@ PRODUCTS: Mapping[Any, Callable[[fx.Node], tuple[int, int, int, int]]] = Mapping
     {
         aten.linear.default: _linear,
         expert_linear: _linear,
-        gather_products: _gather_products,
-        product_scatter: _product_scatter,
+        all_gather_matmul: _all_gather_matmul,
+        matmul_reduce_scatter: _matmul_reduce_scatter,
         expert_weight_grad: _expert_weight_grad,
         aten.convolution_backward.default: _convolution_backward,
         **dict.fromkeys([aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default], _matmul),
@@ -156,13 +156,13 @@ MEMORY = frozenset(
     nll_loss_forward nll_loss2d_forward index _unsafe_index index_select index_add index_copy index_fill gather
     scatter scatter_add take index_put masked_scatter isin one_hot bucketize grid_sampler grid_sampler_2d new_ones
     new_zeros new_full new_empty ones zeros full empty arange linspace eye triu_indices tril_indices scalar_tensor
-    rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv route_plan rows_of
-    loss_scale own_experts keep_mask nll_terms embedding_rows native_layer_norm_backward native_group_norm
+    rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv dispatch_plan rows_of
+    loss_scale local_experts keep_mask nll_terms embedding_rows native_layer_norm_backward native_group_norm
     native_group_norm_backward _fused_rms_norm_backward _fused_rms_norm _safe_softmax _softmax_backward_data
     _log_softmax_backward_data nll_loss_backward nll_loss2d_backward embedding_dense_backward gelu_backward
     silu_backward threshold_backward tanh_backward sigmoid_backward select_backward slice_backward
     nll_terms_backward embedding_rows_backward share shard_slice shard_pad microbatch native_dropout_backward
-    expert_bias_grad index_put_ unroute route max_pool2d_with_indices_backward avg_pool2d_backward
+    expert_bias_grad index_put_ combine dispatch max_pool2d_with_indices_backward avg_pool2d_backward
     """.split()  # noqa: SIM905 (a hundred quoted names are harder to read)
 )
 TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
@@ -221,7 +221,7 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     if target in PRODUCTS:
         batch, rows, columns, depth = PRODUCTS[target](node)
         flops = 2.0 * batch * rows * columns * depth
-        launches = batch if target in (gather_products, product_scatter) else 1
+        launches = batch if target in (all_gather_matmul, matmul_reduce_scatter) else 1
         return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
     if target in ATTENTION:
         return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))

@@ -11,9 +11,9 @@ from .cluster import Cluster, Group
 from .collectives import collective_seconds
 from .hardware import BYTES_PER_ELEMENT
 from .kernels import kernel_seconds, phase_seconds
-from .layer_kernels import Communication, Kernels, Work, embedding, head, layer
+from .layer_kernels import Communication, Kernels, LayerWork, embedding, head, layer
 from .pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
-from .transformer import Decoder, Layout, stage_layers
+from .transformer import Decoder, ParallelLayout, stage_layers
 
 # Mixed-precision Adam per parameter: gradients to fp32 and their norm (r4 w4, r4), parameter, two moments and gradient
 # (r16, w12), and the 16-bit copy (r4 w2).
@@ -43,7 +43,7 @@ class StepModel:
     """
 
     model: Decoder
-    layout: Layout
+    layout: ParallelLayout
     cluster: Cluster
 
     # -- parts of a stage
@@ -78,7 +78,7 @@ class StepModel:
             return self.cluster.group(self.layout.ep, self.layout.expert_tp)
         return self.cluster.axis(self.layout.mesh, axis)
 
-    def _seconds(self, work: Work) -> tuple[float, float, float]:
+    def _seconds(self, work: LayerWork) -> tuple[float, float, float]:
         """Forward, backward and redone seconds of one part, with the communication that is not hidden."""
         share = self.cluster.device.efficiency
         per_launch = 0.0 if self.layout.graphs else share.host_seconds

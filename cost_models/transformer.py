@@ -49,7 +49,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How a step is spread: mesh, microbatches, and what software does about memory and communication.
 
     ``recompute``: ``"selective"`` redoes the attention core in backward, ``"full"`` the whole layer, of a share
@@ -131,7 +131,7 @@ class Layout:
         return self.shard or self.dp * self.cp
 
 
-def stage_layers(model: Decoder, layout: Layout) -> tuple[int, ...]:
+def stage_layers(model: Decoder, layout: ParallelLayout) -> tuple[int, ...]:
     """How many layers each pipeline stage holds; the fullest first where they do not divide."""
     slots = layout.pp * layout.vpp
     left = model.layers % slots
@@ -143,7 +143,7 @@ def stage_layers(model: Decoder, layout: Layout) -> tuple[int, ...]:
     return stage_layers_even(model.layers, layout)
 
 
-def stage_layers_even(layers: int, layout: Layout) -> tuple[int, ...]:
+def stage_layers_even(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
     """As equal as can be, in whole layers."""
     base, more = divmod(layers, layout.pp)
     return tuple(base + (stage < more) for stage in range(layout.pp))

@@ -26,13 +26,13 @@ from quintnet_compiler.ir.program import (
     RankProgram,
     StageProgram,
 )
-from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, convert, route, route_plan, share, unroute
+from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, combine, convert, dispatch, dispatch_plan, share
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
-from quintnet_compiler.passes.lowering.coalesce_collectives import Bundle
+from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
 from quintnet_compiler.passes.rules.strategies import RuleBook
 from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.schedules.kinds import SCHEDULES
@@ -157,7 +157,7 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     moves = [n for n in nodes if n.target in COMMUNICATION or n.target in SIZED]
     rings, moves = [n for n in moves if _several(n)], [n for n in moves if not _several(n)]
-    plans = [n for n in moves if n.target is route_plan]
+    plans = [n for n in moves if n.target is dispatch_plan]
     axes = [a.name for a in program.local.staged.sharded.axes if a.role != "time"]
 
     def at(node: fx.Node) -> tuple[DifferentiatedProgram, fx.Node, dict[fx.Node, fx.Node]]:
@@ -193,12 +193,12 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
         here.args = (here.args[0], here.args[1], here.args[2], here.args[4], here.args[3], *here.args[5:])
         yield Change("swap keys and values", node.name, mutant)
     for node in moves:
-        for plan in plans if node.target in (route, unroute) else []:
+        for plan in plans if node.target in (dispatch, combine) else []:
             if plan is not node.args[3] and _early(plan, node):
                 mutant, here, new = at(node)
                 here.args = (*here.args[:3], new[plan])
                 yield Change("travel by another plan", node.name, mutant)
-        if node.target is route_plan:
+        if node.target is dispatch_plan:
             mutant, here, _ = at(node)
             here.args = (*here.args[:4], here.args[4] * 2)
             yield Change("plan for other experts", node.name, mutant)
@@ -529,7 +529,7 @@ def check(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     if isinstance(program, DifferentiatedProgram):
         verify(program)
         check_backward(program)
-        program = GenerateRanks(mesh, _schedule(mesh, plan))(Bundle()(program))
+        program = GenerateRanks(mesh, _schedule(mesh, plan))(CoalesceCollectives()(program))
     assert isinstance(program, DistributedProgram)
     verify(program)
     others = program.others if isinstance(program, Mutant) else {}
@@ -543,6 +543,6 @@ def unchecked(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     if isinstance(program, LocalProgram):
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):
-        program = GenerateRanks(mesh, _schedule(mesh, plan))(Bundle()(program))
+        program = GenerateRanks(mesh, _schedule(mesh, plan))(CoalesceCollectives()(program))
     assert isinstance(program, DistributedProgram)
     return program

@@ -33,7 +33,7 @@ from quintnet_compiler.ir.program import (
 )
 from quintnet_compiler.ops.collectives import RANKED, SIZED, share
 from quintnet_compiler.passes.autodiff.differentiate import _Tape
-from quintnet_compiler.passes.lowering.insert_communication import _Lowering
+from quintnet_compiler.passes.lowering.insert_communication import _CommunicationLowering
 from quintnet_compiler.passes.rules.notation import Factors, Rule
 from quintnet_compiler.passes.rules.strategies import RuleBook, refine, strategies
 from quintnet_compiler.runtime.execute.comm import Comm
@@ -309,7 +309,7 @@ def lowered(program: ShardedProgram, rules: Mapping[Any, Rule]) -> Differentiate
     """What each rank runs, with its backward where there is a loss."""
     calls = [n for n in program.program.graph.nodes if n.op == "call_function"]
     # what the passes InsertCommunication and Differentiate run
-    lowering = _Lowering(StagedProgram(program, 1, dict.fromkeys(calls, 0)), dict(rules))
+    lowering = _CommunicationLowering(StagedProgram(program, 1, dict.fromkeys(calls, 0)), dict(rules))
     lowering.builder.results = RESULTS
     tape = _Tape(lowering.run(), any(needs_grad(n) for n in calls), {})
     tape.operators.templates, tape.builder.results = TRACES, RESULTS

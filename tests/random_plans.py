@@ -47,7 +47,7 @@ from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.rules.strategies import RuleBook, find_cuts, leaf_strategies, refine, strategies
 from quintnet_compiler.passes.rules.table import RULES
-from quintnet_compiler.passes.sharding.zero import ShardState
+from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters
 from quintnet_compiler.passes.stages.cut_stages import staged_operators
 from quintnet_compiler.runtime.backends.local import LocalBackend
 from quintnet_compiler.runtime.execute.executor import Run
@@ -155,7 +155,7 @@ def random_program(
     run, dice = Runner(), random.Random(seed)
     sharded = run(RandomSharding(axes, dice), program)
     if zero := random.Random(f"zero {seed}").randrange(4):
-        sharded = run(ShardState(zero, tuple(axis.name for axis in axes if axis.role == "data")), sharded)
+        sharded = run(ShardParameters(zero, tuple(axis.name for axis in axes if axis.role == "data")), sharded)
     schedule = random_schedule(dice, mesh["pp"], microbatches, len(staged_operators(program.graph)))
     staged = run(RandomCut(schedule.num_stages, dice), sharded)
     local = run(InsertCommunication(dict(RULES)), staged)

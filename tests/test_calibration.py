@@ -16,11 +16,11 @@ from quintnet_compiler.cli import calibrate as calibrate_verb
 from quintnet_compiler.cost_models.calibrated import CalibratedCosts
 from quintnet_compiler.cost_models.calibration import (
     Calibration,
-    Collective,
+    MeasuredCollective,
+    MeasuredMatmul,
     Point,
-    Product,
     interpolated,
-    product_seconds,
+    matmul_seconds,
 )
 from quintnet_compiler.reports import calibrate as measuring
 from quintnet_compiler.simulation.compare import compare_costs
@@ -39,7 +39,7 @@ def machine(cores: int = 0) -> Calibration:
     """1 GFLOP/s, 1 GB/s, and a collective of 10 µs at least."""
     sides = (4, 64, 1024)
     products = [
-        Product(order=order, m=m, k=k, n=n, seconds=2e-9 * m * k * n)
+        MeasuredMatmul(order=order, m=m, k=k, n=n, seconds=2e-9 * m * k * n)
         for order in ("nn", "nt", "tn") for m in sides for k in sides for n in sides
     ]  # fmt: skip
     names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -47,7 +47,7 @@ def machine(cores: int = 0) -> Calibration:
     return Calibration(
         machine="a test", torch="2", device="cpu", dtype="float32", cores=cores, overlaps=False, action_seconds=1e-6,
         view_seconds=1e-7, products=tuple(products), operators=dict.fromkeys(FAMILIES, LINE),
-        collectives=tuple(Collective(name=name, ranks=n, points=link) for name in names for n in (2, 4)),
+        collectives=tuple(MeasuredCollective(name=name, ranks=n, points=link) for name in names for n in (2, 4)),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_interpolation() -> None:
     assert interpolated(LINE, 4e9) == pytest.approx(4.0)
     products = machine().products
     for m, k, n in ((64, 64, 64), (100, 300, 20), (4096, 64, 7)):
-        assert product_seconds(products, "nt", m, k, n) == pytest.approx(2e-9 * m * k * n)
+        assert matmul_seconds(products, "nt", m, k, n) == pytest.approx(2e-9 * m * k * n)
 
 
 def test_the_document_keeps_its_values_and_refuses_others(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_programs_are_priced_node_by_node(mesh: dict[str, int]) -> None:
     shared = program.simulate(CalibratedCosts(machine(cores=1)))
     assert 0 < alone.seconds < shared.seconds <= 4.01 * alone.seconds
     assert "share 1 cores" in str(shared)
-    found = program._leader().program
+    found = program._primary().program
     program.step(batch)
     report = compare_costs(found, program._backend, list(batch), CalibratedCosts(machine()), steps=1)  # type: ignore[arg-type]
     off = [abs(one.predicted - one.measured) for one in report.operators]
@@ -104,7 +104,7 @@ def test_what_was_not_measured_has_no_price() -> None:
 
 
 def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    effort = measuring.Effort(1, 1e-5, (8, 16), (4, 16), (512, 4096))
+    effort = measuring.CalibrationEffort(1, 1e-5, (8, 16), (4, 16), (512, 4096))
     found = measuring.calibrate((2,), effort)
     assert {one.name for one in found.collectives} == {*measuring.COLLECTIVES, "send"}
     assert set(found.operators) >= set(FAMILIES) - {"attention", "attention_backward"}

@@ -39,9 +39,9 @@ def _both(mine: Native, theirs: Native, shape: tuple[int, ...], dtype: torch.dty
         part = given.chunk(one.size)[one.rank]
         kept = one.reduce_scatter(given.clone(), torch.empty_like(part), later)()
         scattered += [kept, one.reduce_scatter(given, part, later)()]
-    turned = [(r + 1) % mine.size for r in range(mine.size)]
+    transposed = [(r + 1) % mine.size for r in range(mine.size)]
     some = [*reversed(range(mine.size - 1)), mine.size - 1]  # the last one keeps what it has
-    for order in (tuple(turned), tuple(some)):
+    for order in (tuple(transposed), tuple(some)):
         assert torch.equal(mine.permute(x, order)(), theirs.permute(x, order)())
     for found in (joined, scattered):
         for other in found[1:]:

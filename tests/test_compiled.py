@@ -223,7 +223,7 @@ def test_peak_of_live_activations_is_the_schedules() -> None:
 
     model, case = build("gpt"), CASES["gpt"]
     compiled = quintnet.compile(model, quintnet.Mesh(pp=4), case.batch(8), microbatches=8)
-    program, tensors = compiled._leader().program, dict(model.named_parameters())
+    program, tensors = compiled._primary().program, dict(model.named_parameters())
     peaks = {}
 
     def work(rank: int):  # type: ignore[no-untyped-def]

@@ -158,11 +158,11 @@ def test_paths_touch_one_axis_at_a_time_and_arrive() -> None:
     st.integers(1, 4),
     st.booleans(),
 )
-def test_a_stack_holds_every_ranks_slice(shape: list[int], dim: int, parts: int, ranks: int, turned: bool) -> None:
+def test_a_stack_holds_every_ranks_slice(shape: list[int], dim: int, parts: int, ranks: int, transposed: bool) -> None:
     dim %= len(shape)
     shape[dim] *= parts * ranks
     x = torch.arange(torch.Size(shape).numel()).view(shape)
-    if turned:  # no longer contiguous
+    if transposed:  # no longer contiguous
         x, dim = x.permute(*reversed(range(x.dim()))), x.dim() - 1 - dim
     stacked = slices.stack(x, dim, parts, ranks)
     taken = [slices.take(x, dim, parts, ranks, index) for index in range(ranks)]

@@ -27,7 +27,7 @@ from quintnet_compiler.cost_models.operators import ATTENTION, MEMORY, PRODUCTS,
 from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.cost_models.step_time import StepModel
-from quintnet_compiler.cost_models.transformer import Decoder, Layout, stage_layers
+from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout, stage_layers
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.schedules.kinds import one_f_one_b
@@ -115,7 +115,7 @@ def test_activations_of_figure_7(
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_memory_model_follows_the_closed_form(recompute: str) -> None:
     model = _korthikanti(1, 12288, 96)
-    layout = Layout(tp=8, recompute=recompute, flash=False, dtype="fp16")  # type: ignore[arg-type]
+    layout = ParallelLayout(tp=8, recompute=recompute, flash=False, dtype="fp16")  # type: ignore[arg-type]
     expected = closed_forms.korthikanti_activations(model, 1, 8, False, recompute)
     assert layer_activation_bytes(model, layout) == pytest.approx(float(expected), rel=0.08)
 
@@ -123,12 +123,12 @@ def test_memory_model_follows_the_closed_form(recompute: str) -> None:
 def test_explain_prints_expressions_with_numbers() -> None:
     text = [
         str(form)
-        for form in closed_forms.explain(_korthikanti(48, 6144, 64), Layout(tp=8, microbatch=4, global_batch=4))
+        for form in closed_forms.explain(_korthikanti(48, 6144, 64), ParallelLayout(tp=8, microbatch=4, global_batch=4))
     ]
     assert text[0].startswith("parameters = ") and "L=48" in text[0] and "h=6144" in text[0]
     assert len(text) == 6
     model = _korthikanti(48, 6144, 64)
-    first = closed_forms.explain(model, Layout())[0]
+    first = closed_forms.explain(model, ParallelLayout())[0]
     assert first.value == closed_forms.parameters(model)
 
 
@@ -147,7 +147,7 @@ def test_explain_prints_expressions_with_numbers() -> None:
 )
 def test_layer_times_of_table_4(sequence_parallel: int, recompute: str, forward: float, backward: float) -> None:
     """Korthikanti et al. 2022, table 4: milliseconds of one layer of the 22B model; within 7%."""
-    layout = Layout(
+    layout = ParallelLayout(
         tp=8,
         microbatch=4,
         global_batch=4,
@@ -168,7 +168,7 @@ def test_iteration_times_of_table_5() -> None:
         (105, 20480, 128, 35, 3, 280, 1, 49.05, 37.83), (128, 25600, 160, 64, 1, 512, 1, 94.42, 71.49),
     ):  # fmt: skip
         for recompute, seconds in (("full", full), ("selective", selective)):
-            layout = Layout(
+            layout = ParallelLayout(
                 tp=8, pp=pp, vpp=vpp, microbatch=size, global_batch=batch, recompute=recompute,  # type: ignore[arg-type]
                 sequence_parallel=recompute == "selective", **OLD,  # type: ignore[arg-type]
             )  # fmt: skip
@@ -272,7 +272,7 @@ def test_bubbles_equal_the_closed_form(pp: int, rounds: int, vpp: int) -> None:
 @settings(deadline=None)
 def test_layouts_change_steps_and_memory_the_way_they_must(tp: int, pp: int, flash: bool, zero: int) -> None:
     model = Decoder(8, 4096, 16384, 32, 51200, 2048)
-    layout = Layout(tp=tp, pp=pp, dp=4, global_batch=64, flash=flash, zero=zero)
+    layout = ParallelLayout(tp=tp, pp=pp, dp=4, global_batch=64, flash=flash, zero=zero)
     cluster = Cluster("h100", nodes=16)
     step = StepModel(model, layout, cluster).step().seconds
     assert StepModel(model, replace(layout, recompute="full"), cluster).step().seconds >= step
@@ -316,7 +316,7 @@ def test_unknown_things_raise() -> None:
     with pytest.raises(CompileError, match="no throughput for fp12"):
         H100.flops_per_second("fp12")
     with pytest.raises(CompileError, match="QN106"):
-        Layout(dp=3, global_batch=4)
+        ParallelLayout(dp=3, global_batch=4)
 
 
 def test_groups_follow_the_order_of_the_mesh() -> None:

@@ -181,13 +181,13 @@ def test_hostile_names_and_source_lines_stay_text(tmp_path: Path) -> None:
             return self.layers["a<b>-(1)"](x).tanh()
 
     program = quintnet.compile(Keyed(), Mesh(tp=2), BATCH, loss_fn=F.mse_loss)
-    leader = program._leader()
-    for after in (leader.program.source.local.staged.sharded.program, leader.program.source):
+    primary = program._primary()
+    for after in (primary.program.source.local.staged.sharded.program, primary.program.source):
         for node in after.graph.nodes:
             if node.op == "call_function":
                 annotate(node, replace(facts(node), where=Where(HARM, f"x.py:1: {HARM}\x01")))
     extras = Extras(replace(program.simulate(), title=HARM))
-    files = dump_files(leader.program, leader.plan, leader.passes(), extras)
+    files = dump_files(primary.program, primary.plan, primary.passes(), extras)
     page = Page(files["index.html"])
     assert page.scripts == 1 and HARM in page.text and "layers.a<b>-(1).weight" in page.text
     assert "<img" not in files["index.html"] and "\x01" not in files["index.html"]
@@ -197,8 +197,8 @@ def test_hostile_names_and_source_lines_stay_text(tmp_path: Path) -> None:
 
 def test_a_model_of_many_blocks_makes_a_small_page() -> None:
     def page_of(depth: int) -> str:
-        leader = quintnet.compile(Stack(depth), Mesh(tp=2), BATCH, loss_fn=F.mse_loss)._leader()
-        return dump_files(leader.program, leader.plan, leader.passes(), Extras())["index.html"]
+        primary = quintnet.compile(Stack(depth), Mesh(tp=2), BATCH, loss_fn=F.mse_loss)._primary()
+        return dump_files(primary.program, primary.plan, primary.passes(), Extras())["index.html"]
 
     small, large = page_of(6), page_of(24)
     assert len(large) < 1.2 * len(small)
@@ -207,7 +207,7 @@ def test_a_model_of_many_blocks_makes_a_small_page() -> None:
 
 def test_a_stage_may_begin_within_a_block() -> None:
     plan = {"stages": ["blocks.1.ln2"]}
-    program = quintnet.compile(GPT(depth=3), Mesh(pp=2), CASES["gpt"].batch(4), plan=plan)._leader().program
+    program = quintnet.compile(GPT(depth=3), Mesh(pp=2), CASES["gpt"].batch(4), plan=plan)._primary().program
     found = units(program, operators(program))
     assert [unit.title for unit in found] == ["", "blocks.0", "blocks.1", "blocks.1", "blocks.2", ""]
     assert found[3].items[0].module == "blocks.1.ln2"

@@ -56,7 +56,7 @@ def test_spread_experts_are_exact(axes: dict[str, int], experts: Any, microbatch
 
 def test_no_row_is_dropped_however_uneven_the_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     sent, received = [], []
-    plan = Router.route_plan
+    plan = Router.dispatch_plan
 
     def spy(self: Router, *args: Any) -> Tensor:
         found = plan(self, *args)
@@ -65,7 +65,7 @@ def test_no_row_is_dropped_however_uneven_the_routing(monkeypatch: pytest.Monkey
             received.append(found[-4:].sum().item())
         return found
 
-    monkeypatch.setattr(Router, "route_plan", spy)
+    monkeypatch.setattr(Router, "dispatch_plan", spy)
     program = quintnet.compile(Mixture(skew=10.0).double(), quintnet.Mesh(ep=4), _batch())
     program.step(_batch())
     assert sent == [8] * 4 and sum(received) == 32  # 16 rows, two experts each
@@ -75,7 +75,9 @@ def test_no_row_is_dropped_however_uneven_the_routing(monkeypatch: pytest.Monkey
 def test_rows_travel_once_to_the_experts_and_once_back() -> None:
     program = quintnet.compile(Mixture().double(), quintnet.Mesh(ep=2), _batch())
     calls = _calls(program)
-    assert calls["route_plan"] == 1 and calls["route"] == 2 and calls["unroute"] == 1  # experts' numbers, rows; rows
+    assert (
+        calls["dispatch_plan"] == 1 and calls["dispatch"] == 2 and calls["combine"] == 1
+    )  # experts' numbers, rows; rows
     assert program.plan.experts == ()
     up = program.ranks[0].stages[0].state
     assert any(name == "up" for name in up.values())

@@ -88,8 +88,8 @@ def _tokens(net: Net, x: Tensor) -> Tensor:
 def _rotated(net: Net, x: Tensor) -> Tensor:
     pairs = torch.view_as_complex(net.hidden(x).reshape(x.shape[0], 2, 2))
     angles = torch.polar(x.new_ones(2), torch.arange(2, dtype=x.dtype))
-    turned = torch.view_as_real(pairs * angles).flatten(1)
-    return (turned + x).square().mean()
+    transposed = torch.view_as_real(pairs * angles).flatten(1)
+    return (transposed + x).square().mean()
 
 
 def _dice(net: Net, x: Tensor) -> Tensor:

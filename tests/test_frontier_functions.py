@@ -216,7 +216,7 @@ class Unasked(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0]
 
 
-def _product(model: Net, h: Tensor) -> Tensor:
+def _matmul(model: Net, h: Tensor) -> Tensor:
     out, squares, signs = Product.apply(h, model.last.weight, None)
     back = Product.apply(out.tanh() + 0.1 * squares, model.first.weight, model.first.bias)[0]
     return h + torch.where(signs[:, :1], back, h)
@@ -227,7 +227,7 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "reversal": lambda _, h: Reversed.apply(torch.tanh(h), 0.3),
     "clipped": lambda _, h: Clipped.apply(torch.tanh(h)),
     "sign": lambda _, h: Signed.apply(torch.tanh(h)),
-    "several": _product,
+    "several": _matmul,
     "nested": lambda _, h: Nested.apply(h),
     "twice": lambda _, h: Signed.apply(h) + Straight.apply(h, 1.0).sin() + Reversed.apply(h, 1.0),
     "auxiliary": lambda m, h: Auxiliary.apply(h, m.first.weight.square().mean()),

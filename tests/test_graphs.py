@@ -23,8 +23,8 @@ import quintnet
 from quintnet_compiler.api import compiled_program as compiled
 from quintnet_compiler.runtime.execute import cudagraphs as graphs
 from quintnet_compiler.runtime.execute import engines
-from quintnet_compiler.runtime.execute.cudagraph_segment import Buffers, Captured, Work
-from quintnet_compiler.runtime.execute.cudagraphs import Graphs, Place
+from quintnet_compiler.runtime.execute.cudagraph_segment import Buffers, CudaGraphSegment, Work
+from quintnet_compiler.runtime.execute.cudagraphs import Graphs, SegmentPlace
 from quintnet_compiler.runtime.execute.engines import Inductor
 from quintnet_compiler.runtime.execute.replay_safety import Observed
 
@@ -185,7 +185,7 @@ def test_results_that_are_overwritten_in_use_are_seen(
     name: str, options: dict[str, Any], again: Again, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the tests above would have seen it."""
-    monkeypatch.setattr(Captured, "free", property(lambda self: True))
+    monkeypatch.setattr(CudaGraphSegment, "free", property(lambda self: True))
     assert _worst(name, _program(name, {"pp": 2}, **options)) > 1e-3
 
 
@@ -254,7 +254,7 @@ def test_what_cannot_be_replayed_is_never_captured(again: Again) -> None:
     def noisy(args: list[Tensor]) -> list[Tensor]:
         return [torch.rand_like(args.pop()).exp() + 1]
 
-    place = Place(noisy, noisy, "forward of stage 0", Graphs(again))  # type: ignore[arg-type]
+    place = SegmentPlace(noisy, noisy, "forward of stage 0", Graphs(again))  # type: ignore[arg-type]
     with pytest.warns(quintnet.BackendWarning, match=r"rand_like.* draws random numbers") as seen:
         found = [place([torch.ones(3)])[0] for _ in range(4)]
     assert len(seen) == 1 and not again.captured
@@ -279,7 +279,7 @@ CALLS = st.lists(st.tuples(st.integers(0, 1), st.sampled_from(KINDS), st.integer
 def test_what_somebody_has_stays_as_it_is(calls: list[tuple[int, str, int]]) -> None:
     """Calls with one of two weights and an input, of several ``KINDS``; some results are kept for a number of calls, as
     they are or in views."""
-    place = Place(_results, _results, "forward of stage 0", Graphs(Again()))  # type: ignore[arg-type]
+    place = SegmentPlace(_results, _results, "forward of stage 0", Graphs(Again()))  # type: ignore[arg-type]
     weights = [torch.randn(4, 4), torch.randn(4, 4)]
     kept: list[tuple[int, Tensor, Tensor]] = []
     for number, (which, kind, last) in enumerate(calls):
@@ -299,7 +299,7 @@ def test_what_somebody_has_stays_as_it_is(calls: list[tuple[int, str, int]]) -> 
 
 def test_memory_is_taken_again_as_soon_as_nobody_has_it() -> None:
     args = [torch.randn(3, 4), torch.randn(4, 4)]
-    one = Captured(_results, args, Buffers(), Again())
+    one = CudaGraphSegment(_results, args, Buffers(), Again())
     for use in (one.results, one, one):
         found = use(args)
         part = found[1][0, 1:]

@@ -254,14 +254,14 @@ def test_places_and_sites_stay_within_comments() -> None:
     from quintnet_compiler.core.annotations import annotate, facts
 
     program = _compile(Keyed(), plan={"sequence_parallel": False})
-    leader = program._leader()
+    primary = program._primary()
     hostile = [f"x = 1{end}{HARM}" for end in ("\n", "\r", "\x0b", "\x0c", "\x85", "\u2028", "\u2029", "\0")]
-    whole = dataclasses.replace(leader.program, sites=tuple(hostile))
+    whole = dataclasses.replace(primary.program, sites=tuple(hostile))
     text = code_text(whole, whole.rank(0))
     assert {type(node) for node in ast.parse(text).body} == {ast.FunctionDef} and text.count("\n") == len(
         text.splitlines()
     )
-    differentiated = next(after for name, after in leader.passes() if name == "Differentiate")
+    differentiated = next(after for name, after in primary.passes() if name == "Differentiate")
     before = len(program_text(differentiated).splitlines())
     for node in differentiated.graph.nodes:
         if node.op == "call_function":
@@ -283,7 +283,7 @@ PLAN_FILES: dict[str, bytes] = {
     "a number": b"1",
     "unknown key": b'{"__class__": "x"}',
     "nested unknown key": b'{"parameters": {"*": {"tp": {"__reduce__": 1}}}}',
-    "unknown version": b'{"version": 2}',
+    "unknown version": b'{"version": 3}',
     "a text for a number": b'{"microbatches": "2"}',
     "a truth for a number": b'{"microbatches": true}',
     "a fraction for a number": b'{"microbatches": 1.5}',
@@ -629,7 +629,7 @@ def test_the_allow_list_has_every_spelling() -> None:
 def test_generated_code_passes_the_allow_list(name: str) -> None:
     case = CASES[name]
     program = quintnet.compile(build(name), Mesh(pp=2, dp=2, tp=2), case.batch(8), loss_fn=case.loss_fn, microbatches=2)
-    for stage in program._leader().program.stages:
+    for stage in program._primary().program.stages:
         for piece in (stage.once, stage.forward, stage.backward):
             check_source(piece.code)
 
@@ -639,7 +639,7 @@ def test_a_program_with_other_code_is_refused(program: quintnet.CompiledProgram,
 
     from quintnet_compiler.ir.invariants import verify
 
-    whole = program._leader().program
+    whole = program._primary().program
     graph = torch.fx.Graph()
     graph.output((graph.call_function(subprocess.run, (["touch", MARKER],)),))
     piece = dataclasses.replace(whole.stages[0].forward, module=torch.fx.GraphModule({}, graph))

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 import quintnet
 from quintnet_compiler.runtime.execute import engines
-from quintnet_compiler.runtime.execute.engines import Inductor, Kernel
+from quintnet_compiler.runtime.execute.engines import CompiledSegment, Inductor
 from quintnet_compiler.runtime.execute.segments import MOST_VARIANTS, Segment, Stepper, split
 
 from .models import CASES, build, reference, worst_error
@@ -33,7 +33,7 @@ def _inductor(program: quintnet.CompiledProgram) -> Inductor:
     return found
 
 
-def _compiled(kernel: Kernel) -> int:
+def _compiled(kernel: CompiledSegment) -> int:
     """How many variants run as code of inductor's."""
     return sum(function is not kernel.module for function in kernel.variants.values())
 
@@ -45,7 +45,7 @@ def _compiled(kernel: Kernel) -> int:
         pytest.param("gpt", {"pp": 2, "dp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
         pytest.param("hf_llama_double", {"tp": 2}, {"recompute": "selective"}, marks=pytest.mark.slow),
         pytest.param("mixture", {"ep": 2}, {}, marks=pytest.mark.slow),
-        pytest.param("gpt", {"tp": 2}, {"async_tensor": True}, marks=pytest.mark.slow),
+        pytest.param("gpt", {"tp": 2}, {"async_tp": True}, marks=pytest.mark.slow),
         pytest.param("mlp", {"dp": 2}, {"zero": 3}, marks=pytest.mark.slow),
         pytest.param("vit", {"pp": 2}, {"microbatches": 4, "schedule": "zb-h1"}, marks=pytest.mark.slow),
     ],
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_the_unsplit_model(name: str, axes: dict[str, int
     # the second step compiles nothing
     assert kernels == {id(k): len(k.variants) for k in _inductor(program).kernels.values()}
     # what is generated, saved and sent does not depend on what runs it
-    assert program._leader().program.digest == twin._leader().program.digest
+    assert program._primary().program.digest == twin._primary().program.digest
 
 
 def _segments(module: fx.GraphModule) -> list[Segment]:
@@ -155,8 +155,8 @@ def test_sizes_that_never_stay_the_same_are_not_compiled_for_ever(monkeypatch: p
     graph = fx.Graph()
     graph.output((graph.call_function(torch.exp, (graph.placeholder("x"),)),))
     module = fx.GraphModule({}, graph)
-    kernel = Kernel(module, "forward of stage 0", set())
-    monkeypatch.setattr(Kernel, "_compiled", lambda self, args: lambda given: (given.pop().exp(),))
+    kernel = CompiledSegment(module, "forward of stage 0", set())
+    monkeypatch.setattr(CompiledSegment, "_compiled", lambda self, args: lambda given: (given.pop().exp(),))
     monkeypatch.setattr(engines, "eager", lambda module, name: lambda given: (given.pop().exp() + 1,))
     for rows in range(MOST_VARIANTS):
         assert torch.equal(kernel([torch.zeros(rows)])[0], torch.ones(rows))

@@ -89,14 +89,14 @@ def drawn(dice: random.Random, precision: str) -> Point:
             if options["zero"]:
                 some = [axis for axis in data if dice.random() < 0.7] or data[:1]
                 options["zero_axes"] = tuple(some)
-                options["regather"] = dice.random() < 0.7
+                options["reshard_after_forward"] = dice.random() < 0.7
         if name == "mixture" and data:
             options["experts"] = tuple(axis for axis in ("dp", "ep") if axis in axes and dice.random() < 0.7)
             if prod(axes[axis] for axis in options["experts"]) > EXPERTS:
                 continue
         if "tp" in axes:
             options["sequence_parallel"] = dice.random() < 0.6
-            options["async_tensor"] = dice.random() < 0.4
+            options["async_tp"] = dice.random() < 0.4
         if "cp" in axes:
             options["context"] = dice.choice(["all_gather", "ulysses", "ring"])
         if precision == "bf16":
@@ -151,9 +151,9 @@ def compiled(point: Point) -> quintnet.CompiledProgram:
     if point.options.get("recompute") != "auto":
         return once()
     with pytest.raises(CompileError) as least:
-        once(plan={"saved_gib": 1e-9})
+        once(plan={"activation_memory_budget": 1e-9})
     assert least.value.code == "QN213"
-    return once(plan={"saved_gib": float(str(least.value.fix).split()[1])})
+    return once(plan={"activation_memory_budget": float(str(least.value.fix).split()[1])})
 
 
 def trained(point: Point) -> Trained:

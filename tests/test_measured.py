@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import quintnet
 from quintnet import CompileError, Mesh, RunError
 from quintnet_compiler.cli.app import app
-from quintnet_compiler.runtime.execute.record import Recorded, Span
+from quintnet_compiler.runtime.execute.record import Recorded, RecordedSpan
 from quintnet_compiler.simulation.measured import MOST, measured_timeline, shown_ranks
 from quintnet_compiler.simulation.timeline import Timeline
 
@@ -93,20 +93,20 @@ def test_ranks_that_take_turns_are_not_measured() -> None:
 
 def test_waiting_for_a_stage_is_idle_until_it_sends() -> None:
     """Rank 1 waits from 1 to 5; rank 0 sends at 4: three seconds of bubble, one of the link. Both then meet."""
-    program = _compiled(pp=2)[0]._leader().program
-    meeting = Span(8.0, 10.0, "meeting", "loss", axis="all", exposed=2.0)
+    program = _compiled(pp=2)[0]._primary().program
+    meeting = RecordedSpan(8.0, 10.0, "meeting", "loss", axis="all", exposed=2.0)
     one = Recorded(
         0, 10.0,
         (
-            Span(0.0, 4.0, "F", "0F0", 0, 0),
-            Span(1.0, 2.0, "collective", "g", 0, axis="tp", exposed=1.0),
-            Span(4.0, 4.5, "send", "x", axis="pp", exposed=0.0, mail=(1, 0, 1)),
-            Span(4.0, 8.0, "B", "0B0", 0, 0),
+            RecordedSpan(0.0, 4.0, "F", "0F0", 0, 0),
+            RecordedSpan(1.0, 2.0, "collective", "g", 0, axis="tp", exposed=1.0),
+            RecordedSpan(4.0, 4.5, "send", "x", axis="pp", exposed=0.0, message=(1, 0, 1)),
+            RecordedSpan(4.0, 8.0, "B", "0B0", 0, 0),
             meeting,
         ),
     )  # fmt: skip
-    receive = Span(0.5, 5.0, "receive", "x", axis="pp", exposed=4.0, mail=(0, 0, 1))
-    two = Recorded(1, 10.0, (receive, Span(5.0, 8.0, "F", "1F0", 1, 0), meeting))
+    receive = RecordedSpan(0.5, 5.0, "receive", "x", axis="pp", exposed=4.0, message=(0, 0, 1))
+    two = Recorded(1, 10.0, (receive, RecordedSpan(5.0, 8.0, "F", "1F0", 1, 0), meeting))
     texts = [two.to_json(), one.to_json()]
     assert Recorded.from_json(texts[0]) == two
     timeline = measured_timeline(program, texts, torch.device("cpu"))
@@ -119,8 +119,8 @@ def test_waiting_for_a_stage_is_idle_until_it_sends() -> None:
 
 def test_processes_of_a_machine_have_one_clock() -> None:
     """Rank 1 left the barrier 2 seconds after rank 0; of rank 2's machine nothing is known but its own start."""
-    program = _compiled(pp=2)[0]._leader().program
-    spans = (Span(0.0, 1.0, "F", "0F0", 0, 0),)
+    program = _compiled(pp=2)[0]._primary().program
+    spans = (RecordedSpan(0.0, 1.0, "F", "0F0", 0, 0),)
     found = [Recorded(0, 4.0, spans, "a", 10.0), Recorded(1, 3.0, spans, "a", 12.0), Recorded(2, 3.0, spans, "b", 77.0)]
     timeline = measured_timeline(replace(program, mesh=Mesh(pp=3)), [r.to_json() for r in found], torch.device("cpu"))
     assert [row.events[0].start for row in timeline.rows] == [0.0, 2.0, 0.0] and timeline.seconds == 5.0

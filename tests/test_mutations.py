@@ -14,7 +14,7 @@ from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.driver.compiler import Request, Runner, compile_program
-from quintnet_compiler.equivalence.verify import Subject, verify_program
+from quintnet_compiler.equivalence.verify import VerifySubject, verify_program
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import Captured, DifferentiatedProgram, DistributedProgram
 from quintnet_compiler.passes.rules.table import RULES
@@ -69,7 +69,7 @@ class Victim:
         program = unchecked(change.program, self.mesh, self.plan)
         case, tensors = CASES[self.name], dict(self.captured.tensors)
         try:
-            subject = Subject(self.model, case.loss_fn, program, "not asked for", tensors, 0, CPU)
+            subject = VerifySubject(self.model, case.loss_fn, program, "not asked for", tensors, 0, CPU)
             if not verify_program(subject, case.batch(8), 1).ok:
                 return "by verify"
         except Exception:

@@ -44,7 +44,7 @@ class Form:
     fits: Callable[[Tensor], bool]
     store: Callable[[Tensor], Tensor]
     view: Callable[[Tensor, torch.Size], Tensor]
-    turned: Callable[[Tensor], Tensor]
+    transposed: Callable[[Tensor], Tensor]
 
 
 def _backwards(x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class Sum(nn.Module):
             given.append(form.view(stored, x.shape) if form.fits(x) else stored)
         if term.form == "batch":
             given[0] = given[0] + rows[:, 0].mul(0.0).reshape(ROWS, *[1] * (given[0].dim() - 1))
-        return [form.turned(out) for out in term.sample(given)]
+        return [form.transposed(out) for out in term.sample(given)]
 
     def split(self) -> dict[str, dict[str, str]]:
         """Plan: over tp every input is split along a dim that two ranks can share, after two others share it."""

@@ -23,7 +23,7 @@ from quintnet_compiler.passes.autodiff.recompute_cut import takes_long
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.overlap import check_overlap
 from quintnet_compiler.simulation.program import simulate_program
-from quintnet_compiler.simulation.work import Part, Work
+from quintnet_compiler.simulation.work import ActionWork, WorkPart
 
 from .models import CASES, build
 from .mutations import as_mutant, copied, piece_copied, rebuilt
@@ -38,7 +38,7 @@ def _compile(name: str, axes: dict[str, int], **options: Any) -> quintnet.Compil
 
 def _starts(program: quintnet.CompiledProgram) -> dict[str, int]:
     found: dict[str, int] = {}
-    for node in program._leader().program.source.graph.nodes:
+    for node in program._primary().program.source.graph.nodes:
         if node.target in STARTS.values():
             name = str(node.target._opname)
             found[name] = found.get(name, 0) + 1
@@ -49,8 +49,8 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], str]] = [
     ("gpt", {"tp": 2}, {"sequence_parallel": False}, "start_all_reduce"),
     ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 2, "schedule": "zb-h1", "recompute": "full"}, "start_reduce_scatter"),
     ("gpt", {"dp": 2}, {"microbatches": 2, "zero": 3, "recompute": "selective"}, "start_gather_together"),
-    ("gpt", {"dp": 2}, {"microbatches": 2, "zero": 3, "regather": False}, "start_scatter_together"),
-    ("mixture", {"ep": 2}, {}, "start_route"),
+    ("gpt", {"dp": 2}, {"microbatches": 2, "zero": 3, "reshard_after_forward": False}, "start_scatter_together"),
+    ("mixture", {"ep": 2}, {}, "start_dispatch"),
 ]
 
 
@@ -103,7 +103,7 @@ def test_one_block_of_gradients_is_under_way(recompute: str) -> None:
 def test_products_hide_what_tensor_parallelism_sends() -> None:
     """Between a start and its wait there is a product: the weight's gradient beside that of the input."""
     program = _compile("gpt", {"tp": 2}, sequence_parallel=False)
-    nodes = list(program._leader().program.source.graph.nodes)
+    nodes = list(program._primary().program.source.graph.nodes)
     waits = [node for node in nodes if node.target is wait]
     assert len(waits) == 7  # two for each of three blocks, and one for the head
     for node in waits:
@@ -116,7 +116,7 @@ def test_products_hide_what_tensor_parallelism_sends() -> None:
 
 
 def _victim() -> DistributedProgram:
-    return _compile("gpt", {"tp": 2}, sequence_parallel=False)._leader().program
+    return _compile("gpt", {"tp": 2}, sequence_parallel=False)._primary().program
 
 
 def _drop_wait(node: fx.Node) -> None:
@@ -166,7 +166,7 @@ def _changed(program: DistributedProgram, change: Callable[[fx.Node], None]) -> 
 
 def test_the_pass_is_checked_against_what_it_was_given() -> None:
     before, after = (
-        _compile("gpt", {"tp": 2}, sequence_parallel=False, overlap=overlap)._leader().program.source
+        _compile("gpt", {"tp": 2}, sequence_parallel=False, overlap=overlap)._primary().program.source
         for overlap in (False, True)
     )
     check_overlap(before, after)
@@ -186,7 +186,15 @@ def test_the_pass_is_checked_against_what_it_was_given() -> None:
 
 
 def test_a_wait_takes_what_is_left() -> None:
-    done = Work((Part(1.0), Part(2.0), Part(5.0, "dp", "a", ahead=1), Part(4.0), Part(3.0, "dp", "b", ahead=3)))
+    done = ActionWork(
+        (
+            WorkPart(1.0),
+            WorkPart(2.0),
+            WorkPart(5.0, "dp", "a", ahead=1),
+            WorkPart(4.0),
+            WorkPart(3.0, "dp", "b", ahead=3),
+        )
+    )
     # both start after the first second; b follows a on the links of dp
     assert [part.seconds for part in done.waited] == [1.0, 2.0, 3.0, 4.0, 0.0]
     assert [(h.offset, h.seconds, h.name) for h in done.hidden] == [(1.0, 5.0, "a"), (6.0, 3.0, "b")]
@@ -203,7 +211,7 @@ def test_a_simulated_step_is_shorter() -> None:
         program = quintnet.compile(
             build("gpt"), Mesh(dp=8), case.batch(64), loss_fn=case.loss_fn, zero=3, overlap=overlap
         )
-        report = simulate_program(program._leader().program, costs)
+        report = simulate_program(program._primary().program, costs)
         exposed[overlap], seconds[overlap] = report.exposed["dp"], report.seconds
         row = report.rows[0]
         names[overlap] = sum(e.seconds for e in row.events if e.kind == "collective" and not e.exposed)

@@ -106,7 +106,7 @@ def test_evaluation_follows_and_the_plan_says_all(schedule: str, virtual_stages:
     program = _compile("cnn", mesh, microbatches=4, schedule=schedule, virtual_stages=virtual_stages)
     assert len(program.plan.stages) == 3 and program.plan.virtual_stages == 2
     again = _compile("cnn", mesh, plan=program.plan)
-    assert again._leader().program.digest == program._leader().program.digest
+    assert again._primary().program.digest == program._primary().program.digest
     larger, (loss, expected) = case.batch(2 * ROWS), reference(model, case.batch(2 * ROWS), case.loss_fn)
     torch.testing.assert_close(program.step(larger), loss)
     found = {n: p.grad.full_tensor() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
@@ -159,23 +159,23 @@ def test_pipelines_draw_the_same_dropout_masks() -> None:
 
 def test_the_first_half_of_a_backward_has_what_other_stages_wait_for_and_no_more() -> None:
     program = _compile("mlp", {"pp": 2}, microbatches=4, schedule="zb-h1")
-    first, last = program._leader().program.stages
+    first, last = program._primary().program.stages
     assert first.weight is not None and last.weight is not None
     # nobody waits for the first stage
     assert not [n for n in first.backward.module.graph.nodes if n.op in ("call_function", "call_method")]
     # products for weights are in the second half, those for values in the first
-    products = [n for n in last.weight.module.graph.nodes if n.target == "accumulate_product"]
-    assert products and not [n for n in last.backward.module.graph.nodes if n.target == "accumulate_product"]
+    products = [n for n in last.weight.module.graph.nodes if n.target == "accumulate_matmul"]
+    assert products and not [n for n in last.backward.module.graph.nodes if n.target == "accumulate_matmul"]
     assert not [n for n in last.weight.module.graph.nodes if n.target is torch.mm]
     assert set(last.weight.dynamic) <= {*last.saved, *last.backward.outputs}
-    whole = _compile("mlp", {"pp": 2}, microbatches=4)._leader().program
+    whole = _compile("mlp", {"pp": 2}, microbatches=4)._primary().program
     assert all(stage.weight is None for stage in whole.stages)
 
 
 def test_values_are_released_after_the_weight_half() -> None:
     program = _compile("mlp", {"pp": 2}, microbatches=4, schedule="zb-h1")
     rows = program.simulate().rows
-    assert [row.peak_live for row in rows] == list(verify_schedule(program.schedule, program._leader().program.edges))
+    assert [row.peak_live for row in rows] == list(verify_schedule(program.schedule, program._primary().program.edges))
     for row in rows:
         held = {point.action: point.held for point in row.memory}
         for action in program.schedule.actions[row.rank]:
@@ -211,5 +211,5 @@ def test_one_gradient_of_each_value_returns() -> None:
     batch = (torch.randn(4, 4, dtype=torch.double),)
     program = quintnet.compile(Fan().double(), quintnet.Mesh(pp=2), batch, plan={"stages": ["a"]})
     assert program.verify().ok
-    (transfer,) = program._leader().program.transfers
+    (transfer,) = program._primary().program.transfers
     assert len(transfer.forward) == len(transfer.backward) == 1

@@ -36,8 +36,8 @@ from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks, Folded
 from quintnet_compiler.passes.stages.partition import balanced_starts
 from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.layouts import layouts
-from quintnet_compiler.planner.planning import Machine, Planner, faster
-from quintnet_compiler.planner.search import Effort
+from quintnet_compiler.planner.planning import Planner, PricedCluster, faster
+from quintnet_compiler.planner.search import SearchEffort
 
 from .models import CASES, GPT, build
 
@@ -90,7 +90,7 @@ CLUSTERS = {
 def _planner(model: str, cluster: str) -> Planner:
     module, batch = MODELS[model]()
     loss = CASES[model].loss_fn if model in CASES else None
-    return Planner.of(capture(module, batch, loss), ROWS, Machine(CLUSTERS[cluster]), Plan(), RULES)
+    return Planner.of(capture(module, batch, loss), ROWS, PricedCluster(CLUSTERS[cluster]), Plan(), RULES)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def _planner(model: str, cluster: str) -> Planner:
 )
 def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
     planner = _planner(model, cluster)
-    found = planner.search(3, "time", Effort(math.inf, 600.0))
+    found = planner.search(3, "time", SearchEffort(math.inf, 600.0))
     builder, limits = planner.builder(), planner.limits()
     everything = []
     for layout in layouts(limits):

@@ -92,7 +92,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt", {"cp": 2}, {"context": "ulysses"}),
     ("gpt", {"cp": 2}, {}),
     ("gpt", {"dp": 2}, {"zero": 2, "microbatches": 2}),
-    ("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2, "regather": False}),
+    ("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2, "reshard_after_forward": False}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 1, "schedule": "zb-v", "virtual_stages": 2}),
     ("mixture", {"dp": 2}, {"zero": 3, "microbatches": 2, "experts": ("dp",)}),
 ]
@@ -152,13 +152,13 @@ def test_a_model_in_bfloat16_keeps_its_dtype() -> None:
     program = _compile("mlp", {"dp": 2}, torch.bfloat16, microbatches=2, reduce_dtype="float32", zero=1)
     program.step(_batch("mlp", torch.bfloat16))
     assert {(p.dtype, p.grad.dtype) for p in program.parameters()} == {(torch.bfloat16, torch.bfloat16)}  # type: ignore[union-attr]
-    state = program._leader().program.state.values()
+    state = program._primary().program.state.values()
     assert {(spec.summed, spec.reduced) for spec in state} == {(torch.float32, torch.float32)}
 
 
 def test_every_reduction_shows_its_dtype() -> None:
     def sums(**options: Any) -> set[torch.dtype]:
-        graph = _compile("mlp", {"tp": 2}, **options)._leader().program.source.graph
+        graph = _compile("mlp", {"tp": 2}, **options)._primary().program.source.graph
         wide = [n for n in graph.nodes if n.target in (all_reduce, reduce_scatter) and value(n).shape[-1] == 16]
         found = {value(n).dtype for n in wide}  # but for two numbers per row of the loss
         assert found
@@ -167,7 +167,7 @@ def test_every_reduction_shows_its_dtype() -> None:
     assert sums() == {torch.float32}
     assert sums(precision="bf16") == {torch.bfloat16}
     assert sums(precision="bf16", sum_dtype="float32") == {torch.float32}
-    program = _compile("mlp", {"dp": 2, "tp": 2}, precision="bf16", zero=2)._leader().program
+    program = _compile("mlp", {"dp": 2, "tp": 2}, precision="bf16", zero=2)._primary().program
     sites = [site for site in program.sites if site.startswith("reduce_scatter[dp]")]
     assert sites and all(" float32" in site for site in sites)
     assert any(site.startswith(("all_reduce[tp] bfloat16", "reduce_scatter[tp] bfloat16")) for site in program.sites)
@@ -196,7 +196,7 @@ def _everything(**options: Any) -> quintnet.CompiledProgram:
 
 
 def test_operators_compute_in_the_dtype_of_their_list() -> None:
-    program = _everything()._leader().program
+    program = _everything()._primary().program
     graph = program.source.local.staged.sharded.program.graph
     seen: dict[str, set[torch.dtype]] = {}
     for node in graph.nodes:
@@ -287,7 +287,7 @@ def test_predicted_memory_is_by_dtype(axes: dict[str, int], options: dict[str, A
     ).memory
     assert (estimate.parameters, estimate.gradients) == tuple(n * count for n in expected)
     assert estimate.optimizer == 8 * count // (2 if options else 1)
-    found = rehearse(program._leader().program)[0]
+    found = rehearse(program._primary().program)[0]
     assert found.gradients == estimate.gradients
     assert found.parameters == 4 * count // (2 if options else 1)  # copies are values of the step
     if not options:

@@ -69,7 +69,7 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
         ("cnn", {"dp": 2}, 2, {}),
         ("mixture", {"dp": 2}, 2, {"zero": 3, "experts": ("dp",)}),
         ("gpt", {"cp": 4}, 1, {"context": "ring"}),
-        ("gpt", {"tp": 2}, 2, {"async_tensor": True, "overlap": False}),
+        ("gpt", {"tp": 2}, 2, {"async_tp": True, "overlap": False}),
         # values go up and down between two ranks, and skip stages
         ("cnn", {"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 3}),
         ("mlp", {"pp": 2}, 4, {"schedule": "zb-v", "virtual_stages": 2}),

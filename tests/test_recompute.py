@@ -71,12 +71,15 @@ def test_every_kind_is_exact_and_selective_keeps_less_for_no_product(
 def test_ranks_keep_their_slices_of_what_they_gather(axes: dict[str, int], plan: dict[str, object]) -> None:
     """Exact, and of each gathered value the other ranks' slices less; nothing changes where all is made again."""
     bits, held = {}, {}
-    for regather in (True, False):
-        program, batch = _compiled("gpt", "none", Mesh(**axes), regather=regather, **plan)
+    for reshard_after_forward in (True, False):
+        program, batch = _compiled("gpt", "none", Mesh(**axes), reshard_after_forward=reshard_after_forward, **plan)
         assert program.verify(batch, steps=1).ok
         loss = program.step(batch)
-        bits[regather] = [loss, *(p.grad.full_tensor() for p in program.parameters() if p.grad is not None)]  # type: ignore[attr-defined]
-        held[regather] = {name: _size(program, name) for name in program.ranks[0].stages[0].saved}
+        bits[reshard_after_forward] = [
+            loss,
+            *(p.grad.full_tensor() for p in program.parameters() if p.grad is not None),
+        ]  # type: ignore[attr-defined]
+        held[reshard_after_forward] = {name: _size(program, name) for name in program.ranks[0].stages[0].saved}
     assert all(torch.equal(a, b) for a, b in zip(bits[True], bits[False], strict=True))
     gathers = {name for name in held[False] if "all_gather" in name}
     assert gathers and not gathers & held[True].keys()
@@ -85,7 +88,7 @@ def test_ranks_keep_their_slices_of_what_they_gather(axes: dict[str, int], plan:
 
 
 def _size(program: quintnet.CompiledProgram, name: str) -> int:
-    nodes = {node.name: node for node in program._leader().program.source.graph.nodes}
+    nodes = {node.name: node for node in program._primary().program.source.graph.nodes}
     return sum(map(num_bytes, values(nodes[name])))
 
 
@@ -110,7 +113,7 @@ def test_a_budget_is_kept_and_nothing_cheaper_of_the_fixed_kinds_keeps_it(
     assert held["full"] < held["none"]
     for share in (0.0, 0.3, 0.6, 1.0):
         budget = held["full"] + share * (held["none"] - held["full"])
-        program, batch = _compiled(name, "auto", mesh, **plan, plan={"saved_gib": budget / 2**30})
+        program, batch = _compiled(name, "auto", mesh, **plan, plan={"activation_memory_budget": budget / 2**30})
         assert _saved(program) <= budget
         fitting = [_again(kinds[kind]) for kind in KINDS if held[kind] <= budget]
         assert _again(program) <= min(fitting) * (1 + 1e-9)
@@ -120,16 +123,16 @@ def test_a_budget_is_kept_and_nothing_cheaper_of_the_fixed_kinds_keeps_it(
 @pytest.mark.parametrize("mesh", [Mesh(tp=2), Mesh(pp=3)], ids=str)  # one stage, and three that need different budgets
 def test_a_budget_that_cannot_be_kept_is_refused_with_one_that_can(mesh: Mesh) -> None:
     with pytest.raises(quintnet.CompileError) as caught:
-        _compiled("gpt", "auto", mesh, plan={"saved_gib": 1e-6})
+        _compiled("gpt", "auto", mesh, plan={"activation_memory_budget": 1e-6})
     assert caught.value.code == "QN213"
-    _compiled("gpt", "auto", mesh, plan={"saved_gib": float(str(caught.value.fix).split()[1])})
-    with pytest.raises(quintnet.CompileError, match="saved_gib together"):
+    _compiled("gpt", "auto", mesh, plan={"activation_memory_budget": float(str(caught.value.fix).split()[1])})
+    with pytest.raises(quintnet.CompileError, match="activation_memory_budget together"):
         _compiled("gpt", "auto", Mesh(tp=2))
 
 
 def _saved(program: quintnet.CompiledProgram) -> int:
     """Bytes that the fullest rank's forwards leave for its backwards, as the planner's units count them."""
-    found = program._leader().program
+    found = program._primary().program
     memory = Footprints(found)
     size = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in found.values.items()}
 
@@ -143,8 +146,8 @@ def _saved(program: quintnet.CompiledProgram) -> int:
 
 def _again(program: quintnet.CompiledProgram) -> float:
     """Seconds of all copies in the backward, on the hardware that the budget is priced for."""
-    source, costs = program._leader().program.source, ClusterCosts(Cluster("h100"))
-    local = {axis.name: axis.size for axis in program._leader().program.axes}
+    source, costs = program._primary().program.source, ClusterCosts(Cluster("h100"))
+    local = {axis.name: axis.size for axis in program._primary().program.axes}
     total = 0.0
     for copy in (node.args[0] if node.target is wait else node for node in source.copies):
         if copy.target in COMMUNICATION:

@@ -59,8 +59,8 @@ def _programs(victim: Victim) -> tuple[LocalProgram, DifferentiatedProgram, Dist
     batch = tuple(x.float() if x.is_floating_point() else x for x in CASES[victim.name].batch(8))
     model, loss_fn = build(victim.name, torch.float32), CASES[victim.name].loss_fn
     program = quintnet.compile(model, Mesh(**dict(victim.axes)), batch, loss_fn=loss_fn, **dict(victim.options))
-    made = program._leader().program
-    joint = [found for name, found in program._leader().passes() if name in ("Differentiate", "Recompute")]
+    made = program._primary().program
+    joint = [found for name, found in program._primary().passes() if name in ("Differentiate", "Recompute")]
     return joint[-1].local, joint[-1], made
 
 

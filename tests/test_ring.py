@@ -116,7 +116,7 @@ def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.undo()
     case = CASES["gpt"]
     program = quintnet.compile(
-        GPT().double(), quintnet.Mesh(cp=ranks), case.batch(4), context="ring", balance_context=False
+        GPT().double(), quintnet.Mesh(cp=ranks), case.batch(4), context="ring", context_load_balance=False
     )
     assert set(_sent(monkeypatch, program, case.batch(4)).values()) == {3 * (6 * ranks - 4) * one}
     assert program.verify().ok

@@ -31,11 +31,11 @@ from quintnet_compiler.schedules.schedule import (
     RECEIVE,
     SEND,
     Action,
-    Edge,
     Flow,
     Op,
     Schedule,
     ScheduleError,
+    StageEdge,
     bubble,
     chain,
     grid,
@@ -60,7 +60,7 @@ def breadth_first(placement: tuple[int, ...], num_microbatches: int) -> Schedule
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> tuple[Schedule, tuple[Edge, ...]]:
+def pipelines(draw: st.DrawFn) -> tuple[Schedule, tuple[StageEdge, ...]]:
     """A schedule and edges that skip stages, some of them without gradients."""
     num_microbatches = draw(st.integers(1, 6))
     make = draw(st.sampled_from([*SCHEDULES.values(), None]))
@@ -72,7 +72,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Schedule, tuple[Edge, ...]]:
         schedule = make(draw(st.integers(1, 6)), num_microbatches)
     pairs = list(combinations(range(schedule.num_stages), 2))
     some = st.lists(st.sampled_from(pairs), unique=True, max_size=8) if pairs else st.just([])
-    edges = tuple(Edge(source, target, draw(st.booleans())) for source, target in draw(some))
+    edges = tuple(StageEdge(source, target, draw(st.booleans())) for source, target in draw(some))
     return schedule, edges if draw(st.booleans()) else edges + chain(schedule.num_stages)
 
 
@@ -196,7 +196,7 @@ def test_numbers_of_stages_that_a_schedule_does_not_have(name: str, wrong: int, 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (0, 0)], ids=str)
 def test_forwards_alone_never_wait_for_ever_and_overlap(placement: tuple[int, ...]) -> None:
-    edges = (*chain(len(placement)), *([Edge(0, len(placement) - 1)] if len(placement) > 2 else []))
+    edges = (*chain(len(placement)), *([StageEdge(0, len(placement) - 1)] if len(placement) > 2 else []))
     for m in range(1, 9):
         lowered = with_transfers(forward_only(placement, m), edges)
         lines = simulate(lowered, edges, lambda action: 1.0)
@@ -252,7 +252,7 @@ def test_golden_lowering() -> None:
 
 def test_actions_print_and_parse() -> None:
     for schedule in (one_f_one_b(3, 12), zero_bubble_h1(3, 2)):
-        for row in with_transfers(schedule, [*chain(3), Edge(0, 2)]).actions:
+        for row in with_transfers(schedule, [*chain(3), StageEdge(0, 2)]).actions:
             assert parse(" ".join(map(str, row))) == row
     examples = "2F0 2B13 2I0 2W0 2SF0>3 3RF0<2 3SB0>2 2RB0<3 2R"
     assert " ".join(map(str, parse(examples))) == examples
@@ -266,7 +266,7 @@ def test_actions_print_and_parse() -> None:
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(pipelines())
-def test_random_edges_are_valid_with_every_hoisting(pipeline: tuple[Schedule, tuple[Edge, ...]]) -> None:
+def test_random_edges_are_valid_with_every_hoisting(pipeline: tuple[Schedule, tuple[StageEdge, ...]]) -> None:
     schedule, edges = pipeline
     plain = with_transfers(schedule, edges, hoist=0)
     peaks = verify_schedule(plain, edges, rendezvous=True)
@@ -327,8 +327,8 @@ def test_lowering_takes_compute_actions_and_known_stages_only() -> None:
         lambda: with_transfers(gpipe(2, 1), chain(2), hoist=-1),
         lambda: with_transfers(gpipe(2, 1), chain(3)),
         lambda: with_transfers(Schedule("lost", 1, (0,), (parse("1F0"),)), []),
-        lambda: Edge(1, 1),
-        lambda: Edge(-1, 0),
+        lambda: StageEdge(1, 1),
+        lambda: StageEdge(-1, 0),
         lambda: Schedule("lost", 1, (0, 1), ((),)),
     ):
         with pytest.raises(ScheduleError, match="QN208"):
@@ -345,7 +345,7 @@ def test_simulation_names_what_never_starts() -> None:
 
 # --------------------------------------------------------------------------------------------------- verifier
 
-EDGES = (*chain(3), Edge(0, 2))
+EDGES = (*chain(3), StageEdge(0, 2))
 
 # Edits of 1f1b with 3 stages and 3 microbatches: the actions before, after, and what the verifier says.
 MUTATIONS = {
@@ -441,7 +441,7 @@ def test_the_edges_of_a_schedule_are_checked_too() -> None:
     with pytest.raises(ScheduleError, match="0SF0>2 is missing"):
         verify_schedule(schedule, EDGES)
     with pytest.raises(ScheduleError, match="no stage or edge asks for 1RB0<2"):
-        verify_schedule(schedule, [Edge(0, 1), Edge(1, 2, backward=False)])
+        verify_schedule(schedule, [StageEdge(0, 1), StageEdge(1, 2, backward=False)])
 
 
 def test_an_error_shows_the_place() -> None:
@@ -458,7 +458,7 @@ def test_an_error_shows_the_place() -> None:
     )
 
 
-def oracle(schedule: Schedule, edges: tuple[Edge, ...], *, rendezvous: bool) -> bool:
+def oracle(schedule: Schedule, edges: tuple[StageEdge, ...], *, rendezvous: bool) -> bool:
     """Is a permutation of a valid schedule valid? Decided otherwise: "happens after" must have no cycle.
 
     A transfer that blocks is one node that both ranks share. One that does not is a post on either side, and
@@ -523,7 +523,7 @@ def test_shuffled_schedules_agree_with_the_oracle(rendezvous: bool) -> None:
     verdicts = []
     for _ in range(400):
         schedule = rng.choice(makers)()
-        edges = tuple({*chain(schedule.num_stages), *rng.choice([[], [Edge(0, schedule.num_stages - 1)]])})
+        edges = tuple({*chain(schedule.num_stages), *rng.choice([[], [StageEdge(0, schedule.num_stages - 1)]])})
         schedule = with_transfers(schedule, edges, hoist=0 if rendezvous else rng.randrange(3))
         rows = [list(row) for row in schedule.actions]
         for _ in range(rng.choice([1, 1, 2, 3])):

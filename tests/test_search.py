@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintnet_compiler.planner.search import Found, Wanted, search
+from quintnet_compiler.planner.search import SearchResult, Wanted, search
 
 MEMORY = 100.0
 
@@ -56,7 +56,7 @@ class Space:
 
     closer_bytes = bytes
 
-    def search(self, top_k: int, work: float = float("inf"), deadline: float = 600.0) -> Found[int, One]:
+    def search(self, top_k: int, work: float = float("inf"), deadline: float = 600.0) -> SearchResult[int, One]:
         wanted = Wanted(
             top_k, "time", MEMORY, time.monotonic() + deadline, work=work, spent=lambda: float(len(self.tried))
         )

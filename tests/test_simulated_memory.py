@@ -74,8 +74,8 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("mlp", {"dp": 4}, {"microbatches": 2, "zero": 1}),
     ("mixture", {"dp": 2}, {"zero": 2, "microbatches": 2}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 3}),
-    ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "zero": 3, "regather": False}),
-    ("gpt", {"tp": 2}, {"microbatches": 2, "async_tensor": True, "overlap": False, "regather": False}),
+    ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "zero": 3, "reshard_after_forward": False}),
+    ("gpt", {"tp": 2}, {"microbatches": 2, "async_tp": True, "overlap": False, "reshard_after_forward": False}),
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "precision": "bf16", "sum_dtype": "float32"}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 1, "schedule": "zb-h1"}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 3, "recompute": "full"}),
@@ -93,7 +93,7 @@ def test_bytes_and_live_activations(
     inspector = Inspector(monkeypatch)
     program.step(batch)
     monkeypatch.undo()
-    footprints = rehearse(program._leader().program, processes=False)
+    footprints = rehearse(program._primary().program, processes=False)
     for part in program.ranks:
         found = footprints[part.coordinate.get("pp", 0)]
         predicted = dict(zip(part.actions, (held for held, _ in found.points), strict=True))

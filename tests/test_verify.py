@@ -138,8 +138,8 @@ class Masked(nn.Module):
         self.register_buffer("steps", torch.tensor(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        turned = torch.view_as_complex(self.layer(x).view(-1, 4, 2)) * self.turns
-        return torch.view_as_real(turned).flatten(1) * self.mask * self.steps
+        transposed = torch.view_as_complex(self.layer(x).view(-1, 4, 2)) * self.turns
+        return torch.view_as_real(transposed).flatten(1) * self.mask * self.steps
 
 
 def test_buffers_of_any_dtype_are_compared() -> None:

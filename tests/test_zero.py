@@ -54,11 +54,11 @@ def test_state_in_slices_equals_the_unsplit_model(name: str, axes: dict[str, int
     program = _compile(name, axes, **options)
     report = program.verify()
     assert report.ok, report
-    leader = program._leader().program
-    gathered = leader.source.local.staged.sharded.gathered
-    trained = [node for node, leaf in leader.source.local.staged.sharded.program.leaves.items() if leaf.trainable]
+    primary = program._primary().program
+    gathered = primary.source.local.staged.sharded.gathered
+    trained = [node for node, leaf in primary.source.local.staged.sharded.program.leaves.items() if leaf.trainable]
     assert len(gathered) > len(trained) / 2
-    assert _compile(name, axes, plan=program.plan)._leader().program.digest == leader.digest
+    assert _compile(name, axes, plan=program.plan)._primary().program.digest == primary.digest
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_slices_that_a_plan_asks_for(zero: int) -> None:
     fixed = {"*qkv.weight": {"dp": "S(0,3)"}, "*up.weight": {"dp": "S(1)"}, "*down.weight": {"dp": "R"}}
     program = _compile("gpt", {"dp": 2}, microbatches=2, zero=zero, plan={"parameters": fixed})
     assert program.verify(steps=1).ok
-    state = program._leader().program.state
+    state = program._primary().program.state
     kinds = [str(state[f"blocks.1.{n}.weight"].sharding[0]) for n in ("qkv", "up", "down", "proj")]
     assert kinds == ["S(0,3)", "S(1)", "R", "S(0)" if zero else "R"]
 
@@ -158,7 +158,7 @@ def test_bytes_on_the_wire(zero: int, microbatches: int, monkeypatch: pytest.Mon
 def test_predicted_memory_is_that_of_the_closed_forms(zero: int) -> None:
     """And after every action ranks hold what they hold where nothing is gathered."""
     whole = 4 * 16 * 16 * 8
-    plain, found = (rehearse(_square(z, microbatches=2)._leader().program)[0] for z in (0, zero))
+    plain, found = (rehearse(_square(z, microbatches=2)._primary().program)[0] for z in (0, zero))
     assert (plain.parameters, plain.gradients) == (whole, whole)
     assert found.parameters == (whole // 4 if zero == 3 else whole)
     assert found.gradients == (whole // 4 if zero >= 2 else whole)
@@ -168,10 +168,10 @@ def test_predicted_memory_is_that_of_the_closed_forms(zero: int) -> None:
 def test_gathered_parameters_die_after_their_last_use() -> None:
     """A rank has one matrix whole at a time, and the gradient of one (where communication runs beside computing, one
     more of each is on its way); kept, what the backward reads comes on top."""
-    plain = rehearse(_square(0, microbatches=2)._leader().program)[0]
-    alone = rehearse(_square(3, microbatches=2, overlap=False)._leader().program)[0]
-    again = rehearse(_square(3, microbatches=2)._leader().program)[0]
-    kept = rehearse(_square(3, microbatches=2, regather=False)._leader().program)[0]
+    plain = rehearse(_square(0, microbatches=2)._primary().program)[0]
+    alone = rehearse(_square(3, microbatches=2, overlap=False)._primary().program)[0]
+    again = rehearse(_square(3, microbatches=2)._primary().program)[0]
+    kept = rehearse(_square(3, microbatches=2, reshard_after_forward=False)._primary().program)[0]
     matrix = 16 * 16 * 8
     assert max(peak for _, peak in alone.points) <= max(peak for _, peak in plain.points) + 2 * matrix
     assert max(peak for _, peak in again.points) <= max(peak for _, peak in plain.points) + 4 * matrix

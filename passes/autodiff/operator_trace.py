@@ -65,7 +65,7 @@ def trace(
     mode: FakeTensorMode,
 ) -> Template:
     """Trace ``target(*args, **kwargs)``, whose tensors are ``tensors``, and the pullback of its outputs ``wanted``."""
-    call = _Call(target, args, kwargs, tensors, wanted, mode)
+    call = _OperatorCall(target, args, kwargs, tensors, wanted, mode)
     try:
         template = call.traced(dense=False)
         if not any(node.target in (*_BY_STRIDE, *_BY_FORMAT) for node in template.graph.nodes):
@@ -76,7 +76,7 @@ def trace(
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OperatorCall:
     target: Any
     args: Sequence[Any]
     kwargs: dict[str, Any]

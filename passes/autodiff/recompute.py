@@ -25,7 +25,8 @@ class Recompute:
     by bit: communication is repeated, and random masks depend on nothing but their place (Chen et al. 2016).
 
     ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
-    ``"auto"`` for what makes the rest fit a ``budget``, or ``"none"``. ``regather``: whether what each microbatch
+    ``"auto"`` for what makes the rest fit a ``budget``, or ``"none"``.
+    ``reshard_after_forward``: whether what each microbatch
     gathers is gathered again, too, wherever it is used: parameters (if not, they are kept), and values, of which ranks
     then keep their slices (Korthikanti et al. 2022).
 
@@ -34,13 +35,13 @@ class Recompute:
     """
 
     blocks: Literal["none", "selective", "full", "auto"] = "full"
-    regather: bool = True
+    reshard_after_forward: bool = True
     budget: Budget | None = None
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         inside = set[fx.Node]() if self.blocks == "none" else _in_blocks(program)
         parameters, gathered = _gathered(program)
-        again = frozenset(gathered if self.regather else ())
+        again = frozenset(gathered if self.reshard_after_forward else ())
         if self.blocks == "selective":
             inside = cheap_values(program, inside)
         inside -= parameters | again

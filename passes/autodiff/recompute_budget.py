@@ -12,7 +12,7 @@ from ...core.annotations import facts, leaf, memory_of, num_bytes, values
 from ...core.errors import CompileError
 from ...ir.program import DifferentiatedProgram
 from ...schedules.schedule import Schedule, most_held
-from .recompute_cut import Cut, Seconds, cheap_values, cut, groups_of
+from .recompute_cut import RecomputeCut, Seconds, cheap_values, cut, groups_of
 
 FASTEST, SMALLEST = 1e-18, 1.0  # seconds for a byte: next to nothing, and more than any operator takes
 Nodes = frozenset[fx.Node]
@@ -57,7 +57,7 @@ class _Chooser:
     inside: set[fx.Node]
     always: Nodes
     budget: Budget
-    hulls: dict[Hashable, list[tuple[Cut, frozenset[int]]]] = field(default_factory=dict)
+    hulls: dict[Hashable, list[tuple[RecomputeCut, frozenset[int]]]] = field(default_factory=dict)
 
     def run(self) -> set[fx.Node]:
         placement, stage_of = self.budget.schedule.placement, self.program.stage
@@ -108,7 +108,7 @@ class _Chooser:
             low, high = (low, middle) if fits else (middle + 1, high)
         return after(low)
 
-    def _hull(self, nodes: list[fx.Node]) -> list[tuple[Cut, frozenset[int]]]:
+    def _hull(self, nodes: list[fx.Node]) -> list[tuple[RecomputeCut, frozenset[int]]]:
         """From the fastest to the smallest, the cuts that are best for some price of a byte, and the places of their
         nodes. Equal blocks have equal ones."""
         places = {node: place for place, node in enumerate(nodes)}
@@ -119,7 +119,7 @@ class _Chooser:
             self.hulls[key] = [(one, frozenset(places[n] for n in one.again)) for one in cuts]
         return self.hulls[key]
 
-    def _between(self, nodes: list[fx.Node], fast: Cut, small: Cut) -> list[Cut]:
+    def _between(self, nodes: list[fx.Node], fast: RecomputeCut, small: RecomputeCut) -> list[RecomputeCut]:
         if small.bytes >= fast.bytes:
             return []
         price = (small.seconds - fast.seconds) / (fast.bytes - small.bytes)

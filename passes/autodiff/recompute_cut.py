@@ -33,7 +33,7 @@ Seconds = Callable[[fx.Node], float]  # of making a node again; inf: it must not
 
 
 @dataclass(frozen=True)
-class Cut:
+class RecomputeCut:
     """Nodes of a block that are made ``again``, what that takes, and the bytes that are kept instead."""
 
     again: frozenset[fx.Node]
@@ -57,7 +57,7 @@ def cheap_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx
     return {node for nodes in groups for node in cut(nodes, lambda n: math.inf if _dear(n) else 0.0, TICK).again}
 
 
-def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> Cut:
+def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> RecomputeCut:
     """What is cheapest of all ways to have in the backward what it reads of a block's ``nodes``: making a node again
     costs ``seconds`` and its inputs, keeping one ``per_byte``.
 
@@ -90,11 +90,11 @@ def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> Cut:
         if any(facts(user).phase == "backward" for user in node.users if user.op == "call_function"):
             graph.add_edge((node, "out"), SINK)
     if graph.in_degree(SINK) == 0:
-        return Cut(frozenset(), 0.0, 0)
+        return RecomputeCut(frozenset(), 0.0, 0)
     _, (before, after) = nx.minimum_cut(graph, SOURCE, SINK, flow_func=nx.algorithms.flow.boykov_kolmogorov)
     again = frozenset(node for node in nodes if (node, "in") in after)
     kept = {node for node, side in (before - {SOURCE}) if side == "in" and (node, "out") in after}
-    return Cut(again, sum(seconds(node) for node in again), sum(map(_bytes, kept)))
+    return RecomputeCut(again, sum(seconds(node) for node in again), sum(map(_bytes, kept)))
 
 
 def takes_long(node: fx.Node) -> bool:

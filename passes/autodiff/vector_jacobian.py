@@ -16,14 +16,14 @@ from torch import Tensor, fx
 from ...core.annotations import facts, shape
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import (
+    combine,
+    dispatch,
     embedding_rows,
     embedding_rows_backward,
     nll_terms,
     nll_terms_backward,
     ring_attention,
     ring_attention_backward,
-    route,
-    unroute,
 )
 from ...ops.expert_linear import expert_bias_grad, expert_linear, expert_weight_grad
 from .operator_trace import VIEWS, Template, trace
@@ -62,7 +62,7 @@ class VectorJacobian:
             return self._nll_terms(args)
         if target is expert_linear:
             return self._expert_linear(args)
-        if target in (route, unroute):
+        if target in (dispatch, combine):
             return self._routed(target, args)
         if target is ring_attention:
             return self._ring_attention(args)
@@ -168,7 +168,7 @@ class VectorJacobian:
         return [self.builder.call(expert_linear, *args)], pullback
 
     def _routed(self, target: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        back = unroute if target is route else route
+        back = combine if target is dispatch else dispatch
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             return [self.builder.call(back, tangents[0], *args[1:]), None]

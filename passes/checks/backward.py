@@ -33,7 +33,7 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, outputs
 from ...ops.collectives import convert, loss_scale
 from ...ops.user_derivatives import after_gradients, arrives, declare_gradient, derivatives, of_tangents, with_tangent
-from .derivatives import Call, Derivatives, Pattern
+from .derivatives import Derivatives, OperatorCall, Pattern
 from .tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call
 
 aten = torch.ops.aten
@@ -242,7 +242,7 @@ class _Check:
             same = tuple(inputs.index(n) for n in inputs)
             given = (node.args, node.kwargs)
             return self.operators.pattern(
-                Call(node.target, given, operands, flags, same, tuple(arrives), tuple(wanted))
+                OperatorCall(node.target, given, operands, flags, same, tuple(arrives), tuple(wanted))
             )
         stands = {n: self.scratch.placeholder("x", value(n), needs_grad=needs_grad(n)) for n in inputs}
         places = [stands[n] for n in inputs]

@@ -132,7 +132,7 @@ class _Stage:
         operands = [env[n] for n in given]  # type: ignore[index]
         whole = node.target == "accumulate" and operands == [gradient]
         product = gradient is not None and gradient.target is aten.mm.default and operands == list(gradient.args)
-        if gradient is None or not (whole or (node.target == "accumulate_product" and product)):
+        if gradient is None or not (whole or (node.target == "accumulate_matmul" and product)):
             raise _fail(f"{operands[0].name} is accumulated as the gradient of {name!r}", operands[0])
         self.settled.append(name)
         self.seen.add(gradient)

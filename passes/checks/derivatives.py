@@ -23,14 +23,14 @@ from ...core.annotations import value
 from ...core.errors import REPORT, CompileError
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import (
+    combine,
+    dispatch,
     embedding_rows,
     embedding_rows_backward,
     nll_terms,
     nll_terms_backward,
     ring_attention,
     ring_attention_backward,
-    route,
-    unroute,
 )
 from ...ops.expert_linear import expert_linear
 from ..autodiff.vector_jacobian import VectorJacobian
@@ -52,7 +52,7 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """An operator and what its operands look like. ``given``: its arguments, in which each node stands for the next of
     ``operands``; ``same``: for each of these the first that is the same value. ``tangents``: for each output the
     gradient that arrives, if one does; ``wanted``: the outputs through which one may."""
@@ -78,7 +78,7 @@ class Derivatives:
     def __init__(self, scratch: GraphBuilder, templates: dict[Hashable, Any]) -> None:
         self.scratch, self.operators = scratch, VectorJacobian(scratch, templates, _rows)
 
-    def pattern(self, call: Call) -> Pattern:
+    def pattern(self, call: OperatorCall) -> Pattern:
         """What ``call`` and its backward are.
 
         Raises:
@@ -95,7 +95,7 @@ class Derivatives:
             _check_numbers(small, self._pattern(small))
         return made
 
-    def _pattern(self, call: Call) -> Pattern:
+    def _pattern(self, call: OperatorCall) -> Pattern:
         stands: list[fx.Node] = []
         for x, grad, first in zip(call.operands, call.grads, call.same, strict=True):
             new = first == len(stands)
@@ -116,7 +116,7 @@ def _rows(place: fx.Node) -> bool:
 # -- operators of ranks
 
 
-def _check_ranked(call: Call, pattern: Pattern) -> None:
+def _check_ranked(call: OperatorCall, pattern: Pattern) -> None:
     """The transposes of operators that no single process can run."""
     args, _ = call.filled(pattern.inputs)
     if call.target in (embedding_rows, nll_terms) and pattern.outputs[0] is None:
@@ -151,8 +151,8 @@ _RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = Ma
         nll_terms: lambda args, made: {
             0: (nll_terms_backward, (made.tangents[0], args[0], made.outputs[0], *args[1:]))
         },
-        route: lambda args, made: {0: (unroute, (made.tangents[0], *args[1:]))},
-        unroute: lambda args, made: {0: (route, (made.tangents[0], *args[1:]))},
+        dispatch: lambda args, made: {0: (combine, (made.tangents[0], *args[1:]))},
+        combine: lambda args, made: {0: (dispatch, (made.tangents[0], *args[1:]))},
         ring_attention: _ring,
     }
 )
@@ -161,7 +161,7 @@ _RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = Ma
 # -- numbers
 
 
-def _check_numbers(call: Call, pattern: Pattern) -> None:
+def _check_numbers(call: OperatorCall, pattern: Pattern) -> None:
     """Compare the pattern with autograd of the operator itself, where this process can run that."""
     for positive in (False, True):  # some operators are only defined there
         generator = torch.Generator().manual_seed(len(call.operands))
@@ -193,7 +193,7 @@ def _check_numbers(call: Call, pattern: Pattern) -> None:
             raise _wrong(call, f"{what} is off by {worst:.1e} of its largest value")
 
 
-def _eager(call: Call, draw: Sequence[Tensor], arrives: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _eager(call: OperatorCall, draw: Sequence[Tensor], arrives: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The outputs that the backward may need, then the gradient of each operand."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [x.detach().requires_grad_(flag) for x, flag in zip(draw, call.grads, strict=True)]
@@ -251,7 +251,7 @@ _REFERENCES: Mapping[Any, Callable[..., Any]] = MappingProxyType({expert_linear:
 # -- operands
 
 
-def _random(call: Call) -> bool:
+def _random(call: OperatorCall) -> bool:
     """Whether two runs differ."""
     schema = getattr(call.target, "_schema", None)
     for position, known in enumerate(schema.arguments if schema is not None else ()):
@@ -261,7 +261,7 @@ def _random(call: Call) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ())
 
 
-def _elements(call: Call) -> int:
+def _elements(call: OperatorCall) -> int:
     return sum(x.numel() for x in (*call.operands, *call.tangents) if x is not None)
 
 
@@ -291,7 +291,7 @@ def _strides(like: Tensor, sizes: Sequence[int]) -> list[int]:
     return made
 
 
-def _smaller(call: Call, mode: FakeTensorMode) -> Call | None:
+def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
     """The same call of operands of few elements: sizes that are multiples or products of others stay so. None if the
     operator does not take them."""
     shapes = [tuple(x.shape) for x in (*call.operands, *call.tangents) if x is not None]
@@ -326,5 +326,5 @@ def _smaller(call: Call, mode: FakeTensorMode) -> Call | None:
     return replace(new, operands=tuple(operands), tangents=tuple(tangents))
 
 
-def _wrong(call: Call, what: str) -> CompileError:
+def _wrong(call: OperatorCall, what: str) -> CompileError:
     return CompileError("QN209", f"backward check: the derivative of {call.target} is wrong: {what}", fix=REPORT)

@@ -9,7 +9,7 @@ from torch import fx
 from ...core.annotations import tensor_inputs
 from ...core.sharding import Shard
 from ...ir.program import Axis, Strategy
-from ...ops.collectives import own_experts, route, route_plan, unroute
+from ...ops.collectives import combine, dispatch, dispatch_plan, local_experts
 from ...ops.expert_linear import expert_linear
 
 
@@ -31,7 +31,7 @@ def wrong_way(made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis,
     rows, ids, *_ = reads
     plans = []
     for axis, ways in way:
-        planned = (n for n in ids.users if n.target is route_plan and n.args[1:3] == (axis.name, axis.size))
+        planned = (n for n in ids.users if n.target is dispatch_plan and n.args[1:3] == (axis.name, axis.size))
         for plan in planned:
             routed = [_routed(x, plan) for x in (ids, rows)]
             if routed[0] is not None and routed[1] is not None and plan.args[3:] == (experts, ways):
@@ -41,10 +41,10 @@ def wrong_way(made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis,
         else:
             return f"rows and their experts do not travel together over {axis.name}"
     for plan in plans:
-        if made.target is not unroute or made.args[1:] != (*plan.args[1:3], plan):
+        if made.target is not combine or made.args[1:] != (*plan.args[1:3], plan):
             return f"rows do not return over {plan.args[1]} as they went"
         made = made.args[0]  # type: ignore[assignment]
-    mine = [ids, *(n for n in ids.users if n.target is own_experts)]
+    mine = [ids, *(n for n in ids.users if n.target is local_experts)]
     if made.target is not expert_linear or tensor_inputs(made)[0] is not rows or made.args[1] not in mine:
         return f"{made.name} reads {made.all_input_nodes}"
     if tensor_inputs(made)[2:] != list(reads[2:]):
@@ -53,4 +53,4 @@ def wrong_way(made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis,
 
 
 def _routed(x: fx.Node, plan: fx.Node) -> fx.Node | None:
-    return next((n for n in x.users if n.target is route and n.args == (x, *plan.args[1:3], plan)), None)
+    return next((n for n in x.users if n.target is dispatch and n.args == (x, *plan.args[1:3], plan)), None)

@@ -11,7 +11,7 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, shape, values
 from ...core.errors import REPORT, CompileError
 from ...ir.program import DifferentiatedProgram
-from ...ops.collectives import all_gather, gather_products, product_scatter, reduce_scatter
+from ...ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 
 aten = torch.ops.aten
 # what may become part of another node
@@ -83,13 +83,13 @@ class _Numbers:
             return self._number("result", self.of[source], index), own
         if node.target is aten.reshape.default:
             return self.of[args[0]][0], own
-        if node.target is gather_products:
+        if node.target is all_gather_matmul:
             return self._gather(node, place)
-        if node.target is product_scatter:
+        if node.target is matmul_reduce_scatter:
             return self._scatter(node, place), own
         product = _factors(node)
         if product is not None:
-            return self._product(place, self.of[product[0]], *product[1:]), own
+            return self._matmul(place, self.of[product[0]], *product[1:]), own
         inputs = node.all_input_nodes
         alike = len(inputs) == 2 and all(shape(n) == own for n in inputs) and not node.kwargs
         if node.target is aten.add.Tensor and alike:
@@ -102,10 +102,10 @@ class _Numbers:
     def _numbered(self, given: Any) -> Any:
         return fx.map_arg(given, lambda n: _Shown(self.of[n]))  # type: ignore[arg-type,return-value]
 
-    def _product(self, place: Any, x: Number, weight: fx.Node, bias: fx.Node | None, turned: bool) -> int:
+    def _matmul(self, place: Any, x: Number, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> int:
         """Rows are numbered alike in whatever shape they are."""
         assert x[1] is not None
-        return self._number("product", place, x[0], x[1][-1], self.of[weight], bias and self.of[bias], turned)
+        return self._number("product", place, x[0], x[1][-1], self.of[weight], bias and self.of[bias], transposed)
 
     def _sum(self, place: Any, terms: Sequence[int]) -> int:
         """In this order; which of two comes first makes no difference."""
@@ -116,21 +116,21 @@ class _Numbers:
 
     def _gather(self, node: fx.Node, place: Any) -> Number:
         args: Any = node.args
-        x, axis, size, dim, parts, weights, biases, turned, keep = args
+        x, axis, size, dim, parts, weights, biases, transposed, keep = args
         whole = [n * size if d == dim else n for d, n in enumerate(shape(x))]
         gathered = self._call(place, all_gather, x, axis, size, dim, parts), tuple(whole)
         made: list[Number] = []
-        for each in zip(weights, biases, turned, strict=True):
+        for each in zip(weights, biases, transposed, strict=True):
             columns = shape(each[0])[0 if each[2] else 1]
-            made.append((self._product(place, gathered, *each), (*whole[:-1], columns)))
+            made.append((self._matmul(place, gathered, *each), (*whole[:-1], columns)))
         self.several[node] = [*made, gathered] if keep else made
         return self._number("several", tuple(self.several[node])), None
 
     def _scatter(self, node: fx.Node, place: Any) -> int:
         args: Any = node.args
-        xs, axis, size, dim, parts, weights, biases, turned = args
-        given = list(zip(weights, biases, turned, strict=True))
-        terms = [self._product(place, self.of[x], *each) for x, each in zip(xs, given, strict=True)]
+        xs, axis, size, dim, parts, weights, biases, transposed = args
+        given = list(zip(weights, biases, transposed, strict=True))
+        terms = [self._matmul(place, self.of[x], *each) for x, each in zip(xs, given, strict=True)]
         rows: set[tuple[int, ...]] = {
             (*shape(x)[:-1], shape(each[0])[0 if each[2] else 1]) for x, each in zip(xs, given, strict=True)
         }

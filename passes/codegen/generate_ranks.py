@@ -28,7 +28,7 @@ from ...ir.program import (
 )
 from ...ops.collectives import RANKED, SIZED, microbatch, share
 from ...schedules.check import verify_schedule
-from ...schedules.schedule import Edge, Op, Schedule, with_transfers
+from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
 from .python_ops import SPELLING
 
 
@@ -61,7 +61,7 @@ class GenerateRanks:
         split = {action.stage for row in self.schedule.actions for action in row if action.op is Op.BACKWARD_WEIGHT}
         built = tuple(cut.build(sends[cut.index], sites, split=cut.index in split) for cut in cuts)
         sites.append("the program's outputs")
-        edges = [Edge(t.source, t.target, bool(t.backward)) for t in transfers]
+        edges = [StageEdge(t.source, t.target, bool(t.backward)) for t in transfers]
         schedule = with_transfers(self.schedule, edges)
         if program.gradients and self.checked:
             verify_schedule(schedule, edges)
@@ -257,9 +257,9 @@ def _piece(
             graph.call_method("accumulate", (comm, env[node], name))
     for node in nodes:
         parameters = gradients.get(node, [])
-        if len(parameters) == 1 and _is_product(node):
+        if len(parameters) == 1 and _is_matmul(node):
             left, right = node.args
-            graph.call_method("accumulate_product", (comm, env[left], env[right], parameters[0]))  # type: ignore[index]
+            graph.call_method("accumulate_matmul", (comm, env[left], env[right], parameters[0]))  # type: ignore[index]
             continue
         env[node] = _emit(graph, node, env, comm, sites)
         for name in parameters:
@@ -276,7 +276,7 @@ def _piece(
     )
 
 
-def _is_product(node: fx.Node) -> bool:
+def _is_matmul(node: fx.Node) -> bool:
     """A matrix product that only the gradient needs: it can be added up where it is computed."""
     return node.target is torch.ops.aten.mm.default and len(node.users) == 1 and len(node.all_input_nodes) == 2
 

@@ -85,7 +85,7 @@ def _torch_alone() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(enabled)  # type: ignore[no-untyped-call]
 
 
-def take_apart(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tuple[fx.Graph, list[fx.Node]]:
+def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tuple[fx.Graph, list[fx.Node]]:
     """An operator's definition: a graph, and the nodes among the arguments in the order of its inputs.
 
     ``args`` and ``kwargs`` may hold nodes, nested in lists; nothing is computed.

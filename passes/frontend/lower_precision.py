@@ -42,7 +42,7 @@ class LowerPrecision:
         if self.precision.compute is None:
             return replace(program, precision=self.precision)
         _require_full(program, self.precision.compute)
-        return _Lowering(program, self.precision).run()
+        return _PrecisionLowering(program, self.precision).run()
 
 
 def _require_full(program: Program, compute: torch.dtype) -> None:
@@ -56,7 +56,7 @@ def _require_full(program: Program, compute: torch.dtype) -> None:
         )
 
 
-class _Lowering:
+class _PrecisionLowering:
     def __init__(self, program: Program, precision: Precision) -> None:
         assert precision.compute is not None
         self.program, self.precision, self.low = program, precision, precision.compute

@@ -16,7 +16,7 @@ from ...core.errors import CompileError, Where
 from ...ir.builder import GraphBuilder
 from ...ir.program import Captured, Program
 from ..rules.table import RULES
-from .decompose import has_parts, take_apart
+from .decompose import decompose, has_parts
 from .rewrites import REWRITES, draws
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ class Normalize:
             return rewrite(builder, node, args, kwargs)
         random = draws(target)
         if target not in RULES and has_parts(target):
-            graph, given = take_apart(builder.mode, target, args, kwargs)
+            graph, given = decompose(builder.mode, target, args, kwargs)
             drawn = {part.target for part in graph.nodes if draws(part.target)}
             if drawn <= REWRITES.keys() and all(map(_known, graph.nodes)):  # else the error names what the user knows
                 return self._parts(builder, graph, given)

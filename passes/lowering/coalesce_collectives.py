@@ -15,7 +15,7 @@ from ...ir.repeated_blocks import block_of
 from ...ops.collectives import all_gather, gather_together, reduce_scatter, scatter_together
 
 
-class Bundle:
+class CoalesceCollectives:
     """One collective for the gathers of a block's parameters, before the first of them is used, and one for the
     scatters of its gradients, when the last of them is there.
 

@@ -11,17 +11,17 @@ from torch import fx
 
 from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ir.program import LocalProgram
-from ...ops.collectives import RANKED, convert, microbatch, route, share, unroute
+from ...ops.collectives import RANKED, combine, convert, dispatch, microbatch, share
 from ..rules.notation import Factors, Rule
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class JoinRoutes:
-    """Cancel ``route(f(unroute(x)))`` to ``f(x)`` where ``f`` treats every row alone.
+class FuseTokenDispatch:
+    """Cancel ``dispatch(f(combine(x)))`` to ``f(x)`` where ``f`` treats every row alone.
 
-    Before: %y = unroute(%x, plan);  %h = silu(%y);  %z = route(%h, plan)
+    Before: %y = combine(%x, plan);  %h = silu(%y);  %z = dispatch(%h, plan)
     After:  %h = silu(%x), whose rows are in the order of ``plan``
     Ensures: the same rows meet the same experts; a value in another order is read by nothing else, and no operator
     among ``f`` holds a number of rows (which is known only when the program runs).
@@ -35,8 +35,8 @@ class JoinRoutes:
         return program
 
     def _inside(self, program: LocalProgram) -> dict[fx.Node, fx.Node]:
-        """Each operator between an ``unroute`` and a ``route`` of the same plan, and that ``route``, which can go."""
-        ends = [node for node in program.graph.nodes if node.target is route and len(shape(node)) > 1]
+        """Each operator between a ``combine`` and a ``dispatch`` of the same plan, and that ``dispatch``."""
+        ends = [node for node in program.graph.nodes if node.target is dispatch and len(shape(node)) > 1]
         return {node: end for end in ends for node in self._between(end) or ()}
 
     def _between(self, end: fx.Node) -> set[fx.Node] | None:
@@ -44,7 +44,7 @@ class JoinRoutes:
         todo, starts = [end.all_input_nodes[0]], 0
         while todo:
             node = todo.pop()
-            if node.target is unroute and node.args[1:] == end.args[1:]:
+            if node.target is combine and node.args[1:] == end.args[1:]:
                 starts += 1
             elif node not in found:
                 if not self._by_rows(node):
@@ -79,8 +79,8 @@ def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> Loca
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
 
     def moved(user: fx.Node, source: fx.Node) -> fx.Node:
-        """What ``user`` reads: inside, what ``unroute`` was given."""
-        stays = user in inside and source.target is unroute and source.args[1:] == inside[user].args[1:]
+        """What ``user`` reads: inside, what ``combine`` was given."""
+        stays = user in inside and source.target is combine and source.args[1:] == inside[user].args[1:]
         return new[source.args[0]] if stays else new[source]  # type: ignore[index]
 
     for node in program.graph.nodes:
@@ -91,7 +91,7 @@ def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> Loca
         else:
             new[node] = graph.node_copy(node, lambda n, user=node: moved(user, n))  # type: ignore[misc]
     for node in reversed(list(graph.nodes)):
-        if node.target is unroute and not node.users:
+        if node.target is combine and not node.users:
             graph.erase_node(node)
     graph.lint()
     kept = set(graph.nodes)

@@ -17,18 +17,18 @@ from ...ir.program import Gathered, LocalProgram, ShardedProgram, StagedProgram,
 from ...ops.attention import attention
 from ...ops.collectives import (
     MICROBATCHES,
+    combine,
     convert,
+    dispatch,
+    dispatch_plan,
     dropout,
     embedding_rows,
     keep_mask,
+    local_experts,
     microbatch,
     nll_terms,
-    own_experts,
-    route,
-    route_plan,
     row_nll,
     share,
-    unroute,
 )
 from ...ops.expert_linear import expert_linear
 from ..rules.expert_axes import hops
@@ -55,11 +55,11 @@ class InsertCommunication:
     balance: bool = True
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
-        return _Lowering(staged, self.rules, self.balance).run()
+        return _CommunicationLowering(staged, self.rules, self.balance).run()
 
 
 @dataclass
-class _Lowering:
+class _CommunicationLowering:
     staged: StagedProgram
     rules: dict[Any, Rule]
     balance: bool = True
@@ -221,16 +221,16 @@ class _Lowering:
         for axis, ways in hops(self.axes, self.sharded.strategies[node]):
             known = (ids, axis.name, self.staged.stage.get(node))
             if known not in self.planned:  # layers of the same experts share the way
-                plan = call(route_plan, ids, axis.name, axis.size, experts, ways)
-                self.planned[known] = plan, call(route, ids, axis.name, axis.size, plan)
+                plan = call(dispatch_plan, ids, axis.name, axis.size, experts, ways)
+                self.planned[known] = plan, call(dispatch, ids, axis.name, axis.size, plan)
             plan, ids = self.planned[known]
-            rows = call(route, rows, axis.name, axis.size, plan)
+            rows = call(dispatch, rows, axis.name, axis.size, plan)
             way.append((axis, plan))
         if axes := self._split_on(node, 2, 0):
-            ids = call(own_experts, ids, experts, [axis.name for axis in axes], [axis.size for axis in axes])
+            ids = call(local_experts, ids, experts, [axis.name for axis in axes], [axis.size for axis in axes])
         rows = call(expert_linear, rows, ids, weight, bias, transposed)
         for axis, plan in reversed(way):
-            rows = call(unroute, rows, axis.name, axis.size, plan)
+            rows = call(combine, rows, axis.name, axis.size, plan)
         return rows
 
     def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:

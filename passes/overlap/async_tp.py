@@ -12,18 +12,18 @@ from torch import Tensor, fx
 
 from ...core.annotations import annotate, facts, shape, value
 from ...ir.program import DifferentiatedProgram
-from ...ops.collectives import all_gather, gather_products, product_scatter
-from .matmul_chains import Finder, Fused, Product
+from ...ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter
+from .matmul_chains import ChainFinder, Fused, Matmul
 
 aten = torch.ops.aten
 
 
-class FuseProducts:
+class FuseCollectiveMatmuls:
     """A gather and the products of what it gathers become one node, and so do products and the scatter of their sum:
     while a slice travels, another is multiplied (Wang et al. 2023).
 
     Before: %a = all_gather(%x, tp, 1);  %q = linear(%a, %w);  ...;  %y = linear(%h, %v);  %s = reduce_scatter(%y, tp)
-    After:  %p = gather_products(%x, tp, 1, [%w]);  %q = %p[0];  ...;  %s = product_scatter([%h], tp, [%v])
+    After:  %p = all_gather_matmul(%x, tp, 1, [%w]);  %q = %p[0];  ...;  %s = matmul_reduce_scatter([%h], tp, [%v])
     Ensures: the same products, over other rows at a time, and sums over ranks in another order. Nothing more is kept:
     what was gathered comes out only where something else reads it.
 
@@ -32,7 +32,7 @@ class FuseProducts:
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        fused = Finder(program).found()
+        fused = ChainFinder(program).found()
         return _rebuilt(program, fused) if fused else program
 
 
@@ -61,13 +61,13 @@ def _rebuilt(program: DifferentiatedProgram, fused: Sequence[Fused]) -> Differen
         if node in program.stage:
             stage[new[node]] = program.stage[node]
 
-    def operands(products: Sequence[Product]) -> tuple[list[Any], ...]:
+    def operands(products: Sequence[Matmul]) -> tuple[list[Any], ...]:
         for product in products:
             for node in (product.weight, product.bias):
                 if node is not None:
                     emit(node)
         biases = [None if product.bias is None else new[product.bias] for product in products]
-        return [new[product.weight] for product in products], biases, [product.turned for product in products]
+        return [new[product.weight] for product in products], biases, [product.transposed for product in products]
 
     def gather(one: Fused) -> None:
         node, keep = one.collective, bool(one.kept)
@@ -76,7 +76,7 @@ def _rebuilt(program: DifferentiatedProgram, fused: Sequence[Fused]) -> Differen
             made = [value(p.node).reshape(*whole[:-1], shape(p.node)[-1]) for p in one.products]
         several = (*made, value(node)) if keep else tuple(made)
         x, *where = (new.get(a, a) if isinstance(a, fx.Node) else a for a in node.args)
-        both = put(node, gather_products, (x, *where, *given, keep), f"{node.name}_products", several)
+        both = put(node, all_gather_matmul, (x, *where, *given, keep), f"{node.name}_products", several)
         for index, (product, result) in enumerate(zip(one.products, made, strict=True)):
             old = product.node
             same = tuple(result.shape) == shape(old)
@@ -95,7 +95,9 @@ def _rebuilt(program: DifferentiatedProgram, fused: Sequence[Fused]) -> Differen
         for product in one.products:
             x, to = new[product.x], (*rows, shape(product.x)[-1])
             xs.append(x if shape(product.x) == to else reshaped(x, to, product.node, f"{product.node.name}_rows"))
-        new[node] = put(node, product_scatter, (xs, *node.args[1:], *operands(one.products)), node.name, value(node))
+        new[node] = put(
+            node, matmul_reduce_scatter, (xs, *node.args[1:], *operands(one.products)), node.name, value(node)
+        )
 
     for node in program.graph.nodes:
         if node in at:

@@ -21,17 +21,17 @@ _BESIDE = frozenset({*STARTS.values(), wait})
 
 
 @dataclass(frozen=True)
-class Product:
-    """``node`` = ``x`` times a weight, which is [out, in] where it is ``turned``."""
+class Matmul:
+    """``node`` = ``x`` times a weight, which is [out, in] where it is ``transposed``."""
 
     node: fx.Node
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
-    turned: bool
+    transposed: bool
 
 
-def product_of(node: fx.Node) -> Product | None:
+def matmul_of(node: fx.Node) -> Matmul | None:
     """What a node multiplies by a matrix, if that is what it does."""
     args: Any = node.args
     x, weight, bias = None, None, None
@@ -43,7 +43,7 @@ def product_of(node: fx.Node) -> Product | None:
         return None
     if len(shape(weight)) != 2 or (isinstance(bias, fx.Node) and len(shape(bias)) != 1):
         return None
-    return Product(node, x, weight, bias, node.target is aten.linear.default)
+    return Matmul(node, x, weight, bias, node.target is aten.linear.default)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Fused:
 
     place: fx.Node
     collective: fx.Node
-    products: tuple[Product, ...]
+    products: tuple[Matmul, ...]
     views: tuple[fx.Node, ...]
     kept: frozenset[fx.Node] = frozenset()
 
@@ -62,7 +62,7 @@ class Fused:
         yield from (self.collective, *(product.node for product in self.products), *self.views)
 
 
-class Finder:
+class ChainFinder:
     def __init__(self, program: DifferentiatedProgram) -> None:
         self.program = program
         self.place = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -90,7 +90,7 @@ class Finder:
         rows = [node]
         for row in rows:
             rows += [user for user in row.users if self._same_rows(user, row) and self._together(user, node)]
-        read = [found for row in rows for user in row.users if (found := product_of(user)) and found.x is row]
+        read = [found for row in rows for user in row.users if (found := matmul_of(user)) and found.x is row]
         read.sort(key=lambda product: self.place[product.node])
         read = [product for product in read if product.node not in self.settled and self._together(product.node, node)]
         if not read:
@@ -106,7 +106,7 @@ class Finder:
                 return None
         return Fused(first, node, tuple(products), tuple(rows[1:]), frozenset(kept))
 
-    def _early(self, product: Product, first: fx.Node, rows: Sequence[fx.Node]) -> bool:
+    def _early(self, product: Matmul, first: fx.Node, rows: Sequence[fx.Node]) -> bool:
         """Whether a product can be computed with the first one that reads the same rows."""
         node, place = product.node, self.place[first]
         if block_of(node) != block_of(first) or not self._idle(first, node):
@@ -127,11 +127,11 @@ class Finder:
         products = self._terms(summed, node, between)
         return Fused(node, node, tuple(products), tuple(between)) if products else None
 
-    def _terms(self, node: fx.Node, scatter: fx.Node, between: list[fx.Node]) -> list[Product]:
+    def _terms(self, node: fx.Node, scatter: fx.Node, between: list[fx.Node]) -> list[Matmul]:
         """The products whose sum in this order ``node`` is, read by ``scatter`` alone; none if it is anything else."""
         if len(node.users) > 1 or node in self.fixed or not self._together(node, scatter):
             return []
-        product = product_of(node)
+        product = matmul_of(node)
         if product is not None:
             return [product] if self._idle(node, scatter) else []
         between.append(node)

@@ -20,7 +20,7 @@ def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(given for node in layers for given in tensor_inputs(node)[2:] if leaf(given) is not None)
 
 
-def routed_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
+def dispatched_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
     """Of the rows that go to experts, and of what comes back: in a mixture of layers with the same ids, those of the
     first and the results of the last. ``repeats``: how many nodes a node stands for."""
     mixtures: dict[fx.Node, list[fx.Node]] = defaultdict(list)

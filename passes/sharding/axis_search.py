@@ -18,7 +18,7 @@ from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R
 from ...ir.program import Strategy, outputs
 from ..rules.strategies import find_cuts, flows
-from .axis_view import AxisView, Edge, refusal
+from .axis_view import AxisView, OperandEdge, refusal
 from .candidates import Candidates
 from .conversion_prices import ConversionPrices, leaves_as_is
 from .integer_program import FORBIDDEN, IntegerProgram
@@ -45,7 +45,7 @@ class AxisSearch:
             self.count[key] += view.repeats.get(node, 1)
         self.options_of: dict[Hashable, tuple[Strategy, ...]] = {}
         self.choice: dict[Hashable, list[int]] = {}
-        self.forbidden: dict[int, Edge] = {}
+        self.forbidden: dict[int, OperandEdge] = {}
 
     def solve(self) -> dict[fx.Node, Strategy]:
         cuts = find_cuts(self.view.program.graph, self.factors)
@@ -60,7 +60,7 @@ class AxisSearch:
         self._edges()
         solution = self.model.solve()
         if solution is None:
-            fixed = sorted(name for name, axis in self.view.wishes.fixed if axis == self.axis.name)
+            fixed = sorted(name for name, axis in self.view.constraints.fixed if axis == self.axis.name)
             what = f"with {', '.join(fixed[:4])} fixed" if fixed else "of this model"
             raise CompileError(
                 "QN205",
@@ -106,7 +106,7 @@ class AxisSearch:
     def _edges(self) -> None:
         """Edges of the same classes share variables; all users of a value share its conversion to one type."""
         uses: dict[tuple[fx.Node, int], dict[User, int]] = defaultdict(dict)
-        examples: dict[tuple[User, User], Edge] = {}
+        examples: dict[tuple[User, User], OperandEdge] = {}
         for node in self.factors:
             grads = flows(node)[0]
             additive = self.factors[node].additive
@@ -115,7 +115,7 @@ class AxisSearch:
                 user = (self.key[node], position)
                 often = self.view.repeats.get(node, 1)
                 uses[source, output][user] = max(uses[source, output].get(user, 0), often)
-                edge = Edge(source, node, position, grads[position], position in additive)
+                edge = OperandEdge(source, node, position, grads[position], position in additive)
                 examples.setdefault(((self.key[source], output), user), edge)
         # Values of one class may differ in who uses them: the last block's go to the head, the others' to a block.
         found: dict[User, Counter[Together]] = defaultdict(Counter)
@@ -129,7 +129,7 @@ class AxisSearch:
                 self._edge(examples[value, user], value[1], times, None if alone else shared)
         self._sinks()
 
-    def _edge(self, edge: Edge, output: int, times: Mapping[Together, int], shared: Shared | None) -> None:
+    def _edge(self, edge: OperandEdge, output: int, times: Mapping[Together, int], shared: Shared | None) -> None:
         sources, targets = self.key[edge.source], self.key[edge.user]
         from_: dict[AxisType, list[int]] = defaultdict(list)
         to: dict[AxisType, list[int]] = defaultdict(list)
@@ -141,7 +141,7 @@ class AxisSearch:
 
     def _joint(
         self,
-        edge: Edge,
+        edge: OperandEdge,
         output: int,
         from_: Mapping[AxisType, list[int]],
         to: Mapping[AxisType, list[int]],
@@ -187,7 +187,7 @@ class AxisSearch:
             for variable, strategy in zip(self.choice[key], self.options_of[key], strict=True):
                 from_[strategy.outputs[output]].append(variable)
             free = [a for a in from_ if leaves_as_is(self.axis, a, result)]
-            edge = Edge(source, graph.output_node(), 0, needs_grad(result))
+            edge = OperandEdge(source, graph.output_node(), 0, needs_grad(result))
             price = dict.fromkeys(free, 0.0)
             size = num_bytes(values(source)[output]) * self.view.left(source, output)
             for a in from_:

@@ -19,7 +19,7 @@ from .coupled_rows import coupling
 
 
 @dataclass(frozen=True)
-class Edge:
+class OperandEdge:
     """A value on its way into an operator: what a role needs to know to allow or price a conversion."""
 
     source: fx.Node
@@ -61,7 +61,7 @@ class AxisView:
     factors: Mapping[fx.Node, Factors]
     chosen: Mapping[fx.Node, tuple[Strategy, ...]]
     cost: CostModel
-    wishes: Wishes
+    constraints: Wishes
     repeats: Mapping[fx.Node, int]
 
     @property
@@ -70,12 +70,12 @@ class AxisView:
 
     @property
     def spreads_experts(self) -> bool:
-        return self.axis.name in self.wishes.experts
+        return self.axis.name in self.constraints.experts
 
     def stores(self, found: Leaf) -> bool:
         """Whether slices of a parameter over this axis are no more than how it is stored, see
-        :class:`.zero.ShardState`: what the axis splits is data, and no rows are exchanged for experts."""
-        return found.kind == "parameter" and stores_state(self.axis, self.wishes.experts)
+        :class:`.zero.ShardParameters`: what the axis splits is data, and no rows are exchanged for experts."""
+        return found.kind == "parameter" and stores_state(self.axis, self.constraints.experts)
 
     def legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         """Every strategy that ``node``'s rule allows, whatever the role of the axis."""
@@ -94,7 +94,7 @@ class AxisView:
         return math.prod(1 / ranks for kind, ranks in zip(before, self.ranks, strict=True) if isinstance(kind, Shard))
 
 
-def refusal(view: AxisView, edge: Edge) -> CompileError:
+def refusal(view: AxisView, edge: OperandEdge) -> CompileError:
     """Why nothing is possible: ``edge`` would need a conversion that must not be."""
     axis = view.axis
     if axis.role == "time":
@@ -110,7 +110,7 @@ def refusal(view: AxisView, edge: Edge) -> CompileError:
     return CompileError("QN205", what, where=where)
 
 
-def _coupled(view: AxisView, edge: Edge) -> CompileError:
+def _coupled(view: AxisView, edge: OperandEdge) -> CompileError:
     many = view.axis.size
     found = coupling(view.program.graph, view.factors)
     if found is None:

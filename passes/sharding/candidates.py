@@ -17,7 +17,7 @@ from ...ir.program import Strategy
 from ...ops.attention import attention
 from ...ops.expert_linear import expert_linear
 from ..rules.expert_axes import expert_parameters, travelling
-from .axis_view import AxisView, Edge, refusal
+from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_factors, made_of_the_batch
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ class Candidates:
 
     def __init__(self, view: AxisView) -> None:
         graph, role = view.program.graph, view.axis.role
-        self.view, self.axis, self.wishes = view, view.axis, view.wishes
+        self.view, self.axis, self.constraints = view, view.axis, view.constraints
         # What the model makes of the batch: no microbatch may compute it for all the others.
         self.split_in_time = made_of_the_batch(graph) if role == "time" else frozenset()
         self.samples = batch_factors(graph, view.factors) if role == "context" else {}
@@ -62,9 +62,9 @@ class Candidates:
                 return options
             parts = tuple(s for s in options if not s.label.startswith("replicated"))
             if not parts:
-                raise refusal(self.view, Edge(node, node, 0, grad=True))
+                raise refusal(self.view, OperandEdge(node, node, 0, grad=True))
             return parts
-        fixed = self.wishes.fixed.get((found.name, self.axis.name))
+        fixed = self.constraints.fixed.get((found.name, self.axis.name))
         if fixed is not None and not (isinstance(fixed, Shard) and self.view.stores(found)):
             allowed = [s for s in options if s.outputs[0] == fixed or plain(s.outputs[0]) == plain(fixed) is I]
             if not allowed:
@@ -115,9 +115,11 @@ class Candidates:
         user's own), the queries; whole where neither the sequence nor the heads divide."""
         splits = [(s.factor[0].rstrip("oi"), s) for s in options if s.splits]
         found: tuple[Strategy, ...] = ()
-        for wanted in {"all_gather": [{"s"}], "ulysses": [{"g", "r"}], "ring": [{"s+t"}, {"s"}]}[self.wishes.context]:
+        for wanted in {"all_gather": [{"s"}], "ulysses": [{"g", "r"}], "ring": [{"s+t"}, {"s"}]}[
+            self.constraints.context
+        ]:
             found = found or tuple(s for name, s in splits if name in wanted)
-        if not found and self.wishes.context == "ulysses":
+        if not found and self.constraints.context == "ulysses":
             heads, size = shape(node)[-3] if len(shape(node)) > 2 else 1, self.axis.size
             raise CompileError(
                 "QN203",

@@ -30,7 +30,7 @@ class ChooseSharding:
     After:  %linear: (S(1), S(0)) from %x: (S(0)...) and %w: (R, S(0))
     Ensures: each operator runs a strategy that its rule allows; roles are respected; leaves obey the plan.
 
-    ``axes``: outermost first. ``wishes``: what the plan asks. ``repeats``: how many operators one
+    ``axes``: outermost first. ``constraints``: what the plan asks. ``repeats``: how many operators one
     stands for, see :class:`~quintnet_compiler.passes.sharding.fold_blocks.FoldBlocks`.
 
     Raises:
@@ -41,18 +41,20 @@ class ChooseSharding:
     axes: tuple[Axis, ...]
     rules: RuleBook
     cost: CostModel
-    wishes: Wishes = Wishes()
+    constraints: Wishes = Wishes()
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
         fixed: dict[str, frozenset[tuple[str, AxisType]]] = defaultdict(frozenset)
-        for (name, axis_name), kind in self.wishes.fixed.items():
+        for (name, axis_name), kind in self.constraints.fixed.items():
             fixed[name] |= {(axis_name, kind)}
         same = same_in_every_block(program.graph, fixed)
         chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         for position, axis in enumerate(self.axes):
-            view = AxisView(program, axis, self.axes[:position], factors, chosen, self.cost, self.wishes, self.repeats)
+            view = AxisView(
+                program, axis, self.axes[:position], factors, chosen, self.cost, self.constraints, self.repeats
+            )
             for node, strategy in AxisSearch(view, same).solve().items():
                 chosen[node] += (strategy,)
                 factors[node] = refine(factors[node], strategy, axis.size)

@@ -10,7 +10,7 @@ from ...core.annotations import facts, is_float, leaf, needs_grad, num_bytes, sh
 from ...core.sharding import AxisType, I, P, R, Shard, gradient, plain
 from ...ir.program import Axis
 from ...ops.collectives import lower_conversion, share
-from .axis_view import AxisView, Edge
+from .axis_view import AxisView, OperandEdge
 from .integer_program import FORBIDDEN
 
 DISCOURAGED = 1e2  # how much dearer a conversion is that the axis' role avoids
@@ -27,7 +27,7 @@ class ConversionPrices:
         typical = sizes[len(sizes) // 2] if sizes else 0
         self.least = 0.1 * self.cost.collective_seconds("all_gather", typical / math.prod(view.ranks), self.axis.size)
 
-    def __call__(self, edge: Edge, a: AxisType, b: AxisType, size: float) -> float | None:
+    def __call__(self, edge: OperandEdge, a: AxisType, b: AxisType, size: float) -> float | None:
         """Seconds of a conversion, forward and backward; None where it has no meaning or must never be used."""
         if a == b or (not edge.grad and plain(a) == plain(b)):
             return 0.0
@@ -47,7 +47,7 @@ class ConversionPrices:
             price += self._move(gradient(b), gradient(a), size)
         return self._role(edge, a, b, price)
 
-    def _in_shares(self, edge: Edge, a: AxisType) -> bool:
+    def _in_shares(self, edge: OperandEdge, a: AxisType) -> bool:
         """Whether a value without a gradient may enter a sum in equal shares: ``loss + 1e-3``. In space only a scalar,
         which costs nothing either way; in time there is no other way."""
         x = facts(edge.source).value
@@ -63,7 +63,7 @@ class ConversionPrices:
         least = 0.0 if name.startswith("shard_") else self.least
         return least + self.cost.collective_seconds(name, size, self.axis.size)
 
-    def _role(self, edge: Edge, a: AxisType, b: AxisType, price: float) -> float | None:
+    def _role(self, edge: OperandEdge, a: AxisType, b: AxisType, price: float) -> float | None:
         source = leaf(edge.source)
         if self.axis.role == "time":
             whole_to_slice = not edge.grad and plain(a) is I and isinstance(b, Shard)
@@ -79,7 +79,7 @@ class ConversionPrices:
             return FORBIDDEN if source is not None and source.kind == "parameter" and isinstance(b, Shard) else price
         if source is not None and source.kind == "parameter" and isinstance(a, Shard):
             return FORBIDDEN
-        if not self.view.wishes.sequence_parallel and edge.grad and _residual(a, b):
+        if not self.view.constraints.sequence_parallel and edge.grad and _residual(a, b):
             return price * DISCOURAGED
         return price
 

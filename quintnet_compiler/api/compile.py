@@ -36,13 +36,13 @@ def compile(
     virtual_stages: int | None = None,
     sequence_parallel: bool | None = None,
     context: str | None = None,
-    balance_context: bool | None = None,
+    context_load_balance: bool | None = None,
     experts: Sequence[str] | None = None,
     zero: int | None = None,
     zero_axes: Sequence[str] | None = None,
-    regather: bool | None = None,
+    reshard_after_forward: bool | None = None,
     overlap: bool | None = None,
-    async_tensor: bool | None = None,
+    async_tp: bool | None = None,
     recompute: str | None = None,
     precision: str | None = None,
     loss_scale: float | None = None,
@@ -76,13 +76,14 @@ def compile(
             ``"interleaved"``.
         sequence_parallel: whether tensor parallelism also splits the values between its operators.
         context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
-        balance_context: whether a ring evens out the work of causal attention (it does by default).
+        context_load_balance: whether a ring evens out the work of causal attention (it does by default).
         experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
         zero: 1, 2 or 3: data ranks hold slices of optimizer state, and of gradients, and of parameters, see Plan.
         zero_axes: over which axes; by default ``dp``.
-        regather: whether the backward gathers parameters and values again (it does by default), or they are kept.
+        reshard_after_forward: whether what is gathered is freed after the forward and gathered again in the backward
+            (the default), or kept.
         overlap: whether communication runs beside computing where it can (it does by default).
-        async_tensor: whether what tensor parallelism gathers and scatters then still waits for runs slice by slice,
+        async_tp: whether what tensor parallelism gathers and scatters then still waits for runs slice by slice,
             beside the products that need it, or that make it.
         recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
             ``"selective"`` what is cheap, ``"full"`` everything.
@@ -124,13 +125,13 @@ def compile(
         "virtual_stages": virtual_stages,
         "sequence_parallel": sequence_parallel,
         "context": context,
-        "balance_context": balance_context,
+        "context_load_balance": context_load_balance,
         "experts": None if experts is None else tuple(experts),
         "zero": zero,
         "zero_axes": None if zero_axes is None else tuple(zero_axes),
-        "regather": regather,
+        "reshard_after_forward": reshard_after_forward,
         "overlap": overlap,
-        "async_tensor": async_tensor,
+        "async_tp": async_tp,
         "recompute": recompute,
         "precision": precision,
         "loss_scale": loss_scale,

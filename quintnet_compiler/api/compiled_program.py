@@ -29,13 +29,13 @@ from ..driver.variants import Programs, check_divides
 from ..dump.folder import dump_program
 from ..dump.page import Extras
 from ..equivalence.module_copy import module_copy
-from ..equivalence.verify import Subject, VerifyReport, model_inputs, verify_program
+from ..equivalence.verify import VerifyReport, VerifySubject, model_inputs, verify_program
 from ..ir.cost_protocol import RankCosts
 from ..ir.plan import Plan, precision_of
 from ..ir.program import DistributedProgram, RankProgram
 from ..passes.frontend.normalize import dtypes_of_results
 from ..planner.report import PlanReport
-from ..reports.explain import Difference, Explain, Explanation, difference
+from ..reports.explain import Explain, Explanation, LayoutDifference, difference
 from ..reports.explain_gradient import prove
 from ..reports.tensor_picture import TensorPicture, picture_of_state
 from ..runtime.backends.backend import Backend, refuse_unset
@@ -121,7 +121,7 @@ class CompiledProgram(ProgramState):
         assert recorder.found is not None
         shown = recorder.found.rank in shown_ranks(self.mesh)
         told = self._state().told(recorder.found.to_json() if shown else "")
-        program = self._leader().program
+        program = self._primary().program
         return loss, measured_timeline(program, [text for text in told if text], self._task.device)
 
     def evaluate(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
@@ -171,7 +171,7 @@ class CompiledProgram(ProgramState):
             CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
             InputError: QN102 or QN106 if the prompts do not fit.
         """
-        self._leader()
+        self._primary()
         sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
         check_divides(self.mesh, 1, ids.shape[0])
@@ -231,7 +231,7 @@ class CompiledProgram(ProgramState):
         Raises:
             CompileError: QN204 if no trained parameter has this name.
         """
-        return prove(self._leader().program, name)
+        return prove(self._primary().program, name)
 
     def explain(
         self,
@@ -250,15 +250,17 @@ class CompiledProgram(ProgramState):
         Raises:
             CompileError: QN204 for a name or a way that the model does not have.
         """
-        leader, task = self._leader(), self._task
+        primary, task = self._primary(), self._task
 
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
-            rows = leader.program.source.local.staged.sharded.program.batch_size
+            rows = primary.program.source.local.staged.sharded.program.batch_size
             request = Request(task.mesh, plan, rows, task.device, task.rules)
-            other = compile_program(self._programs.captured[task.leads], request, Runner(), training=task.training)
+            other = compile_program(
+                self._programs.captured[task.primary_kind], request, Runner(), training=task.training
+            )
             return other.program, other.plan
 
-        return Explain(leader.program, task.plan, leader.plan, task.rules, self._prices(costs), recompile)(
+        return Explain(primary.program, task.plan, primary.plan, task.rules, self._prices(costs), recompile)(
             name, why_not
         )
 
@@ -268,11 +270,11 @@ class CompiledProgram(ProgramState):
         Raises:
             CompileError: QN204 for a name that the program does not have.
         """
-        return picture_of_state(self._leader().program, name)
+        return picture_of_state(self._primary().program, name)
 
-    def diff(self, other: CompiledProgram, *, costs: RankCosts | Cluster | None = None) -> Difference:
+    def diff(self, other: CompiledProgram, *, costs: RankCosts | Cluster | None = None) -> LayoutDifference:
         """What differs between this program and another of the same model: plan, placements, and costs of a step."""
-        mine, yours = self._leader(), other._leader()
+        mine, yours = self._primary(), other._primary()
         return difference(mine.program, yours.program, (mine.plan, yours.plan), self._prices(costs))
 
     # -- prediction
@@ -296,11 +298,11 @@ class CompiledProgram(ProgramState):
             CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
                 QN210 if an operator has no price.
         """
-        return simulate_program(self._leader().program, self._prices(costs), faults)
+        return simulate_program(self._primary().program, self._prices(costs), faults)
 
     def _whole_model(self) -> nn.Module:
         """A copy of the module that is whole on this rank."""
-        program, backend, model = self._leader().program, self._state(), self._task.model
+        program, backend, model = self._primary().program, self._state(), self._task.model
         refuse_unset(backend.unset, program)
         found = backend.everywhere(program, [s.name for s in program.state.values() if s.kind == "parameter"])
         own = {name: p for name, p in model.named_parameters() if name in found}
@@ -319,7 +321,7 @@ class CompiledProgram(ProgramState):
                 fix="verify a small model of the same kind, built on a real device",
             )
 
-    def _subject(self, batch: Any) -> Subject:
+    def _subject(self, batch: Any) -> VerifySubject:
         programs = self._programs
         program = programs.get("train", batch, batch_size_of(batch))
         task, tensors = self._task, programs.now(programs.captured["train"].tensors)
@@ -329,7 +331,7 @@ class CompiledProgram(ProgramState):
             tensors = {**programs.now(programs.captured["outputs"].tensors), **tensors}
         except CompileError as error:
             outputs = error.message
-        return Subject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
+        return VerifySubject(task.model, task.loss_fn, program, outputs, tensors, task.plan.seed, task.device)
 
     def _unsplit(self, batch: Any) -> CompiledProgram:
         """One rank that computes in the same dtypes."""
@@ -363,39 +365,39 @@ class CompiledProgram(ProgramState):
     @functools.cached_property
     def model_flops(self) -> float:
         """FLOPs of one step of the unsplit model on the batch that the program was compiled for."""
-        return model_flops(self._leader().program.source.local.staged.sharded.program.graph)
+        return model_flops(self._primary().program.source.local.staged.sharded.program.graph)
 
     @property
     def plan(self) -> Plan:
         """The complete plan: compiling with it gives this program."""
-        return self._leader().plan
+        return self._primary().plan
 
     @property
     def ranks(self) -> Sequence[RankProgram]:
         """Every rank's generated functions and actions."""
-        program = self._leader().program
+        program = self._primary().program
         return [program.rank(rank) for rank in range(self.mesh.size)]
 
     @property
     def schedule(self) -> Schedule:
-        return self._leader().program.schedule
+        return self._primary().program.schedule
 
     @property
     def unsplit(self) -> tuple[str, ...]:
         """What runs whole on every rank of a tensor or context axis because no size of it divides: exact, not faster
         than one rank. Parameters that ZeRO leaves whole. And values of a batch that travel between data ranks. A line
         for each kind; empty where everything is split."""
-        return self._leader().unsplit
+        return self._primary().unsplit
 
     @property
     def compile_seconds(self) -> Mapping[str, float]:
         """Time of each pass."""
-        return dict(self._leader().seconds)
+        return dict(self._primary().seconds)
 
     def _repr_html_(self) -> str:
         if not self._programs.led:
             return table([], [("mesh", self.mesh)], "A program that is not compiled yet: it has not seen a batch")
-        program = self._leader().program
+        program = self._primary().program
         rows = [
             (
                 stage.index, program.schedule.placement[stage.index], len(stage.state),
@@ -428,7 +430,7 @@ class CompiledProgram(ProgramState):
         Raises:
             CompileError: QN211 if ``measured`` is of another layout or schedule.
         """
-        leader = self._leader()
+        primary = self._primary()
         if measured is not None:
             measured.require(self.mesh.size, self.schedule)
         predicted, unpriced = None, ""
@@ -441,7 +443,7 @@ class CompiledProgram(ProgramState):
         rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
         plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
         extras = Extras(predicted, unpriced, measured, plans)
-        return dump_program(leader.program, leader.plan, leader.passes(), Path(folder), extras)
+        return dump_program(primary.program, primary.plan, primary.passes(), Path(folder), extras)
 
     def prepare(self, batch: Any) -> CompiledProgram:
         """Compile for batches like this one now, without running anything. In processes, the module's parameters become
@@ -453,7 +455,7 @@ class CompiledProgram(ProgramState):
 
     def _compiled(self, batch: Any) -> CompiledProgram:
         self._batch = plain_batch(batch)
-        self._programs.get(self._task.leads, self._batch, batch_size_of(batch))
+        self._programs.get(self._task.primary_kind, self._batch, batch_size_of(batch))
         return self
 
     # -- how
@@ -472,21 +474,21 @@ class CompiledProgram(ProgramState):
         if self._closed:
             raise RunError("QN113", "this program was closed", fix="compile the module again")
         if self._backend is None:
-            leader, task, slots = self._leader(), self._task, self._programs.slots
+            primary, task, slots = self._primary(), self._task, self._programs.slots
             assert slots is not None
             for name, x in slots.changed().items():
-                check_fits(name, x, leader.program.state[name], x.device)
+                check_fits(name, x, primary.program.state[name], x.device)
             slots.look()
-            tensors = with_buffers(task.model, self._programs.now(self._programs.captured[task.leads].tensors))
+            tensors = with_buffers(task.model, self._programs.now(self._programs.captured[task.primary_kind].tensors))
             home = home_of(task.model)
             if home is not None:
                 self._backend = home.join(slots)
-                self._backend.learn(leader.program, tensors)
+                self._backend.learn(primary.program, tensors)
             else:
                 refuse_split(tensors)
-                plan, engine = leader.plan.to_json(), ENGINES[task.backend]()
-                self._backend = open_backend(self.mesh, leader.program, tensors, task.device, plan, engine, slots)
-                settle(slots, leader, self._backend)
+                plan, engine = primary.plan.to_json(), ENGINES[task.backend]()
+                self._backend = open_backend(self.mesh, primary.program, tensors, task.device, plan, engine, slots)
+                settle(slots, primary, self._backend)
         return self._backend
 
     def close(self) -> None:
@@ -498,7 +500,7 @@ class CompiledProgram(ProgramState):
         """
         home = home_of(self._task.model)
         if home is not None:
-            program, backend = home.leader.program, self._state()
+            program, backend = home.primary.program, self._state()
             names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
             home.leave(backend.everywhere(program, names))
         self._backend, self._closed = None, True
@@ -534,7 +536,7 @@ class CompiledProgram(ProgramState):
             self._batch = batch
         backend = self._state()
         self._programs.verdict.hear(backend)
-        if program is not self._leader().program:
+        if program is not self._primary().program:
             backend.learn(program, self._programs.captured[kind].tensors)
         results = backend.run(program, inputs, self._how(kind, local), recorder=recorder)
         dtypes = dtypes_of_results(self._programs.captured[kind])

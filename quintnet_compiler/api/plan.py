@@ -18,9 +18,9 @@ from ..ir.plan import Plan, check_plan, read_plan
 from ..passes.rules.notation import Rule, table
 from ..passes.rules.table import RULES
 from ..planner.estimate import Estimate
-from ..planner.planning import Machine, Planner, plan_model
+from ..planner.planning import Planner, PricedCluster, plan_model
 from ..planner.report import PlanReport
-from ..planner.search import Effort, Objective
+from ..planner.search import Objective, SearchEffort
 from ..schedules.synthesis import check_schedule
 
 Given = Plan | Mapping[str, Any] | str | Path | None
@@ -36,8 +36,8 @@ def plan(
     rules: Sequence[Rule] = (),
     top_k: int = 5,
     objective: Objective = "time",
-    work: float = Effort.work,
-    seconds: float = Effort.seconds,
+    work: float = SearchEffort.work,
+    seconds: float = SearchEffort.seconds,
     progress: bool | None = None,
 ) -> PlanReport:
     """The best ways to train ``model`` on ``cluster`` with batches like ``batch``.
@@ -63,7 +63,7 @@ def plan(
     """
     planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules)
     with bar("layouts settled", progress) as shown:
-        return plan_model(planner, top_k=top_k, objective=objective, effort=Effort(work, seconds), progress=shown)
+        return plan_model(planner, top_k=top_k, objective=objective, effort=SearchEffort(work, seconds), progress=shown)
 
 
 def estimate(
@@ -106,4 +106,4 @@ def _planner(
     captured = capture(model, batch, loss_fn, once=not pinned.parameters)  # a plan may single blocks out
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
-    return Planner.of(captured, batch_size_of(batch), Machine(cluster, unknown), pinned, book)
+    return Planner.of(captured, batch_size_of(batch), PricedCluster(cluster, unknown), pinned, book)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.background import Background
 from ..checkpoint.pretrained import Allowed, load_weights
-from ..checkpoint.pretrained import Subject as Pretrained
+from ..checkpoint.pretrained import WeightsSubject as Pretrained
 from ..checkpoint.pretrained_save import save_weights
 from ..checkpoint.training_state import Restored, Snapshot, read, snapshot, write
 from ..driver.compiler import Compiled
@@ -34,8 +34,8 @@ class ProgramState(abc.ABC):
     _programs: Programs
     _saving: Background | None
 
-    def _leader(self) -> Compiled:
-        return self._programs.leader
+    def _primary(self) -> Compiled:
+        return self._programs.primary
 
     @abc.abstractmethod
     def _state(self) -> Backend: ...
@@ -96,7 +96,7 @@ class ProgramState(abc.ABC):
         Raises:
             CompileError: QN204 for a pattern that matches no parameter.
         """
-        program, backend = self._leader().program, self._state()
+        program, backend = self._primary().program, self._state()
         names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
         wanted = chosen(inits, names)
         seed = self._task.plan.seed if seed is None else seed
@@ -146,7 +146,7 @@ class ProgramState(abc.ABC):
         save_weights(self._pretrained(), Path(folder), max_file_bytes)
 
     def _pretrained(self) -> Pretrained:
-        program, aliases = self._leader().program, self._programs.captured[self._task.leads].aliases
+        program, aliases = self._primary().program, self._programs.captured[self._task.primary_kind].aliases
         return Pretrained(self._task.model, program, self._state(), aliases)
 
     def zero_grad(self) -> None:
@@ -154,7 +154,7 @@ class ProgramState(abc.ABC):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
-        return self._state().clip_grad_norm(self._leader().program, max_norm)
+        return self._state().clip_grad_norm(self._primary().program, max_norm)
 
     @property
     def loss_scale(self) -> float:

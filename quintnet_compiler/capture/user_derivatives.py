@@ -36,14 +36,14 @@ _OF_TORCH = ("torch._", "torch.utils.checkpoint")
 
 
 @contextlib.contextmanager
-def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[Finder]:
+def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeFinder]:
     """Inside, tracing ``step`` (a model and its loss) follows Functions and hooks, or refuses them; what it yields
     finishes a traced graph. ``trained``: whether a program will compute gradients at all.
 
     Raises:
         CompileError: QN105 with the user's line.
     """
-    finder = Finder(step)
+    finder = DerivativeFinder(step)
     if not trained:
         yield finder
         return
@@ -78,7 +78,7 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[Finder]:
 Place = tuple[int, int]  # the number of a derivative, and one of its results
 
 
-class Finder:
+class DerivativeFinder:
     """``known``: the results of derivatives at which no gradient arrives, as the trace before this one found them."""
 
     def __init__(self, step: StepModule) -> None:
@@ -201,7 +201,7 @@ class _Handle:
 class _Hooks(TorchFunctionMode):
     """Sees hooks of tensors and of nodes of autograd's graph."""
 
-    def __init__(self, finder: Finder) -> None:
+    def __init__(self, finder: DerivativeFinder) -> None:
         super().__init__()
         self.finder = finder
 
@@ -221,7 +221,7 @@ _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 class _Node:
     """A node of autograd's graph that takes no hooks."""
 
-    def __init__(self, node: Any, finder: Finder) -> None:
+    def __init__(self, node: Any, finder: DerivativeFinder) -> None:
         self._node, self._finder = node, finder
 
     def __getattr__(self, name: str) -> Any:

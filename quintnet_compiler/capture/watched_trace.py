@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
-from ..guards.python_state import FORWARD, Cell, Change, Generators, Snapshot
+from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
 
 _TRACED = (FakeTensor, FunctionalTensor)
 _SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class WatchedTrace:
     roots: Mapping[str, nn.Module]
     functions: Sequence[Any]
     own: tuple[str, ...]  # folders of code that is not the user's
-    state: Snapshot = field(init=False)
+    state: AttributeSnapshot = field(init=False)
     reads: Reads = field(init=False)
     walk: Walk = field(init=False)
     variables: list[Variable] = field(default_factory=list)
@@ -60,7 +60,7 @@ class WatchedTrace:
         Raises:
             CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
         """
-        self.state, self.walk = Snapshot(), Walk()
+        self.state, self.walk = AttributeSnapshot(), Walk()
         self.reads = Reads(self.state)
         self._meet()
         generators = Generators.now()

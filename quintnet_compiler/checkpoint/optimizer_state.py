@@ -13,30 +13,30 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..core.errors import CheckpointError
-from .parts import Part
+from .parts import SavedPart
 
 Note = Mapping[str, Any]  # JSON
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterPlace:
     """A parameter of this rank: its global shape, and the global indices of each dim in its part."""
 
     parameter: nn.Parameter
     shape: torch.Size
     positions: Sequence[Tensor]
 
-    def part(self, local: Tensor) -> Part:
-        return Part.of(local, self.shape, self.positions)
+    def part(self, local: Tensor) -> SavedPart:
+        return SavedPart.of(local, self.shape, self.positions)
 
 
-def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, Place]) -> tuple[dict[str, Part], Note]:
+def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace]) -> tuple[dict[str, SavedPart], Note]:
     """The tensors of an optimizer's state, as ``parameter/key``, and everything else.
 
     Raises:
         CheckpointError: QN603 for parameters or values that a checkpoint cannot hold.
     """
-    tensors: dict[str, Part] = {}
+    tensors: dict[str, SavedPart] = {}
     values: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for name, group in _named(optimizer, places, "QN603"):
@@ -48,7 +48,7 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, Place]) -> tup
             elif tuple(x.shape) == tuple(place.shape):
                 tensors[f"{name}/{key}"] = place.part(local_of(x))
             elif x.dim() == 0 or tuple(place.parameter.shape) == tuple(local_of(place.parameter).shape):
-                tensors[f"{name}/{key}"] = Part.whole(local_of(x))
+                tensors[f"{name}/{key}"] = SavedPart.whole(local_of(x))
             else:
                 raise CheckpointError(
                     "QN603",
@@ -75,10 +75,10 @@ def merged(notes: Sequence[Note]) -> Note:
 
 def restored(
     optimizer: torch.optim.Optimizer,
-    places: Mapping[str, Place],
+    places: Mapping[str, ParameterPlace],
     note: Note,
     saved: Mapping[str, TensorStorageMetadata],
-) -> tuple[dict[str, Part], Callable[[], None]]:
+) -> tuple[dict[str, SavedPart], Callable[[], None]]:
     """Memory to read ``saved`` tensors into, and what then makes them (and all else) the optimizer's state.
 
     Raises:
@@ -87,7 +87,7 @@ def restored(
     kind = type(optimizer).__name__
     if note["class"] != kind:
         raise CheckpointError("QN602", f"the optimizer is a {kind}, and the checkpoint has that of a {note['class']}")
-    targets: dict[str, Part] = {}
+    targets: dict[str, SavedPart] = {}
     states: dict[str, dict[str, Any]] = {}
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
     keys: dict[str, list[str]] = {}
@@ -127,7 +127,7 @@ def restored(
 
 
 def _named(
-    optimizer: torch.optim.Optimizer, places: Mapping[str, Place], code: str
+    optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace], code: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     names = {id(place.parameter): name for name, place in places.items()}
     for group in optimizer.param_groups:
@@ -141,14 +141,16 @@ def _named(
             yield names[id(parameter)], group
 
 
-def _room(place: Place, key: str, meta: TensorStorageMetadata, group: Mapping[str, Any]) -> tuple[Tensor, Part]:
+def _room(
+    place: ParameterPlace, key: str, meta: TensorStorageMetadata, group: Mapping[str, Any]
+) -> tuple[Tensor, SavedPart]:
     parameter, dtype = place.parameter, meta.properties.dtype
     own = local_of(parameter)
     if tuple(meta.size) != tuple(place.shape):
         # a count of steps: torch keeps it beside the parameter only where a kernel reads it there
         there = group.get("capturable") or group.get("fused") or meta.size
         x = torch.zeros(meta.size, dtype=dtype, device=own.device if there else "cpu")
-        return x, Part.whole(x)
+        return x, SavedPart.whole(x)
     local = torch.zeros(own.shape, dtype=dtype, device=own.device)
     if not isinstance(parameter, DTensor):
         return local, place.part(local)

@@ -15,7 +15,7 @@ from ..weights.sources import runs_of
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """What one rank has of a tensor of global ``shape``: ``local``, whose ``boxes`` lie at these global offsets.
 
     A DTensor would say it too, but for slices of several pieces (a fused projection's columns): torch takes those for
@@ -27,7 +27,7 @@ class Part:
     boxes: dict[torch.Size, Tensor]
 
     @classmethod
-    def of(cls, local: Tensor, shape: Sequence[int], positions: Sequence[Tensor]) -> Part:
+    def of(cls, local: Tensor, shape: Sequence[int], positions: Sequence[Tensor]) -> SavedPart:
         """``positions``: for each dim, the global indices that ``local`` holds."""
         runs = []
         for found in positions:
@@ -45,14 +45,14 @@ class Part:
         return cls(torch.Size(shape), local, boxes)
 
     @classmethod
-    def whole(cls, local: Tensor) -> Part:
+    def whole(cls, local: Tensor) -> SavedPart:
         """Of a tensor that every rank has."""
         return cls(local.shape, local, {torch.Size([0] * local.dim()): local})
 
-    def copied(self) -> Part:
+    def copied(self) -> SavedPart:
         """A copy on the CPU, which later steps do not change."""
         boxes = {at: box.detach().to("cpu", copy=True) for at, box in self.boxes.items()}
-        return Part(self.shape, self.local, boxes)
+        return SavedPart(self.shape, self.local, boxes)
 
     # -- what torch.distributed.checkpoint asks of a tensor
 

@@ -22,7 +22,7 @@ from ..weights.sources import Source, runs_of
 
 
 @dataclass(frozen=True)
-class Subject:
+class WeightsSubject:
     """A program whose weights are read or written. ``aliases``: further name of a tied parameter -> the one kept."""
 
     model: nn.Module
@@ -39,7 +39,7 @@ class Allowed:
     unexpected: tuple[str, ...] = ()
 
 
-def load_weights(subject: Subject, folder: Path, allowed: Allowed) -> None:
+def load_weights(subject: WeightsSubject, folder: Path, allowed: Allowed) -> None:
     """Read a folder's weights into the program.
 
     Raises:
@@ -82,7 +82,7 @@ def everywhere(backend: Backend, code: str) -> Iterator[None]:
             raise CheckpointError(theirs, message + where, fix=fix) from mine
 
 
-def _checked(subject: Subject, folder: Path, weights: Weights, allowed: Allowed) -> dict[str, list[Source]]:
+def _checked(subject: WeightsSubject, folder: Path, weights: Weights, allowed: Allowed) -> dict[str, list[Source]]:
     """Kept name -> its sources (several for a tied parameter that is stored twice).
 
     Raises:
@@ -130,7 +130,7 @@ def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     return torch.promote_types(wide, narrow) == wide
 
 
-def _missing(subject: Subject, stored: set[str], state: Mapping[str, Tensor]) -> list[str]:
+def _missing(subject: WeightsSubject, stored: set[str], state: Mapping[str, Tensor]) -> list[str]:
     """The program's parameters and stored buffers that no file has, but for buffers that the model's code computes."""
     specs = subject.program.state.values()
     lacking = [s.name for s in specs if s.name not in stored and (s.kind == "parameter" or s.name in state)]
@@ -169,7 +169,7 @@ def _useless(allowed: Allowed, lacking: Sequence[str], found: Assignment) -> lis
     ]
 
 
-def _torn_ties(subject: Subject, sources: Mapping[str, Sequence[Source]]) -> list[str]:
+def _torn_ties(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]]) -> list[str]:
     """Tied parameters of which the files hold two different ones (in this rank's part)."""
     problems = []
     for spec, part, positions in subject.backend.parts(subject.program):
@@ -183,7 +183,7 @@ def _torn_ties(subject: Subject, sources: Mapping[str, Sequence[Source]]) -> lis
     return problems
 
 
-def _unused_buffers(subject: Subject, sources: Mapping[str, Sequence[Source]]) -> None:
+def _unused_buffers(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]]) -> None:
     """Buffers that files hold and the program does not read: kept in the module, for whoever saves it again."""
     for name, found in sources.items():
         if name not in subject.program.state:

@@ -18,11 +18,11 @@ from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
 from ..weights.meta_buffers import computed_buffers
 from ..weights.names import is_hugging_face, misread_names
-from ..weights.safetensors_writer import Entry, files_of, storable, write_weights
-from .pretrained import Subject, everywhere
+from ..weights.safetensors_writer import TensorEntry, files_of, storable, write_weights
+from .pretrained import WeightsSubject, everywhere
 
 
-def save_weights(subject: Subject, folder: Path, max_file_bytes: int) -> None:
+def save_weights(subject: WeightsSubject, folder: Path, max_file_bytes: int) -> None:
     """Write configuration and weights into a new folder, which appears when it is complete.
 
     Raises:
@@ -61,10 +61,10 @@ def _make(folder: Path, temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _entries(subject: Subject, folder: Path) -> tuple[list[Entry], dict[str, Tensor]]:
+def _entries(subject: WeightsSubject, folder: Path) -> tuple[list[TensorEntry], dict[str, Tensor]]:
     """What to write, each tied tensor once; and the values of those tensors that no rank's program holds."""
     model, state = subject.model, subject.program.state
-    found: dict[str, Entry] = {}
+    found: dict[str, TensorEntry] = {}
     loose: dict[str, Tensor] = {}
     problems: list[str] = []
     skipped = [re.compile(k) for k in getattr(model, "_keys_to_ignore_on_save", None) or ()]
@@ -78,7 +78,7 @@ def _entries(subject: Subject, folder: Path) -> tuple[list[Entry], dict[str, Ten
         elif not storable(x.dtype):
             problems.append(f"{name} is {x.dtype}, which safetensors cannot hold")
         elif kept not in found or (found[kept].name in tied and name not in tied):
-            found[kept] = Entry(name, kept, tuple(x.shape), x.dtype)
+            found[kept] = TensorEntry(name, kept, tuple(x.shape), x.dtype)
             if kept not in state:
                 loose[kept] = computed_buffers(model, [kept]).get(kept, x) if x.is_meta else x.detach()
     problems += misread_names(model, [entry.name for entry in found.values()])
@@ -88,7 +88,7 @@ def _entries(subject: Subject, folder: Path) -> tuple[list[Entry], dict[str, Ten
     return list(found.values()), loose
 
 
-def _wholes(subject: Subject, entries: list[Entry], loose: dict[str, Tensor]) -> Iterator[Tensor | None]:
+def _wholes(subject: WeightsSubject, entries: list[TensorEntry], loose: dict[str, Tensor]) -> Iterator[Tensor | None]:
     """The entries' values in order; on every rank, which give theirs to the first, where alone there are any."""
     names = [entry.source for entry in entries if entry.source not in loose]
     shared = subject.backend.wholes(subject.program, names)
@@ -96,7 +96,7 @@ def _wholes(subject: Subject, entries: list[Entry], loose: dict[str, Tensor]) ->
         yield loose[entry.source] if entry.source in loose else next(shared)[1]
 
 
-def _configure(subject: Subject, folder: Path) -> None:
+def _configure(subject: WeightsSubject, folder: Path) -> None:
     """config.json, and generation_config.json for models that generate."""
     model: Any = subject.model
     if not is_hugging_face(model):

@@ -26,17 +26,17 @@ from torch.futures import Future
 
 from ..weights.files import DTYPES
 from .manifest import Digest, commit, digest, unfinished, write_durably
-from .parts import Part
+from .parts import SavedPart
 
 INDEX, STATE = "index.json", "state.json"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SavePlanning(DefaultSavePlanner):
-    """Of :class:`.parts.Part`: each box is written by one of the ranks that have it."""
+    """Of :class:`.parts.SavedPart`: each box is written by one of the ranks that have it."""
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        part: Part = self.state_dict[index.fqn]
+        part: SavedPart = self.state_dict[index.fqn]
         return part.box(index)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
@@ -44,7 +44,7 @@ class SavePlanning(DefaultSavePlanner):
 
 
 class LoadPlanning(DefaultLoadPlanner):
-    """Into :class:`.parts.Part`: each box from the boxes that overlap it."""
+    """Into :class:`.parts.SavedPart`: each box from the boxes that overlap it."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -55,7 +55,7 @@ class LoadPlanning(DefaultLoadPlanner):
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        part: Part = self.state_dict[index.fqn]
+        part: SavedPart = self.state_dict[index.fqn]
         return part.box(index)
 
 

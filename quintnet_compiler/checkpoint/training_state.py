@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..weights.files import refuse_all, shown
 from .manifest import Damaged, check_files, name_of, read_manifest, steps_in
-from .optimizer_state import Place, local_of, merged, plain, restored, stored
-from .parts import Part
-from .pretrained import Subject, everywhere
+from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
+from .parts import SavedPart
+from .pretrained import WeightsSubject, everywhere
 from .storage import STATE, LoadPlanning, Reader, SavePlanning, Writer
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -43,7 +43,7 @@ class Restored:
 class Snapshot:
     """What is saved of one rank: tensors, and the rest as JSON."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SavedPart]
     note: Mapping[str, Any]
 
     def copied(self) -> Snapshot:
@@ -51,7 +51,7 @@ class Snapshot:
 
 
 def snapshot(
-    subject: Subject, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], run: Mapping[str, Any]
+    subject: WeightsSubject, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], run: Mapping[str, Any]
 ) -> Snapshot:
     """What to save, where it lies.
 
@@ -92,7 +92,7 @@ def write(found: Snapshot, folder: Path, step: int, keep: int | None, group: dis
     return folder / name_of(step)
 
 
-def read(subject: Subject, folder: Path, step: int | None, optimizer: torch.optim.Optimizer | None) -> Restored:
+def read(subject: WeightsSubject, folder: Path, step: int | None, optimizer: torch.optim.Optimizer | None) -> Restored:
     """Load the newest whole checkpoint of a folder, or that of ``step``.
 
     Raises:
@@ -134,17 +134,17 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _parts(subject: Subject) -> tuple[dict[str, Part], dict[str, Place]]:
+def _parts(subject: WeightsSubject) -> tuple[dict[str, SavedPart], dict[str, ParameterPlace]]:
     """This rank's parts of parameters and stored buffers, and the parameters' places."""
     kept, parameters = subject.model.state_dict(keep_vars=True), subject.backend.parameters
-    parts: dict[str, Part] = {}
-    places: dict[str, Place] = {}
+    parts: dict[str, SavedPart] = {}
+    places: dict[str, ParameterPlace] = {}
     for spec, tensor, positions in subject.backend.parts(subject.program, ("parameter", "buffer")):
         if spec.kind == "parameter" or spec.name in kept:
             shape = torch.Size(spec.shape)
-            parts[f"{MODEL}{spec.name}"] = Part.of(tensor.detach(), shape, positions)
+            parts[f"{MODEL}{spec.name}"] = SavedPart.of(tensor.detach(), shape, positions)
             if spec.kind == "parameter":
-                places[spec.name] = Place(parameters[spec.name], shape, positions)
+                places[spec.name] = ParameterPlace(parameters[spec.name], shape, positions)
                 assert local_of(parameters[spec.name]).shape == tensor.shape
     return parts, places
 
@@ -157,7 +157,7 @@ def _merged(step: int, notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _misfits(
-    mine: Mapping[str, Part], places: Mapping[str, Place], saved: Mapping[str, TensorStorageMetadata]
+    mine: Mapping[str, SavedPart], places: Mapping[str, ParameterPlace], saved: Mapping[str, TensorStorageMetadata]
 ) -> list[str]:
     problems = []
     for name, part in mine.items():
@@ -171,7 +171,7 @@ def _misfits(
     return problems
 
 
-def _choose(subject: Subject, folder: Path, step: int | None) -> Path:
+def _choose(subject: WeightsSubject, folder: Path, step: int | None) -> Path:
     """The checkpoint to load. All ranks read it together, each some of its files."""
     backend = subject.backend
     there = backend.told(" ".join(map(str, steps_in(folder)[:100])))

@@ -23,7 +23,7 @@ USAGE, NO_PLAN, UNSUPPORTED, NOT_EQUAL, RANK_FAULT, CHECKPOINT, NOT_FINITE = 2, 
 P = ParamSpec("P")
 
 
-class Report(Protocol):
+class Printable(Protocol):
     """What can be shown: ``str()`` for people, ``to_json()`` for programs."""
 
     def to_json(self) -> str: ...
@@ -38,7 +38,7 @@ class Answer:
     code: int = 0
 
     @classmethod
-    def of(cls, report: Report, code: int = 0) -> Answer:
+    def of(cls, report: Printable, code: int = 0) -> Answer:
         return cls(str(report), report.to_json(), code)
 
 

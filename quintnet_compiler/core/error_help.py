@@ -130,7 +130,7 @@ _HELP: Mapping[str, tuple[str, str]] = MappingProxyType(
             "The message has the smallest change after which something fits; or search longer with --seconds.",
         ),
         "QN213": (
-            "With everything computed again, the backward still needs more than saved_gib allows.",
+            "With everything computed again, the backward still needs more than activation_memory_budget allows.",
             "Allow what the message says, use more microbatches, or split the model further.",
         ),
         "QN214": (

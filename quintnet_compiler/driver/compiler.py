@@ -40,10 +40,10 @@ from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
-from ..passes.lowering.coalesce_collectives import Bundle
-from ..passes.lowering.fuse_token_dispatch import JoinRoutes
+from ..passes.lowering.coalesce_collectives import CoalesceCollectives
+from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
-from ..passes.overlap.async_tp import FuseProducts
+from ..passes.overlap.async_tp import FuseCollectiveMatmuls
 from ..passes.overlap.overlap import Overlap
 from ..passes.rules.expert_axes import check_experts
 from ..passes.rules.notation import Rule
@@ -52,7 +52,7 @@ from ..passes.rules.table import RULES
 from ..passes.sharding.axis_view import Wishes, stores_state
 from ..passes.sharding.choose_sharding import ChooseSharding
 from ..passes.sharding.replicated import unsplit
-from ..passes.sharding.zero import ShardState, stored_whole, storing_axes
+from ..passes.sharding.shard_parameters import ShardParameters, stored_whole, storing_axes
 from ..passes.stages.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
 from ..passes.stages.follow_stages import FollowStages
 from ..schedules.kinds import forward_only
@@ -182,22 +182,22 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
 
 
 def follow_program(
-    captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
+    captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:
-    """Another program on the state of ``leader``: another batch size, evaluation, or outputs instead of the loss."""
-    with _tried(request, lambda other: _followed(captured, other, leader, Runner(), training=training)):
-        return _followed(captured, request, leader, runner, training=training)
+    """Another program on the state of ``primary``: another batch size, evaluation, or outputs instead of the loss."""
+    with _tried(request, lambda other: _followed(captured, other, primary, Runner(), training=training)):
+        return _followed(captured, request, primary, runner, training=training)
 
 
 def _followed(
-    captured: Captured, request: Request, leader: Compiled, runner: Runner, *, training: bool
+    captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:
     microbatches = request.plan.microbatches
     if not training:
         microbatches = _fitting(request, microbatches)
     sharded = _shard(captured, request, runner, microbatches)
-    placement = leader.program.schedule.placement
-    staged = runner(FollowStages(len(placement), leader.stages), sharded)
+    placement = primary.program.schedule.placement
+    staged = runner(FollowStages(len(placement), primary.stages), sharded)
     if training:
         schedule = _schedule(request, staged, microbatches, placement)
     else:
@@ -224,9 +224,9 @@ def _schedule(
 
 def _budget(request: Request, schedule: Schedule) -> Budget | None:
     """What may be saved, and what making a node again takes."""
-    if request.plan.saved_gib is None:
+    if request.plan.activation_memory_budget is None:
         return None
-    return Budget(int(request.plan.saved_gib * 2**30), schedule, _node_seconds(request))
+    return Budget(int(request.plan.activation_memory_budget * 2**30), schedule, _node_seconds(request))
 
 
 def _node_seconds(request: Request) -> Callable[[fx.Node], float]:
@@ -264,34 +264,34 @@ def _shard(captured: Captured, request: Request, runner: Runner, microbatches: i
         _prices(request),
         Wishes(fixed, plan.sequence_parallel, plan.context, experts),
     )
-    store = ShardState(plan.zero, plan.zero_axes if plan.zero else (), fixed, experts)
+    store = ShardParameters(plan.zero, plan.zero_axes if plan.zero else (), fixed, experts)
     return runner(store, runner(choose, program))
 
 
 def _lower(
     staged: StagedProgram, request: Request, runner: Runner, schedule: Schedule, *, training: bool
 ) -> DistributedProgram:
-    local = runner(InsertCommunication(dict(request.rules), request.plan.balance_context), staged)
+    local = runner(InsertCommunication(dict(request.rules), request.plan.context_load_balance), staged)
     runner.check(check_notation, staged.sharded.program.graph, request.rules)
     runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
     runner.check(check_reductions, local)
-    local = runner(JoinRoutes(request.rules), local)
+    local = runner(FuseTokenDispatch(request.rules), local)
     differentiate = Differentiate(training)
     differentiated = runner(differentiate, local)
-    again, regather = request.plan.recompute, request.plan.regather
-    if training and (again != "none" or regather):
-        differentiated = runner(Recompute(again, regather, _budget(request, schedule)), differentiated)
+    again, reshard_after_forward = request.plan.recompute, request.plan.reshard_after_forward
+    if training and (again != "none" or reshard_after_forward):
+        differentiated = runner(Recompute(again, reshard_after_forward, _budget(request, schedule)), differentiated)
     runner.check(check_backward, differentiated, training, differentiate.templates)
     if staged.sharded.gathered:
-        differentiated = runner(Bundle(), differentiated)
+        differentiated = runner(CoalesceCollectives(), differentiated)
     if request.plan.overlap:
         halves = {action.stage for row in schedule.actions for action in row if action.op is Op.BACKWARD_WEIGHT}
         blocking = differentiated
         differentiated = runner(Overlap(_node_seconds(request), frozenset(halves)), blocking)
         runner.check(check_overlap, blocking, differentiated)
-    if request.plan.async_tensor:  # what nothing hides by now
+    if request.plan.async_tp:  # what nothing hides by now
         apart = differentiated
-        differentiated = runner(FuseProducts(), apart)
+        differentiated = runner(FuseCollectiveMatmuls(), apart)
         runner.check(check_fused, apart, differentiated)
     program = runner(GenerateRanks(request.mesh, schedule), differentiated)
     runner.check(check_code, program)

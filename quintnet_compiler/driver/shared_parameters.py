@@ -21,9 +21,9 @@ def join_program(captured: Captured, task: Task, size: int, home: Home) -> Compi
         RunError: QN113 if the placement cannot serve this program.
         CompileError: see :func:`follow_program`.
     """
-    leader: Compiled = home.leader
-    if _split(task.mesh) != _split(leader.program.mesh):
-        refuse_other(f"the module's parameters are split over {leader.program.mesh!r}, and this is {task.mesh!r}")
+    primary: Compiled = home.primary
+    if _split(task.mesh) != _split(primary.program.mesh):
+        refuse_other(f"the module's parameters are split over {primary.program.mesh!r}, and this is {task.mesh!r}")
     first = {id(x): name for name, x in home.slots.tensors.items()}
     for name, x in captured.tensors.items():
         if first.get(id(x), name) != name:
@@ -32,21 +32,21 @@ def join_program(captured: Captured, task: Task, size: int, home: Home) -> Compi
                 f"{first[id(x)]}",
                 "give the shared part the same name in both modules",
             )
-    names = {n for n, spec in leader.program.state.items() if spec.kind == "parameter"}
+    names = {n for n, spec in primary.program.state.items() if spec.kind == "parameter"}
     further = [name for name, x in captured.tensors.items() if x.requires_grad and name not in names]
     if further:
         refuse_other(f"this program trains {further[0]}, which the first one of this module does not have")
-    own = {name: getattr(leader.plan, name) for name in PLACES}
-    plan = task.plan.changed({**own, "parameters": leader.plan.parameters})
+    own = {name: getattr(primary.plan, name) for name in PLACES}
+    plan = task.plan.changed({**own, "parameters": primary.plan.parameters})
     request = Request(task.mesh, plan, size, task.device, task.rules)
-    runner, again = Runner(), partial(follow_program, captured, request, leader, training=task.training)
+    runner, again = Runner(), partial(follow_program, captured, request, primary, training=task.training)
     program = again(runner)
     for name, spec in program.state.items():
         if name.startswith("loss_fn.") and spec.kind in ("parameter", "buffer") and name not in home.slots.names:
             refuse_other(f"{name} is no part of the module, nor of a module that was given as loss_fn")
-        if spec.kind == "parameter" and _place(spec, program) != _place(leader.program.state[name], leader.program):
+        if spec.kind == "parameter" and _place(spec, program) != _place(primary.program.state[name], primary.program):
             refuse_other(f"this program needs {name} in another place than the first one of this module has it")
-    return Compiled(program, plan, runner.seconds, leader.stages, leader.unsplit, again)
+    return Compiled(program, plan, runner.seconds, primary.stages, primary.unsplit, again)
 
 
 def _split(mesh: Mesh) -> list[tuple[str, int]]:

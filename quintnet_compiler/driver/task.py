@@ -34,7 +34,7 @@ class Task:
     check: str = "first"
 
     @property
-    def leads(self) -> str:
+    def primary_kind(self) -> str:
         """The kind of program that decides where parameters live."""
         return "train" if self.training else "outputs"
 

@@ -35,7 +35,7 @@ class Programs:
         self.task = task
         self.captured: dict[str, Captured] = {}
         self._versions = CapturedVersions()
-        self._leader: Compiled | None = None
+        self._primary: Compiled | None = None
         self._parameters: Mapping[str, Tensor] = {}
         self.slots: Slots | None = None  # of the parameters of the program that leads
         self.verdict = Verdict()
@@ -43,18 +43,18 @@ class Programs:
     @property
     def led(self) -> bool:
         """Whether there is one that leads."""
-        return self._leader is not None
+        return self._primary is not None
 
     @property
-    def leader(self) -> Compiled:
+    def primary(self) -> Compiled:
         """Raises: CompileError QN102 if there is none yet."""
-        if self._leader is None:
+        if self._primary is None:
             raise CompileError(
                 "QN102",
                 "the program is not compiled yet, because it has not seen a batch",
                 fix="pass batch= to quintnet.compile, call prepare(batch), or run a step",
             )
-        return self._leader
+        return self._primary
 
     def get(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         """The program for ``size`` rows of batches like this one.
@@ -72,10 +72,10 @@ class Programs:
             if size in version.made:
                 return version.made[size]
         check_divides(self.task.mesh, self.task.plan.microbatches if kind == "train" else 1, size)
-        if self._leader is None:
-            self._lead(batch, size) if kind == self.task.leads else self._lead_for(kind, batch, size)
-            if kind == self.task.leads:
-                return self.leader.program
+        if self._primary is None:
+            self._lead(batch, size) if kind == self.task.primary_kind else self._lead_for(kind, batch, size)
+            if kind == self.task.primary_kind:
+                return self.primary.program
         version = self._capture(kind, batch)
         found = self.follow(version.captured, size, training=kind == "train")
         self._compare(kind, version.captured, batch, first=False)
@@ -90,10 +90,10 @@ class Programs:
         self, captured: Captured, size: int, held: Held = MappingProxyType({}), *, training: bool = False
     ) -> DistributedProgram:
         """A program of another kind, on the parameters where the leader has them."""
-        task, leader = self.task, self.leader
-        request = Request(task.mesh, leader.plan, size, task.device, task.rules, held)
+        task, primary = self.task, self.primary
+        request = Request(task.mesh, primary.plan, size, task.device, task.rules, held)
         with without_autocast():
-            return follow_program(captured, request, leader, Runner(), training=training)
+            return follow_program(captured, request, primary, Runner(), training=training)
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
         """Evaluation came first: the training program still decides where parameters live."""
@@ -109,18 +109,18 @@ class Programs:
 
     def _lead(self, batch: Any, size: int) -> None:
         task, home = self.task, home_of(self.task.model)
-        version = self._capture(task.leads, batch)
+        version = self._capture(task.primary_kind, batch)
         with without_autocast():
             if home is None:
                 request = Request(task.mesh, task.plan, size, task.device, task.rules)
-                leader = compile_program(version.captured, request, Runner(), training=task.training)
+                primary = compile_program(version.captured, request, Runner(), training=task.training)
             else:
-                leader = join_program(version.captured, task, size, home)
-        self._compare(task.leads, version.captured, batch, first=True)
-        self._leader = leader
+                primary = join_program(version.captured, task, size, home)
+        self._compare(task.primary_kind, version.captured, batch, first=True)
+        self._primary = primary
         self._parameters = version.captured.tensors
-        self.slots = Slots(modules_of(task), leader.program.state)
-        version.made[size] = leader.program
+        self.slots = Slots(modules_of(task), primary.program.state)
+        version.made[size] = primary.program
 
     def _capture(self, kind: str, batch: Any) -> Version:
         version = self._versions.look(kind)
@@ -130,7 +130,7 @@ class Programs:
             captured = capture(
                 task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
             )
-            if self._leader is not None:
+            if self._primary is not None:
                 self._refuse_other_parameters(captured)
             version = self._versions.add(kind, captured)
         self.captured[kind] = version.captured

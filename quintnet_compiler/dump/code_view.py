@@ -12,13 +12,13 @@ from ..core.annotations import facts, known, values
 from ..ir.program import DistributedProgram, Piece, StageProgram
 from ..ir.repeated_blocks import Block, block_of
 from ..simulation.priced import COLLECTIVES
-from .fold import Unit, fold
+from .fold import FoldedUnit, fold
 
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)?\s=\s")
 
 
 @dataclass(frozen=True)
-class Line:
+class CodeLine:
     """``code`` of a node, what it ``frees`` afterwards, the user's ``source`` line ("" as the line above), and whether
     the node communicates."""
 
@@ -37,7 +37,7 @@ class Function:
     static: int
     dynamic: int
     outputs: int
-    units: tuple[Unit[Line], ...]
+    units: tuple[FoldedUnit[CodeLine], ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _ranks(program: DistributedProgram, stage: StageProgram) -> str:
 def _function(name: str, piece: Piece) -> Function:
     nodes = {node.name: node for node in piece.module.graph.nodes}
     home = _homes(piece.module.graph)
-    lines: list[tuple[Line, Block | None]] = []
+    lines: list[tuple[CodeLine, Block | None]] = []
     last = ""
     for text in piece.code.splitlines():
         match = _ASSIGNED.match(text)
@@ -92,10 +92,10 @@ def _function(name: str, piece: Piece) -> Function:
         code, _, frees = text.strip().partition(";  ")
         calls = node.op == "call_method" and str(node.target).removeprefix("start_") in COLLECTIVES
         shown = source if source != last else ""
-        lines.append((Line(code, frees, shown, calls, _label(node)), home[node]))
+        lines.append((CodeLine(code, frees, shown, calls, _label(node)), home[node]))
         last = source
     folded = fold(lines, lambda pair: pair[1], lambda pair: pair[0].label)
-    units = tuple(Unit(u.title, tuple(line for line, _ in u.items), u.same) for u in folded)
+    units = tuple(FoldedUnit(u.title, tuple(line for line, _ in u.items), u.same) for u in folded)
     return Function(name, len(piece.static), len(piece.dynamic), len(piece.outputs), units)
 
 

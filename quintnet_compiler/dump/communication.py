@@ -12,7 +12,7 @@ from torch import fx
 
 from ..core.annotations import facts, num_bytes, tensor_inputs, values
 from ..ir.program import DistributedProgram, Piece, Transfer
-from ..ops.collectives import gather_products, product_scatter
+from ..ops.collectives import all_gather_matmul, matmul_reduce_scatter
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..simulation.priced import COLLECTIVES
@@ -47,8 +47,8 @@ def moved_bytes(node: fx.Node) -> int:
     """Of a collective: what a rank holds before or after it, whichever is more."""
     if str(node.target).partition(".")[2].startswith("start_") and node.users:
         node = next(iter(node.users))  # what is under way has no value yet, but its wait has
-    if node.target in (gather_products, product_scatter):
-        slice_ = tensor_inputs(node)[0] if node.target is gather_products else node
+    if node.target in (all_gather_matmul, matmul_reduce_scatter):
+        slice_ = tensor_inputs(node)[0] if node.target is all_gather_matmul else node
         return num_bytes(values(slice_)[0]) * node.args[2]  # type: ignore[operator,return-value]
     after = sum(num_bytes(x) for x in values(node) if x is not None)
     return max(after, sum(num_bytes(x) for n in tensor_inputs(node)[:1] for x in values(n) if x is not None))

@@ -26,7 +26,7 @@ class FileChange:
 
 
 @dataclass(frozen=True)
-class Changes:
+class DumpChanges:
     """``plan``: key -> (before, after); ``parameters``: name -> (types before, types after); ``files``: what differs,
     by path, if folders were compared."""
 
@@ -45,18 +45,18 @@ class Changes:
         return "\n".join(lines) or "no difference"
 
 
-def compare_plans(a: Plan, b: Plan) -> Changes:
+def compare_plans(a: Plan, b: Plan) -> DumpChanges:
     """Decision by decision, and parameter by parameter."""
     before, after = (plan.model_dump(mode="json") for plan in (a, b))
     one, other = before.pop("parameters"), after.pop("parameters")
     names = [*one, *(name for name in other if name not in one)]
-    return Changes(
+    return DumpChanges(
         {key: (before[key], after[key]) for key in before if before[key] != after[key]},
         {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)},
     )
 
 
-def compare_folders(a: Path, b: Path) -> Changes:
+def compare_folders(a: Path, b: Path) -> DumpChanges:
     """Their plans, and every file of text; pictures and the page, which are made of those, are left out.
 
     Raises:
@@ -68,7 +68,7 @@ def compare_folders(a: Path, b: Path) -> Changes:
         before, after = (_read(folder / name) for folder in (a, b))
         if before != after:
             found[name] = _change(before, after)
-    return Changes(plans.plan, plans.parameters, found)
+    return DumpChanges(plans.plan, plans.parameters, found)
 
 
 def _files(folder: Path) -> set[str]:

@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from ..core.html import environment
 from ..simulation.timeline import size
-from .fold import Unit
+from .fold import FoldedUnit
 from .model_graph import Move, Operator
 
 WIDTH, LEFT, BOX, HEIGHT, GAP = 760, 84, 330, 46, 40
@@ -46,7 +46,7 @@ class Box:
         return [f"{len(b)} {name} over {axis}, {size(sum(b))}" for (name, axis), b in found.items()]
 
 
-def boxes(units: list[Unit[Operator]]) -> list[Box]:
+def boxes(units: list[FoldedUnit[Operator]]) -> list[Box]:
     """A box for each unit."""
     found = []
     for unit in units:
@@ -58,7 +58,7 @@ def boxes(units: list[Unit[Operator]]) -> list[Box]:
     return found
 
 
-def title_of(unit: Unit[Operator]) -> str:
+def title_of(unit: FoldedUnit[Operator]) -> str:
     """The block's path, or the modules between blocks."""
     if unit.title:
         return unit.title
@@ -66,7 +66,7 @@ def title_of(unit: Unit[Operator]) -> str:
     return ", ".join(modules[:3]) + (", ..." if len(modules) > 3 else "")
 
 
-def edges(found: list[Box], units: list[Unit[Operator]]) -> list[tuple[int, int]]:
+def edges(found: list[Box], units: list[FoldedUnit[Operator]]) -> list[tuple[int, int]]:
     """Which box reads which; blocks that were folded away count as the box that stands for them."""
     home = {name: index for index, box in enumerate(found) for name in box.inside}
     pairs = {(home[name], index) for index, box in enumerate(found) for name in box.reads if name in home}

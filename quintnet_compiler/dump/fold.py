@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Unit(Generic[T]):
+class FoldedUnit(Generic[T]):
     """Items that belong together: those of a repeated block (``title`` is its path), or of what is between blocks.
 
     ``same``: the paths of blocks that have equal items, and are left out.
@@ -30,7 +30,7 @@ class Unit(Generic[T]):
         return first if first == last else f"{first} to {last}"
 
 
-def fold(items: Sequence[T], block: Callable[[T], Block | None], label: Callable[[T], Hashable]) -> list[Unit[T]]:
+def fold(items: Sequence[T], block: Callable[[T], Block | None], label: Callable[[T], Hashable]) -> list[FoldedUnit[T]]:
     """Cut ``items`` where their block changes, and keep one of each run of units with equal labels.
 
     >>> units = fold("a0 b1 b2 b3 b4 c9".split(), lambda x: ("b", x[1]) if x[0] == "b" else None, lambda x: x[0])
@@ -48,7 +48,7 @@ def fold(items: Sequence[T], block: Callable[[T], Block | None], label: Callable
     for home, members in runs:
         key = (home and home[0], tuple(label(item) for item in members))
         labels.append(known.setdefault(key, len(known)))
-    found: list[Unit[T]] = []
+    found: list[FoldedUnit[T]] = []
     at = 0
     while at < len(runs):
         period, times = longest_repetition(labels, at)
@@ -57,6 +57,6 @@ def fold(items: Sequence[T], block: Callable[[T], Block | None], label: Callable
         blocks = [home for home, _ in runs[at + period : at + period * times] if home]
         inside = tuple(item for _, members in runs[at : at + period] for item in members)
         title = next((home for home, _ in runs[at : at + period] if home), None)
-        found.append(Unit("".join(title or ()), inside, tuple(dict.fromkeys("".join(home) for home in blocks))))
+        found.append(FoldedUnit("".join(title or ()), inside, tuple(dict.fromkeys("".join(home) for home in blocks))))
         at += period * times
     return found

@@ -12,7 +12,7 @@ from ..core.sharding import AxisType, gradient, local_shape, parse_type
 from ..ir.program import DistributedProgram
 from ..ir.repeated_blocks import block_members
 from ..ops.collectives import convert, lower_conversion
-from .fold import Unit, fold
+from .fold import FoldedUnit, fold
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def operators(program: DistributedProgram) -> list[Operator]:
     return list(_operators(program))
 
 
-def units(program: DistributedProgram, found: list[Operator]) -> list[Unit[Operator]]:
+def units(program: DistributedProgram, found: list[Operator]) -> list[FoldedUnit[Operator]]:
     """``found`` by stage and block; of blocks that are equal, one."""
     graph = program.source.local.staged.sharded.program.graph
     home = {node.name: block for block, nodes in block_members(graph).items() for node in nodes}

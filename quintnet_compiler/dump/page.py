@@ -20,7 +20,7 @@ from ..simulation.timeline import Timeline, duration, size
 from .code_view import stages_code
 from .communication import schedule_document, transfer_bytes
 from .drawing import title_of
-from .fold import Unit
+from .fold import FoldedUnit
 from .model_graph import Operator
 from .pass_view import passes_view
 
@@ -37,7 +37,7 @@ class Extras:
 
 
 def page(
-    program: DistributedProgram, plan: Plan, passes: Sequence[tuple[str, Any]], units: list[Unit[Operator]],
+    program: DistributedProgram, plan: Plan, passes: Sequence[tuple[str, Any]], units: list[FoldedUnit[Operator]],
     picture: Markup, extras: Extras, hashes: Mapping[str, str],
 ) -> str:  # fmt: skip
     """HTML with its style, script and pictures inside. ``hashes``: the folder's other files."""
@@ -85,7 +85,7 @@ def _numel(shape: Sequence[int]) -> int:
     return count
 
 
-def _unit_rows(program: DistributedProgram, units: list[Unit[Operator]]) -> list[dict[str, Any]]:
+def _unit_rows(program: DistributedProgram, units: list[FoldedUnit[Operator]]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     before: int | None = None
     for unit in units:

@@ -42,7 +42,7 @@ def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | 
     world = LocalWorld(program.mesh, program.sites)
     try:
         with torch.no_grad():
-            world.run({rank: _Rank(program, part, skeletons).run for rank, part in parts.items()})
+            world.run({rank: _DryRank(program, part, skeletons).run for rank, part in parts.items()})
     except RunError as error:
         raise CompileError("QN209", f"ranks do not fit: {error.message}", fix=REPORT) from error
     except (KeyError, IndexError, RuntimeError) as error:
@@ -50,7 +50,7 @@ def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | 
         raise CompileError("QN209", what, fix=REPORT) from error
 
 
-class _Rank:
+class _DryRank:
     """One rank with functions that only communicate."""
 
     def __init__(self, program: DistributedProgram, part: RankProgram, skeletons: dict[int, StageProgram]) -> None:

@@ -23,7 +23,7 @@ from .drawn_blocks import drawn_batch, with_values
 from .free_memory import free_bytes
 from .module_sides import HOW, Sides
 from .module_step import Owner, module_step, tensors_of
-from .module_trace import Difference, first_difference
+from .module_trace import FirstDifference, first_difference
 from .swapped_values import double
 from .unsplit_step import UnsplitStep, unsplit_step
 from .verify import Comparison, coarsest_of
@@ -140,7 +140,7 @@ class ModuleCheck:
         if not noise and not self._established(sides, wrong):
             return None
         forward = any(one.what in ("loss", "output") for one in wrong)
-        first = Difference()
+        first = FirstDifference()
         with contextlib.suppress(Exception):  # the difference is established; where it begins may not be
             first = first_difference(sides.step, self.owner, sides.batch, sides.limit, forward=forward)
         changed = ", ".join(sides.theirs.changes.tensors)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
 from .reference import same_masks
-from .unchanged import Changes, Untouched, reseed_all
+from .unchanged import ModuleChanges, Untouched, reseed_all
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ModuleStep:
 
     outputs: tuple[Tensor, ...]
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
-    changes: Changes = Changes()
+    changes: ModuleChanges = ModuleChanges()
 
 
 def module_step(

@@ -22,14 +22,14 @@ Value = tuple[fx.Node, int]
 
 
 @dataclass(frozen=True)
-class Difference:
+class FirstDifference:
     """``text``: what is established; ``where``: the line of the module's code."""
 
     text: str = ""
     where: Where = Where()
 
 
-def first_difference(step: UnsplitStep, owner: Owner, batch: Any, limit: float, *, forward: bool) -> Difference:
+def first_difference(step: UnsplitStep, owner: Owner, batch: Any, limit: float, *, forward: bool) -> FirstDifference:
     """The first value that the module makes and the program does not; else (not ``forward``: at once) the first
     gradient of a value, from the loss on, that differs. Values are found by what is in them."""
     seen = _Calls(owner.modules)
@@ -40,8 +40,10 @@ def first_difference(step: UnsplitStep, owner: Owner, batch: Any, limit: float, 
     if forward:
         for call, keys in matches:
             if not keys:
-                return Difference(f"the first value that the program does not have is made by {call.name}", call.where)
-        return Difference()
+                return FirstDifference(
+                    f"the first value that the program does not have is made by {call.name}", call.where
+                )
+        return FirstDifference()
     floor = 1e-3 * largest([c.result.grad for c, _ in matches if c.result.grad is not None])
     for call, keys in reversed(matches):
         expected, found = call.result.grad, {key: g for key in keys if (g := ours.cotangent(key)) is not None}
@@ -51,12 +53,12 @@ def first_difference(step: UnsplitStep, owner: Owner, batch: Any, limit: float, 
         by = f", by the backward of {' and '.join(dict.fromkeys(str(u.target) for u in users))}" if users else ""
         place = facts(users[0]).where if len({str(u.target) for u in users}) == 1 else call.where
         text = f"the first wrong gradient is that of the result of {call.name}{by}"
-        return Difference(text, place if str(place) else call.where)
-    return Difference()
+        return FirstDifference(text, place if str(place) else call.where)
+    return FirstDifference()
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ModuleCall:
     """A call of the module's code, and one of its results."""
 
     name: str
@@ -69,7 +71,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.calls: list[_Call] = []
+        self.calls: list[_ModuleCall] = []
         self.paths = {id(m): path for module in modules for path, m in module.named_modules()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +80,7 @@ class _Calls(TorchFunctionMode):
         for x in results:
             if x.is_floating_point() and x.requires_grad and not x.is_leaf:
                 x.retain_grad()
-                self.calls.append(_Call(_name(func), self._where(), x))
+                self.calls.append(_ModuleCall(_name(func), self._where(), x))
         return made
 
     def _where(self) -> Where:

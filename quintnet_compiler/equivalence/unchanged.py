@@ -19,7 +19,7 @@ _OWN = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
-class Changes:
+class ModuleChanges:
     """What a run changed: tensors by name (before, after), attributes by the path of the module, and whose random
     numbers were drawn (``"python"``, ``"numpy"``, ``"torch"``)."""
 
@@ -42,7 +42,7 @@ class Untouched:
                 if id(x) not in known:
                     self.tensors[name] = x
         self.buffers = {id(x) for module in modules for x in module.buffers()}
-        self.changes = Changes()
+        self.changes = ModuleChanges()
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> Untouched:
@@ -52,7 +52,7 @@ class Untouched:
         self.settings = {key: _settings(module) for key, (_, module) in self.parts.items()}
         self.trainable = [(x, x.requires_grad) for x in self.tensors.values()]
         self.gradients = [(x, x.grad) for x in self.tensors.values() if x.is_leaf]
-        self.kept = _Kept([x for x in self.tensors.values() if not x.is_meta])
+        self.kept = _CopyOnWrite([x for x in self.tensors.values() if not x.is_meta])
         for x in self.tensors.values():
             if id(x) in self.buffers:
                 self.kept.keep(x)
@@ -64,7 +64,7 @@ class Untouched:
         try:
             now = _random_states()
             drawn = tuple(name for name, state in self.drawn.items() if not _same_state(state, now[name]))
-            self.changes = Changes(self._restore_tensors(), tuple(self._restore_settings()), drawn)
+            self.changes = ModuleChanges(self._restore_tensors(), tuple(self._restore_settings()), drawn)
         finally:
             _set_random_states(self.drawn)
             for x, flag in self.trainable:
@@ -137,7 +137,7 @@ def _equal_content(held: Any, content: Any) -> bool:
     return all(a is b for a, b in zip(held, content, strict=True))
 
 
-class _Kept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies memory of some tensors before it is written for the first time."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

@@ -105,7 +105,7 @@ def _escaped(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Subject:
+class VerifySubject:
     """What is verified: the module and its loss, and the program that was compiled from it with the values of all its
     tensors. ``outputs``: what computes the model's outputs, or why nothing does."""
 
@@ -119,7 +119,7 @@ class Subject:
 
 
 def verify_program(
-    subject: Subject, batch: Any, steps: int, limit: float | None = None, unsplit: Subject | None = None
+    subject: VerifySubject, batch: Any, steps: int, limit: float | None = None, unsplit: VerifySubject | None = None
 ) -> VerifyReport:
     """Train ``steps`` steps on both sides from equal weights and compare everything. Nothing of the user's changes.
 
@@ -128,11 +128,11 @@ def verify_program(
     about as far (on average over many elements; the largest difference of a few may be larger)."""
     start = time.perf_counter()
     own = {} if unsplit is None or limit is not None else _distances(unsplit, batch, steps)
-    return _compare(subject, batch, steps, Bounds(limit, own), start, exact=unsplit is not None)
+    return _compare(subject, batch, steps, Tolerances(limit, own), start, exact=unsplit is not None)
 
 
 @dataclass(frozen=True)
-class Bounds:
+class Tolerances:
     """Which relative error counts as equal: ``given``, or SLACK times ``own`` by (what, step), or what a dtype
     allows (always for buffers, which no program changes)."""
 
@@ -147,8 +147,8 @@ class Bounds:
         return SLACK * self.own[what, step]
 
 
-def _distances(unsplit: Subject, batch: Any, steps: int) -> dict[tuple[str, int], float]:
-    report = _compare(unsplit, batch, steps, Bounds(float("inf"), {}), 0.0, exact=True)
+def _distances(unsplit: VerifySubject, batch: Any, steps: int) -> dict[tuple[str, int], float]:
+    report = _compare(unsplit, batch, steps, Tolerances(float("inf"), {}), 0.0, exact=True)
     precision = unsplit.program.precision
     # one number may be nearer by chance than one rounding; and one rank has no sums over ranks that could be rounded
     least = torch.finfo(precision.compute or torch.float32).eps / 2
@@ -160,7 +160,9 @@ def _distances(unsplit: Subject, batch: Any, steps: int) -> dict[tuple[str, int]
     return found
 
 
-def _compare(subject: Subject, batch: Any, steps: int, bounds: Bounds, start: float, *, exact: bool) -> VerifyReport:
+def _compare(
+    subject: VerifySubject, batch: Any, steps: int, bounds: Tolerances, start: float, *, exact: bool
+) -> VerifyReport:
     model, loss_fn = module_copy(subject.model, subject.loss_fn)
     subject = replace(subject, loss_fn=loss_fn)
     sides = {"": model, **({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
@@ -239,7 +241,11 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _outputs(
-    subject: Subject, model: nn.Module, backend: LocalBackend, batches: tuple[Any, Any], limit: Callable[[str], float]
+    subject: VerifySubject,
+    model: nn.Module,
+    backend: LocalBackend,
+    batches: tuple[Any, Any],
+    limit: Callable[[str], float],
 ) -> tuple[list[Comparison], list[str]]:
     """The model's outputs (logits, say) in evaluation mode."""
     if isinstance(subject.outputs, str):
@@ -293,7 +299,7 @@ def coarsest_of(graph: fx.Graph) -> torch.dtype:
     return max((d for d in used if d in LIMITS), key=lambda d: LIMITS[d], default=torch.float32)
 
 
-def _module_loss(subject: Subject, model: nn.Module, batch: Any) -> Tensor:
+def _module_loss(subject: VerifySubject, model: nn.Module, batch: Any) -> Tensor:
     loss_fn = subject.loss_fn
     inputs = model_inputs(batch, loss_fn)
     out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .python_state import CODE, OWN, PLAIN, Snapshot
+from .python_state import CODE, OWN, PLAIN, AttributeSnapshot
 
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made, whose attributes can be set
 _FOREIGN = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "quintnet", "quintnet_compiler"}
@@ -33,7 +33,7 @@ class Reads:
     ``state``: every object that is met is remembered there as it was.
     """
 
-    state: Snapshot
+    state: AttributeSnapshot
     found: list[Read] = field(default_factory=list)
     _labels: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _seen: set[tuple[int, str]] = field(default_factory=set)

@@ -154,7 +154,7 @@ class Fields(MutableMapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Namespace:
     """A namespace as it was. ``names``: of what is looked at; None for all of it. ``copies``: with copied lists."""
 
     kind: str
@@ -166,7 +166,9 @@ class _Kept:
     by: str
 
     @classmethod
-    def of(cls, kind: str, label: str, own: MutableMapping[str, Any], names: Iterable[str] | None, by: str) -> _Kept:
+    def of(
+        cls, kind: str, label: str, own: MutableMapping[str, Any], names: Iterable[str] | None, by: str
+    ) -> _Namespace:
         chosen = None if names is None else frozenset(names)
         held = dict(own) if chosen is None else {name: own[name] for name in chosen if name in own}
         return cls(kind, label, own, held, {n: copied(x) for n, x in held.items() if n not in OWN}, chosen, by)
@@ -201,7 +203,7 @@ class _Kept:
 
 
 @dataclass
-class Snapshot:
+class AttributeSnapshot:
     """The attributes of objects as they were: what has changed since, and all of it put back.
 
     Of a module, its parameters, buffers and parts count too: which tensors they are, not their values. ``by``: whose
@@ -209,7 +211,7 @@ class Snapshot:
     """
 
     by: str = FORWARD
-    kept: list[_Kept] = field(default_factory=list)
+    kept: list[_Namespace] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
     def add(self, label: str, owner: Any) -> None:
@@ -219,18 +221,18 @@ class Snapshot:
             return
         self.seen.add(id(own))
         if isinstance(owner, nn.Module):
-            self.kept += [_Kept.of(kind, label, own[part], None, self.by) for part, kind in PARTS.items()]
-        self.kept.append(_Kept.of("the attribute", label, own, None, self.by))
+            self.kept += [_Namespace.of(kind, label, own[part], None, self.by) for part, kind in PARTS.items()]
+        self.kept.append(_Namespace.of("the attribute", label, own, None, self.by))
 
     def add_names(self, own: MutableMapping[str, Any], names: Iterable[str]) -> None:
         """Remember some variables of a namespace."""
-        self.kept.append(_Kept.of("the variable", "", own, names, self.by))
+        self.kept.append(_Namespace.of("the variable", "", own, names, self.by))
 
     def add_class(self, owner: type) -> None:
         """Remember the attributes of a class."""
         if id(owner) not in self.seen:
             self.seen.add(id(owner))
-            self.kept.append(_Kept.of("the attribute", owner.__name__, Fields(owner), None, self.by))
+            self.kept.append(_Namespace.of("the attribute", owner.__name__, Fields(owner), None, self.by))
 
     def changes(self) -> list[Change]:
         return [change for kept in self.kept for change in kept.changes()]

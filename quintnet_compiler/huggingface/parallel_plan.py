@@ -49,7 +49,7 @@ BEHAVIOURS = frozenset({"moe_tp_experts", "moe_identity_expert", "all_reduce", "
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlanEntry:
     """What one rule of the model's plan became: a type for each of ``count`` parameters like ``parameter``."""
 
     rule: str
@@ -70,7 +70,7 @@ class HuggingFacePlan:
     model: str
     mesh: str
     plan: Plan
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
     open: tuple[str, ...]
     left_out: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
@@ -112,7 +112,7 @@ def hf_plan(model: nn.Module, mesh: Mesh, *, virtual_stages: int = 1) -> Hugging
     found = _Reading(model, mesh, rules)
     stages, notes = _stages(model, mesh["pp"] * virtual_stages)
     plan = Plan(mesh=dict(mesh.axes), virtual_stages=virtual_stages, parameters=found.parameters, stages=stages)
-    entries = tuple(Entry(*key, count) for key, count in found.counts.items())
+    entries = tuple(PlanEntry(*key, count) for key, count in found.counts.items())
     return HuggingFacePlan(
         type(model).__name__,
         str(mesh),

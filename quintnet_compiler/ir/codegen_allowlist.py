@@ -23,7 +23,7 @@ _SPELLED = frozenset(
         "permute reshape split_with_sizes select cat sum mean native_layer_norm embedding where masked_fill",
     )
 )
-_COMM = frozenset({f"comm.{str(op).split('.')[1]}" for op in RANKED} | {"comm.accumulate", "comm.accumulate_product"})
+_COMM = frozenset({f"comm.{str(op).split('.')[1]}" for op in RANKED} | {"comm.accumulate", "comm.accumulate_matmul"})
 _FLOATS = frozenset({"inf", "nan"})  # as fx spells them
 _FIXED = _FLOATS | {"self", "args", "torch", "device"}  # names that code may not bind
 _OPTION = re.compile(r"[\w.,() >-]{0,100}")  # of an operator: "tanh", "none", "bij,bjk->bik"

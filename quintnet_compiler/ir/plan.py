@@ -47,23 +47,24 @@ class Plan(BaseModel):
     ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
     ``context``: how attention works on sequences that cp splits: every rank gathers all keys and values for its own
     queries, or (``"ulysses"``) exchanges sequences for heads, or (``"ring"``) sends its keys and values around.
-    ``balance_context``: whether ranks of a ring exchange halves of their sequences while causal attention runs, so that
-    each has as much to do as any other.
+    ``context_load_balance``: whether ranks of a ring exchange halves of their sequences while causal attention runs, so
+    that each has as much to do as any other.
     ``experts``: the axes over which experts are spread, where it is not ``ep`` alone: ``("dp",)`` or ``("dp", "cp")``
     let data and context ranks hold different experts.
     ``zero``: what ranks that see other parts of the batch hold in slices: nothing (0), the optimizer's state (1), and
     gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes.
     Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
-    ``regather``: whether the backward gathers such parameters again instead of keeping them, and likewise values that
-    sequence and context parallelism gather: of those, ranks keep their slices.
+    ``reshard_after_forward``: whether such parameters are freed after the forward and gathered again in the backward,
+    and likewise values that sequence and context parallelism gather: of those, ranks keep their slices.
     ``overlap``: whether collectives are started ahead of what reads them, where products can be computed meanwhile; a
     block's parameters are then gathered while the one before is computed.
-    ``async_tensor``: whether collectives that no other work hides run slice by slice, each slice beside products with
+    ``async_tp``: whether collectives that no other work hides run slice by slice, each slice beside products with
     the one before: gathers of what column-parallel products read, and scatters of what row-parallel ones make (with
     ``sequence_parallel``), forward and backward.
     ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
     takes no more than passes over memory (no product, attention or communication), ``"full"`` everything, or
-    ``"auto"`` what the cost model finds cheapest so that no rank saves more than ``saved_gib`` GiB at once.
+    ``"auto"`` what the cost model finds cheapest so that no rank saves more than
+    ``activation_memory_budget`` GiB at once.
     ``precision``: ``"model"`` computes as the model is written; ``"bf16"`` (or ``"fp16"``, with a scaled loss) with
     copies in few bits of float32 parameters, which an optimizer goes on seeing, see
     :mod:`..passes.frontend.lower_precision`.
@@ -79,7 +80,7 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     mesh: dict[Text, int] = Field(default_factory=dict)
     microbatches: int = Field(default=1, ge=1)
     schedule: Text = "1f1b"
@@ -88,15 +89,15 @@ class Plan(BaseModel):
     parameters: dict[Text, dict[Text, Text]] = Field(default_factory=dict)
     stages: tuple[Text, ...] = ()
     context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
-    balance_context: bool = True
+    context_load_balance: bool = True
     experts: tuple[Literal["dp", "ep", "cp"], ...] = ()
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
-    regather: bool = True
+    reshard_after_forward: bool = True
     overlap: bool = True
-    async_tensor: bool = False
+    async_tp: bool = False
     recompute: Literal["none", "selective", "full", "auto"] = "none"
-    saved_gib: float | None = Field(default=None, gt=0, lt=2**20)
+    activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
     precision: Literal["model", "bf16", "fp16"] = "model"
     loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
@@ -218,10 +219,10 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             "QN207", f"the plan is for {Mesh(**plan.mesh)}, and the mesh is {mesh}", fix="compile on the plan's mesh"
         )
     check_schedule(plan.schedule, plan.virtual_stages)
-    if (plan.recompute == "auto") != (plan.saved_gib is not None):
+    if (plan.recompute == "auto") != (plan.activation_memory_budget is not None):
         raise CompileError(
-            "QN207", f"recompute={plan.recompute!r} with saved_gib={plan.saved_gib}",
-            fix='use recompute="auto" and saved_gib together: what is made again, so that no more is saved',
+            "QN207", f"recompute={plan.recompute!r} with activation_memory_budget={plan.activation_memory_budget}",
+            fix='use recompute="auto" and activation_memory_budget (in GiB) together',
         )  # fmt: skip
     if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
         raise CompileError(

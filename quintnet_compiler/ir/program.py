@@ -18,7 +18,7 @@ from ..core.mesh import Mesh
 from ..core.precision import Precision
 from ..core.sharding import AxisType, Shard, Sharding
 from ..guards.guards import Guards
-from ..schedules.schedule import Action, Edge, Schedule
+from ..schedules.schedule import Action, Schedule, StageEdge
 
 
 @dataclass(frozen=True)
@@ -387,9 +387,9 @@ class DistributedProgram:
         return self.source.local.staged.sharded.program.precision
 
     @property
-    def edges(self) -> tuple[Edge, ...]:
+    def edges(self) -> tuple[StageEdge, ...]:
         """Which stages hand values to which."""
-        return tuple(Edge(t.source, t.target, bool(t.backward)) for t in self.transfers)
+        return tuple(StageEdge(t.source, t.target, bool(t.backward)) for t in self.transfers)
 
     @property
     def digest(self) -> str:

@@ -132,16 +132,16 @@ nll_terms_backward = define_operator(
     lambda grad, logits, terms, labels, axes, sizes: torch.empty_like(logits),
 )
 # ids counted from this rank's first expert, of ``experts`` that ``axes`` split: those of other ranks fall outside
-own_experts = define_operator("own_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", _same)
+local_experts = define_operator("local_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", _same)
 # Rows on their way to the ranks that hold their experts, and back. A plan is the order in which a rank's rows leave
 # it, then how many it sends to each rank of the axis, then how many it gets. ``outer``: the ways in which earlier axes
 # split the experts. How many rows a rank gets is known when it runs; as shapes, as many as it sends.
-route_plan = define_operator(
-    "route_plan(Tensor ids, str axis, int size, int experts, int outer) -> Tensor",
+dispatch_plan = define_operator(
+    "dispatch_plan(Tensor ids, str axis, int size, int experts, int outer) -> Tensor",
     lambda ids, axis, size, experts, outer: ids.new_empty([ids.shape[0] + 2 * size], dtype=torch.int64),
 )
-route = define_operator("route(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
-unroute = define_operator("unroute(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
+dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
+combine = define_operator("combine(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
 # the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts``
 rows_of = define_operator(
     "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
@@ -211,36 +211,36 @@ ring_attention_backward = define_operator(
 )
 
 
-def _gathered_products(
-    x: Tensor, axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object, turned: list[bool],
-    keep: bool,
+def _all_gather_matmul_shapes(
+    x: Tensor, axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object,
+    transposed: list[bool], keep: bool,
 ) -> list[Tensor]:  # fmt: skip
     whole = _resized(x, dim, times=size)
-    columns = [w.shape[0] if turn else w.shape[1] for w, turn in zip(weights, turned, strict=True)]
+    columns = [w.shape[0] if turn else w.shape[1] for w, turn in zip(weights, transposed, strict=True)]
     return [*(whole.new_empty([*whole.shape[:-1], n]) for n in columns), *([whole] if keep else [])]
 
 
-def _scattered_products(
+def _matmul_reduce_scatter_shape(
     xs: list[Tensor], axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object,
-    turned: list[bool],
+    transposed: list[bool],
 ) -> Tensor:  # fmt: skip
-    columns = weights[0].shape[0] if turned[0] else weights[0].shape[1]
+    columns = weights[0].shape[0] if transposed[0] else weights[0].shape[1]
     return _resized(xs[0].new_empty([*xs[0].shape[:-1], columns]), dim, over=size)
 
 
-# Collectives in one with products that need them, or that they need (Wang et al. 2023): while a slice travels, another
-# is multiplied. A weight is [in, out], or ``turned``: [out, in]; ``dim`` is never the last one, which is multiplied.
+# Collectives fused with matmuls that need them, or that they need (Wang et al. 2023): while a slice travels, another
+# is multiplied. A weight is [in, out], or ``transposed``: [out, in]; ``dim`` is never the last one.
 # Each weight's product with all_gather(x), and (``keep``) what was gathered
-gather_products = define_operator(
-    "gather_products(Tensor x, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
-    "bool[] turned, bool keep) -> Tensor[]",
-    _gathered_products,
+all_gather_matmul = define_operator(
+    "all_gather_matmul(Tensor x, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
+    "bool[] transposed, bool keep) -> Tensor[]",
+    _all_gather_matmul_shapes,
 )
 # reduce_scatter of the sum of each of ``xs`` times its weight
-product_scatter = define_operator(
-    "product_scatter(Tensor[] xs, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
-    "bool[] turned) -> Tensor",
-    _scattered_products,
+matmul_reduce_scatter = define_operator(
+    "matmul_reduce_scatter(Tensor[] xs, str axis, int size, int dim, int parts, Tensor[] weights, Tensor?[] biases, "
+    "bool[] transposed) -> Tensor",
+    _matmul_reduce_scatter_shape,
 )
 
 
@@ -254,7 +254,7 @@ STARTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = MappingProxyType
     {
         op: _start_of(op)
         for op in (
-            all_reduce, all_gather, reduce_scatter, all_to_all, gather_together, scatter_together, route, unroute,
+            all_reduce, all_gather, reduce_scatter, all_to_all, gather_together, scatter_together, dispatch, combine,
         )
     }
 )  # fmt: skip
@@ -263,15 +263,15 @@ wait = define_operator("wait(Tensor x) -> Tensor", _same)
 COMMUNICATION = frozenset(
     {
         *STARTS.values(), all_reduce, all_gather, reduce_scatter, all_to_all,
-        ring_attention, ring_attention_backward, route_plan, route, unroute,
-        gather_state, gather_together, scatter_together, gather_products, product_scatter,
+        ring_attention, ring_attention_backward, dispatch_plan, dispatch, combine,
+        gather_state, gather_together, scatter_together, all_gather_matmul, matmul_reduce_scatter,
     }
 )  # fmt: skip
 # depend on the rank's coordinate or on the step, move nothing
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        rows_of, own_experts, cached_attention, loss_scale,
+        rows_of, local_experts, cached_attention, loss_scale,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL | {wait}

@@ -12,8 +12,8 @@ from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
 from .estimate import MOMENTS
 from .layouts import Again, Layout
-from .pipeline import StageWork, least_saved, least_seconds
-from .stage_units import Unit
+from .pipeline import StageWork, least_seconds, min_saved
+from .stage_units import StageUnit
 from .stages import Slices, cut, stage_work
 
 # What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
@@ -37,7 +37,7 @@ class LessSplit:
     to experts and gets back."""
 
     def __init__(
-        self, build: Callable[[Layout], Sequence[Unit]], costs: RankCosts, parameters: int, routed: int, batch: int
+        self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int, batch: int
     ) -> None:
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
         self.known: dict[Hashable, Least] = {}
@@ -171,7 +171,7 @@ class LessSplit:
         """Of stages for more rows than ``layout`` has, its share of the time and memory."""
         work, working, block = self._stages(replace(less, virtual_stages=layout.virtual_stages))
         share, often = layout.rows / less.rows, (layout.schedule, layout.pp, layout.microbatches)
-        return Least(share * least_seconds(*often, work), share * least_saved(*often, work), share * working, block)
+        return Least(share * least_seconds(*often, work), share * min_saved(*often, work), share * working, block)
 
     def _stages(self, less: Layout) -> tuple[list[StageWork], float, float]:
         """What stages do, and the least of what they work with, and of their largest block's parameters."""

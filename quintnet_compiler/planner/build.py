@@ -18,7 +18,7 @@ from ..ir.program import DifferentiatedProgram
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.codegen.generate_ranks import GenerateRanks
-from ..passes.lowering.fuse_token_dispatch import JoinRoutes
+from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
 from ..passes.rules.notation import Rule
 from ..passes.rules.strategies import RuleBook
@@ -28,7 +28,7 @@ from ..passes.sharding.fold_blocks import Folded
 from ..passes.stages.cut_stages import CutStages
 from ..schedules.schedule import Action, Op, Schedule
 from .layouts import Layout
-from .stage_units import Unit, unit_boundaries, unit_work
+from .stage_units import StageUnit, unit_boundaries, unit_work
 
 AGAIN = 0.3  # the share of compiling that what is recomputed changes
 Made = TypeVar("Made")
@@ -47,7 +47,7 @@ class Builder:
     found: dict[Hashable, Any] = field(default_factory=dict)
     work: float = 0.0
 
-    def __call__(self, layout: Layout) -> tuple[Unit, ...]:
+    def __call__(self, layout: Layout) -> tuple[StageUnit, ...]:
         """
         Raises:
             CompileError: whatever the compiler says of the layout.
@@ -78,10 +78,10 @@ class Builder:
             raise made
         return made
 
-    def _units(self, layout: Layout) -> tuple[Unit, ...]:
+    def _units(self, layout: Layout) -> tuple[StageUnit, ...]:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
-        if layout.recompute != "none" or self.plan.regather:
-            differentiated = Recompute(layout.recompute, self.plan.regather)(differentiated)
+        if layout.recompute != "none" or self.plan.reshard_after_forward:
+            differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
         mesh = self._mesh(layout)
         generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
         units = unit_work(generate(differentiated), self.folded, self.costs)
@@ -97,13 +97,13 @@ class Builder:
         plan, mesh = layout.decided(self.plan), self._mesh(layout)
         names = [leaf.name for leaf in self.folded.program.leaves.values() if leaf.kind == "parameter"]
         fixed = fixed_types(self.plan, names, mesh)
-        wishes = Wishes(fixed, plan.sequence_parallel, plan.context, plan.experts or ("ep",))
+        constraints = Wishes(fixed, plan.sequence_parallel, plan.context, plan.experts or ("ep",))
         book = RuleBook(self.rules, plan.unknown_ops)
-        choose = ChooseSharding(axes_of(mesh, layout.microbatches), book, self.cost, wishes, self.folded.repeats)
+        choose = ChooseSharding(axes_of(mesh, layout.microbatches), book, self.cost, constraints, self.folded.repeats)
         sharded = choose(self.folded.program)
         staged = CutStages(mesh["pp"], self.cost, unit_boundaries(self.folded))(sharded)
-        local = InsertCommunication(dict(self.rules), plan.balance_context)(staged)
-        differentiated = self.differentiate(JoinRoutes(self.rules)(local))
+        local = InsertCommunication(dict(self.rules), plan.context_load_balance)(staged)
+        differentiated = self.differentiate(FuseTokenDispatch(self.rules)(local))
         self.work += (1 - AGAIN) * len(self.folded.program.graph.nodes)
         return differentiated
 

@@ -10,11 +10,11 @@ from ..ir.cost_protocol import RankCosts
 from .estimate import MOMENTS, Estimate, StageMemory
 from .layouts import Layout
 from .pipeline import pipeline
-from .stage_units import Held, Unit
+from .stage_units import ParameterGroup, StageUnit
 from .stages import Slices, cut, held_by, send_seconds, stage_work
 
 
-def evaluate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Estimate:
+def evaluate(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Estimate:
     """Cut ``units`` into balanced stages (or where ``begins`` says), run the schedule, and add up.
 
     Raises:
@@ -25,7 +25,7 @@ def evaluate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
     work = [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)]
     run = pipeline(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, work)
     mine = [[stage for stage, home in enumerate(run.placement) if home == rank] for rank in range(layout.pp)]
-    parts: list[list[Unit]] = [list(chain.from_iterable(stages[stage] for stage in found)) for found in mine]
+    parts: list[list[StageUnit]] = [list(chain.from_iterable(stages[stage] for stage in found)) for found in mine]
     owners = Counter(name for part in parts for name in {name for unit in part for name in unit.tied})
     held = [held_by(part, owners) for part in parts]
     busy = [layout.microbatches * sum(work[stage].seconds for stage in found) for found in mine]
@@ -58,12 +58,12 @@ def evaluate(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Se
     )
 
 
-def _hidden(part: Sequence[Unit], costs: RankCosts) -> float:
+def _hidden(part: Sequence[StageUnit], costs: RankCosts) -> float:
     """Seconds of the last backward beside which gradients are summed, where a device does both at once."""
     return sum(unit.backward for unit in part) if costs.overlaps else 0.0
 
 
-def _memory(held: Sequence[Held], saved: int, part: Sequence[Unit], slices: Slices) -> StageMemory:
+def _memory(held: Sequence[ParameterGroup], saved: int, part: Sequence[StageUnit], slices: Slices) -> StageMemory:
     zero, working = slices.layout.zero, max(unit.working for unit in part)
     if zero == 3:  # a block's parameters, whole
         working += max(sum(one.read for one in (*unit.parameters, *unit.tied.values())) for unit in part)
@@ -74,7 +74,7 @@ def _memory(held: Sequence[Held], saved: int, part: Sequence[Unit], slices: Slic
     return StageMemory(sum(_parameters(one, slices) for one in held), gradients, moments, saved, working)
 
 
-def _parameters(held: Held, slices: Slices) -> int:
+def _parameters(held: ParameterGroup, slices: Slices) -> int:
     """What a rank stores, and the copies that operators read, whole where they are gathered at the start of a step.
     What is not copied is gathered in the memory where it is stored."""
     zero, ways = slices.layout.zero, slices.ways(held)

@@ -38,7 +38,7 @@ class Learned:
         return self.ratios.get(None, 1.0) * (NOBODY if self.ratios else 1.0)
 
 
-class Promising(Generic[L]):
+class LayoutHeuristic(Generic[L]):
     """``left``: layouts that are open (a search takes out what it settles), and what they take of ``memory`` at least.
     ``least``: what each costs at least. ``guess``: roughly. ``alike``: what it has in common with others, the most
     first; those that have the first in common stand in one group, in the order of ``least``."""

@@ -105,7 +105,7 @@ def least_seconds(name: str, ranks: int, microbatches: int, stages: Sequence[Sta
     return found
 
 
-def least_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
+def min_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
     """Bytes that the fullest rank holds at least."""
 
     def held(rank: int) -> Iterator[tuple[int, int]]:

@@ -23,7 +23,7 @@ from ..ir.program import Captured
 from ..ops.attention import attention
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
-from ..passes.rules.expert_axes import expert_parameters, routed_bytes
+from ..passes.rules.expert_axes import dispatched_bytes, expert_parameters
 from ..passes.rules.notation import Rule
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from .bounds import LessSplit
@@ -34,7 +34,7 @@ from .evaluate import evaluate
 from .layouts import Again, Layout, Limits, divisors, layouts
 from .pipeline import actions_run
 from .report import PlanReport
-from .search import Effort, Found, Objective, Wanted, search
+from .search import Objective, SearchEffort, SearchResult, Wanted, search
 from .stage_units import unit_count
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fe
 
 
 @dataclass(frozen=True)
-class Machine:
+class PricedCluster:
     """A cluster and its prices. ``unknown``: what operators without a price cost, see
     :func:`..cost_models.operators.kernel_of`; ``usable``: the share of memory that is left to tensors."""
 
@@ -76,13 +76,13 @@ class Planner:
     """A model, captured and folded, on a machine. ``pinned``: decisions that are not the planner's any more."""
 
     folded: Folded
-    machine: Machine
+    machine: PricedCluster
     pinned: Plan
     rules: Mapping[Any, Rule]
 
     @classmethod
     def of(
-        cls, captured: Captured, batch_size: int, machine: Machine, pinned: Plan, rules: Mapping[Any, Rule]
+        cls, captured: Captured, batch_size: int, machine: PricedCluster, pinned: Plan, rules: Mapping[Any, Rule]
     ) -> Planner:
         """Fix the batch size and fold repeated blocks."""
         program = LowerPrecision(precision_of(pinned))(Normalize(batch_size, torch.device("cpu"))(captured))
@@ -143,8 +143,8 @@ class Planner:
         return Builder(self.folded, self.pinned, self.rules, self.machine.prices, self.machine.costs)
 
     def search(
-        self, top_k: int, objective: Objective, effort: Effort, progress: Callable[[int, int], None] | None = None
-    ) -> Found[Layout, Estimate]:
+        self, top_k: int, objective: Objective, effort: SearchEffort, progress: Callable[[int, int], None] | None = None
+    ) -> SearchResult[Layout, Estimate]:
         """The best layouts.
 
         Raises:
@@ -154,7 +154,7 @@ class Planner:
         build.check_prices()
         memory = self.machine.memory_bytes * self.machine.usable
         limits, program = self.limits(objective), self.folded.program
-        routed = routed_bytes(program.graph, self.folded.repeats)
+        routed = dispatched_bytes(program.graph, self.folded.repeats)
         bounds = LessSplit(build, costs, self.parameter_bytes(), routed, program.batch_size)
 
         @cache
@@ -218,7 +218,7 @@ def faster(layout: Layout, limits: Limits) -> Iterator[Layout]:
 
 
 def plan_model(
-    planner: Planner, *, top_k: int, objective: Objective, effort: Effort,
+    planner: Planner, *, top_k: int, objective: Objective, effort: SearchEffort,
     progress: Callable[[int, int], None] | None = None,
 ) -> PlanReport:  # fmt: skip
     """Search, and say what came of it.
@@ -253,12 +253,12 @@ def plan_model(
     )  # fmt: skip
 
 
-def _unfinished(found: Found[Layout, Estimate], effort: Effort) -> str:
+def _unfinished(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> str:
     seen = f"{len(found.rejected)} do not, and {found.left} were not looked at"
     return f"in {effort.seconds:g} s no layout was found that fits: {seen}"
 
 
-def _infeasible(planner: Planner, found: Found[Layout, Estimate], effort: Effort) -> CompileError:
+def _infeasible(planner: Planner, found: SearchResult[Layout, Estimate], effort: SearchEffort) -> CompileError:
     """Nothing fits: free what is pinned, one decision at a time, and then take more devices; the first change that
     another search finds a plan for is the suggestion."""
     closest = min(found.rejected, key=lambda one: one.lacks, default=None)

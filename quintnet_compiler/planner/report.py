@@ -13,7 +13,7 @@ from ..ir.plan import Plan
 from .compare import Versus
 from .estimate import Estimate, bytes_of, time_of
 from .layouts import Layout
-from .search import Found
+from .search import SearchResult
 
 MOST_SHOWN = 100  # rejected layouts in a notebook
 LEFT = {
@@ -31,7 +31,7 @@ class PlanReport:
     cluster: str
     batch: int
     memory_bytes: float
-    found: Found[Layout, Estimate]
+    found: SearchResult[Layout, Estimate]
     plans: tuple[Plan, ...]
     seconds: float
     ask: Callable[[Mapping[str, Any]], Versus] = field(repr=False)

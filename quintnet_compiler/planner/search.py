@@ -11,12 +11,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from ..core.errors import CompileError
 from .estimate import bytes_of
-from .heuristic import Promising
+from .heuristic import LayoutHeuristic
 
 Objective = Literal["time", "memory", "cost"]
 
 
-class Priced(Protocol):
+class PricedLayout(Protocol):
     """A layout (anything that can be ordered and printed) with what it costs."""
 
     @property
@@ -33,7 +33,7 @@ PROOF = 1 / 7  # of the work for promising layouts goes into the proof that no o
 SOONER = "the same fits with less computed or gathered again, and is faster"
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
-E = TypeVar("E", bound=Priced)
+E = TypeVar("E", bound=PricedLayout)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rejected(Generic[L]):
 
 
 @dataclass(frozen=True)
-class Found(Generic[L, E]):
+class SearchResult(Generic[L, E]):
     """``ranked``: feasible layouts, best first. ``rejected``: the others that were looked at. ``left``: how many were
     never looked at. ``ended``: by what the search did: ``"proof"`` that what is left cannot be among the best, its
     ``"work"`` or its ``"time"``."""
@@ -61,7 +61,7 @@ class Found(Generic[L, E]):
         return self.ended == "proof"
 
 
-class Bounds(Protocol[L_contra]):
+class SearchBounds(Protocol[L_contra]):
     """What a layout costs at least: never more than what it costs."""
 
     def seconds(self, layout: L_contra, /) -> float:
@@ -90,7 +90,7 @@ class Bounds(Protocol[L_contra]):
 
 
 @dataclass(frozen=True)
-class Effort:
+class SearchEffort:
     """When a search ends that proves nothing: once it found something and has done so much ``work``, which is the same
     on every machine (in operators that were compiled, for all layouts together), or after so many ``seconds``."""
 
@@ -112,7 +112,7 @@ class Wanted:
     work: float = math.inf
     spent: Callable[[], float] = lambda: 0.0
 
-    def value(self, found: Priced) -> float:
+    def value(self, found: PricedLayout) -> float:
         if self.objective == "memory":
             return float(found.memory_bytes)
         return self.weighed(found.layout, found.seconds)
@@ -124,14 +124,15 @@ class Wanted:
 def search(
     layouts: Iterable[L],
     evaluate: Callable[[L], E],
-    bounds: Bounds[L],
+    bounds: SearchBounds[L],
     wanted: Wanted,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Found[L, E]:
+) -> SearchResult[L, E]:
     """Evaluate layouts until the best are known, or work or time is over. What ``evaluate`` returns may have another
     layout, which does the same in less time: then that one is meant.
 
-    Most of the work is for what is :class:`.heuristic.Promising`, so that good layouts are found early. The rest is for
+    Most of the work is for what is :class:`.heuristic.LayoutHeuristic`, so that good layouts are found early. The
+    rest is for
     those that cost least at least, which proves that no other is better: such a layout gets its closer bound first, and
     waits again with that.
     """
@@ -139,15 +140,15 @@ def search(
 
 
 class _Search(Generic[L, E]):
-    def __init__(self, evaluate: Callable[[L], E], bounds: Bounds[L], wanted: Wanted) -> None:
+    def __init__(self, evaluate: Callable[[L], E], bounds: SearchBounds[L], wanted: Wanted) -> None:
         self.evaluate, self.bounds, self.wanted = evaluate, bounds, wanted
         self.ranked: list[E] = []
         self.rejected: list[Rejected[L]] = []
         self.sizes: dict[L, float] = {}  # what each layout that is open takes at least
-        self.promising: Promising[L] | None = None
+        self.promising: LayoutHeuristic[L] | None = None
         self.proving = 1.0  # what was done for the proof, less its part of all else
 
-    def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> Found[L, E]:
+    def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> SearchResult[L, E]:
         for layout in layouts:
             size = self.bounds.bytes(layout)
             if not self._too_large(layout, size):
@@ -174,12 +175,12 @@ class _Search(Generic[L, E]):
         progress(total, total)
         return self._found("proof")
 
-    def _promising(self, least: Mapping[L, float]) -> Promising[L] | None:
+    def _promising(self, least: Mapping[L, float]) -> LayoutHeuristic[L] | None:
         """Nothing is guessed of memory."""
         if self.wanted.objective == "memory":
             return None
         bounds, wanted = self.bounds, self.wanted
-        return Promising(
+        return LayoutHeuristic(
             self.sizes, wanted.memory_bytes, least, lambda one: wanted.weighed(one, bounds.guess(one)), bounds.alike
         )
 
@@ -190,8 +191,8 @@ class _Search(Generic[L, E]):
             return "work"
         return "time" if time.monotonic() > self.wanted.deadline else None
 
-    def _found(self, ended: Literal["proof", "work", "time"]) -> Found[L, E]:
-        return Found(tuple(self.ranked[: self.wanted.top_k]), tuple(self.rejected), len(self.sizes), ended)
+    def _found(self, ended: Literal["proof", "work", "time"]) -> SearchResult[L, E]:
+        return SearchResult(tuple(self.ranked[: self.wanted.top_k]), tuple(self.rejected), len(self.sizes), ended)
 
     def _worst(self) -> float:
         """What a layout must cost less than to be among the best."""

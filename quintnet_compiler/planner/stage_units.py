@@ -17,7 +17,7 @@ from ..passes.sharding.fold_blocks import Folded
 from ..passes.stages.cut_stages import module_starts, staged_operators
 from ..schedules.schedule import Action, Op
 from ..simulation.footprint import Footprints
-from ..simulation.priced import Priced
+from ..simulation.priced import ProgramPrices
 
 
 @dataclass(frozen=True, order=True)
@@ -38,7 +38,7 @@ class Widths:
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterGroup:
     """Parameters of equal :class:`Widths` on one rank: ``bytes`` as it holds them, and the axes over which ranks add up
     their gradients."""
 
@@ -63,7 +63,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Unit:
+class StageUnit:
     """A repeated block, or what lies before, between or after blocks: what one microbatch of it costs one rank.
 
     ``begin``: the module whose first operator is this unit's, for a plan, or ``""``: then no stage begins here.
@@ -83,8 +83,8 @@ class Unit:
     saved: int
     received: int
     working: int
-    parameters: tuple[Held, ...]
-    tied: Mapping[str, Held]
+    parameters: tuple[ParameterGroup, ...]
+    tied: Mapping[str, ParameterGroup]
 
 
 def unit_boundaries(folded: Folded) -> tuple[str, ...]:
@@ -103,24 +103,24 @@ def _runs(folded: Folded) -> list[list[fx.Node]]:
     return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=folded.home.get)]
 
 
-def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> tuple[Unit, ...]:
+def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> tuple[StageUnit, ...]:
     """Price each stage of ``program`` (the folded one, cut at :func:`unit_boundaries`), and unfold.
 
     Raises:
         CompileError: QN210 if something has no price.
     """
-    priced, memory = Priced(program, costs), Footprints(program)
+    priced, memory = ProgramPrices(program, costs), Footprints(program)
     runs = list(zip(_runs(folded), program.stages, strict=True))
     starts = module_starts([node for run, _ in runs for node in run])
     named = [_named(_unit(starts.get(run[0], ""), stage, priced, memory), run[0], folded) for run, stage in runs]
-    found: list[Unit] = []
+    found: list[StageUnit] = []
     for (times, _), group in groupby(enumerate(named), key=lambda one: (len(one[1]), one[0] * (len(one[1]) < 2))):
         members = [names for _, names in group]
         found += [names[turn] for turn in range(times) for names in members]
     return tuple(found)
 
 
-def _named(unit: Unit, first: fx.Node, folded: Folded) -> list[Unit]:
+def _named(unit: StageUnit, first: fx.Node, folded: Folded) -> list[StageUnit]:
     """The units of the whole program that one of the folded program, with this first operator, stands for."""
     block = folded.home.get(first)
     if block is None or unit.begin != f"{block[0]}{block[1]}":
@@ -128,7 +128,7 @@ def _named(unit: Unit, first: fx.Node, folded: Folded) -> list[Unit]:
     return [replace(unit, begin=f"{block[0]}{number}") for number in folded.blocks[block]]
 
 
-def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -> Unit:
+def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footprints) -> StageUnit:
     program, at = priced.program, stage.index
     works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
     moved: Counter[str] = Counter()
@@ -144,7 +144,7 @@ def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -
     for spec in mine:
         if len(spec.stages) == 1:
             alone[_summed(spec, program), Widths.of(spec)] += _bytes(spec, program)
-    return Unit(
+    return StageUnit(
         begin,
         sum(part.seconds for part in priced.piece(stage, "once")),
         works[Op.FORWARD].seconds,
@@ -154,7 +154,7 @@ def _unit(begin: str, stage: StageProgram, priced: Priced, memory: Footprints) -
         _saved(stage, memory) + sum(size[name] for name in came & set(stage.saved)),
         sum(size[name] for name in came),
         max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
-        tuple(Held(number, *kind) for kind, number in sorted(alone.items())),
+        tuple(ParameterGroup(number, *kind) for kind, number in sorted(alone.items())),
         {spec.name: _held(spec, program) for spec in mine if len(spec.stages) > 1},
     )
 
@@ -166,8 +166,8 @@ def _saved(stage: StageProgram, memory: Footprints) -> int:
     return sum(pieces.values())
 
 
-def _held(spec: StateSpec, program: DistributedProgram) -> Held:
-    return Held(_bytes(spec, program), _summed(spec, program), Widths.of(spec))
+def _held(spec: StateSpec, program: DistributedProgram) -> ParameterGroup:
+    return ParameterGroup(_bytes(spec, program), _summed(spec, program), Widths.of(spec))
 
 
 def _summed(spec: StateSpec, program: DistributedProgram) -> tuple[str, ...]:

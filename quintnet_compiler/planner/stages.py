@@ -14,12 +14,12 @@ from ..ir.cost_protocol import RankCosts
 from ..passes.stages.partition import balanced_starts
 from .layouts import Layout
 from .pipeline import StageWork
-from .stage_units import Held, Unit, Widths
+from .stage_units import ParameterGroup, StageUnit, Widths
 
-Stages = list[Sequence[Unit]]
+Stages = list[Sequence[StageUnit]]
 
 
-def cut(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Stages:
+def cut(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Stages:
     """Balanced stages, or those that begin where ``begins`` says.
 
     Raises:
@@ -32,11 +32,11 @@ def cut(units: Sequence[Unit], layout: Layout, costs: RankCosts, begins: Sequenc
     return [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
 
 
-def send_seconds(unit: Unit, costs: RankCosts, mesh: Mesh) -> float:
+def send_seconds(unit: StageUnit, costs: RankCosts, mesh: Mesh) -> float:
     return costs.send_seconds(unit.received, 0, mesh.rank({"pp": 1})) if mesh["pp"] > 1 else 0.0
 
 
-def _named_starts(units: Sequence[Unit], begins: Sequence[str]) -> list[int]:
+def _named_starts(units: Sequence[StageUnit], begins: Sequence[str]) -> list[int]:
     places = {unit.begin: index for index, unit in enumerate(units) if unit.begin}
     for name in begins:
         if name not in places:
@@ -46,7 +46,7 @@ def _named_starts(units: Sequence[Unit], begins: Sequence[str]) -> list[int]:
     return [places[name] for name in begins]
 
 
-def _starts(units: Sequence[Unit], count: int, costs: RankCosts, mesh: Mesh) -> list[int]:
+def _starts(units: Sequence[StageUnit], count: int, costs: RankCosts, mesh: Mesh) -> list[int]:
     if count == 1:
         return []
     work = np.concatenate([[0.0], np.cumsum([unit.forward + unit.backward for unit in units])])
@@ -64,18 +64,18 @@ class Slices:
     layout: Layout
     costs: RankCosts
     mesh: Mesh
-    known: dict[tuple[str, Held], float] = field(default_factory=dict)  # equal blocks ask for the same
+    known: dict[tuple[str, ParameterGroup], float] = field(default_factory=dict)  # equal blocks ask for the same
 
-    def _over(self, held: Held) -> tuple[str, ...]:
+    def _over(self, held: ParameterGroup) -> tuple[str, ...]:
         return (
             tuple(a for a in self.layout.zero_axes if a in held.axes and self.mesh[a] > 1) if self.layout.zero else ()
         )
 
-    def ways(self, held: Held) -> int:
+    def ways(self, held: ParameterGroup) -> int:
         """In how many slices the optimizer's state is."""
         return int(np.prod([self.mesh[axis] for axis in self._over(held)], dtype=int))
 
-    def _seconds(self, name: str, held: Held) -> float:
+    def _seconds(self, name: str, held: ParameterGroup) -> float:
         over = list(self._over(held))
         if (name, held) not in self.known:
             moved = held.read if name == "all_gather" else held.reduced
@@ -83,22 +83,22 @@ class Slices:
             self.known[name, held] = found
         return self.known[name, held]
 
-    def gather(self, parts: Sequence[Held]) -> float:
+    def gather(self, parts: Sequence[ParameterGroup]) -> float:
         """Seconds of bringing parameters together."""
         return sum(self._seconds("all_gather", held) for held in parts)
 
-    def scatter(self, parts: Sequence[Held]) -> float:
+    def scatter(self, parts: Sequence[ParameterGroup]) -> float:
         """Seconds of adding up gradients where each rank gets a slice."""
         return sum(self._seconds("reduce_scatter", held) for held in parts)
 
-    def each_use(self, stage: Sequence[Unit]) -> tuple[float, float]:
+    def each_use(self, stage: Sequence[StageUnit]) -> tuple[float, float]:
         """Seconds of a microbatch's gathers, before its forward and again before its backward, and of the scatter of
         its gradients."""
         parts = [one for unit in stage for one in (*unit.parameters, *unit.tied.values())]
         gather = self.gather(parts) if self.layout.zero == 3 else 0.0
         return gather, self.scatter(parts) if self.layout.zero >= 2 else 0.0
 
-    def settle(self, parts: Sequence[Held]) -> float:
+    def settle(self, parts: Sequence[ParameterGroup]) -> float:
         """Seconds of adding up gradients at the end of a step; ``pp`` is for what several ranks of stages have."""
         total = self.scatter(parts) if self.layout.zero == 1 else 0.0
         for held in parts:
@@ -113,7 +113,7 @@ class Slices:
         return total
 
 
-def stage_work(stage: Sequence[Unit], first: bool, slices: Slices) -> StageWork:
+def stage_work(stage: Sequence[StageUnit], first: bool, slices: Slices) -> StageWork:
     """One microbatch of a stage; with ZeRO 2 gradients are scattered for each, with 3 parameters gathered before every
     use."""
     costs, (gather, scatter) = slices.costs, slices.each_use(stage)
@@ -129,7 +129,7 @@ def stage_work(stage: Sequence[Unit], first: bool, slices: Slices) -> StageWork:
     )
 
 
-def held_by(stage: Sequence[Unit], owners: Mapping[str, int]) -> list[Held]:
+def held_by(stage: Sequence[StageUnit], owners: Mapping[str, int]) -> list[ParameterGroup]:
     """What a rank holds, by the axes over which gradients are summed: ``pp`` for what several ranks of it have.
     ``owners``: how many have it, by name."""
     found: Counter[tuple[tuple[str, ...], Widths]] = Counter()
@@ -138,4 +138,4 @@ def held_by(stage: Sequence[Unit], owners: Mapping[str, int]) -> list[Held]:
             found[one.axes, one.widths] += one.bytes
     for name, one in {name: one for unit in stage for name, one in unit.tied.items()}.items():
         found[(*one.axes, "pp") if owners[name] > 1 else one.axes, one.widths] += one.bytes
-    return [Held(size, *kind) for kind, size in sorted(found.items())]
+    return [ParameterGroup(size, *kind) for kind, size in sorted(found.items())]

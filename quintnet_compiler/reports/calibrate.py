@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.mesh import Mesh
-from ..cost_models.calibration import Calibration, Collective, Point, Product
+from ..cost_models.calibration import Calibration, MeasuredCollective, MeasuredMatmul, Point
 from ..runtime.launch.launch import launch
 from ..runtime.transport.distributed import DistributedTransport, device_mesh
 
@@ -31,7 +31,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
-class Effort:
+class CalibrationEffort:
     """How much to measure: ``trials`` of at least ``seconds`` each, of which the median counts."""
 
     trials: int = TRIALS
@@ -41,19 +41,21 @@ class Effort:
     messages: tuple[int, ...] = MESSAGES
 
 
-def calibrate(ranks: Sequence[int] = (2,), effort: Effort | None = None, *, timeout: float = 600.0) -> Calibration:
+def calibrate(
+    ranks: Sequence[int] = (2,), effort: CalibrationEffort | None = None, *, timeout: float = 600.0
+) -> Calibration:
     """Measure operators with as many processes as there are cores (at most two), collectives over each of ``ranks``.
 
     Raises:
         RunError: QN302 if a process fails.
     """
-    effort = effort or Effort()
+    effort = effort or CalibrationEffort()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     together = 1 if torch.cuda.is_available() else min(2, cores)
     local = launch(_operators, together, (effort,), timeout=timeout)
     found = [_median(measured) for measured in zip(*(one[0] for one in local), strict=True)]
     products, operators, view = _sorted(local[0][1], found)
-    collectives: list[Collective] = []
+    collectives: list[MeasuredCollective] = []
     for count in sorted(set(ranks)):
         collectives += launch(_collectives, count, (effort, count), timeout=timeout)[0]
     gpu = torch.cuda.is_available()
@@ -87,14 +89,14 @@ class Sample:
 
 def _sorted(
     samples: Sequence[Sample], seconds: Sequence[float]
-) -> tuple[list[Product], dict[str, tuple[Point, ...]], float]:
-    products: list[Product] = []
+) -> tuple[list[MeasuredMatmul], dict[str, tuple[Point, ...]], float]:
+    products: list[MeasuredMatmul] = []
     operators: dict[str, list[Point]] = {}
     view = 1e-7
     for sample, took in zip(samples, seconds, strict=True):
         if sample.family in ("nn", "nt", "tn"):
             m, k, n = sample.sides
-            products.append(Product(order=sample.family, m=m, k=k, n=n, seconds=took))  # type: ignore[arg-type]
+            products.append(MeasuredMatmul(order=sample.family, m=m, k=k, n=n, seconds=took))  # type: ignore[arg-type]
         elif sample.family == "view":
             view = took
         else:
@@ -105,7 +107,7 @@ def _sorted(
 # -- in each process
 
 
-def _operators(effort: Effort) -> tuple[list[float], list[Sample]]:
+def _operators(effort: CalibrationEffort) -> tuple[list[float], list[Sample]]:
     device = _device()
     taken: list[float] = []
     samples: list[Sample] = []
@@ -120,7 +122,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def timed(call: Callable[[], object], effort: Effort, device: torch.device) -> float:
+def timed(call: Callable[[], object], effort: CalibrationEffort, device: torch.device) -> float:
     """Seconds of one call: the median of several trials."""
     call()
     count = 1
@@ -146,7 +148,7 @@ def _synchronize(device: torch.device) -> None:
 Case = tuple[Sample, Callable[[], object]]
 
 
-def _calls(effort: Effort, device: torch.device) -> list[Case]:
+def _calls(effort: CalibrationEffort, device: torch.device) -> list[Case]:
     small = torch.randn(8, 8, device=device)
     found: list[Case] = [(Sample("view"), lambda: torch.transpose(small, 0, 1)), _action(small)]
     for m in effort.sides:
@@ -239,7 +241,7 @@ def _attend_backward(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def _collectives(effort: Effort, count: int) -> list[Collective]:
+def _collectives(effort: CalibrationEffort, count: int) -> list[MeasuredCollective]:
     """Over all processes, through the transport that programs use. Times of several are told apart by a meeting."""
     device = _device()
     mesh = Mesh(pp=count, tp=1)
@@ -249,12 +251,12 @@ def _collectives(effort: Effort, count: int) -> list[Collective]:
         points = [
             Point(size=size, seconds=_collective(transport, name, size, count, effort)) for size in effort.messages
         ]
-        found.append(Collective(name=name, ranks=count, points=tuple(points)))
+        found.append(MeasuredCollective(name=name, ranks=count, points=tuple(points)))
     points = [Point(size=size, seconds=_send(transport, size, effort)) for size in effort.messages]
-    return [*found, Collective(name="send", ranks=count, points=tuple(points))]
+    return [*found, MeasuredCollective(name="send", ranks=count, points=tuple(points))]
 
 
-def _collective(transport: DistributedTransport, name: str, size: int, count: int, effort: Effort) -> float:
+def _collective(transport: DistributedTransport, name: str, size: int, count: int, effort: CalibrationEffort) -> float:
     """``size``: of the full tensor."""
     rows = max(count, size // (4 * 64) // count * count)
     whole = torch.zeros(rows, 64, device=_device())
@@ -268,7 +270,7 @@ def _collective(transport: DistributedTransport, name: str, size: int, count: in
     return _met(transport, calls[name], 20 if size < 2**20 else 5, effort)
 
 
-def _met(transport: DistributedTransport, call: Callable[[], object], repeats: int, effort: Effort) -> float:
+def _met(transport: DistributedTransport, call: Callable[[], object], repeats: int, effort: CalibrationEffort) -> float:
     meet = torch.zeros(1, device=_device())
     everyone = tuple(range(transport.mesh.size))
     call()
@@ -280,7 +282,7 @@ def _met(transport: DistributedTransport, call: Callable[[], object], repeats: i
     return float(transport.start_sum(taken, everyone, "mean")()) / len(everyone)
 
 
-def _send(transport: DistributedTransport, size: int, effort: Effort) -> float:
+def _send(transport: DistributedTransport, size: int, effort: CalibrationEffort) -> float:
     """There and back between the first two ranks; the others only meet."""
     x = torch.zeros(size // 4, device=_device())
 

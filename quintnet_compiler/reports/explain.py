@@ -20,7 +20,7 @@ from ..ir.plan import Plan
 from ..ir.program import DistributedProgram, ShardedProgram
 from ..passes.rules.notation import Rule
 from ..passes.rules.strategies import RuleBook
-from ..simulation.priced import Priced
+from ..simulation.priced import ProgramPrices
 from ..simulation.program import simulate_program
 
 
@@ -42,7 +42,7 @@ class StepCost:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LayoutDifference:
     """Two programs of one model: what of their plans differs, which parameters lie otherwise (name -> types before and
     after), and what a step costs. ``str()`` for people, ``to_json()`` for programs."""
 
@@ -80,7 +80,7 @@ class Explanation:
     and ``refused`` says why that cannot be."""
 
     text: str
-    otherwise: Difference | None = None
+    otherwise: LayoutDifference | None = None
     refused: str = ""
 
     def to_json(self) -> str:
@@ -93,13 +93,15 @@ class Explanation:
         return f"<pre>{escape(str(self))}</pre>"
 
 
-def difference(a: DistributedProgram, b: DistributedProgram, plans: tuple[Plan, Plan], costs: RankCosts) -> Difference:
+def difference(
+    a: DistributedProgram, b: DistributedProgram, plans: tuple[Plan, Plan], costs: RankCosts
+) -> LayoutDifference:
     """What differs between two programs of one model, from their complete plans and their simulated steps."""
     before, after = (plan.model_dump(mode="json", exclude={"parameters"}) for plan in plans)
     changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
     kinds = [{s.name: _types(p, s.sharding) for s in p.state.values() if s.kind == "parameter"} for p in (a, b)]
     moved = {name: (found, kinds[1][name]) for name, found in kinds[0].items() if kinds[1].get(name, found) != found}
-    return Difference(changed, moved, StepCost.of(a, costs), StepCost.of(b, costs))
+    return LayoutDifference(changed, moved, StepCost.of(a, costs), StepCost.of(b, costs))
 
 
 def _types(program: DistributedProgram, kinds: Any) -> str:
@@ -180,7 +182,7 @@ class Explain:
 
     def _prices(self, modules: set[str]) -> list[str]:
         """Seconds of one microbatch on one rank: computing, and each collective."""
-        priced = Priced(self.program, self.costs)
+        priced = ProgramPrices(self.program, self.costs)
         computing: Counter[str] = Counter()
         moved: list[str] = []
         for stage in self.program.stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
-from .schedule import COMPUTE, DIRECTION, MAKES, RECEIVE, RELEASES, SEND, Action, Edge, Flow, Op, Schedule
+from .schedule import COMPUTE, DIRECTION, MAKES, RECEIVE, RELEASES, SEND, Action, Flow, Op, Schedule, StageEdge
 
 PeakLive = tuple[int, ...]
 """Per rank, the most activations (one per stage and microbatch) that are alive at once."""
@@ -15,7 +15,7 @@ Place = tuple[int, int]
 
 
 def verify_schedule(
-    schedule: Schedule, edges: Iterable[Edge], *, max_live: int | None = None, rendezvous: bool = False
+    schedule: Schedule, edges: Iterable[StageEdge], *, max_live: int | None = None, rendezvous: bool = False
 ) -> PeakLive:
     """Check a schedule that :func:`.schedule.with_transfers` made; measure its peak of live activations.
 

@@ -101,7 +101,7 @@ class Action:
 
 
 @dataclass(frozen=True, order=True)
-class Edge:
+class StageEdge:
     """Values that stage ``source`` makes and stage ``target`` reads; ``backward``: gradients flow back.
 
     Raises:
@@ -117,9 +117,9 @@ class Edge:
             raise ScheduleError("QN208", f"an edge cannot lead from stage {self.source} to {self.target}")
 
 
-def chain(num_stages: int) -> tuple[Edge, ...]:
+def chain(num_stages: int) -> tuple[StageEdge, ...]:
     """The edges of a plain pipeline: every stage feeds the next."""
-    return tuple(Edge(stage, stage + 1) for stage in range(num_stages - 1))
+    return tuple(StageEdge(stage, stage + 1) for stage in range(num_stages - 1))
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Flow:
     outgoing: Mapping[tuple[Op, int], tuple[int, ...]]
 
     @classmethod
-    def of(cls, edges: Iterable[Edge], num_stages: int) -> Flow:
+    def of(cls, edges: Iterable[StageEdge], num_stages: int) -> Flow:
         """Raises ScheduleError (QN208) for an edge to a stage that is not there."""
         links: set[tuple[Op, int, int]] = set()
         for edge in edges:
@@ -199,7 +199,7 @@ class Flow:
         return own + [(way, stage) for stage in self.incoming[way, action.stage]]
 
 
-class Span(NamedTuple):
+class ActionSpan(NamedTuple):
     """A compute action in simulated time, in the unit of the durations that were simulated with."""
 
     start: float
@@ -209,10 +209,10 @@ class Span(NamedTuple):
 
 def simulate(
     schedule: Schedule,
-    edges: Iterable[Edge],
+    edges: Iterable[StageEdge],
     duration: Callable[[Action], float],
     transfer: Callable[[int, int], float] = lambda source, target: 0.0,
-) -> tuple[tuple[Span, ...], ...]:
+) -> tuple[tuple[ActionSpan, ...], ...]:
     """Per rank, when each compute action runs if all start as early as they can.
 
     ``transfer``: what a value's way between two stages on different ranks takes; by default no time.
@@ -231,7 +231,7 @@ def simulate(
         ways = [(need, 0.0 if home[need[1]] == home[key.stage] else transfer(need[1], key.stage))
                 for need in flow.needs(key)]  # fmt: skip
         reads[key.op, key.stage] = [(made[need], way) for need, way in ways]
-    lines: list[list[Span]] = [[] for _ in rows]
+    lines: list[list[ActionSpan]] = [[] for _ in rows]
     moved = True
     while moved:
         moved = False
@@ -246,7 +246,7 @@ def simulate(
                     start = max(start, there + way)
                 else:
                     end = start + duration(action)
-                    line.append(Span(start, end, action))
+                    line.append(ActionSpan(start, end, action))
                     if action.op in MAKES:
                         made[MAKES[action.op], action.stage][action.microbatch] = end
                     moved = True
@@ -280,7 +280,7 @@ def _durations(forward: float, backward: float) -> Callable[[Action], float]:
     return lambda action: table.get(action.op, backward / 2)
 
 
-def bubble(schedule: Schedule, edges: Iterable[Edge], *, forward: float = 1.0, backward: float = 2.0) -> float:
+def bubble(schedule: Schedule, edges: Iterable[StageEdge], *, forward: float = 1.0, backward: float = 2.0) -> float:
     """The share (0 to 1) of all ranks' time that is idle when every stage's actions take these times.
 
     ``forward`` and ``backward`` are in any one unit; each half of a split backward takes ``backward / 2``.
@@ -295,7 +295,7 @@ def bubble(schedule: Schedule, edges: Iterable[Edge], *, forward: float = 1.0, b
     return 1 - sum(span.end - span.start for line in lines for span in line) / total
 
 
-def with_transfers(schedule: Schedule, edges: Iterable[Edge], *, hoist: int = 1) -> Schedule:
+def with_transfers(schedule: Schedule, edges: Iterable[StageEdge], *, hoist: int = 1) -> Schedule:
     """What ranks execute: the compute actions with sends, receives and reductions of gradients between them.
 
     Each transfer gets its place in one simulated order and both sides list it there. So all ranks' lists are
@@ -361,7 +361,7 @@ def _with_reductions(row: list[Action]) -> list[Action]:
     return result
 
 
-def grid(schedule: Schedule, edges: Iterable[Edge] | None = None) -> str:
+def grid(schedule: Schedule, edges: Iterable[StageEdge] | None = None) -> str:
     """The compute actions as text: a row per rank, a column per unit of time, every action one unit long.
 
     Transfers take no time and are not shown. ``edges`` are those of a plain pipeline unless given. The header

@@ -18,7 +18,7 @@ from ..ir.program import DistributedProgram, StageProgram
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from ..runtime.execute.interpreter_trace import Observer
-from .priced import COLLECTIVES, Priced
+from .priced import COLLECTIVES, ProgramPrices
 from .timeline import duration
 
 
@@ -97,7 +97,7 @@ def compare_costs(
     watches = [_Stopwatch(device) for _ in range(program.mesh.size)]
     for step in range(steps):
         backend.run(program, list(inputs), Run(train=True, step=step, check_finite=False), watches)
-    priced = Priced(program, costs)
+    priced = ProgramPrices(program, costs)
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for stage in program.stages:
         rank = priced.ranks[program.schedule.placement[stage.index]]

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..schedules.schedule import COMPUTE, DIRECTION, SEND, Action, Flow, Op, Schedule
-from .faults import Row
-from .work import Durations, Work
+from .faults import RankGroup
+from .work import ActionWork, Durations
 
 Key = tuple[int, Action]  # a column, and the send of a transfer
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SimulatedSpan:
     """An action of a rank in time. ``work``: its parts, stretched to the time that it took."""
 
     start: float
     end: float
     action: Action | None  # None: what runs once, before the first action
     index: int
-    work: Work
+    work: ActionWork
     waited: float = 0.0  # of the wait before it, the seconds in which what it waits for was on the wire
 
 
@@ -38,17 +38,17 @@ class Flight:
 
 
 @dataclass
-class Line:
+class SimulatedRank:
     """One simulated rank."""
 
-    row: Row
+    row: RankGroup
     actions: Sequence[Action]
-    spans: list[Span] = field(default_factory=list)
+    spans: list[SimulatedSpan] = field(default_factory=list)
     after: list[float] = field(default_factory=list)  # when each action was over
     flights: list[Flight] = field(default_factory=list)  # of what it sends
     cursor: int = -1
     free: float = 0.0  # when it last stopped computing
-    work: Work | None = None
+    work: ActionWork | None = None
     started: float = 0.0
     left: float = 0.0  # seconds of its work, at full speed
     version: int = 0  # of the event that ends its work
@@ -64,9 +64,9 @@ class Engine:
     Where ranks share ``durations.cores``, those that compute at the same time slow each other down.
     """
 
-    def __init__(self, schedule: Schedule, flow: Flow, rows: Sequence[Row], durations: Durations) -> None:
+    def __init__(self, schedule: Schedule, flow: Flow, rows: Sequence[RankGroup], durations: Durations) -> None:
         self.schedule, self.flow, self.durations = schedule, flow, durations
-        self.lines = [Line(row, schedule.actions[row.place]) for row in rows]
+        self.lines = [SimulatedRank(row, schedule.actions[row.place]) for row in rows]
         self.at = {(line.row.column, line.row.place): index for index, line in enumerate(self.lines)}
         self.events: list[tuple[float, int, int]] = []
         self.posted: dict[Key, tuple[float, bool]] = {}
@@ -75,7 +75,7 @@ class Engine:
         self.needs: dict[Action, list[Action]] = {}
         self.clock, self.rate = 0.0, 1.0  # of those who share cores
 
-    def run(self) -> list[Line]:
+    def run(self) -> list[SimulatedRank]:
         """Raises ScheduleError (QN208) if some action can never start."""
         for index, line in enumerate(self.lines):
             self._start(index, self.durations.begin(line.row.place), 0.0)
@@ -96,7 +96,7 @@ class Engine:
 
     # -- computing
 
-    def _start(self, index: int, work: Work, now: float) -> None:
+    def _start(self, index: int, work: ActionWork, now: float) -> None:
         line = self.lines[index]
         self._progress(now)
         line.work, line.started = work.scaled(line.row.compute, line.row.links), now
@@ -114,7 +114,7 @@ class Engine:
             stretch = (now - line.started) / work.seconds
             work = work.scaled(stretch, dict.fromkeys((part.axis for part in work.parts), stretch))
         action = line.actions[line.cursor] if line.cursor >= 0 else None
-        line.spans.append(Span(line.started, now, action, line.cursor, work, self._waited(line, action)))
+        line.spans.append(SimulatedSpan(line.started, now, action, line.cursor, work, self._waited(line, action)))
         line.free = now
         if line.cursor >= 0:
             line.after.append(now)
@@ -139,7 +139,7 @@ class Engine:
             index = self.at[line.row.column, line.row.place]
             heapq.heappush(self.events, (now + line.left / self.rate, index, line.version))
 
-    def _waited(self, line: Line, action: Action | None) -> float:
+    def _waited(self, line: SimulatedRank, action: Action | None) -> float:
         if action is None or line.started <= line.free:
             return 0.0
         needed = [self.flights[line.row.column, send] for send in self._needed(action)]
@@ -177,7 +177,7 @@ class Engine:
             ]
         return self.needs[action]
 
-    def _post(self, line: Line, action: Action, now: float) -> None:
+    def _post(self, line: SimulatedRank, action: Action, now: float) -> None:
         """A transfer begins when both sides are there and its channel is free."""
         send = action if action.op in SEND.values() else action.partner
         key = line.row.column, send

@@ -53,7 +53,7 @@ def _check_rank(mesh: Mesh, rank: int) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class RankGroup:
     """A simulated rank, which stands for ``count`` ranks that do the very same at the very same time.
 
     ``place``: on the pipeline; ``column``: the pipeline it belongs to. ``compute``: how many times longer computing
@@ -76,7 +76,7 @@ class Rows:
     ``columns``: a coordinate of each pipeline on the axes that are not in lockstep.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RankGroup, ...]
     columns: tuple[Mapping[str, int], ...]
 
     @classmethod
@@ -98,7 +98,7 @@ class Rows:
             columns.insert(0, _untouched(mesh, free, affected))
         rest = pipelines - len(affected)
         group = mesh.size // mesh["pp"] // pipelines
-        rows: list[Row] = []
+        rows: list[RankGroup] = []
         for column, place in enumerate(columns):
             count = group * (rest if tuple(place.values()) not in affected else 1)
             for stage in range(mesh["pp"]):
@@ -119,7 +119,7 @@ def _untouched(mesh: Mesh, free: list[str], affected: Mapping[tuple[int, ...], o
         number += 1
 
 
-def _row(mesh: Mesh, first: int, stage: int, column: int, count: int, locked: list[str], faults: Faults) -> Row:
+def _row(mesh: Mesh, first: int, stage: int, column: int, count: int, locked: list[str], faults: Faults) -> RankGroup:
     group = set(mesh.peers(first, locked))
     compute = max([faults.slow_ranks[rank] for rank in faults.slow_ranks if rank in group], default=1.0)
     if group - set(faults.slow_ranks):
@@ -135,4 +135,4 @@ def _row(mesh: Mesh, first: int, stage: int, column: int, count: int, locked: li
                     sends[target] = max(factor, sends.get(target, 1.0))
         elif {a, b} & group:
             links[axis] = max(factor, links.get(axis, 1.0))
-    return Row(first, stage, column, count, compute, links, sends)
+    return RankGroup(first, stage, column, count, compute, links, sends)

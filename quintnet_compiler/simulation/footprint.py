@@ -20,8 +20,9 @@ from ..runtime.transport.local import LocalTransport, LocalWorld
 # What these return is new, whatever it is; their values depend on data, or take long.
 OPAQUE = frozenset(
     {
-        "route_plan", "route", "unroute", "ring_attention", "ring_attention_backward", "keep_mask", "gather_products",
-        "product_scatter",
+        "dispatch_plan", "dispatch", "combine", "ring_attention", "ring_attention_backward", "keep_mask",
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
     }
 )  # fmt: skip
 
@@ -37,7 +38,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Call:
+class FunctionMemory:
     """Memory of one function: its outputs, and how much its own values take at most while it runs, beyond its
     arguments. ``releases``: the same where arguments are free after their last use."""
 
@@ -59,7 +60,7 @@ class Footprints:
 
     def __init__(self, program: DistributedProgram) -> None:
         self.program = program
-        self.calls: dict[tuple[int, str], Call] = {}
+        self.calls: dict[tuple[int, str], FunctionMemory] = {}
         self.sliced: dict[tuple[int, str], Output] = {}
         self.mode = program.source.local.mode
         self.crossing: dict[str, Tensor] = {}
@@ -106,7 +107,7 @@ class Footprints:
             number = fresh.setdefault(where, len(fresh)) if argument < 0 else -1
             outputs.append(_output(x, argument, number))
             self.crossing[name] = x
-        self.calls[stage.index, label] = Call(tuple(outputs), working, releases)
+        self.calls[stage.index, label] = FunctionMemory(tuple(outputs), working, releases)
         return dict(zip(piece.outputs, made, strict=True))
 
     def _received(self, name: str) -> Tensor:
@@ -140,7 +141,7 @@ class _Quiet:
     def accumulate(self, gradient: Tensor, value: str) -> None:
         pass
 
-    def accumulate_product(self, left: Tensor, right: Tensor, value: str) -> None:
+    def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
         pass
 
 
@@ -153,14 +154,14 @@ def _comm(program: DistributedProgram, stage: StageProgram) -> Comm:
     world.present = frozenset({rank})
     comm = Comm(LocalTransport(world, rank), mesh, part.coordinate)
     quiet = _Quiet()
-    comm.accumulate, comm.accumulate_product = quiet.accumulate, quiet.accumulate_product
+    comm.accumulate, comm.accumulate_matmul = quiet.accumulate, quiet.accumulate_matmul
     return comm
 
 
 def interpret(
     module: fx.GraphModule, given: Sequence[Tensor], comm: Comm, lent: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], int, int]:
-    """The outputs, and the two peaks of :class:`Call`. Values die at their last use, as in the generated code;
+    """The outputs, and the two peaks of :class:`FunctionMemory`. Values die at their last use, as in generated code;
     ``lent``: arguments that the caller keeps."""
     last: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:

@@ -10,7 +10,7 @@ import torch
 
 from ..core.mesh import Mesh
 from ..ir.program import DistributedProgram
-from ..runtime.execute.record import Recorded, Span
+from ..runtime.execute.record import Recorded, RecordedSpan
 from .timeline import Event, RankTimeline, Timeline
 
 MOST = 64  # ranks that are shown
@@ -38,7 +38,7 @@ def measured_timeline(program: DistributedProgram, texts: Sequence[str], device:
     ranks = _together([Recorded.from_json(text) for text in texts])
     end = max(one.seconds for one in ranks)
     sends = [(one.rank, span) for one in ranks for span in one.spans if span.kind == "send"]
-    sent = {(rank, *span.mail): span.start for rank, span in sends if span.mail}
+    sent = {(rank, *span.message): span.start for rank, span in sends if span.message}
     notes = [f"measured on {device.type}"]
     if len({one.host for one in ranks}) > 1:
         notes.append("the clocks of machines start when the first rank of each leaves a barrier")
@@ -87,8 +87,8 @@ def _events(one: Recorded, sent: Sent) -> Iterator[Event]:
         if span.kind == "send":
             yield _event(span, span.end - span.exposed, "transfer", span.exposed)
         elif span.kind == "receive":
-            assert span.mail is not None
-            source, channel, number = span.mail
+            assert span.message is not None
+            source, channel, number = span.message
             begun = sent.get((source, one.rank, channel, number), span.end)
             start = max(begun, span.end - span.exposed)
             if start < span.end:
@@ -97,5 +97,5 @@ def _events(one: Recorded, sent: Sent) -> Iterator[Event]:
             yield _event(span, span.start, span.kind, span.exposed)
 
 
-def _event(span: Span, start: float, kind: str, exposed: float) -> Event:
+def _event(span: RecordedSpan, start: float, kind: str, exposed: float) -> Event:
     return Event(start, span.end, kind, span.name, span.stage, span.microbatch, span.axis, exposed)

@@ -18,11 +18,11 @@ from ..ops.collectives import COMMUNICATION
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
-from .work import GradientSum, Meeting, Part, Work
+from .work import ActionWork, GradientSum, StepEndCollective, WorkPart
 
 COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
 RINGS = frozenset({"ring_attention", "ring_attention_backward"})
-FUSED = frozenset({"gather_products", "product_scatter"})
+FUSED = frozenset({"all_gather_matmul", "matmul_reduce_scatter"})
 PLAIN = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 # what another collective is priced as
 _LIKE = MappingProxyType(
@@ -31,7 +31,7 @@ _LIKE = MappingProxyType(
         "scatter_together": "reduce_scatter",
     }
 )  # fmt: skip
-_ACCUMULATE = ("accumulate", "accumulate_product")
+_ACCUMULATE = ("accumulate", "accumulate_matmul")
 # what each action runs
 _PIECES = MappingProxyType(
     {
@@ -55,7 +55,7 @@ class NodeTime:
     begun: fx.Node | None = None
 
 
-class Priced:
+class ProgramPrices:
     """The :class:`.work.Durations` of a program, for the ranks at coordinate 0 of all axes but the pipeline's.
 
     Raises:
@@ -68,31 +68,31 @@ class Priced:
         self.source = {node.name: node for node in program.source.graph.nodes}
         self.ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]
         self.stages = {stage.index: stage for stage in program.stages}
-        self._works: dict[tuple[int, Op], Work] = {}
+        self._works: dict[tuple[int, Op], ActionWork] = {}
         self._sums: dict[int, tuple[GradientSum, ...]] = {}
 
     # -- functions
 
-    def begin(self, place: int) -> Work:
+    def begin(self, place: int) -> ActionWork:
         stages = [stage for stage in self.program.stages if self.program.schedule.placement[stage.index] == place]
-        return Work(tuple(part for stage in stages for part in self.piece(stage, "once")))
+        return ActionWork(tuple(part for stage in stages for part in self.piece(stage, "once")))
 
-    def work(self, action: Action) -> Work:
+    def work(self, action: Action) -> ActionWork:
         key = action.stage, action.op
         if key not in self._works:
             stage = self.stages[action.stage]
             parts = [part for name in _PIECES[action.op] for part in self.piece(stage, name)]
-            self._works[key] = Work((Part(self.costs.action_seconds), *parts))
+            self._works[key] = ActionWork((WorkPart(self.costs.action_seconds), *parts))
         return self._works[key]
 
-    def piece(self, stage: StageProgram, name: str, ends: dict[fx.Node, int] | None = None) -> list[Part]:
+    def piece(self, stage: StageProgram, name: str, ends: dict[fx.Node, int] | None = None) -> list[WorkPart]:
         """One function (no parts, if the stage has none of the name): computing and what it waits for, in turn.
 
         ``ends``: keeps for each node that adds up a gradient how many parts are over after it.
         """
         if name not in stage.pieces:
             return []
-        parts: list[Part] = []
+        parts: list[WorkPart] = []
         started: dict[fx.Node, int] = {}
         computing = 0.0
         for time in self.nodes(stage, stage.pieces[name]):
@@ -100,16 +100,16 @@ class Priced:
             adds, starts = str(time.node.target) in _ACCUMULATE, self.overlaps and _starts(time.node)
             if not (time.axis or starts or (adds and ends is not None)):
                 continue
-            parts += [Part(computing)] if computing else []
+            parts += [WorkPart(computing)] if computing else []
             computing = 0.0
             if starts:
                 started[time.node] = len(parts)
             if time.axis:
                 begun = started.get(time.begun, len(parts)) if time.begun is not None else len(parts)
-                parts.append(Part(time.communication, time.axis, time.node.name, len(parts) - begun))
+                parts.append(WorkPart(time.communication, time.axis, time.node.name, len(parts) - begun))
             if adds and ends is not None:
                 ends[time.node] = len(parts)
-        return [*parts, Part(computing)] if computing or not parts else parts
+        return [*parts, WorkPart(computing)] if computing or not parts else parts
 
     def nodes(self, stage: StageProgram, piece: Piece) -> list[NodeTime]:
         """The price of each node of a function."""
@@ -151,8 +151,8 @@ class Priced:
             whole = sum(map(num_bytes, several))
             return NodeTime(node, 0.0, self.costs.group_seconds(kind, whole, ranks), axis)
         full = {"all_gather": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(kind, num_bytes(x))
-        if name in ("route", "unroute", "route_plan"):
-            moved = num_bytes(x) if name != "route_plan" else 8 * len(ranks)
+        if name in ("dispatch", "combine", "dispatch_plan"):
+            moved = num_bytes(x) if name != "dispatch_plan" else 8 * len(ranks)
             return NodeTime(node, 0.0, self.costs.group_seconds("all_to_all", moved * len(ranks), ranks), axis)
         if kind not in PLAIN:
             raise CompileError("QN210", f"the collective {name} has no price")
@@ -171,7 +171,7 @@ class Priced:
     def _products(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
         """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
         their way."""
-        gathers, hops = node.target == "gather_products", len(ranks) - 1
+        gathers, hops = node.target == "all_gather_matmul", len(ranks) - 1
         moved = num_bytes(values(tensor_inputs(source)[0] if gathers else source)[0])
         hop = self.costs.send_seconds(moved, ranks[0], ranks[-1])
         computing = self.costs.node_seconds(source)
@@ -183,7 +183,7 @@ class Priced:
         value = str(node.args[-1])
         name = stage.gradients[value]
         made = self.program.source.gradients[name, stage.index]
-        if node.target == "accumulate_product":
+        if node.target == "accumulate_matmul":
             return self.costs.node_seconds(made)
         return self.costs.accumulate_seconds(num_bytes(values(made)[0]))
 
@@ -216,7 +216,7 @@ class Priced:
             left = 0.0
             for name in reversed(_PIECES[Op.BACKWARD]):
                 ends: dict[fx.Node, int] = {}
-                waited = Work(tuple(self.piece(stage, name, ends))).waited
+                waited = ActionWork(tuple(self.piece(stage, name, ends))).waited
                 after = list(accumulate((part.seconds for part in reversed(waited)), initial=left))
                 for node, end in reversed(ends.items()):
                     number = numbers[id(store.where[stage.gradients[str(node.args[-1])]])]
@@ -238,11 +238,11 @@ class Priced:
         order = {a.stage: i for i, a in enumerate(last) if a.op in RELEASES}
         return sorted(found, key=lambda one: max((order.get(s, 0), -left) for s, left in one.ready.items()))
 
-    def meetings(self) -> tuple[Meeting, ...]:
+    def meetings(self) -> tuple[StepEndCollective, ...]:
         return self._shared + self._results
 
     @cached_property
-    def _shared(self) -> tuple[Meeting, ...]:
+    def _shared(self) -> tuple[StepEndCollective, ...]:
         found = []
         trained = {name for stage in self.program.stages for name in stage.gradients.values()}
         for name, spec in sorted(self.program.state.items()):
@@ -251,11 +251,11 @@ class Priced:
                 places = tuple(self.program.mesh.coordinate(rank)["pp"] for rank in ranks)
                 made = next(n for (p, _), n in self.program.source.gradients.items() if p == name)
                 seconds = self.costs.group_seconds("all_reduce", num_bytes(values(made)[0]), ranks)
-                found.append(Meeting(f"gradient of {name} over its stages", places, seconds))
+                found.append(StepEndCollective(f"gradient of {name} over its stages", places, seconds))
         return tuple(found)
 
     @cached_property
-    def _results(self) -> tuple[Meeting, ...]:
+    def _results(self) -> tuple[StepEndCollective, ...]:
         mesh = self.program.mesh
         everyone = tuple(range(mesh.size))
         found = []
@@ -263,11 +263,11 @@ class Priced:
             if spec.shape == ():
                 if mesh.size > 1:
                     seconds = self.costs.group_seconds("all_reduce", 16, everyone)
-                    found.append(Meeting("the loss, over all ranks", (), seconds, "all", everyone=True))
+                    found.append(StepEndCollective("the loss, over all ranks", (), seconds, "all", everyone=True))
             elif mesh["pp"] > 1:
                 moved = _bytes((spec.shape, spec.dtype))
                 seconds = self.costs.group_seconds("broadcast", moved, tuple(self.ranks))
-                found.append(Meeting(spec.path, tuple(range(mesh["pp"])), seconds))
+                found.append(StepEndCollective(spec.path, tuple(range(mesh["pp"])), seconds))
         return tuple(found)
 
     @cached_property

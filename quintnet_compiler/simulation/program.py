@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..ir.cost_protocol import RankCosts
 from ..ir.program import DistributedProgram
 from .faults import Faults
-from .priced import Priced
+from .priced import ProgramPrices
 from .rehearsal import rehearse
 from .run import Setting, simulate
 from .timeline import Timeline
@@ -25,7 +25,7 @@ def simulate_program(
     Raises:
         CompileError: QN201 for faults of ranks that are not there, QN210 if something has no price.
     """
-    durations = Priced(program, costs)
+    durations = ProgramPrices(program, costs)
     setting = Setting(
         program.mesh,
         durations.lockstep,
@@ -37,7 +37,7 @@ def simulate_program(
     return simulate(program.schedule, program.edges, durations, setting)
 
 
-def _notes(program: DistributedProgram, durations: Priced) -> tuple[str, ...]:
+def _notes(program: DistributedProgram, durations: ProgramPrices) -> tuple[str, ...]:
     names = {
         str(node.target)
         for stage in program.stages
@@ -46,7 +46,7 @@ def _notes(program: DistributedProgram, durations: Priced) -> tuple[str, ...]:
         if node.op == "call_method"
     }
     found = [f"times as of {durations.costs.source}"]
-    if "route" in names:
+    if "dispatch" in names:
         found.append("experts are taken to get equally many rows each")
     if durations.cores is not None:
         found.append(f"ranks share {durations.cores} cores of one machine")

@@ -35,7 +35,7 @@ class Ledger:
         self.peak = 0
 
 
-class Memory:
+class Allocation:
     """A piece of memory; a rank's ledger counts it while anything refers to it."""
 
     __slots__ = ("bytes", "ledger")
@@ -54,7 +54,7 @@ class Memory:
 class Stand:
     """Stands for a tensor."""
 
-    memory: Memory
+    memory: Allocation
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     contiguous: bool = True
@@ -75,20 +75,20 @@ class RehearsedTransport(LocalTransport):
 
     def send(self, x: Any, to: int, channel: int, label: str) -> Wait:
         if self.processes and not x.contiguous:
-            x = Stand(Memory(self.ledger, x.dense), x.shape, x.dtype)
-        told: Any = Stand(Memory(None, x.memory.bytes), x.shape, x.dtype, x.contiguous)
+            x = Stand(Allocation(self.ledger, x.dense), x.shape, x.dtype)
+        told: Any = Stand(Allocation(None, x.memory.bytes), x.shape, x.dtype, x.contiguous)
         super().send(told, to, channel, label)
         return lambda: x
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
         wait: Callable[[], Any] = super().receive(shape, dtype, source, channel, label)
         if self.processes:
-            buffer = Stand(Memory(self.ledger, torch.Size(shape).numel() * dtype.itemsize), shape, dtype)
+            buffer = Stand(Allocation(self.ledger, torch.Size(shape).numel() * dtype.itemsize), shape, dtype)
             return lambda: (wait(), buffer)[1]  # type: ignore[return-value]
 
         def arrive() -> Any:
             told = wait()
-            return Stand(Memory(self.ledger, told.memory.bytes), shape, dtype, told.contiguous)
+            return Stand(Allocation(self.ledger, told.memory.bytes), shape, dtype, told.contiguous)
 
         return arrive
 
@@ -125,19 +125,19 @@ class Rehearsal(Executor):
         self.ledger.peak = max(self.ledger.peak, self.ledger.bytes + extra)
         _, *given = args
         args.clear()
-        fresh: dict[int, Memory] = {}
+        fresh: dict[int, Allocation] = {}
         piece = stage.pieces[label]
         made = [self._stand(name, out, given, fresh) for name, out in zip(piece.outputs, found.outputs, strict=True)]
         return tuple(made)  # type: ignore[arg-type]
 
-    def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Memory]) -> Stand:
+    def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Allocation]) -> Stand:
         if out.argument >= 0:
             memory = given[out.argument].memory
         elif name in self.in_place:
-            memory = Memory(None, out.bytes)  # the state's own
+            memory = Allocation(None, out.bytes)  # the state's own
         else:
             if out.fresh not in fresh:
-                fresh[out.fresh] = Memory(self.ledger, out.bytes)
+                fresh[out.fresh] = Allocation(self.ledger, out.bytes)
             memory = fresh[out.fresh]
         shape, dtype = self.program.values.get(name, ((), torch.float32))
         return Stand(memory, shape, dtype, out.contiguous)
@@ -145,7 +145,7 @@ class Rehearsal(Executor):
     def _slice(self, stage: StageProgram, name: str, cut: Slice, microbatch: int) -> Any:
         out = self.footprints.sliced[stage.index, name]
         whole: Any = self.whole[stage.index][cut.source]
-        memory = whole.memory if out.argument >= 0 else Memory(self.ledger, out.bytes)
+        memory = whole.memory if out.argument >= 0 else Allocation(self.ledger, out.bytes)
         return Stand(memory, contiguous=out.contiguous)
 
     def _require_gradients(self, store: GradientStore) -> None:
@@ -171,7 +171,7 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         mine = RehearsedTransport(world, part.rank, Ledger(), processes=processes)
         store = GradientStore(program, part, mine, META) if train else None
         rehearsal = Rehearsal(program, part, mine, footprints, store)
-        known = Stand(Memory(None, 0))
+        known = Stand(Allocation(None, 0))
         state: Any = dict.fromkeys(program.state, known)
         inputs: Any = [known] * len(program.inputs)
         rehearsal.step(state, inputs, Run(train=train, check_finite=False))

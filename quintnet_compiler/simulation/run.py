@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.mesh import Mesh
-from ..schedules.schedule import Edge, Flow, Schedule
-from .engine import Engine, Line
+from ..schedules.schedule import Flow, Schedule, StageEdge
+from .engine import Engine, SimulatedRank
 from .faults import Faults, Rows
-from .timeline import Event, Held, RankTimeline, Timeline
-from .work import Durations, GradientSum, Part, last_releases
+from .timeline import Event, MemorySample, RankTimeline, Timeline
+from .work import Durations, GradientSum, WorkPart, last_releases
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Setting:
 
 
 def simulate(
-    schedule: Schedule, edges: Iterable[Edge], durations: Durations, setting: Setting | None = None
+    schedule: Schedule, edges: Iterable[StageEdge], durations: Durations, setting: Setting | None = None
 ) -> Timeline:
     """When each rank does what. ``schedule`` is one that :func:`..schedules.schedule.with_transfers` made.
 
@@ -68,7 +68,12 @@ def simulate(
 
 
 def _gradient_sums(
-    setting: Setting, rows: Rows, lines: Sequence[Line], durations: Durations, crowd: float, extra: list[list[Event]]
+    setting: Setting,
+    rows: Rows,
+    lines: Sequence[SimulatedRank],
+    durations: Durations,
+    crowd: float,
+    extra: list[list[Event]],
 ) -> list[float]:
     """Add up gradients over ranks: each sum starts when all of its ranks have it, after the one before."""
     free = [line.free for line in lines]
@@ -91,14 +96,14 @@ def _gradient_sums(
     return free
 
 
-def _ready(line: Line, one: GradientSum, overlaps: bool) -> float:
+def _ready(line: SimulatedRank, one: GradientSum, overlaps: bool) -> float:
     if not overlaps:
         return line.free
     last = last_releases(tuple(line.actions))
     return max(line.after[last[stage]] - seconds * line.row.compute for stage, seconds in one.ready.items())
 
 
-def _together(mesh: Mesh, rows: Rows, lines: Sequence[Line], a: int, b: int, axes: Sequence[str]) -> bool:
+def _together(mesh: Mesh, rows: Rows, lines: Sequence[SimulatedRank], a: int, b: int, axes: Sequence[str]) -> bool:
     """Whether the pipelines of two rows differ at most along ``axes``."""
     one, other = (rows.columns[lines[index].row.column] for index in (a, b))
     return all(one[name] == other[name] for name in one if name not in axes)
@@ -121,7 +126,7 @@ def _meetings(rows: Rows, durations: Durations, crowd: float, free: Sequence[flo
     return max(clock, default=0.0)
 
 
-def _row(setting: Setting, line: Line, extra: Sequence[Event], end: float) -> RankTimeline:
+def _row(setting: Setting, line: SimulatedRank, extra: Sequence[Event], end: float) -> RankTimeline:
     events: list[Event] = []
     exposed: dict[str, float] = defaultdict(float)
     busy = 0.0
@@ -158,7 +163,7 @@ def _row(setting: Setting, line: Line, extra: Sequence[Event], end: float) -> Ra
     return _with_memory(row, line, setting.memory[line.row.place]) if setting.memory else row
 
 
-def _collectives(start: float, stage: int, parts: Iterable[Part]) -> list[Event]:
+def _collectives(start: float, stage: int, parts: Iterable[WorkPart]) -> list[Event]:
     events: list[Event] = []
     for part in parts:
         if part.axis and part.seconds:
@@ -169,9 +174,9 @@ def _collectives(start: float, stage: int, parts: Iterable[Part]) -> list[Event]
     return events
 
 
-def _with_memory(row: RankTimeline, line: Line, memory: Footprint) -> RankTimeline:
+def _with_memory(row: RankTimeline, line: SimulatedRank, memory: Footprint) -> RankTimeline:
     points = [
-        Held(seconds, str(action), held, peak)
+        MemorySample(seconds, str(action), held, peak)
         for seconds, action, (held, peak) in zip(line.after, line.actions, memory.points, strict=True)
     ]
     return replace(

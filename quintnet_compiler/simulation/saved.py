@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..core.errors import CompileError
 from ..core.names import one_line
-from .timeline import Event, Held, RankTimeline, Timeline
+from .timeline import Event, MemorySample, RankTimeline, Timeline
 
 
 class _Row(BaseModel):
@@ -29,11 +29,11 @@ class _Row(BaseModel):
     peak_live: int
     parameter_bytes: int
     gradient_bytes: int
-    memory: list[Held]
+    memory: list[MemorySample]
     peak: Any
 
 
-class _Document(BaseModel):
+class _TimelineDocument(BaseModel):
     """A timeline; ``bubble``, ``exposed`` and ``peak`` follow from the rest."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -53,7 +53,7 @@ class _Document(BaseModel):
 def read_timeline(path: Path) -> Timeline:
     """Raises: CompileError QN211, see :meth:`Timeline.load`."""
     try:
-        found = _Document.model_validate_json(path.read_text(encoding="utf-8"))
+        found = _TimelineDocument.model_validate_json(path.read_text(encoding="utf-8"))
         return _checked(found)
     except (ValidationError, ValueError, OSError) as error:
         why = one_line(" ".join(str(error).splitlines()[:3]))
@@ -61,7 +61,7 @@ def read_timeline(path: Path) -> Timeline:
         raise CompileError("QN211", f"{path} is no timeline: {why}", fix=fix) from error
 
 
-def _checked(found: _Document) -> Timeline:
+def _checked(found: _TimelineDocument) -> Timeline:
     rows = tuple(_row(row) for row in found.rows)
     times = [found.seconds, *(t for row in rows for event in row.events for t in (event.start, event.end))]
     times += [point.seconds for row in rows for point in row.memory]

@@ -35,7 +35,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemorySample:
     """Memory of a rank after an action: ``held`` bytes of values that the runtime keeps (for the backward, to be
     sent, as results); ``peak``: the most that existed at once while the action ran."""
 
@@ -77,7 +77,7 @@ class RankTimeline:
     peak_live: int = 0
     parameter_bytes: int = 0
     gradient_bytes: int = 0
-    memory: tuple[Held, ...] = ()
+    memory: tuple[MemorySample, ...] = ()
 
     @property
     def name(self) -> str:
@@ -91,7 +91,7 @@ class RankTimeline:
 
     @property
     def peak(self) -> Peak:
-        most = max(self.memory, key=lambda point: point.peak, default=Held(0.0, "nothing", 0, 0))
+        most = max(self.memory, key=lambda point: point.peak, default=MemorySample(0.0, "nothing", 0, 0))
         fixed = self.parameter_bytes + self.gradient_bytes
         parts = self.parameter_bytes, self.gradient_bytes, most.peak
         return Peak(self.rank, most.seconds, most.action, fixed + most.peak, *parts)

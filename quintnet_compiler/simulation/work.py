@@ -12,7 +12,7 @@ from ..schedules.schedule import RELEASES, Action, Op
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WorkPart:
     """A run of seconds within an action: computing, or (with an ``axis``) a collective that computing waits for.
 
     ``ahead``: how many parts before this one the collective was started; it runs beside those.
@@ -35,17 +35,17 @@ class Hidden:
 
 
 @dataclass(frozen=True)
-class Work:
+class ActionWork:
     """What one action does, in order."""
 
-    parts: tuple[Part, ...] = ()
+    parts: tuple[WorkPart, ...] = ()
 
     @cached_property
     def seconds(self) -> float:
         return sum(part.seconds for part in self.waited)
 
     @property
-    def waited(self) -> tuple[Part, ...]:
+    def waited(self) -> tuple[WorkPart, ...]:
         """The parts as computing sees them: of a collective that was started before, what is left to wait for."""
         return self._timed[0]
 
@@ -55,7 +55,7 @@ class Work:
         return self._timed[1]
 
     @cached_property
-    def _timed(self) -> tuple[tuple[Part, ...], tuple[Hidden, ...]]:
+    def _timed(self) -> tuple[tuple[WorkPart, ...], tuple[Hidden, ...]]:
         """Collectives of an axis follow each other in the order in which they start."""
         if not any(part.ahead for part in self.parts):
             return self.parts, ()
@@ -63,7 +63,7 @@ class Work:
         for index, part in enumerate(self.parts):
             if part.axis:
                 starts[index - part.ahead].append(index)
-        waited: list[Part] = []
+        waited: list[WorkPart] = []
         hidden: list[Hidden] = []
         now, free, ends = 0.0, defaultdict[str, float](float), dict[int, float]()
         for index, part in enumerate(self.parts):
@@ -78,14 +78,14 @@ class Work:
             now += seconds
         return tuple(waited), tuple(hidden)
 
-    def scaled(self, compute: float, links: Mapping[str, float]) -> Work:
+    def scaled(self, compute: float, links: Mapping[str, float]) -> ActionWork:
         """With computing, and the collectives of each axis, so many times slower."""
         if compute == 1.0 and not links:
             return self
         parts = tuple(
             replace(p, seconds=p.seconds * (links.get(p.axis, 1.0) if p.axis else compute)) for p in self.parts
         )
-        return Work(parts)
+        return ActionWork(parts)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class GradientSum:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class StepEndCollective:
     """What ranks of several pipeline places do together at the end of the step, in order; the first waits for the last.
 
     ``everyone``: all ranks of the mesh take part, not just those at ``places`` with the same other coordinates.
@@ -128,11 +128,11 @@ class Durations(Protocol):
         """How many ranks can compute at once where all of them share one machine."""
         ...
 
-    def begin(self, place: int) -> Work:
+    def begin(self, place: int) -> ActionWork:
         """What the rank at a pipeline place does before its first action."""
         ...
 
-    def work(self, action: Action) -> Work:
+    def work(self, action: Action) -> ActionWork:
         """A compute action."""
         ...
 
@@ -144,7 +144,7 @@ class Durations(Protocol):
         """The gradient sums of the rank at a pipeline place, in the order in which they start."""
         ...
 
-    def meetings(self) -> tuple[Meeting, ...]:
+    def meetings(self) -> tuple[StepEndCollective, ...]:
         """What happens after all actions, in order."""
         ...
 
@@ -171,10 +171,10 @@ class Given:
     overlaps: bool = True
     cores: int | None = None
 
-    def begin(self, place: int) -> Work:
-        return Work()
+    def begin(self, place: int) -> ActionWork:
+        return ActionWork()
 
-    def work(self, action: Action) -> Work:
+    def work(self, action: Action) -> ActionWork:
         given: dict[Op, Seconds | None] = {
             Op.FORWARD: self.forward,
             Op.BACKWARD: self.backward,
@@ -183,7 +183,7 @@ class Given:
         }
         seconds = given[action.op]
         found = at(self.backward, action.stage) / 2 if seconds is None else at(seconds, action.stage)
-        return Work((Part(found),))
+        return ActionWork((WorkPart(found),))
 
     def transfer(self, send: Action) -> float:
         return self.links.get((send.stage, send.peer), self.transfer_seconds)
@@ -193,7 +193,7 @@ class Given:
         found = [(stage, at(self.reduction, stage)) for stage in reversed(stages)]
         return tuple(GradientSum(f"stage {s}", ("dp",), seconds, {s: 0.0}) for s, seconds in found if seconds)
 
-    def meetings(self) -> tuple[Meeting, ...]:
+    def meetings(self) -> tuple[StepEndCollective, ...]:
         return ()
 
 

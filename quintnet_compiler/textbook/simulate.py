@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..core.errors import CompileError
-from ..simulation.timeline import Event, Held, RankTimeline, Timeline, size
+from ..simulation.timeline import Event, MemorySample, RankTimeline, Timeline, size
 from .machine import Machine
 from .steps import Collective, Compute, Hold, Receive, Release, Send, Step, Wait
 
 
 @dataclass
-class _Rank:
+class _TextbookRank:
     number: int
     steps: Sequence[Step]
     at: int = 0  # the next step
@@ -22,7 +22,7 @@ class _Rank:
     events: list[Event] = field(default_factory=list)
     done: dict[str, float] = field(default_factory=dict)  # background collectives: their ends
     held: dict[str, float] = field(default_factory=dict)
-    memory: list[Held] = field(default_factory=list)
+    memory: list[MemorySample] = field(default_factory=list)
     arrived: tuple[int, float] | None = None  # at a collective: which of its kind, and when
 
     @property
@@ -31,10 +31,10 @@ class _Rank:
 
 
 @dataclass
-class _World:
+class _TextbookWorld:
     machine: Machine
-    ranks: list[_Rank]
-    mail: dict[tuple[int, int], deque[tuple[float, float]]] = field(default_factory=lambda: defaultdict(deque))
+    ranks: list[_TextbookRank]
+    messages: dict[tuple[int, int], deque[tuple[float, float]]] = field(default_factory=lambda: defaultdict(deque))
     links: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -48,14 +48,14 @@ class _World:
                 "QN208", "\n  ".join(lines), fix="let every receive have a send, and ranks meet in equal collectives"
             )
 
-    def _advance(self, rank: _Rank) -> bool:
+    def _advance(self, rank: _TextbookRank) -> bool:
         moved = False
         while rank.next is not None and self._step(rank, rank.next):
             rank.at += 1
             moved = True
         return moved
 
-    def _step(self, rank: _Rank, step: Step) -> bool:
+    def _step(self, rank: _TextbookRank, step: Step) -> bool:
         """Do a step if that is possible now."""
         if isinstance(step, Compute):
             seconds = step.seconds + step.flops / self.machine.flops_per_second
@@ -65,7 +65,7 @@ class _World:
         elif isinstance(step, Send):
             self._send(rank, step)
         elif isinstance(step, Receive):
-            box = self.mail[step.source, rank.number]
+            box = self.messages[step.source, rank.number]
             if not box:
                 return False
             rank.clock = max(rank.clock, box.popleft()[1])
@@ -79,16 +79,16 @@ class _World:
             self._remember(rank, step)
         return True
 
-    def _send(self, rank: _Rank, step: Send) -> None:
+    def _send(self, rank: _TextbookRank, step: Send) -> None:
         pair = rank.number, step.to
         start = max(rank.clock, self.links.get(pair, 0.0))
         link = self.machine.joins(*pair)
         self.links[pair] = start + step.bytes / link.bytes_per_second  # the next message may follow at once
         end = start + link.time(step.bytes)
-        self.mail[pair].append((start, end))
+        self.messages[pair].append((start, end))
         rank.events.append(Event(start, end, "transfer", step.name, axis="pp"))
 
-    def _meet(self, rank: _Rank, step: Collective) -> bool:
+    def _meet(self, rank: _TextbookRank, step: Collective) -> bool:
         others = [self.ranks[number] for number in step.over]
         if rank not in others:
             raise CompileError("QN208", f"rank {rank.number} is not among those of {step}", fix="name it in over=")
@@ -112,7 +112,7 @@ class _World:
                 other.at += 1
         return True
 
-    def _remember(self, rank: _Rank, step: Hold | Release) -> None:
+    def _remember(self, rank: _TextbookRank, step: Hold | Release) -> None:
         if isinstance(step, Release):
             if rank.held.pop(step.name, None) is None:
                 raise CompileError("QN208", f"rank {rank.number} holds no {step.name}", fix="hold it first")
@@ -126,7 +126,7 @@ class _World:
                 f"{size(self.machine.memory_bytes)}",
                 fix="split more, or hold less",
             )
-        rank.memory.append(Held(rank.clock, step.name, now, now))
+        rank.memory.append(MemorySample(rank.clock, step.name, now, now))
 
 
 def simulate(programs: Sequence[Sequence[Step]], machine: Machine, title: str = "textbook") -> Timeline:
@@ -140,13 +140,13 @@ def simulate(programs: Sequence[Sequence[Step]], machine: Machine, title: str = 
         raise CompileError(
             "QN201", f"{len(programs)} programs for {machine.ranks} ranks", fix="give every rank a program"
         )
-    ranks = [_Rank(number, steps) for number, steps in enumerate(programs)]
-    _World(machine, ranks).run()
+    ranks = [_TextbookRank(number, steps) for number, steps in enumerate(programs)]
+    _TextbookWorld(machine, ranks).run()
     end = max(max([rank.clock, rank.lane, *(event.end for event in rank.events)]) for rank in ranks)
     return Timeline(title, "steps", 1, len(ranks), end, tuple(_row(rank, end) for rank in ranks))
 
 
-def _row(rank: _Rank, end: float) -> RankTimeline:
+def _row(rank: _TextbookRank, end: float) -> RankTimeline:
     busy = sum(event.seconds for event in rank.events if not event.axis)
     exposed: dict[str, float] = defaultdict(float)
     for event in rank.events:

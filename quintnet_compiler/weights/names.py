@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .files import shown
-from .sources import Cut, Join, Source, Stack, Stored, Swap
+from .sources import Join, Narrowed, Source, Stack, Stored, Swap
 
 
 @dataclass
@@ -152,7 +152,7 @@ class _Converter:
             size, rest = divmod(source.shape[dim], len(targets))
             if rest:
                 raise _Unsupported(f"dim {dim} of {source}, {source.shape}, has no {len(targets)} equal parts")
-            return {t: [Cut(source, dim, i * size, size)] for i, t in enumerate(targets)}
+            return {t: [Narrowed(source, dim, i * size, size)] for i, t in enumerate(targets)}
         if kind == "Transpose" and len(values) == 1:
             source = _only(_only(list(values.values())))
             key = targets[0] if len(targets) == 1 else converter.source_patterns[0]

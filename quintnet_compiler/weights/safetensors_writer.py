@@ -20,7 +20,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to write. ``source``: what it is called where its values are."""
 
     name: str
@@ -37,9 +37,9 @@ def storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def files_of(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, tuple[Entry, ...]]:
+def files_of(entries: Sequence[TensorEntry], max_file_bytes: int) -> dict[str, tuple[TensorEntry, ...]]:
     """File name -> its tensors, in order; a file is larger than ``max_file_bytes`` only if it holds one tensor."""
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[TensorEntry]] = [[]]
     for entry in entries:
         if groups[-1] and sum(e.bytes for e in groups[-1]) + entry.bytes > max_file_bytes:
             groups.append([])
@@ -51,7 +51,7 @@ def files_of(entries: Sequence[Entry], max_file_bytes: int) -> dict[str, tuple[E
     return {f"model-{i + 1:05}-of-{len(tidy):05}.safetensors": group for i, group in enumerate(tidy)}
 
 
-def write_weights(folder: Path, files: dict[str, tuple[Entry, ...]], tensors: Iterator[Tensor]) -> None:
+def write_weights(folder: Path, files: dict[str, tuple[TensorEntry, ...]], tensors: Iterator[Tensor]) -> None:
     """Write ``files`` into ``folder``, taking the tensors in their order; with several files also the index."""
     for name, entries in files.items():
         with _durable(folder / name) as file:
@@ -68,7 +68,7 @@ def write_weights(folder: Path, files: dict[str, tuple[Entry, ...]], tensors: It
             file.write((json.dumps(index, indent=2) + "\n").encode())
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def _header(entries: Sequence[TensorEntry]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:

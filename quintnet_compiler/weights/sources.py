@@ -128,7 +128,7 @@ class Join:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Narrowed:
     """``size`` indices of a dim from ``start``."""
 
     source: Source

@@ -18,7 +18,7 @@ from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..state.gradients import GradientStore
-from ..state.local_values import Cut
+from ..state.local_values import StoredPart
 
 Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
@@ -67,7 +67,7 @@ class Backend(Protocol):
         """Each of these tensors in turn, whole on the first rank; None on the others, which must ask for as many."""
         ...
 
-    def cuts(self) -> Mapping[str, Cut]:
+    def cuts(self) -> Mapping[str, StoredPart]:
         """Which part of each parameter this process has; none where all ranks are here."""
         ...
 

@@ -21,7 +21,7 @@ from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore
-from ..state.local_values import Cut
+from ..state.local_values import StoredPart
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
@@ -42,7 +42,7 @@ class LocalBackend:
     ) -> None:
         self.mesh, self.device, self.engine, self.scaler = mesh, device, engine, LossScale.of(program)
         self.slots, self.specs = slots, program.state
-        self.worlds: dict[int, _World] = {}
+        self.worlds: dict[int, _LocalRanks] = {}
         self.unset = {name for name, x in tensors.items() if x.is_meta}
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
@@ -154,7 +154,7 @@ class LocalBackend:
         for name in names:
             yield name, self.tensors[name]
 
-    def cuts(self) -> Mapping[str, Cut]:
+    def cuts(self) -> Mapping[str, StoredPart]:
         return {}
 
     def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class LocalBackend:
 
     def _rank(  # type: ignore[no-untyped-def]
         self,
-        world: _World,
+        world: _LocalRanks,
         rank: int,
         inputs: Sequence[Tensor],
         how: Run,
@@ -193,14 +193,14 @@ class LocalBackend:
 
         return work
 
-    def _world(self, program: DistributedProgram, train: bool) -> _World:
+    def _world(self, program: DistributedProgram, train: bool) -> _LocalRanks:
         """What runs ``program``: made once, but that only one program at a time has memory for gradients."""
         if id(program) not in self.worlds:
             self.worlds = {key: w for key, w in self.worlds.items() if not train or w.ranks[0].store is None}
             self.worlds[id(program)] = self._new_world(program, train)
         return self.worlds[id(program)]
 
-    def _new_world(self, program: DistributedProgram, train: bool) -> _World:
+    def _new_world(self, program: DistributedProgram, train: bool) -> _LocalRanks:
         world, device, ranks = LocalWorld(self.mesh, program.sites), self.device, []
         state: list[dict[str, Tensor]] = []
         kept = [spec for spec in program.state.values() if spec.kind != "cache"]
@@ -220,9 +220,9 @@ class LocalBackend:
         }
         parameters = [self.parameters[name] for name in settled]
         gradients = [like(joined.get(name, x), WholeTensor) for name, x in settled.items()]
-        return _World(world, ranks, state, cut, joined, HandOver(parameters, gradients))
+        return _LocalRanks(world, ranks, state, cut, joined, HandOver(parameters, gradients))
 
-    def _join(self, ready: _World, program: DistributedProgram) -> None:
+    def _join(self, ready: _LocalRanks, program: DistributedProgram) -> None:
         """Whole gradients of the parts that ranks have."""
         space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
         for name, whole in ready.joined.items():
@@ -237,7 +237,7 @@ class LocalBackend:
 
 
 @dataclass(frozen=True)
-class _World:
+class _LocalRanks:
     """All ranks of a program in this process, and what they meet in. ``state``: each rank's parts; ``cut``: the names
     of those that are no views, and have to be cut again; ``joined``: whole gradients whose parts several ranks have."""
 

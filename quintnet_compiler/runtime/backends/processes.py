@@ -26,7 +26,7 @@ from ..launch.consistency import agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore, shared_by
-from ..state.local_values import Cut, StageGradient
+from ..state.local_values import StageGradient, StoredPart
 from ..state.module_parameters import Slots, check_fits, retire
 from ..state.same_values import SameValues
 from ..state.state import new_caches, part_of, sharded_dtensor
@@ -109,11 +109,14 @@ class ProcessBackend:
         self.parameters[name] = found
         return found
 
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, StoredPart]:
         """Which part of each parameter this rank has."""
         sizes = tuple(axis.size for axis in self.axes)
         places = tuple(self.place.get(axis.name, 0) for axis in self.axes)
-        return {name: Cut(self.specs[name].shape, self.specs[name].sharding, sizes, places) for name in self.parameters}
+        return {
+            name: StoredPart(self.specs[name].shape, self.specs[name].sharding, sizes, places)
+            for name in self.parameters
+        }
 
     def _follow_module(self) -> None:
         """Raises: RunError QN112 if the module has something else now than the program was made for."""

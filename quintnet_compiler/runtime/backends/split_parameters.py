@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import RunError
-from ..state.local_values import Cut
+from ..state.local_values import StoredPart
 from ..state.module_parameters import Slots
 from .backend import Backend
 
@@ -18,7 +18,7 @@ from .backend import Backend
 class CutWhatIsLoaded:
     """A load_state_dict hook: whole tensors become this rank's parts, and those of other stages are left out."""
 
-    def __init__(self, cuts: Mapping[str, Cut]) -> None:
+    def __init__(self, cuts: Mapping[str, StoredPart]) -> None:
         self.cuts = cuts
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -51,10 +51,10 @@ def refuse_call(module: nn.Module, _: Any) -> None:
 class Home:
     """Who split the parameters of a module: kept with it, so that its further programs train the same ones.
 
-    ``leader``: the compiled program that decided where they live; ``backend``: what holds them.
+    ``primary``: the compiled program that decided where they live; ``backend``: what holds them.
     """
 
-    leader: Any
+    primary: Any
     backend: Backend
     slots: Slots
     handles: list[Any]
@@ -114,13 +114,13 @@ def refuse_split(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def settle(slots: Slots, leader: Any, backend: Backend) -> None:
+def settle(slots: Slots, primary: Any, backend: Backend) -> None:
     """Make modules with parts of parameters refuse what they cannot do, and remember who split them."""
     cuts = backend.cuts()
     if not cuts:
         return
-    home = Home(leader, backend, slots, [])
-    by_owner: dict[int, dict[str, Cut]] = {}
+    home = Home(primary, backend, slots, [])
+    by_owner: dict[int, dict[str, StoredPart]] = {}
     for name, owner, key in slots.places():
         if name in cuts:
             by_owner.setdefault(id(owner), {})[key] = cuts[name]

@@ -17,7 +17,7 @@ from ...core.sharding import Shard
 from ...ops.collectives import widened
 from ...ops.kv_cache_attention import attend_kept
 from ..state.gradients import GradientStore
-from ..transport.async_matmul import factors, gather_products, product_scatter
+from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from ..transport.ring import Circle, Ring, ring_backward, ring_forward
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
@@ -44,8 +44,8 @@ class Comm:
         self.gather_together, self.scatter_together = transport.gather_together, transport.scatter_together
         self.all_to_all = transport.all_to_all
         router = Router(transport, mesh)
-        self.route_plan, self.route, self.unroute = router.route_plan, router.route, router.unroute
-        self.start_route, self.start_unroute = router.start_route, router.start_unroute
+        self.dispatch_plan, self.dispatch, self.combine = router.dispatch_plan, router.dispatch, router.combine
+        self.start_dispatch, self.start_combine = router.start_dispatch, router.start_combine
         self.start_all_reduce = partial(transport.start, "all_reduce")
         self.start_all_gather = partial(transport.start, "all_gather")
         self.start_reduce_scatter = partial(transport.start, "reduce_scatter")
@@ -54,7 +54,7 @@ class Comm:
         self.start_scatter_together = partial(transport.start, "scatter_together")
         if gradients is not None:
             self.accumulate = gradients.accumulate
-            self.accumulate_product = gradients.accumulate_product
+            self.accumulate_matmul = gradients.accumulate_matmul
         self.transport = transport
         self.mesh, self.coordinate = mesh, coordinate
         self.seed = self.step = self.microbatch = 0
@@ -100,7 +100,7 @@ class Comm:
         found: Tensor = torch.ops.aten.embedding_dense_backward(kept, local, rows, -1, False)
         return found
 
-    def own_experts(self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
+    def local_experts(self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
         """``ids`` counted from this rank's first expert; -1 for those of others."""
         local, outside = self._rows(ids, experts // math.prod(sizes), axes, sizes)
         return local.masked_fill(outside, -1)
@@ -191,7 +191,7 @@ class Comm:
         size, index = self.mesh[axis], self.coordinate[axis]
         return Ring(self.transport, axis, size, index, at, scale, causal, window, balance)
 
-    def gather_products(
+    def all_gather_matmul(
         self,
         x: Tensor,
         axis: str,
@@ -199,18 +199,18 @@ class Comm:
         parts: int,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        turned: Sequence[bool],
+        transposed: Sequence[bool],
         keep: bool,
         at: int,
     ) -> tuple[Tensor, ...]:
         """Products with what the ranks of ``axis`` gather, and (``keep``) that itself, by fused kernels where the
         transport has some, see :mod:`..transport.async_matmul`."""
-        given = factors(weights, biases, turned)
+        given = factors(weights, biases, transposed)
         kernels = self.transport.kernels(axis, x.device)
-        made = kernels.gather_products(x, dim, parts, given, keep) if kernels is not None else None
-        return gather_products(self._circle(axis, at), x, dim, parts, given, keep) if made is None else made
+        made = kernels.all_gather_matmul(x, dim, parts, given, keep) if kernels is not None else None
+        return all_gather_matmul(self._circle(axis, at), x, dim, parts, given, keep) if made is None else made
 
-    def product_scatter(
+    def matmul_reduce_scatter(
         self,
         xs: Sequence[Tensor],
         axis: str,
@@ -218,14 +218,14 @@ class Comm:
         parts: int,
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
-        turned: Sequence[bool],
+        transposed: Sequence[bool],
         at: int,
     ) -> Tensor:
         """This rank's slice of the sum of products over the ranks of ``axis``, see :mod:`..transport.async_matmul`."""
-        given = factors(weights, biases, turned)
+        given = factors(weights, biases, transposed)
         kernels = self.transport.kernels(axis, xs[0].device)
-        made = kernels.product_scatter(xs, dim, parts, given) if kernels is not None else None
-        return product_scatter(self._circle(axis, at), xs, dim, parts, given) if made is None else made
+        made = kernels.matmul_reduce_scatter(xs, dim, parts, given) if kernels is not None else None
+        return matmul_reduce_scatter(self._circle(axis, at), xs, dim, parts, given) if made is None else made
 
     def _circle(self, axis: str, at: int) -> Circle:
         return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)

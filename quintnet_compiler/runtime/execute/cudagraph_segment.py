@@ -60,7 +60,7 @@ class View:
         return x.as_strided(self.size, self.stride, x.storage_offset() + self.offset)
 
 
-class Captured:
+class CudaGraphSegment:
     """``kernel`` on inputs laid out like ``args``, for which its results are there at once. When it runs again it is
     captured. Inputs that lie at the same address each time (parameters, results of other captures) are read there;
     others are copied. Where one that did not move lies elsewhere, the work is captured again."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ...core.errors import BackendWarning
-from .cudagraph_segment import Buffers, Capture, Captured, Work
+from .cudagraph_segment import Buffers, Capture, CudaGraphSegment, Work
 from .replay_safety import Observed
 from .segments import MOST_VARIANTS, Function
 
@@ -60,7 +60,7 @@ class Graphs:
 
     def of(self, kernel: Function, module: fx.GraphModule, name: str) -> Function:
         """``kernel``, which computes what ``module`` does, captured where it may be and there is something to gain."""
-        return Place(kernel, module, name, self)
+        return SegmentPlace(kernel, module, name, self)
 
     def warn(self, name: str, reason: str) -> None:
         if reason not in self.warned:
@@ -70,7 +70,7 @@ class Graphs:
 
 
 @dataclass(frozen=True)
-class Place:
+class SegmentPlace:
     """A segment at its place in a function. At the first call with a layout of inputs its Python runs, and is observed;
     later ones have results at places that stay, more of them whenever all are in use. ``refused``: why it is not
     captured; "" where nothing would be gained."""
@@ -79,7 +79,7 @@ class Place:
     module: fx.GraphModule
     name: str
     graphs: Graphs
-    layouts: dict[tuple[Any, ...], list[Captured]] = field(default_factory=dict)
+    layouts: dict[tuple[Any, ...], list[CudaGraphSegment]] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
@@ -116,12 +116,12 @@ class Place:
         self.graphs.warn(self.name, reason)
         self.layouts.clear()
 
-    def _made(self, captures: list[Captured], args: list[Tensor]) -> Sequence[Any]:
+    def _made(self, captures: list[CudaGraphSegment], args: list[Tensor]) -> Sequence[Any]:
         ready = next((one for one in captures if one.free), None)
         if ready is not None:
             return ready(args)
         if len(captures) == MOST_CAPTURES:
             self.graphs.warn(self.name, f"more than {MOST_CAPTURES} results of it are in use at once")
             return self.kernel(list(args))
-        captures.append(Captured(self.kernel, args, self.graphs.buffers, self.graphs.capture))
+        captures.append(CudaGraphSegment(self.kernel, args, self.graphs.buffers, self.graphs.capture))
         return captures[-1].results(args)

@@ -36,7 +36,7 @@ class Inductor:
 
     graphs: Graphs | None = None
     functions: WeakKeyDictionary[fx.GraphModule, Function] = field(default_factory=WeakKeyDictionary)
-    kernels: dict[str, Kernel] = field(default_factory=dict)
+    kernels: dict[str, CompiledSegment] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def __call__(self, module: fx.GraphModule, name: str) -> Function:
@@ -45,12 +45,12 @@ class Inductor:
         return self.functions[module]
 
     def _run(self, segment: Segment, name: str) -> Function:
-        kernel = self.kernels.setdefault(segment.module.code, Kernel(segment.module, name, self.warned))
+        kernel = self.kernels.setdefault(segment.module.code, CompiledSegment(segment.module, name, self.warned))
         return kernel if self.graphs is None else self.graphs.of(kernel, segment.module, name)
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CompiledSegment:
     """A segment, compiled for each layout (dtypes, shapes, strides) of its inputs that it meets."""
 
     module: fx.GraphModule

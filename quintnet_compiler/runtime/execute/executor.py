@@ -16,7 +16,7 @@ from ...core.sharding import P, Shard
 from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
-from ..launch.malloc import keep_heap
+from ..launch.malloc import tune_malloc
 from ..state.gradients import GradientStore
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
@@ -65,7 +65,7 @@ class Executor:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
         if device.type == "cpu":
-            keep_heap()
+            tune_malloc()
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {

@@ -40,7 +40,7 @@ def run_watched(module: fx.GraphModule, args: Sequence[Any], observe: Observer) 
         if node.op == "call_method":
             receiver, *rest = node_args
             values[node] = getattr(receiver, node.target)(*rest, **kwargs)
-            if node.target == "accumulate_product":
+            if node.target == "accumulate_matmul":
                 observe(node, torch.mm(rest[0], rest[1]))
                 continue
         else:

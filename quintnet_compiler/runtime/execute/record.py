@@ -25,11 +25,11 @@ KINDS = {"once": "once", "forward": "F", "backward": "B", "weight": "W"}  # of a
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RecordedSpan:
     """Seconds by the rank's clock, which starts when it leaves the barrier before the step.
 
     ``kind``: F, B, I, W, ``once``; ``collective`` (within a function), ``sum`` (of gradients), ``meeting`` (what else
-    ranks add up or hand round), ``send`` (begins) and ``receive`` (is waited for), whose ``mail`` is the other rank,
+    ranks add up or hand round), ``send`` (begins) and ``receive`` (is waited for), whose ``message`` is the other rank,
     the channel, and the how manieth there. ``exposed``: the seconds of it in which the rank did nothing else.
     """
 
@@ -41,7 +41,7 @@ class Span:
     microbatch: int = -1
     axis: str = ""
     exposed: float = 0.0
-    mail: tuple[int, int, int] | None = None
+    message: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Recorded:
 
     rank: int
     seconds: float
-    spans: tuple[Span, ...]
+    spans: tuple[RecordedSpan, ...]
     host: str = ""
     zero: float = 0.0
 
@@ -60,7 +60,7 @@ class Recorded:
     @classmethod
     def from_json(cls, text: str) -> Recorded:
         rank, seconds, spans, *place = json.loads(text)
-        made = (Span(**{**one, "mail": one["mail"] and tuple(one["mail"])}) for one in spans)
+        made = (RecordedSpan(**{**one, "message": one["message"] and tuple(one["message"])}) for one in spans)
         return cls(rank, seconds, tuple(made), *place)
 
 
@@ -147,10 +147,10 @@ class Recorder:
             if store is not None:
                 store.transport = transport
 
-    def _spans(self) -> Iterator[Span]:
+    def _spans(self) -> Iterator[RecordedSpan]:
         for start, end, waiting, waited, what in self.marks:
             exposed = self.clock.seconds(waited) - self.clock.seconds(waiting) if what.get("axis") else 0.0
-            yield Span(self.clock.seconds(start), self.clock.seconds(end), exposed=exposed, **what)
+            yield RecordedSpan(self.clock.seconds(start), self.clock.seconds(end), exposed=exposed, **what)
 
 
 class TimedTransport:
@@ -163,7 +163,7 @@ class TimedTransport:
         self.stages = executor.stages
         self.comm: Comm | None = None
         self.stage = -1  # whose function runs
-        self.mail: Counter[tuple[str, int, int]] = Counter()
+        self.message: Counter[tuple[str, int, int]] = Counter()
 
     def function(self, call: Function, stage: int, label: str) -> Function:
         """``call``, timed; ``label`` is its name among the stage's functions."""
@@ -253,13 +253,13 @@ class TimedTransport:
     # -- between stages
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
-        what = {"kind": "send", "name": label, "axis": "pp", "mail": self._next("to", to, channel)}
+        what = {"kind": "send", "name": label, "axis": "pp", "message": self._next("to", to, channel)}
         return self.recorder.begun(lambda: self.inner.send(x, to, channel, label), **what)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
-        what = {"kind": "receive", "name": label, "axis": "pp", "mail": self._next("from", source, channel)}
+        what = {"kind": "receive", "name": label, "axis": "pp", "message": self._next("from", source, channel)}
         return self.recorder.begun(lambda: self.inner.receive(shape, dtype, source, channel, label), **what)
 
     def _next(self, way: str, other: int, channel: int) -> tuple[int, int, int]:
-        self.mail[way, other, channel] += 1
-        return other, channel, self.mail[way, other, channel]
+        self.message[way, other, channel] += 1
+        return other, channel, self.message[way, other, channel]

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ...core.errors import QuintNetError, RunError
-from .faults import Fault, Report, Scene, stopped
-from .heartbeat import GRACE, PERIOD, VERDICT, Pulse
-from .rank_status import Row, first_line, of_communication, read_rows
+from .faults import Fault, RankError, Scene, stopped
+from .heartbeat import GRACE, PERIOD, VERDICT, Heartbeat
+from .rank_status import RankStatus, first_line, of_communication, read_rows
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
@@ -65,7 +65,7 @@ class Attempt:
         self.job, self.slots, self.folder = job, slots, folder
         self.size = len(slots)
         self.results: dict[int, Any] = {}
-        self.reports: dict[int, Report] = {}
+        self.reports: dict[int, RankError] = {}
         self.ended: dict[int, int] = {}
         self.since: dict[int, float] = {}  # when a rank was first seen stopped
         folder.mkdir()
@@ -126,7 +126,7 @@ class Attempt:
                 rank = self.pipes.pop(pipe)
                 with contextlib.suppress(EOFError):  # it has died
                     found = pickle.loads(pipe.recv_bytes())  # from a process that this one started
-                    (self.reports if isinstance(found, Report) else self.results)[rank] = found
+                    (self.reports if isinstance(found, RankError) else self.results)[rank] = found
                 pipe.close()
         for pipe in ready:
             rank = -1 if isinstance(pipe, Connection) else sentinels[pipe]  # type: ignore[index]
@@ -146,7 +146,7 @@ class Attempt:
         return [rank for rank, first in self.since.items() if now - first > STOPPED]
 
     def _scene(self, given_up: Sequence[int]) -> Scene:
-        rows: dict[int, Row] = read_rows(self.store, range(self.size))
+        rows: dict[int, RankStatus] = read_rows(self.store, range(self.size))
         return Scene(self.size, rows, list(self.reports.values()), dict(self.ended), given_up, self.folder)
 
     def _end(self, given_up: Sequence[int]) -> Fault:
@@ -159,7 +159,7 @@ class Attempt:
             self._hear(PERIOD / 2)
         later = self._scene(given_up)
         late = [one for one in later.reports if one not in seen.reports]
-        heard = [Report(one.rank, one.when, one.line, one.text, True, one.error) for one in late]
+        heard = [RankError(one.rank, one.when, one.line, one.text, True, one.error) for one in late]
         return Scene(self.size, seen.rows, [*seen.reports, *heard], ended, given_up, self.folder).fault()
 
     def _tell(self, why: str) -> None:
@@ -179,7 +179,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
         def connect() -> TCPStore:
             return TCPStore(LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=LOST))
 
-        with Pulse(connect, seat.rank, seat.size, seat.folder, job.patience):
+        with Heartbeat(connect, seat.rank, seat.size, seat.folder, job.patience):
             nccl = torch.cuda.is_available() and torch.cuda.device_count() >= seat.slots  # alike on all ranks
             if nccl:
                 torch.cuda.set_device(seat.slot)
@@ -217,13 +217,13 @@ def _prepare(seat: Seat) -> None:
         tqdm.set_lock(threading.RLock())
 
 
-def report(rank: int, error: BaseException) -> Report:
+def report(rank: int, error: BaseException) -> RankError:
     """What is told of an error; before this process ends, so that it comes before what others then see."""
     when = time.monotonic()
     text = "".join(traceback.format_exception(error))
     own = error if isinstance(error, QuintNetError) else None
     line = f"{own.code} {own.message}" if own is not None else f"{type(error).__name__}: {first_line(error)}"
-    return Report(rank, when, line.splitlines()[0], text, of_communication(error), own)
+    return RankError(rank, when, line.splitlines()[0], text, of_communication(error), own)
 
 
 def send(pipe: Connection, rank: int, answer: Any) -> None:
@@ -232,7 +232,7 @@ def send(pipe: Connection, rank: int, answer: Any) -> None:
         packed = pickle.dumps(answer)
     except Exception as error:
         text = f"a result that cannot be sent to the launching process: {error}"
-        packed = pickle.dumps(Report(rank, time.monotonic(), text, text, False))
+        packed = pickle.dumps(RankError(rank, time.monotonic(), text, text, False))
     with contextlib.suppress(BrokenPipeError):  # nobody is there to hear it
         pipe.send_bytes(packed)
     pipe.close()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from ...core.errors import QuintNetError, RunError
 from .heartbeat import last_step
-from .rank_status import Row
+from .rank_status import RankStatus
 
 REPEATABLE = ("QN302", "QN303", "QN402")  # codes of faults that may not happen again
 
 
 @dataclass(frozen=True)
-class Report:
+class RankError:
     """An error that a rank's function raised. ``when``: of the machine's monotonic clock. ``distant``: it is how
     another rank's fault looks like from there. ``error``: itself, if it is one of ours."""
 
@@ -49,8 +49,8 @@ class Scene:
     """
 
     size: int
-    rows: Mapping[int, Row]
-    reports: Sequence[Report]
+    rows: Mapping[int, RankStatus]
+    reports: Sequence[RankError]
     ended: Mapping[int, int]
     stopped: Collection[int]
     stacks: Path
@@ -94,7 +94,7 @@ class Scene:
         return Fault(error, tuple(ranks))
 
     def _where(self, rank: int) -> str:
-        row, last = self.rows.get(rank, Row()), last_step(self.stacks, rank)
+        row, last = self.rows.get(rank, RankStatus()), last_step(self.stacks, rank)
         step = f" in step {last}" if last >= 0 else " before its first step"
         return f"{step} (pid {row.pid})" if row.pid else " before it had started"
 

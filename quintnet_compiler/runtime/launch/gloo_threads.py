@@ -9,7 +9,7 @@ from pathlib import Path
 NAME = "gloo_tcp_loop"  # of the thread that reads the connections of a process group; torch 2.11 gave it none
 
 
-def calm_readers() -> None:
+def lower_gloo_thread_priority() -> None:
     """Let gloo's readers wait until a core is free, as Linux's batch threads do (``sched(7)``): their share stays.
 
     What a rank writes wakes the reader at the other end, which would take the writer's core from it at once, and poll

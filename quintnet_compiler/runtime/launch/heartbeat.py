@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Store
 
 from ...core.errors import InputError, QuintNetError, RunError
-from .rank_status import Row, described, differ, first_line, of_communication, place, read_rows, shown
+from .rank_status import RankStatus, described, differ, first_line, of_communication, place, read_rows, shown
 
 PERIOD = 0.1  # seconds between two beats
 LOOK = 3  # beats between two looks at where the main thread is
@@ -41,7 +41,7 @@ class Observer(Protocol):
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """Writes a rank's row ten times a second, and hears whether the run is over.
 
     Args:
@@ -70,7 +70,7 @@ class Pulse:
         self.verdict = ""
         self.thread = threading.Thread(target=self._run, daemon=True, name="quintnet-pulse")
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> Heartbeat:
         self._write()
         self.thread.start()
         self.token = current.set(self)
@@ -202,7 +202,7 @@ class Pulse:
             print(f"rank {self.rank} ends: {why.splitlines()[0]}", file=sys.stderr, flush=True)
             os._exit(1)
 
-    def _rows(self) -> dict[int, Row]:
+    def _rows(self) -> dict[int, RankStatus]:
         with self.lock:
             return read_rows(self.store, range(self.size))
 
@@ -213,11 +213,11 @@ class Pulse:
     def _say(self) -> None:
         self.beat += 1
         runs, step, given = self.now
-        row = Row(self.beat, runs, step, shown(given), *self.place, os.getpid(), socket.gethostname())
+        row = RankStatus(self.beat, runs, step, shown(given), *self.place, os.getpid(), socket.gethostname())
         self.store.set(str(self.rank), json.dumps(asdict(row)))
 
 
-current: ContextVar[Pulse | None] = ContextVar("quintnet_pulse", default=None)
+current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=None)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Row:
+class RankStatus:
     """What a rank last said of itself. ``runs``: begun so far, of any program; ``step``: the training step that it
     began last, -1 before the first; ``given``: what the last run was given; ``waiting``: whether its main thread is in
     communication; ``at``: the user's line that it is in."""
@@ -36,14 +36,14 @@ class Row:
     host: str = ""
 
     @classmethod
-    def read(cls, text: bytes) -> Row:
+    def read(cls, text: bytes) -> RankStatus:
         return cls(**json.loads(text))
 
 
-def read_rows(store: Store, ranks: Sequence[int]) -> dict[int, Row]:
+def read_rows(store: Store, ranks: Sequence[int]) -> dict[int, RankStatus]:
     """Raises: an error of torch's if one of ``ranks`` has never written."""
     told = store.multi_get([str(rank) for rank in ranks])
-    return {rank: Row.read(text) for rank, text in zip(ranks, told, strict=True)}
+    return {rank: RankStatus.read(text) for rank, text in zip(ranks, told, strict=True)}
 
 
 def of_communication(error: BaseException | None) -> bool:
@@ -58,7 +58,7 @@ def of_communication(error: BaseException | None) -> bool:
     return False
 
 
-def differ(rows: Mapping[int, Row], run: int) -> list[str]:
+def differ(rows: Mapping[int, RankStatus], run: int) -> list[str]:
     """What the ranks that are in a run were given, a line for each that differs from most; nothing if none does."""
     kinds: dict[str, list[int]] = {}
     for rank, row in rows.items():

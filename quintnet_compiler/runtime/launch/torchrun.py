@@ -26,8 +26,8 @@ from torch.distributed.rendezvous import rendezvous
 from ...core.errors import QuintNetError, RunError
 from .attempt import Job
 from .faults import stopped
-from .heartbeat import PERIOD, VERDICT, Pulse, dump_stacks
-from .rank_status import Row, of_communication, read_rows
+from .heartbeat import PERIOD, VERDICT, Heartbeat, dump_stacks
+from .rank_status import RankStatus, of_communication, read_rows
 
 LONGEST_SILENCE = 60.0  # seconds that a rank may say nothing: the network repairs itself within some
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
@@ -59,7 +59,7 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
     folder = Path(tempfile.mkdtemp(prefix="quintnet-"))
     silence = min(LONGEST_SILENCE, job.patience)
     neighbours = Neighbours(rank, size, silence)
-    with Pulse(
+    with Heartbeat(
         lambda: PrefixStore(f"{name}/rows", given.clone()), rank, size, folder, job.patience, neighbours
     ) as pulse:
         Guard(pulse, silence).start()
@@ -134,7 +134,7 @@ class Neighbours:
         found = [self._judge(rank, row) for rank, row in read_rows(store, others).items()]
         return next(filter(None, found), "")
 
-    def _judge(self, rank: int, row: Row) -> str:
+    def _judge(self, rank: int, row: RankStatus) -> str:
         beat, looks = self.looks.get(rank, (-1, 0))
         looks = looks + 1 if row.beat == beat else 0
         self.looks[rank] = row.beat, looks
@@ -154,7 +154,7 @@ class Neighbours:
 class Guard(threading.Thread):
     """Ends this rank when the store does not answer any more: its node, or the way to it, is lost."""
 
-    def __init__(self, pulse: Pulse, silence: float) -> None:
+    def __init__(self, pulse: Heartbeat, silence: float) -> None:
         super().__init__(daemon=True, name="quintnet-guard")
         self.pulse, self.silence = pulse, silence
 

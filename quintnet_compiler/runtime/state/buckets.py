@@ -15,7 +15,7 @@ from ..transport.transport import Wait
 
 
 @dataclass(frozen=True)
-class Cut:
+class GradientSlice:
     """How the ranks of ``axis`` slice a gradient (see :class:`...core.sharding.Shard`)."""
 
     axis: str
@@ -42,7 +42,7 @@ class Bucket:
     buffer: Tensor
     own: Tensor
     slots: dict[str, Tensor]
-    cuts: dict[str, tuple[Cut, ...]]
+    cuts: dict[str, tuple[GradientSlice, ...]]
     views: dict[str, Tensor]
     label: str
     reduced: torch.dtype
@@ -74,10 +74,10 @@ def scattered_axes(spec: StateSpec, program: DistributedProgram) -> tuple[str, .
     return tuple(cut.axis for cut in _cuts(spec, program))
 
 
-def _cuts(spec: StateSpec, program: DistributedProgram) -> tuple[Cut, ...]:
+def _cuts(spec: StateSpec, program: DistributedProgram) -> tuple[GradientSlice, ...]:
     kinds = zip(program.axes, spec.sharding, spec.accumulated, strict=True)
     return tuple(
-        Cut(axis.name, axis.size, stored.dim, stored.parts)
+        GradientSlice(axis.name, axis.size, stored.dim, stored.parts)
         for axis, stored, accumulated in kinds
         if isinstance(stored, Shard) and accumulated is R
     )
@@ -88,7 +88,7 @@ def accumulated_shape(spec: StateSpec, program: DistributedProgram) -> torch.Siz
     return torch.Size(local_shape(spec.shape, spec.accumulated, [axis.size for axis in program.axes]))
 
 
-def by_rank(x: Tensor, cuts: Sequence[Cut], order: Sequence[str]) -> Tensor:
+def by_rank(x: Tensor, cuts: Sequence[GradientSlice], order: Sequence[str]) -> Tensor:
     """Every rank's slice of ``x``: a leading dim for each cut, in ``order`` of their axes. A view where parts are 1."""
     for place, cut in enumerate(cuts):
         x = slices.stack(x, cut.dim + place, cut.parts, cut.ranks)
@@ -109,7 +109,7 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     buffer = torch.empty(len(peers) * sum(sizes), dtype=first.summed, device=device)
     own = buffer.view(len(peers), sum(sizes))[peers.index(rank)]
     slots: dict[str, Tensor] = {}
-    cuts: dict[str, tuple[Cut, ...]] = {}
+    cuts: dict[str, tuple[GradientSlice, ...]] = {}
     runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(sizes)), sizes, -1)
     for (name, spec), run in zip(specs.items(), runs, strict=True):
         slots[name], cuts[name] = run.view((*run.shape[:-1], *shapes[name])), _cuts(spec, program)

@@ -112,7 +112,7 @@ class GradientStore:
             slot.add_(gradient)
         self._count(bucket)
 
-    def accumulate_product(self, left: Tensor, right: Tensor, value: str) -> None:
+    def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
         """As ``accumulate(left @ right, value)``, without a copy."""
         name = self.names[value]
         bucket = self.where[name]

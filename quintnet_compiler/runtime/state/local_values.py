@@ -39,7 +39,7 @@ class StageGradient(DTensor):
 
 
 @dataclass(frozen=True)
-class Cut:
+class StoredPart:
     """Which part of a parameter a rank stores."""
 
     shape: tuple[int, ...]

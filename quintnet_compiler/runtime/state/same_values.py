@@ -38,7 +38,7 @@ FIXES = {
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """Tensors of one kind of which some ranks have other values than the others."""
 
     kind: str
@@ -133,7 +133,7 @@ class SameValues:
         mine: Sequence[int],
         parts: Mapping[str, Tensor],
         program: DistributedProgram,
-    ) -> list[Difference]:
+    ) -> list[ValueDifference]:
         """What got values after it was compiled is compared in parts, between the ranks that hold the same ones."""
         told = _gather(mine, self.device)
         later = [any(row[i] == LATER for row in told) for i in range(len(specs))]
@@ -147,7 +147,7 @@ class SameValues:
                 split = _split(ranks, [rows[rank][i] for rank in ranks])
                 if len(split) > 1:
                     wrong.setdefault((spec.kind, split), []).append(spec.name)
-        return [Difference(kind, split, names) for (kind, split), names in wrong.items()]
+        return [ValueDifference(kind, split, names) for (kind, split), names in wrong.items()]
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Told:
     groups: Sequence[tuple[int, ...]]
     local: bool
 
-    def differences(self) -> list[Difference]:
+    def differences(self) -> list[ValueDifference]:
         self.work.wait()
         return _batches([row.tolist() for row in self.rows], self.paths, self.groups, self.local)
 
@@ -200,17 +200,17 @@ def _split(ranks: Sequence[int], values: Sequence[int]) -> Split:
 
 def _batches(
     told: Sequence[Sequence[int]], paths: Sequence[str], groups: Sequence[tuple[int, ...]], local: bool
-) -> list[Difference]:
+) -> list[ValueDifference]:
     wrong: dict[Split, list[str]] = {}
     for i, path in enumerate(paths):
         for ranks in groups:
             split = _split(ranks, [told[rank][i] for rank in ranks])
             if len(split) > 1:
                 wrong.setdefault(split, []).append(f"batch{path}")
-    return [Difference("rows" if local else "batch", split, names) for split, names in wrong.items()]
+    return [ValueDifference("rows" if local else "batch", split, names) for split, names in wrong.items()]
 
 
-def _error(found: Sequence[Difference], where: str, mesh: Mesh) -> RunError:
+def _error(found: Sequence[ValueDifference], where: str, mesh: Mesh) -> RunError:
     fixes = dict.fromkeys(FIXES[one.kind] for one in found)
     if mesh.data_ways > 1 and any(one.kind == "batch" for one in found):
         fixes["or each data rank its own rows, with batch_is_local=True"] = None

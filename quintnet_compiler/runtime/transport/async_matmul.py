@@ -14,16 +14,16 @@ from .ring import Circle
 
 @dataclass(frozen=True)
 class Factor:
-    """What rows are multiplied by: a weight [in, out] (or ``turned``: [out, in]), and what is added then, or None."""
+    """What rows are multiplied by: a weight [in, out] (or ``transposed``: [out, in]), and a bias or None."""
 
     weight: Tensor
     bias: Tensor | None
-    turned: bool
+    transposed: bool
 
     @property
     def matrix(self) -> Tensor:
         """The weight as [in, out]."""
-        return self.weight.t() if self.turned else self.weight
+        return self.weight.t() if self.transposed else self.weight
 
     def write(self, x: Tensor, into: Tensor) -> None:
         """``into`` [..., out] = ``x`` [..., in] times the weight."""
@@ -38,11 +38,13 @@ class Factor:
             into.copy_(out.view(into.shape))
 
 
-def factors(weights: Sequence[Tensor], biases: Sequence[Tensor | None], turned: Sequence[bool]) -> tuple[Factor, ...]:
-    return tuple(Factor(*each) for each in zip(weights, biases, turned, strict=True))
+def factors(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], transposed: Sequence[bool]
+) -> tuple[Factor, ...]:
+    return tuple(Factor(*each) for each in zip(weights, biases, transposed, strict=True))
 
 
-def gather_products(
+def all_gather_matmul(
     circle: Circle, x: Tensor, dim: int, parts: int, factors: Sequence[Factor], keep: bool
 ) -> tuple[Tensor, ...]:
     """Each factor's product with what joins all ranks' ``x`` as ``S(dim, parts)``, and (``keep``) that itself."""
@@ -63,7 +65,9 @@ def gather_products(
     return (*made, whole) if whole is not None else tuple(made)
 
 
-def product_scatter(circle: Circle, xs: Sequence[Tensor], dim: int, parts: int, factors: Sequence[Factor]) -> Tensor:
+def matmul_reduce_scatter(
+    circle: Circle, xs: Sequence[Tensor], dim: int, parts: int, factors: Sequence[Factor]
+) -> Tensor:
     """This rank's slice, as ``S(dim, parts)``, of the sum over ranks of each of ``xs`` times its factor. A slice's sums
     travel to the rank that it belongs to, and each rank that they visit adds its own."""
     arriving: Callable[[], list[Tensor]] | None = None

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...core import slices
 from ...core.errors import RunError
 from ...core.mesh import Mesh
-from ..launch.gloo_threads import calm_readers
+from ..launch.gloo_threads import lower_gloo_thread_priority
 from .collectives import Native, collectives, pending
 from .symmetric import Kernels, kernels_of
 from .transport import GRADIENTS, VALUES, Pending, Wait
@@ -69,7 +69,7 @@ class DistributedTransport:
                 made = dist.new_group(list(ranks))
                 if self.rank in ranks:
                     self.group[ranks] = collectives(made)
-        calm_readers()
+        lower_gloo_thread_priority()
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 

@@ -22,7 +22,7 @@ from .transport import Pending, Wait
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """What a rank waits for: a collective ``kind`` over ``ranks``, at a place that ``label`` describes. ``runs``: how
     many rows go to each rank, where that is each rank's own."""
 
@@ -74,7 +74,7 @@ class LocalWorld:
 
     def __init__(self, mesh: Mesh, sites: Sequence[str] = ()) -> None:
         self.mesh, self.sites = mesh, sites
-        self.mail: dict[tuple[int, int, int], Channel] = defaultdict(Channel)
+        self.messages: dict[tuple[int, int, int], Channel] = defaultdict(Channel)
         self.hub = getcurrent()
         self.present = frozenset(range(mesh.size))
         self.transports: dict[int, LocalTransport] = {}
@@ -91,9 +91,9 @@ class LocalWorld:
         Where some ranks of the mesh are absent, the others stand for them in sums.
         """
         self.hub, self.present = getcurrent(), frozenset(functions)
-        self.mail.clear()
+        self.messages.clear()
         ranks = {rank: greenlet(function, self.hub) for rank, function in functions.items()}
-        waits: dict[int, Meeting | Mail] = {}
+        waits: dict[int, Rendezvous | Mail] = {}
         results: dict[int, Any] = {}
         ready: dict[int, Any] = {rank: self.transport(rank) for rank in ranks}
         try:
@@ -114,11 +114,11 @@ class LocalWorld:
                     one.throw()
         return {rank: results[rank] for rank in functions}
 
-    def _advance(self, waits: dict[int, Meeting | Mail], ready: dict[int, Any]) -> None:
+    def _advance(self, waits: dict[int, Rendezvous | Mail], ready: dict[int, Any]) -> None:
         for rank in sorted(waits):
             wait = waits.get(rank)
             if isinstance(wait, Mail):
-                there = self.mail[wait.source, rank, wait.channel].there
+                there = self.messages[wait.source, rank, wait.channel].there
                 if wait.number in there:
                     ready[rank] = there.pop(wait.number)
                     del waits[rank]
@@ -127,20 +127,20 @@ class LocalWorld:
                 if any(m is not None and (isinstance(m, Mail) or m.signature != wait.signature) for m in here):
                     self._mismatch(rank, wait, waits)
                     continue
-                if all(isinstance(m, Meeting) for m in here):
+                if all(isinstance(m, Rendezvous) for m in here):
                     answers = _carry_out(here, range(len(here)))  # type: ignore[arg-type]
                     for other, answer in zip(wait.ranks, answers, strict=True):
                         ready[other] = answer
                         del waits[other]
 
-    def _mismatch(self, rank: int, wait: Meeting, waits: dict[int, Meeting | Mail]) -> None:
+    def _mismatch(self, rank: int, wait: Rendezvous, waits: dict[int, Rendezvous | Mail]) -> None:
         for other in wait.ranks:
             met = waits.get(other)
-            if isinstance(met, Meeting) and rank in met.ranks and met.signature != wait.signature:
+            if isinstance(met, Rendezvous) and rank in met.ranks and met.signature != wait.signature:
                 raise RunError("QN401", f"rank {rank} is in {wait}\n  rank {other} is in {met}")
 
 
-def _carry_out(meetings: list[Meeting], wanted: Sequence[int]) -> list[Any]:
+def _carry_out(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
     """The collective's result on the ranks at ``wanted`` places."""
     kind, xs, detail = meetings[0].kind, [m.tensor for m in meetings], meetings[0].detail
     count = len(xs)
@@ -192,11 +192,11 @@ class LocalTransport:
     ) -> Tensor:
         here = tuple(rank for rank in ranks if rank in self.world.present)
         if len(here) == 1 < len(ranks):  # the others do the very same
-            alone = Meeting(kind, ranks, label, x, detail, runs)
+            alone = Rendezvous(kind, ranks, label, x, detail, runs)
             mine: Tensor = _carry_out([alone] * len(ranks), [ranks.index(self.rank)])[0]
             return mine
         ranks = here
-        answer: Tensor = self.world.hub.switch(Meeting(kind, ranks, label, x, detail, runs))
+        answer: Tensor = self.world.hub.switch(Rendezvous(kind, ranks, label, x, detail, runs))
         return answer
 
     def _site(self, at: int) -> str:
@@ -257,13 +257,13 @@ class LocalTransport:
         return self._meet("broadcast", x, ranks, label, source)
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
-        box = self.world.mail[self.rank, to, channel]
+        box = self.world.messages[self.rank, to, channel]
         box.there[box.sent] = x, label
         box.sent += 1
         return lambda: x
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
-        box = self.world.mail[source, self.rank, channel]
+        box = self.world.messages[source, self.rank, channel]
         mine = Mail(source, channel, box.asked, label)
         box.asked += 1
 

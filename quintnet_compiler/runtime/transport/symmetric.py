@@ -25,10 +25,10 @@ class Kernels:
     gather: Callable[..., Any]
     scatter: Callable[..., Tensor]
 
-    def gather_products(
+    def all_gather_matmul(
         self, x: Tensor, dim: int, parts: int, factors: Sequence[Factor], keep: bool
     ) -> tuple[Tensor, ...] | None:
-        """As :func:`.async_matmul.gather_products`."""
+        """As :func:`.async_matmul.all_gather_matmul`."""
         if parts > 1:
             return None
         matrices = [factor.matrix for factor in factors]
@@ -37,8 +37,10 @@ class Kernels:
         found = [out if factor.bias is None else out + factor.bias for out, factor in pairs]
         return tuple(x.contiguous() for x in (*found, *([whole] if keep else [])))
 
-    def product_scatter(self, xs: Sequence[Tensor], dim: int, parts: int, factors: Sequence[Factor]) -> Tensor | None:
-        """As :func:`.async_matmul.product_scatter`."""
+    def matmul_reduce_scatter(
+        self, xs: Sequence[Tensor], dim: int, parts: int, factors: Sequence[Factor]
+    ) -> Tensor | None:
+        """As :func:`.async_matmul.matmul_reduce_scatter`."""
         if parts > 1 or len(xs) > 1 or factors[0].bias is not None:
             return None
         return self.scatter(xs[0].contiguous(), factors[0].matrix, "sum", dim, self.group).contiguous()

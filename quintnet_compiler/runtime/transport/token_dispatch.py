@@ -15,7 +15,7 @@ class Router:
     def __init__(self, transport: Transport, mesh: Mesh) -> None:
         self.transport, self.mesh = transport, mesh
 
-    def route_plan(self, ids: Tensor, axis: str, experts: int, outer: int, at: int) -> Tensor:
+    def dispatch_plan(self, ids: Tensor, axis: str, experts: int, outer: int, at: int) -> Tensor:
         """The order in which rows with the experts ``ids`` leave, how many go to each rank of the axis, and how many
         come from each. ``outer``: the ways in which axes before this one split the experts."""
         size = self.mesh[axis]
@@ -26,18 +26,18 @@ class Router:
         receives = self.transport.exchange_rows(sends, [1] * size, [1] * size, axis, at)
         return torch.cat([owner.argsort(stable=True), sends, receives])
 
-    def route(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
+    def dispatch(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
         """The rows that belong to this rank, in the order of the ranks that they come from."""
         return self.transport.exchange_rows(*self._outgoing(x, axis, plan), axis, at)
 
-    def start_route(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
+    def start_dispatch(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
         return self.transport.start("exchange_rows", *self._outgoing(x, axis, plan), axis, at)
 
-    def unroute(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
+    def combine(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
         """What became of a rank's own rows, in their order."""
         return self._in_order(self.transport.exchange_rows(*self._returning(x, axis, plan), axis, at), plan, axis)
 
-    def start_unroute(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
+    def start_combine(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
         begun = self.transport.start("exchange_rows", *self._returning(x, axis, plan), axis, at)
         return lambda: self._in_order(begun(), plan, axis)
 

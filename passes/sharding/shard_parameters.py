@@ -16,7 +16,7 @@ from .axis_view import stores_state
 
 
 @dataclass(frozen=True)
-class ShardState:
+class ShardParameters:
     """Give parameters that are whole on a data axis a type that is not, where nothing but their storage changes.
 
     Before: %w: (R, S(0));  %linear = linear(%x, %w: (R, S(0)))

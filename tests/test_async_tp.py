@@ -20,7 +20,7 @@ from quintnet_compiler.core.annotations import num_bytes, value, values
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ir.program import DifferentiatedProgram
-from quintnet_compiler.ops.collectives import gather_products, product_scatter
+from quintnet_compiler.ops.collectives import all_gather_matmul, matmul_reduce_scatter
 from quintnet_compiler.passes.checks.fused import check_fused
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.transport.async_matmul import factors
@@ -69,7 +69,7 @@ class GatedBlock(nn.Module):
 
 
 def _compile(name: str, axes: dict[str, int], **options: Any) -> quintnet.CompiledProgram:
-    options = {"async_tensor": True, **options}
+    options = {"async_tp": True, **options}
     case = CASES[name if name != "gated" else "gpt"]
     if name != "gated":
         return quintnet.compile(build(name), Mesh(**axes), case.batch(8), loss_fn=case.loss_fn, **options)
@@ -79,19 +79,19 @@ def _compile(name: str, axes: dict[str, int], **options: Any) -> quintnet.Compil
 
 
 def _source(program: quintnet.CompiledProgram) -> DifferentiatedProgram:
-    return program._leader().program.source
+    return program._primary().program.source
 
 
 def _count(program: quintnet.CompiledProgram) -> Counter[str]:
     found = Counter(str(node.target) for node in _source(program).graph.nodes)
-    return Counter({name: found[f"quintnet.{name}.default"] for name in ("gather_products", "product_scatter")})
+    return Counter({name: found[f"quintnet.{name}.default"] for name in ("all_gather_matmul", "matmul_reduce_scatter")})
 
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], int, int]] = [
     # forward: two of each in a block; what the backward waits for: one gather
     ("gated", {"tp": 2}, {}, 7, 4),
     ("gated", {"tp": 2}, {"overlap": False}, 9, 9),
-    ("gated", {"tp": 4}, {"overlap": False, "regather": False}, 9, 9),
+    ("gated", {"tp": 4}, {"overlap": False, "reshard_after_forward": False}, 9, 9),
     ("gpt", {"tp": 4}, {"overlap": False}, 13, 13),
     ("gpt", {"tp": 2}, {"recompute": "selective"}, 10, 7),
     ("hf_gpt2_double", {"tp": 2}, {}, 9, 6),
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_unsplit_model(
     name: str, axes: dict[str, int], options: dict[str, Any], gathers: int, scatters: int
 ) -> None:
     program = _compile(name, axes, **options)
-    assert dict(_count(program)) == {"gather_products": gathers, "product_scatter": scatters}
+    assert dict(_count(program)) == {"all_gather_matmul": gathers, "matmul_reduce_scatter": scatters}
     report = program.verify()
     assert report.ok, str(report)
 
@@ -117,20 +117,20 @@ def test_what_does_not_divide_or_is_multiplied_stays_apart() -> None:
         program = _compile(name, axes)
         assert program.verify().ok
         for node in _source(program).graph.nodes:
-            if node.target in (gather_products, product_scatter):
+            if node.target in (all_gather_matmul, matmul_reduce_scatter):
                 made = values(node)[0]
                 assert 0 <= node.args[3] < made.dim() - 1
 
 
-@pytest.mark.parametrize("options", [{}, {"regather": False}, {"recompute": "selective"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"recompute": "selective"}], ids=str)
 def test_nothing_more_is_kept(options: dict[str, Any]) -> None:
     """What a forward leaves for its backward, by name; gathered values stay the slices that they were."""
     found = []
     for fused in (True, False):
-        program = _compile("gated", {"tp": 2}, async_tensor=fused, microbatches=2, **options)
+        program = _compile("gated", {"tp": 2}, async_tp=fused, microbatches=2, **options)
         nodes = {node.name: node for node in _source(program).graph.nodes}
         found.append(
-            {name: num_bytes(value(nodes[name])) for stage in program._leader().program.stages for name in stage.saved}
+            {name: num_bytes(value(nodes[name])) for stage in program._primary().program.stages for name in stage.saved}
         )
     assert found[0] == found[1]
 
@@ -154,7 +154,7 @@ def test_a_ring_is_the_collective_and_the_products(data: st.DataObject) -> None:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    turned = [data.draw(st.booleans()) for _ in range(count)]
+    transposed = [data.draw(st.booleans()) for _ in range(count)]
     columns = [data.draw(st.integers(1, 4)) for _ in range(count)]
     biased = [data.draw(st.booleans()) for _ in range(count)]
     world = LocalWorld(Mesh(tp=ranks), ("here",))
@@ -164,36 +164,38 @@ def test_a_ring_is_the_collective_and_the_products(data: st.DataObject) -> None:
         return world.run({r: lambda t: task(Comm(t, mesh, {"tp": t.rank})) for r in range(ranks)})
 
     whole = normal(*sizes)
-    weights = [normal(n, 2) if turn else normal(2, n) for n, turn in zip(columns, turned, strict=True)]
+    weights = [normal(n, 2) if turn else normal(2, n) for n, turn in zip(columns, transposed, strict=True)]
     biases = [normal(n) if has else None for n, has in zip(columns, biased, strict=True)]
 
     def gathered(comm: Comm) -> Any:
         mine = slices.take(whole, dim, parts, ranks, comm.coordinate["tp"])
-        return comm.gather_products(mine, "tp", dim, parts, weights, biases, turned, keep, 0)
+        return comm.all_gather_matmul(mine, "tp", dim, parts, weights, biases, transposed, keep, 0)
 
-    expected = [_times(whole, *each) for each in zip(weights, biases, turned, strict=True)]
+    expected = [_times(whole, *each) for each in zip(weights, biases, transposed, strict=True)]
     for made in run(gathered).values():
         assert len(made) == count + keep
         for a, b in zip(made, [*expected, whole], strict=False):
             torch.testing.assert_close(a, b)
 
     xs = [[normal(*sizes) for _ in range(count)] for _ in range(ranks)]
-    weights = [normal(3, 2) if turn else normal(2, 3) for turn in turned]
+    weights = [normal(3, 2) if turn else normal(2, 3) for turn in transposed]
     biases = [normal(3) if has else None for has in biased]
 
     def scattered(comm: Comm) -> Any:
-        return comm.product_scatter(xs[comm.coordinate["tp"]], "tp", dim, parts, weights, biases, turned, 0)
+        return comm.matmul_reduce_scatter(xs[comm.coordinate["tp"]], "tp", dim, parts, weights, biases, transposed, 0)
 
     terms = [
-        _times(x, *each) for row in xs for x, each in zip(row, zip(weights, biases, turned, strict=True), strict=True)
+        _times(x, *each)
+        for row in xs
+        for x, each in zip(row, zip(weights, biases, transposed, strict=True), strict=True)
     ]
     total = torch.stack(terms).sum(0)
     for rank, made in run(scattered).items():
         torch.testing.assert_close(made, slices.take(total, dim, parts, ranks, rank))
 
 
-def _times(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor:
-    return F.linear(x, weight if turned else weight.t(), bias)
+def _times(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    return F.linear(x, weight if transposed else weight.t(), bias)
 
 
 # -- what is not so is noticed
@@ -209,48 +211,51 @@ def _set(node: fx.Node, **changes: Any) -> None:
 
 
 def _swapped_weights(graph: fx.Graph) -> None:
-    node = next(n for n in _fused(graph, gather_products) if len(n.args[5]) > 1)
+    node = next(n for n in _fused(graph, all_gather_matmul) if len(n.args[5]) > 1)
     _set(node, weights=[*node.args[5][1:], node.args[5][0]])
 
 
 def _other_slices(graph: fx.Graph) -> None:
-    _set(_fused(graph, gather_products)[0], parts=2)
+    _set(_fused(graph, all_gather_matmul)[0], parts=2)
 
 
 def _other_source(graph: fx.Graph) -> None:
-    first, second = _fused(graph, gather_products)[:2]
+    first, second = _fused(graph, all_gather_matmul)[:2]
     _set(second, x=first.args[0])
 
 
 def _other_result(graph: fx.Graph) -> None:
-    node = next(n for n in _fused(graph, gather_products) if len(n.args[5]) > 1)
+    node = next(n for n in _fused(graph, all_gather_matmul) if len(n.args[5]) > 1)
     first, second = list(node.users)[:2]
     first.args, second.args = second.args, first.args
 
 
 def _no_bias(graph: fx.Graph) -> None:
-    _set(next(n for n in _fused(graph, product_scatter) if any(n.args[6])), biases=[None])
+    _set(next(n for n in _fused(graph, matmul_reduce_scatter) if any(n.args[6])), biases=[None])
 
 
 def _turned(graph: fx.Graph) -> None:
-    _set(_fused(graph, product_scatter)[0], turned=[not x for x in _fused(graph, product_scatter)[0].args[7]])
+    _set(
+        _fused(graph, matmul_reduce_scatter)[0],
+        transposed=[not x for x in _fused(graph, matmul_reduce_scatter)[0].args[7]],
+    )
 
 
 def _term_lost(graph: fx.Graph) -> None:
-    node = next(n for n in _fused(graph, product_scatter) if len(n.args[0]) > 1)
+    node = next(n for n in _fused(graph, matmul_reduce_scatter) if len(n.args[0]) > 1)
     xs, *rest = node.args
     lists = [xs[1:], *rest[:4], *(x[1:] for x in rest[4:])]
     node.args = tuple(lists)
 
 
 def _scattered_elsewhere(graph: fx.Graph) -> None:
-    _set(_fused(graph, product_scatter)[0], dim=1)
+    _set(_fused(graph, matmul_reduce_scatter)[0], dim=1)
 
 
 def _lost(graph: fx.Graph) -> None:
     """A reduce_scatter of something else in its place."""
-    node = _fused(graph, product_scatter)[1]
-    node.replace_all_uses_with(_fused(graph, product_scatter)[0])
+    node = _fused(graph, matmul_reduce_scatter)[1]
+    node.replace_all_uses_with(_fused(graph, matmul_reduce_scatter)[0])
     graph.erase_node(node)
 
 
@@ -262,7 +267,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("name", "change"), CHANGES)
 def test_the_pass_is_checked_against_what_it_was_given(name: str, change: Callable[[fx.Graph], None]) -> None:
-    before, after = (_source(_compile(name, {"tp": 2}, overlap=False, async_tensor=fused)) for fused in (False, True))
+    before, after = (_source(_compile(name, {"tp": 2}, overlap=False, async_tp=fused)) for fused in (False, True))
     check_fused(before, after)
     mutant, _ = copied(after)
     change(mutant.graph)
@@ -273,10 +278,10 @@ def test_the_pass_is_checked_against_what_it_was_given(name: str, change: Callab
 
 def test_a_product_in_another_stage_is_noticed() -> None:
     before, after = (
-        _source(_compile("gated", {"pp": 2, "tp": 2}, microbatches=2, async_tensor=fused)) for fused in (False, True)
+        _source(_compile("gated", {"pp": 2, "tp": 2}, microbatches=2, async_tp=fused)) for fused in (False, True)
     )
     mutant, new = copied(after)
-    node = new[_fused(after.graph, product_scatter)[0]]
+    node = new[_fused(after.graph, matmul_reduce_scatter)[0]]
     mutant.stage[node] = 1 - mutant.stage[node]
     with pytest.raises(CompileError, match="another value"):
         check_fused(before, mutant)
@@ -289,14 +294,14 @@ def test_a_slice_travels_while_another_is_multiplied() -> None:
     """At sizes at which products take longer than slices travel, forward gathers and scatters cost nothing."""
     exposed = {}
     for fused in (True, False):
-        program = _compile("gated", {"tp": 4}, async_tensor=fused)
+        program = _compile("gated", {"tp": 4}, async_tp=fused)
         for overlaps in (True, False):
             costs = _Slow(Cluster("h100"), overlaps=overlaps)
-            exposed[fused, overlaps] = simulate_program(program._leader().program, costs).exposed["tp"]
+            exposed[fused, overlaps] = simulate_program(program._primary().program, costs).exposed["tp"]
     names = {
         n.name
         for n in _source(_compile("gated", {"tp": 4})).graph.nodes
-        if n.target in (gather_products, product_scatter)
+        if n.target in (all_gather_matmul, matmul_reduce_scatter)
     }
     assert len(names) == 11
     assert exposed[True, True] < 0.6 * exposed[False, True]
@@ -308,7 +313,7 @@ class _Slow(ClusterCosts):
 
     def node_seconds(self, node: fx.Node) -> float:
         seconds = super().node_seconds(node)
-        return seconds + 1e-3 if "product" in str(node.target) else seconds
+        return seconds + 1e-3 if node.target in (all_gather_matmul, matmul_reduce_scatter) else seconds
 
 
 # -- between processes
@@ -331,17 +336,19 @@ def _kernels_and_ring(lead: tuple[int, ...], dim: int) -> tuple[list[Tensor], li
     weights = [torch.ones(6, 4).triu().double(), torch.ones(6, 5).tril().double().t()]
     options: Any = weights, [None, torch.arange(5.0).double()], [False, True]
     given = factors(*options)
-    ring = [*comm.gather_products(x, "tp", dim, 1, *options, True, 0)]
-    ring.append(comm.product_scatter([x], "tp", dim, 1, weights[:1], [None], [False], 0))
+    ring = [*comm.all_gather_matmul(x, "tp", dim, 1, *options, True, 0)]
+    ring.append(comm.matmul_reduce_scatter([x], "tp", dim, 1, weights[:1], [None], [False], 0))
     found, scattered = (
-        (k := reference).gather_products(x, dim, 1, given, True),
-        k.product_scatter([x], dim, 1, given[:1]),
+        (k := reference).all_gather_matmul(x, dim, 1, given, True),
+        k.matmul_reduce_scatter([x], dim, 1, given[:1]),
     )
     assert found is not None and scattered is not None
-    assert k.product_scatter([x, x], dim, 1, [given[0]] * 2) is None is k.gather_products(x, dim, 2, given, False)
+    assert (
+        k.matmul_reduce_scatter([x, x], dim, 1, [given[0]] * 2) is None is k.all_gather_matmul(x, dim, 2, given, False)
+    )
     real, on_meta = fused_kernels(group), factors([w.to("meta") for w in weights], [None, None], [False, True])
-    shapes = [*real.gather_products(x.to("meta"), dim, 1, on_meta, True)]  # type: ignore[misc]
-    shapes.append(real.product_scatter([x.to("meta")], dim, 1, on_meta[:1]))  # type: ignore[arg-type]
+    shapes = [*real.all_gather_matmul(x.to("meta"), dim, 1, on_meta, True)]  # type: ignore[misc]
+    shapes.append(real.matmul_reduce_scatter([x.to("meta")], dim, 1, on_meta[:1]))  # type: ignore[arg-type]
     return [*found, scattered], ring, [s.shape for s in shapes] == [r.shape for r in ring]
 
 
