@@ -21,43 +21,23 @@ from ..core.sharding import AxisType
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
-from ..equivalence.dry_run import check_ranks
 from ..ir.invariants import verify
-from ..ir.plan import Plan, fixed_types, precision_of
-from ..ir.program import Axis, Captured, DistributedProgram, ShardedProgram, StagedProgram
-from ..ops.collectives import COMMUNICATION, MICROBATCHES, all_reduce
+from ..ir.plan import Plan
+from ..ir.program import Captured, DistributedProgram, ShardedProgram, StagedProgram
+from ..ops.collectives import COMMUNICATION, all_reduce
 from ..passes.autodiff.differentiate import Differentiate
-from ..passes.autodiff.recompute import Recompute
-from ..passes.autodiff.recompute_budget import Budget
-from ..passes.checks.backward import check_backward
-from ..passes.checks.code import check_code
-from ..passes.checks.fused import check_fused
-from ..passes.checks.notation import check_notation
-from ..passes.checks.overlap import check_overlap
-from ..passes.checks.reductions import check_reductions
-from ..passes.checks.slices import check_slices
-from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
-from ..passes.frontend.lower_precision import LowerPrecision
-from ..passes.frontend.normalize import Normalize
-from ..passes.lowering.coalesce_collectives import CoalesceCollectives
-from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
-from ..passes.lowering.insert_communication import InsertCommunication
-from ..passes.overlap.async_tp import FuseCollectiveMatmuls
-from ..passes.overlap.overlap import Overlap
-from ..passes.rules.expert_axes import check_experts
 from ..passes.rules.notation import Rule
-from ..passes.rules.strategies import RuleBook
 from ..passes.rules.table import RULES
-from ..passes.sharding.axis_view import Wishes, stores_state
-from ..passes.sharding.choose_sharding import ChooseSharding
+from ..passes.sharding.axis_view import stores_state
 from ..passes.sharding.replicated import unsplit
-from ..passes.sharding.shard_parameters import ShardParameters, stored_whole, storing_axes
+from ..passes.sharding.shard_parameters import stored_whole, storing_axes
 from ..passes.stages.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
 from ..passes.stages.follow_stages import FollowStages
 from ..schedules.kinds import forward_only
-from ..schedules.schedule import Op, Schedule
+from ..schedules.schedule import Schedule
 from ..schedules.synthesis import StageTimes, schedule_of
+from .pipeline import Setting, expert_axes, passed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -99,18 +79,6 @@ class Request:
     device: torch.device
     rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
     held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
-
-
-def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
-    """The axes that shardings nest in: data outermost, then microbatches, context, model axes."""
-    found = [
-        Axis("dp", mesh["dp"], "data"),
-        Axis("ep", mesh["ep"], "data"),
-        Axis(MICROBATCHES, microbatches, "time"),
-        Axis("cp", mesh["cp"], "context"),
-        Axis("tp", mesh["tp"], "model"),
-    ]
-    return tuple(axis for axis in found if axis.size > 1)
 
 
 @dataclass(frozen=True)
@@ -168,13 +136,14 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
 def _compiled(captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
     mesh, plan = request.mesh, request.plan
     microbatches = plan.microbatches if training else _fitting(request, plan.microbatches)
-    sharded = _shard(captured, request, runner, microbatches)
-    staged = runner(CutStages(mesh["pp"] * plan.virtual_stages, _prices(request), plan.stages), sharded)
+    setting = _setting(request, microbatches, training=training)
+    staged = passed(runner, setting, captured, CutStages)
+    sharded = staged.sharded
     schedule = _schedule(request, staged, microbatches)
     if not training:
         schedule = forward_only(schedule.placement, microbatches)
-    program = _lower(staged, request, runner, schedule, training=training)
-    whole = unsplit(sharded, RuleBook(request.rules, plan.unknown_ops))
+    program = passed(runner, replace(setting, schedule=schedule), staged, GenerateRanks, after=CutStages)
+    whole = unsplit(sharded, setting.book)
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     again = partial(compile_program, captured, request, training=training)
     complete = _complete(plan, mesh, sharded, staged, program)
@@ -195,14 +164,18 @@ def _followed(
     microbatches = request.plan.microbatches
     if not training:
         microbatches = _fitting(request, microbatches)
-    sharded = _shard(captured, request, runner, microbatches)
     placement = primary.program.schedule.placement
-    staged = runner(FollowStages(len(placement), primary.stages), sharded)
+    follow = FollowStages(len(placement), primary.stages)
+    setting = replace(_setting(request, microbatches, training=training), cut=follow)
+    staged = passed(runner, setting, captured, CutStages)
     if training:
         schedule = _schedule(request, staged, microbatches, placement)
     else:
         schedule = forward_only(placement, microbatches)
-    return _lower(staged, request, runner, schedule, training=training)
+    program: DistributedProgram = passed(
+        runner, replace(setting, schedule=schedule), staged, GenerateRanks, after=CutStages
+    )
+    return program
 
 
 def _fitting(request: Request, microbatches: int) -> int:
@@ -220,13 +193,6 @@ def _schedule(
 
     plan, ranks = request.plan, request.mesh["pp"]
     return schedule_of(plan.schedule, ranks, microbatches, plan.virtual_stages, times, placement)
-
-
-def _budget(request: Request, schedule: Schedule) -> Budget | None:
-    """What may be saved, and what making a node again takes."""
-    if request.plan.activation_memory_budget is None:
-        return None
-    return Budget(int(request.plan.activation_memory_budget * 2**30), schedule, _node_seconds(request))
 
 
 def _node_seconds(request: Request) -> Callable[[fx.Node], float]:
@@ -249,59 +215,12 @@ def _prices(request: Request) -> Roofline:
     return Roofline(unknown="memory" if own else "error")
 
 
-def _shard(captured: Captured, request: Request, runner: Runner, microbatches: int) -> ShardedProgram:
-    program = runner(Normalize(request.batch_size, request.device), captured)
-    program = runner(LowerPrecision(precision_of(request.plan)), program)
-    check_experts(program.graph, request.plan.experts)
-    names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
-    axes = axes_of(request.mesh, microbatches)
-    plan = request.plan
-    fixed = {**fixed_types(plan, names, request.mesh), **request.held}
-    experts = _experts(plan)
-    choose = ChooseSharding(
-        axes,
-        RuleBook(request.rules, request.plan.unknown_ops),
-        _prices(request),
-        Wishes(fixed, plan.sequence_parallel, plan.context, experts),
-    )
-    store = ShardParameters(plan.zero, plan.zero_axes if plan.zero else (), fixed, experts)
-    return runner(store, runner(choose, program))
-
-
-def _lower(
-    staged: StagedProgram, request: Request, runner: Runner, schedule: Schedule, *, training: bool
-) -> DistributedProgram:
-    local = runner(InsertCommunication(dict(request.rules), request.plan.context_load_balance), staged)
-    runner.check(check_notation, staged.sharded.program.graph, request.rules)
-    runner.check(check_types, local, RuleBook(request.rules, request.plan.unknown_ops))
-    runner.check(check_reductions, local)
-    local = runner(FuseTokenDispatch(request.rules), local)
-    differentiate = Differentiate(training)
-    differentiated = runner(differentiate, local)
-    again, reshard_after_forward = request.plan.recompute, request.plan.reshard_after_forward
-    if training and (again != "none" or reshard_after_forward):
-        differentiated = runner(Recompute(again, reshard_after_forward, _budget(request, schedule)), differentiated)
-    runner.check(check_backward, differentiated, training, differentiate.templates)
-    if staged.sharded.gathered:
-        differentiated = runner(CoalesceCollectives(), differentiated)
-    if request.plan.overlap:
-        halves = {action.stage for row in schedule.actions for action in row if action.op is Op.BACKWARD_WEIGHT}
-        blocking = differentiated
-        differentiated = runner(Overlap(_node_seconds(request), frozenset(halves)), blocking)
-        runner.check(check_overlap, blocking, differentiated)
-    if request.plan.async_tp:  # what nothing hides by now
-        apart = differentiated
-        differentiated = runner(FuseCollectiveMatmuls(), apart)
-        runner.check(check_fused, apart, differentiated)
-    program = runner(GenerateRanks(request.mesh, schedule), differentiated)
-    runner.check(check_code, program)
-    runner.check(check_slices, program)
-    runner.check(check_ranks, program)
-    return program
-
-
-def _experts(plan: Plan) -> tuple[str, ...]:
-    return plan.experts or ("ep",)
+def _setting(request: Request, microbatches: int, *, training: bool) -> Setting:
+    return Setting(
+        request.mesh, request.plan, request.rules, microbatches, _prices(request),
+        training=training, batch_size=request.batch_size, device=request.device, held=request.held,
+        node_seconds=_node_seconds(request), differentiate=Differentiate(training),
+    )  # fmt: skip
 
 
 def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:
@@ -314,7 +233,7 @@ def _complete(
 ) -> Plan:
     decided = [(i, axis.name) for i, axis in enumerate(sharded.axes) if axis.role == "model"]
     storing = [(i, sharded.axes[i]) for i in storing_axes(sharded)]
-    decided += [(i, axis.name) for i, axis in storing if stores_state(axis, _experts(plan))]
+    decided += [(i, axis.name) for i, axis in storing if stores_state(axis, expert_axes(plan))]
     kinds: dict[str, dict[str, str]] = {}
     for spec in program.state.values():
         if spec.kind == "parameter" and decided:

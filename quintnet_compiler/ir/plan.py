@@ -222,7 +222,7 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
     if (plan.recompute == "auto") != (plan.activation_memory_budget is not None):
         raise CompileError(
             "QN207", f"recompute={plan.recompute!r} with activation_memory_budget={plan.activation_memory_budget}",
-            fix='use recompute="auto" and activation_memory_budget (in GiB) together',
+            fix='use recompute="auto" and activation_memory_budget together, in GiB',
         )  # fmt: skip
     if plan.zero and all(mesh[name] == 1 for name in plan.zero_axes):
         raise CompileError(

@@ -1,0 +1,246 @@
+"""The passes, in order: one list, which the compiler runs and the planner, dumps and documentation read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ..core.mesh import Mesh
+from ..core.sharding import AxisType
+from ..equivalence.dry_run import check_ranks
+from ..ir.cost_protocol import CostModel
+from ..ir.plan import Plan, fixed_types, precision_of
+from ..ir.program import Axis, Program
+from ..ops.collectives import MICROBATCHES
+from ..passes.autodiff.differentiate import Differentiate
+from ..passes.autodiff.recompute import Recompute
+from ..passes.autodiff.recompute_budget import Budget
+from ..passes.checks.backward import check_backward
+from ..passes.checks.code import check_code
+from ..passes.checks.fused import check_fused
+from ..passes.checks.notation import check_notation
+from ..passes.checks.overlap import check_overlap
+from ..passes.checks.reductions import check_reductions
+from ..passes.checks.slices import check_slices
+from ..passes.checks.types import check_types
+from ..passes.codegen.generate_ranks import GenerateRanks
+from ..passes.frontend.lower_precision import LowerPrecision
+from ..passes.frontend.normalize import Normalize
+from ..passes.lowering.coalesce_collectives import CoalesceCollectives
+from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
+from ..passes.lowering.insert_communication import InsertCommunication
+from ..passes.overlap.async_tp import FuseCollectiveMatmuls
+from ..passes.overlap.overlap import Overlap
+from ..passes.rules.expert_axes import check_experts
+from ..passes.rules.notation import Rule
+from ..passes.rules.strategies import RuleBook
+from ..passes.sharding.axis_view import Wishes
+from ..passes.sharding.choose_sharding import ChooseSharding
+from ..passes.sharding.shard_parameters import ShardParameters
+from ..passes.stages.cut_stages import CutStages
+from ..schedules.schedule import Op, Schedule
+
+Pass = Callable[[Any], Any]
+Check = tuple[Callable[..., None], tuple[Any, ...]]  # a function that raises, and its arguments
+
+
+class Runner(Protocol):
+    """What applies a pass to a program, and runs a check."""
+
+    def __call__(self, step: Pass, program: Any) -> Any: ...
+
+    def check(self, prove: Callable[..., None], *given: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What passes are made from: everything but the program that they get.
+
+    ``cut``: how stages are cut, where it is not for the first time. ``schedule``: known after stages are cut.
+    ``node_seconds``: the time of a node of a rank's graph. ``held``: (cache, axis) -> the type that it has already.
+    ``repeats``: how many operators a node of a folded program stands for.
+    """
+
+    mesh: Mesh
+    plan: Plan
+    rules: Mapping[Any, Rule]
+    microbatches: int
+    cost: CostModel
+    training: bool = True
+    batch_size: int = 0
+    device: torch.device = torch.device("cpu")
+    held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+    repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+    node_seconds: Callable[[fx.Node], float] = lambda node: 0.0
+    cut: Pass | None = None
+    schedule: Schedule | None = None
+    differentiate: Differentiate = field(default_factory=Differentiate)
+
+    @property
+    def book(self) -> RuleBook:
+        return RuleBook(self.rules, self.plan.unknown_ops)
+
+
+@dataclass(frozen=True)
+class PassSpec:
+    """A pass: its class, the type of program that it returns, and what it decides, in a line.
+
+    ``make(setting, program)``: the pass, or None where a plan has no use for it. ``checks(setting, before, after)``:
+    proofs of its result, beside :func:`..ir.invariants.verify` of the type; where it did not run, ``after`` is
+    ``before``.
+    """
+
+    kind: type
+    result: str
+    decides: str
+    make: Callable[[Setting, Any], Pass | None]
+    checks: Callable[[Setting, Any, Any], Iterable[Check]] = lambda setting, before, after: ()
+
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
+
+
+def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
+    """The axes that shardings nest in: data outermost, then microbatches, context, model axes."""
+    found = [
+        Axis("dp", mesh["dp"], "data"),
+        Axis("ep", mesh["ep"], "data"),
+        Axis(MICROBATCHES, microbatches, "time"),
+        Axis("cp", mesh["cp"], "context"),
+        Axis("tp", mesh["tp"], "model"),
+    ]
+    return tuple(axis for axis in found if axis.size > 1)
+
+
+def expert_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes over which experts are spread."""
+    return plan.experts or ("ep",)
+
+
+def fixed(setting: Setting, program: Program) -> dict[tuple[str, str], AxisType]:
+    """(parameter, axis) -> the type that the plan, or another program on the same parameters, gives it."""
+    names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
+    return {**fixed_types(setting.plan, names, setting.mesh), **setting.held}
+
+
+def _choose(s: Setting, program: Any) -> Pass:
+    plan = s.plan
+    constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
+    return ChooseSharding(axes_of(s.mesh, s.microbatches), s.book, s.cost, constraints, s.repeats)
+
+
+def _store(s: Setting, sharded: Any) -> Pass:
+    axes = s.plan.zero_axes if s.plan.zero else ()
+    return ShardParameters(s.plan.zero, axes, fixed(s, sharded.program), expert_axes(s.plan))
+
+
+def _recompute(s: Setting, program: Any) -> Pass | None:
+    plan = s.plan
+    if not s.training or (plan.recompute == "none" and not plan.reshard_after_forward):
+        return None
+    gib, budget = plan.activation_memory_budget, None
+    if gib is not None and s.schedule is not None:
+        budget = Budget(int(gib * 2**30), s.schedule, s.node_seconds)
+    return Recompute(plan.recompute, plan.reshard_after_forward, budget)
+
+
+def _overlap(s: Setting, program: Any) -> Pass | None:
+    if not s.plan.overlap:
+        return None
+    rows = _scheduled(s).actions
+    halves = {action.stage for row in rows for action in row if action.op is Op.BACKWARD_WEIGHT}
+    return Overlap(s.node_seconds, frozenset(halves))
+
+
+def _scheduled(s: Setting) -> Schedule:
+    if s.schedule is None:
+        raise AssertionError("passes behind the cut of stages need a schedule")
+    return s.schedule
+
+
+def _typed(s: Setting, before: Any, after: Any) -> list[Check]:
+    return [
+        (check_notation, (before.sharded.program.graph, s.rules)),
+        (check_types, (after, s.book)),
+        (check_reductions, (after,)),
+    ]
+
+
+PIPELINE: tuple[PassSpec, ...] = (
+    PassSpec(
+        Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
+        lambda s, p: Normalize(s.batch_size, s.device),
+    ),
+    PassSpec(
+        LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",
+        lambda s, p: LowerPrecision(precision_of(s.plan)),
+        lambda s, before, after: [(check_experts, (after.graph, s.plan.experts))],
+    ),
+    PassSpec(
+        ChooseSharding, "ShardedProgram", "how each operator runs on each mesh axis: an integer program per axis",
+        _choose,
+    ),
+    PassSpec(
+        ShardParameters, "ShardedProgram", "which parameters are stored in slices (ZeRO), and when they are gathered",
+        _store,
+    ),
+    PassSpec(
+        CutStages, "StagedProgram", "which pipeline stage each operator belongs to: dynamic programming over costs",
+        lambda s, p: s.cut or CutStages(s.mesh["pp"] * s.plan.virtual_stages, s.cost, s.plan.stages),
+    ),
+    PassSpec(
+        InsertCommunication, "LocalProgram", "local shapes; every change of sharding is a `convert` node",
+        lambda s, p: InsertCommunication(dict(s.rules), s.plan.context_load_balance), _typed,
+    ),
+    PassSpec(
+        FuseTokenDispatch, "LocalProgram", "tokens that would be combined and dispatched again stay where they are",
+        lambda s, p: FuseTokenDispatch(s.rules),
+    ),
+    PassSpec(
+        Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",
+        lambda s, p: s.differentiate,
+    ),
+    PassSpec(
+        Recompute, "DifferentiatedProgram", "what the backward computes, or gathers, again (activation checkpointing)",
+        _recompute,
+        lambda s, before, after: [(check_backward, (after, s.training, s.differentiate.templates))],
+    ),
+    PassSpec(
+        CoalesceCollectives, "DifferentiatedProgram", "which slices of parameters travel as one message",
+        lambda s, p: CoalesceCollectives() if p.local.staged.sharded.gathered else None,
+    ),
+    PassSpec(
+        Overlap, "DifferentiatedProgram", "when communication starts, and what is computed until it is waited for",
+        _overlap,
+        lambda s, before, after: [(check_overlap, (before, after))] if after is not before else [],
+    ),
+    PassSpec(
+        FuseCollectiveMatmuls, "DifferentiatedProgram", "which collectives run slice by slice with matmuls (async TP)",
+        lambda s, p: FuseCollectiveMatmuls() if s.plan.async_tp else None,
+        lambda s, before, after: [(check_fused, (before, after))] if after is not before else [],
+    ),
+    PassSpec(
+        GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
+        lambda s, p: GenerateRanks(s.mesh, _scheduled(s)),
+        lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
+    ),
+)  # fmt: skip
+
+
+def passed(
+    runner: Runner, setting: Setting, program: Any, upto: type, *, after: type | None = None, skip: Container[type] = ()
+) -> Any:
+    """``program`` behind the passes up to ``upto``, beginning with the one that follows ``after``."""
+    kinds = [spec.kind for spec in PIPELINE]
+    first = kinds.index(after) + 1 if after is not None else 0
+    for spec in PIPELINE[first : kinds.index(upto) + 1]:
+        step = spec.make(setting, program) if spec.kind not in skip else None
+        before, program = program, runner(step, program) if step is not None else program
+        for check, given in spec.checks(setting, before, program):
+            runner.check(check, *given)
+    return program
