@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from quintnet_compiler.cli import answer, app
 from quintnet_compiler.core.error_help import ErrorHelp, error_help
+from quintnet_compiler.core.error_table import ERRORS
 from quintnet_compiler.core.errors import (
-    SUMMARIES,
     CheckpointError,
     CompileError,
     FaultWarning,
@@ -179,10 +179,10 @@ def test_no_colour_reaches_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_errors_are_explained() -> None:
-    for code in SUMMARIES:
+    for code in ERRORS:
         found = error_help(code)
         assert isinstance(found, ErrorHelp) and found.why.endswith(".") and found.fix.endswith(".")
-    assert _document("explain", "qn203")["summary"] == SUMMARIES["QN203"]
+    assert _document("explain", "qn203")["summary"] == ERRORS["QN203"].summary
     done = _run("explain", "QN230")
     assert done.exit_code == 2 and "QN203" in done.stderr
     assert "NAME" in _run("explain", "cli_target:build").stderr

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..core.error_help import ErrorHelp, error_help
+from ..core.error_help import ErrorHelp, error_help, error_page
 from .answer import Answer
 from .options import Json, MeshOption, Microbatches, PlanOption, compiled
 
@@ -23,7 +23,8 @@ def explain(
     ] = None,
     json: Json = False,
 ) -> Answer:
-    """What a program does with a module, an operator or a parameter and what that costs; or what an error means.
+    """What a program does with a module, an operator or a parameter and what that costs; or what an error means
+    (``errors``: all of them, as docs/errors.md has them).
 
     Exit code: 0, 2 usage, 4 the model or the layout is not supported, or has nothing of this name.
 
@@ -38,6 +39,8 @@ def explain(
 
 
 def _error(code: str) -> Answer:
+    if code == "errors":
+        return Answer.of(error_page())
     found = error_help(code)
     if isinstance(found, ErrorHelp):
         return Answer.of(found)
