@@ -162,7 +162,7 @@ WRONG: dict[str, Callable[[], object]] = {
 }
 
 MESSAGES: dict[str, str] = {
-    "unknown axis": ("QN201 the mesh is not valid\n  unknown axis 'xp'\n  fix: use some of dp, tp, cp, ep, pp"),
+    "unknown axis": ("QN201 the mesh is not valid\n  unknown axis 'xp'\n  fix: use some of pp, dp, ep, cp, tp"),
     "an axis of no ranks": (
         "QN201 the mesh is not valid\n  axis dp has size 0\n  fix: give each axis a whole number of ranks, 1 or more"
     ),
@@ -238,7 +238,7 @@ MESSAGES: dict[str, str] = {
         "  parameters.ups.0.weight: 'S0' is not a sharding type; use I, R, P, S(dim) or S(dim,parts)"
     ),
     "rule over the pipeline": (
-        "QN201 the mesh is not valid\n  the plan shards 'ups.0.weight' over 'pp'\n  fix: name one of dp, tp, cp, ep"
+        "QN201 the mesh is not valid\n  the plan shards 'ups.0.weight' over 'pp'\n  fix: name one of dp, ep, cp, tp"
     ),
     "type that does not divide": (
         "QN203 the layout does not divide\n"

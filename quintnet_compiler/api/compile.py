@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from ..capture.step_module import LossFn
+from ..core.axes import AXES
 from ..core.errors import CompileError
-from ..core.mesh import AXES, Mesh
+from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..driver.task import CHECKS, Task
 from ..huggingface.parallel_plan import hf_plan

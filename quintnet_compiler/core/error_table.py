@@ -104,7 +104,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN201": ErrorEntry(
             "the mesh is not valid",
             "An axis is unknown or has no whole size, or a plan asks for an axis that the mesh does not have.",
-            "Axes are dp, tp, cp, ep and pp; the mesh's sizes multiply to the number of ranks.",
+            "Axes are pp, dp, ep, cp and tp; the mesh's sizes multiply to the number of ranks.",
         ),
         "QN202": ErrorEntry(
             "an operator has no sharding rule",

@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .axes import AXES, DATA_AXES
 from .errors import CompileError
 from .html import table
 
 MOST_SHOWN = 64  # rows and columns in a notebook
-AXES = ("dp", "tp", "cp", "ep", "pp")
 
 
 @dataclass(frozen=True, init=False)
@@ -74,7 +74,7 @@ class Mesh:
     def data_ways(self) -> int:
         """Into how many parts the ranks split a batch: along ``dp``, and along ``ep``, whose ranks have experts and
         rows of their own."""
-        return self["dp"] * self["ep"]
+        return math.prod(self[axis] for axis in DATA_AXES)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands on every axis."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ..core.axes import DATA_AXES, SHARDED
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
@@ -107,13 +108,8 @@ class PassSpec:
 
 def axes_of(mesh: Mesh, microbatches: int) -> tuple[Axis, ...]:
     """The axes that shardings nest in: data outermost, then microbatches, context, model axes."""
-    found = [
-        Axis("dp", mesh["dp"], "data"),
-        Axis("ep", mesh["ep"], "data"),
-        Axis(MICROBATCHES, microbatches, "time"),
-        Axis("cp", mesh["cp"], "context"),
-        Axis("tp", mesh["tp"], "model"),
-    ]
+    found = [Axis(axis.name, mesh[axis.name], axis.role) for axis in SHARDED]
+    found.insert(len(DATA_AXES), Axis(MICROBATCHES, microbatches, "time"))
     return tuple(axis for axis in found if axis.size > 1)
 
 

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from ..core.axes import SHARDED_AXES, DataAxis
 from ..core.errors import CompileError
 from ..core.files import open_folder, write_file
 from ..core.html import table
-from ..core.mesh import AXES, Mesh
+from ..core.mesh import Mesh
 from ..core.names import LONGEST_PATH, one_line
 from ..core.precision import DTYPES, Precision
 from ..core.sharding import AxisType, parse_type
@@ -90,9 +91,9 @@ class Plan(BaseModel):
     stages: tuple[Text, ...] = ()
     context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
     context_load_balance: bool = True
-    experts: tuple[Literal["dp", "ep", "cp"], ...] = ()
+    experts: tuple[DataAxis, ...] = ()
     zero: Literal[0, 1, 2, 3] = 0
-    zero_axes: tuple[Literal["dp", "ep", "cp"], ...] = ("dp",)
+    zero_axes: tuple[DataAxis, ...] = ("dp",)
     reshard_after_forward: bool = True
     overlap: bool = True
     async_tp: bool = False
@@ -237,9 +238,9 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             )
     for pattern, kinds in plan.parameters.items():
         for axis, text in kinds.items():
-            if axis not in AXES or axis == "pp":
+            if axis not in SHARDED_AXES:
                 raise CompileError(
-                    "QN201", f"the plan shards {pattern!r} over {axis!r}", fix="name one of dp, tp, cp, ep"
+                    "QN201", f"the plan shards {pattern!r} over {axis!r}", fix=f"name one of {', '.join(SHARDED_AXES)}"
                 )
             _type(pattern, text)
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec
 
 from ..core.annotations import Leaf, leaf
+from ..core.axes import Role
 from ..core.mesh import Mesh
 from ..core.precision import Precision
 from ..core.sharding import AxisType, Shard, Sharding
@@ -72,13 +73,12 @@ def outputs(graph: fx.Graph) -> tuple[fx.Node, ...]:
 class Axis:
     """An axis as the passes see it: a name, how many ranks (or microbatches) it has, and its role.
 
-    Roles: ``data`` shards the batch and never gathers activations; ``time`` is the microbatch axis, along which
-    nothing can be exchanged; ``context`` shards sequences; ``model`` shards parameters.
+    Roles: see :class:`..core.axes.MeshAxis`; ``time`` is the axis of microbatches.
     """
 
     name: str
     size: int
-    role: str
+    role: Role
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ from functools import cached_property
 from itertools import product
 from typing import Literal
 
+from ..core.axes import AXES
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..ir.plan import Plan
 from ..schedules.synthesis import check_schedule
 
 Again = Literal["none", "selective", "full"]
-ORDER = ("pp", "dp", "ep", "cp", "tp")  # outermost first: neighbours along tp are closest
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Layout:
 
     @cached_property
     def mesh(self) -> Mesh:
-        sizes = {name: self.size(name) for name in ORDER}
+        sizes = {name: self.size(name) for name in AXES}
         return Mesh(**({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
 
     @property
@@ -96,7 +96,7 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        parts = [f"{name}={getattr(self, name)}" for name in ORDER if getattr(self, name) > 1] or ["1 device"]
+        parts = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1] or ["1 device"]
         more = [f"{self.microbatches} x {self.rows} rows"]
         more += [self.context] if self.cp > 1 else []
         more += [f"experts over {' and '.join(self.experts)}"] if self.experts else []

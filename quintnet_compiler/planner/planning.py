@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..core.annotations import value, values
+from ..core.axes import AXES
 from ..core.errors import CompileError
-from ..core.mesh import AXES
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline

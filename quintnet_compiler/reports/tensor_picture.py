@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
+from ..core.axes import SHARDED_AXES
 from ..core.errors import CompileError
 from ..core.html import environment
 from ..core.mesh import Mesh
@@ -17,7 +18,6 @@ from ..core.sharding import AxisType, P, Shard, Sharding, parse_type
 from ..core.slices import positions
 from ..ir.program import DistributedProgram
 
-NESTING = ("dp", "ep", "cp", "tp")  # outermost first, as the compiler nests them
 MOST_LINES = 64
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each run of indices
 
@@ -112,10 +112,10 @@ def picture_of_types(mesh: Mesh, types: Mapping[str, str], shape: Sequence[int])
             type that is none.
     """
     for axis in types:
-        if axis not in mesh.names or axis not in NESTING:
+        if axis not in mesh.names or axis not in SHARDED_AXES:
             raise CompileError("QN201", f"{mesh} does not split tensors over {axis!r}", fix=f"use some of {mesh.names}")
     try:
-        kinds = {name: parse_type(types.get(name, "I")) for name in NESTING if name in mesh.names}
+        kinds = {name: parse_type(types.get(name, "I")) for name in SHARDED_AXES if name in mesh.names}
     except ValueError as error:
         raise CompileError("QN207", str(error)) from None
     return picture("tensor", tuple(shape), mesh, kinds, range(mesh.size))

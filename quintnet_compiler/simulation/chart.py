@@ -8,6 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ..core.axes import AXES
 from ..core.html import environment
 from .timeline import Event, RankTimeline, Timeline, duration, label, size
 
@@ -19,7 +20,7 @@ LEGEND = {
     "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients",
     "meeting": "all stages, or all ranks",
 }  # fmt: skip
-_ORDER = {"tp": 0, "cp": 1, "ep": 2, "pp": 3, "dp": 4, "all": 9}  # of lanes
+_ORDER = {**{axis: lane for lane, axis in enumerate(reversed(AXES))}, "all": len(AXES)}  # of lanes
 IN_BOX = frozenset({"F", "B", "I", "W", "once"})
 
 
@@ -57,7 +58,9 @@ class _Layout:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, row: RankTimeline) -> None:
-        axes = sorted({event.axis for event in row.events if event.axis}, key=lambda axis: (_ORDER.get(axis, 5), axis))
+        axes = sorted(
+            {event.axis for event in row.events if event.axis}, key=lambda axis: (_ORDER.get(axis, len(AXES)), axis)
+        )
         drawn: dict[str, Any] = {
             "y": self.y,
             "name": f"rank {row.rank}" + (f"  ×{row.count}" if row.count > 1 else ""),

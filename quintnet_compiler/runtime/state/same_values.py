@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core.axes import DATA_AXES
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import Shard
@@ -23,7 +24,6 @@ MOST = 2**16  # elements of each tensor of a later batch that are looked at
 EVERY = 100  # runs, after the first ones
 SHOWN = 8  # names
 LATER = 0  # stands for the digest of a tensor that got its values after the module was compiled
-DATA_AXES = ("dp", "ep")
 
 
 Split = tuple[tuple[int, ...], ...]  # ranks by what they have, the largest group first

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...core import slices
+from ...core.axes import AXES
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ..launch.gloo_threads import lower_gloo_thread_priority
@@ -20,12 +21,11 @@ from .symmetric import Kernels, kernels_of
 from .transport import GRADIENTS, VALUES, Pending, Wait
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
-ORDER = ("pp", "dp", "ep", "cp", "tp")
 
 
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """``mesh`` as a DeviceMesh, with every axis of :data:`ORDER` that has more than one rank, and always ``dp``."""
-    names = [name for name in ORDER if mesh[name] > 1 or name == "dp"]
+    """``mesh`` as a DeviceMesh, outermost axis first: all axes that have more than one rank, and always ``dp``."""
+    names = [name for name in AXES if mesh[name] > 1 or name == "dp"]
     places = itertools.product(*(range(mesh[name]) for name in names))
     ranks = torch.tensor([mesh.rank(dict(zip(names, place, strict=True))) for place in places])
     return DeviceMesh(device_type, ranks.reshape([mesh[name] for name in names]), mesh_dim_names=tuple(names))
