@@ -70,11 +70,11 @@ def _bundles() -> None:
     dice = torch.Generator().manual_seed(dist.get_rank())
     xs = [torch.randint(-8, 8, shape, generator=dice).float() for shape in ((4,), (4, 3), (3, 8, 2))]
     dims, parts = [0, 0, 1], [1, 1, 2]
-    joined = transport.gather_together(xs, "dp", dims, parts, 0)
-    scattered = transport.scatter_together(xs, "dp", dims, parts, 0)
+    joined = transport.run("gather_together", xs, "dp", dims, parts, 0)
+    scattered = transport.run("scatter_together", xs, "dp", dims, parts, 0)
     for x, dim, n, whole, part in zip(xs, dims, parts, joined, scattered, strict=True):
-        assert torch.equal(whole, transport.all_gather(x, "dp", dim, n, 0))
-        assert torch.equal(part, transport.reduce_scatter(x, "dp", dim, n, 0))
+        assert torch.equal(whole, transport.run("all_gather", x, "dp", dim, n, 0))
+        assert torch.equal(part, transport.run("reduce_scatter", x, "dp", dim, n, 0))
 
 
 def test_exchanges_equal_gloo() -> None:

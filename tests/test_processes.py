@@ -100,11 +100,14 @@ def _collectives(transport: Transport) -> list[Tensor]:
     for x in (*xs, xs[1].movedim(0, 2)):
         mine = [kind for kind in kinds if kind[0] < x.dim()]
         for dim, parts in mine:
-            found += [transport.all_gather(x, "tp", dim, parts, 0), transport.reduce_scatter(x, "tp", dim, parts, 0)]
-            found += [transport.all_to_all(x, "tp", dim, parts, *to, 0) for to in mine]
+            found += [
+                transport.run("all_gather", x, "tp", dim, parts, 0),
+                transport.run("reduce_scatter", x, "tp", dim, parts, 0),
+            ]
+            found += [transport.run("all_to_all", x, "tp", dim, parts, *to, 0) for to in mine]
     for dims, parts in (((0, 0, 0), (1, 1, 1)), ((1, 2, 0), (2, 1, 2))):
-        found += transport.gather_together(xs, "tp", dims, parts, 0)
-        found += transport.scatter_together(xs, "tp", dims, parts, 0)
+        found += transport.run("gather_together", xs, "tp", dims, parts, 0)
+        found += transport.run("scatter_together", xs, "tp", dims, parts, 0)
     return found
 
 

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 from ...core.annotations import facts, shape
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import (
-    combine,
-    dispatch,
+    COLLECTIVES,
     embedding_rows,
     embedding_rows_backward,
     nll_terms,
@@ -30,6 +29,7 @@ from .operator_trace import VIEWS, Template, trace
 from .row_strides import rows_are_neighbours
 
 aten = torch.ops.aten
+_TRANSPOSES = {one.op: one.transpose for one in COLLECTIVES.values()}
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
 # gradients of its tensor inputs (None where there is none).
 Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
@@ -62,8 +62,8 @@ class VectorJacobian:
             return self._nll_terms(args)
         if target is expert_linear:
             return self._expert_linear(args)
-        if target in (dispatch, combine):
-            return self._routed(target, args)
+        if (back := _TRANSPOSES.get(target)) is not None:
+            return self._transposed(target, back, args)
         if target is ring_attention:
             return self._ring_attention(args)
         tensors: list[fx.Node] = []
@@ -167,8 +167,8 @@ class VectorJacobian:
 
         return [self.builder.call(expert_linear, *args)], pullback
 
-    def _routed(self, target: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        back = combine if target is dispatch else dispatch
+    def _transposed(self, target: Any, back: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        """A collective of its first argument whose transpose takes the same others."""
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             return [self.builder.call(back, tangents[0], *args[1:]), None]

@@ -11,7 +11,7 @@ from torch import fx
 from ..core.annotations import facts, known, values
 from ..ir.program import DistributedProgram, Piece, StageProgram
 from ..ir.repeated_blocks import Block, block_of
-from ..simulation.priced import COLLECTIVES
+from ..ops.collectives import collective_of
 from .fold import FoldedUnit, fold
 
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)?\s=\s")
@@ -90,7 +90,7 @@ def _function(name: str, piece: Piece) -> Function:
             continue
         source = str(facts(node).where) if known(node) else last
         code, _, frees = text.strip().partition(";  ")
-        calls = node.op == "call_method" and str(node.target).removeprefix("start_") in COLLECTIVES
+        calls = node.op == "call_method" and collective_of(str(node.target)) is not None
         shown = source if source != last else ""
         lines.append((CodeLine(code, frees, shown, calls, _label(node)), home[node]))
         last = source

@@ -12,10 +12,9 @@ from torch import fx
 
 from ..core.annotations import facts, num_bytes, tensor_inputs, values
 from ..ir.program import DistributedProgram, Piece, Transfer
-from ..ops.collectives import all_gather_matmul, matmul_reduce_scatter
+from ..ops.collectives import all_gather_matmul, collective_of, matmul_reduce_scatter
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
-from ..simulation.priced import COLLECTIVES
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def exchanges(program: DistributedProgram, piece: Piece) -> Iterator[Exchange]:
     """The collectives of a function, in order; those that are started ahead stand where they start."""
     known = {node.name: node for node in program.source.graph.nodes}
     for node in piece.module.graph.nodes:
-        if node.op == "call_method" and str(node.target) in COLLECTIVES:
+        if node.op == "call_method" and collective_of(str(node.target)):
             source, axis = known[node.name], str(node.args[2])
             where = facts(source).where
             moved = moved_bytes(source)

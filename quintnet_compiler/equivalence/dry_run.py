@@ -15,13 +15,12 @@ from ..core.errors import REPORT, CompileError, RunError
 from ..core.sharding import Sharding
 from ..core.slices import take_all
 from ..ir.program import DistributedProgram, Piece, RankProgram, StageProgram
-from ..ops.collectives import COMMUNICATION
+from ..ops.collectives import collective_of
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
 
 META = torch.device("meta")
-_COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
 
 
 def check_ranks(program: DistributedProgram, ranks: Mapping[int, RankProgram] | None = None) -> None:
@@ -120,7 +119,9 @@ def _several(made: Any) -> tuple[Any, ...]:
 
 def _matters(node: fx.Node) -> bool:
     method = str(node.target) if node.op == "call_method" else ""
-    return node.op == "output" or method in _COLLECTIVES or method == "wait" or method.startswith("accumulate")
+    return (
+        node.op == "output" or collective_of(method) is not None or method == "wait" or method.startswith("accumulate")
+    )
 
 
 def _shape(node: fx.Node) -> Any:

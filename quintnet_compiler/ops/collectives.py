@@ -9,8 +9,9 @@ axes to groups. Here they only know shapes (for tracing); a transport gives them
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -248,25 +249,62 @@ def _start_of(collective: torch._ops.OpOverload) -> torch._ops.OpOverload:
     return define_operator(f"start_{str(collective._schema).removeprefix('quintnet::')}", collective)
 
 
-# What begins a collective, which then is under way beside whatever is computed until ``wait`` hands out what it made.
-# Nothing else may read a start: until then it is no value.
+Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring", "matmul"]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """What is known of one operator that moves data: everything but how a transport carries it out.
+
+    ``op``: its schema, and the shape of its result. ``price``: which collective's time it takes; ``"ring"`` and
+    ``"matmul"``: as the computation that its messages travel beside. ``start``: what begins it, where it can run beside
+    other work until ``wait`` hands out its result (nothing else may read a start: until then it is no value).
+    ``opaque``: its result depends on data that only a run has. ``transpose``: the collective of the gradient, where it
+    takes the same arguments; that of a conversion follows from its types instead.
+    """
+
+    op: torch._ops.OpOverload
+    price: Price
+    start: torch._ops.OpOverload | None = None
+    opaque: bool = False
+    transpose: torch._ops.OpOverload | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.op._schema.name).removeprefix("quintnet::")
+
+
+# one entry for each; the fused ones are priced by their matmuls and what these do not hide
+_TABLE = (
+    Collective(all_reduce, "all_reduce", _start_of(all_reduce)),
+    Collective(all_gather, "all_gather", _start_of(all_gather)),
+    Collective(gather_state, "all_gather"),
+    Collective(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),
+    Collective(all_to_all, "all_to_all", _start_of(all_to_all)),
+    Collective(gather_together, "all_gather", _start_of(gather_together)),
+    Collective(scatter_together, "reduce_scatter", _start_of(scatter_together)),
+    Collective(dispatch_plan, "all_to_all", opaque=True),
+    Collective(dispatch, "all_to_all", _start_of(dispatch), opaque=True, transpose=combine),
+    Collective(combine, "all_to_all", _start_of(combine), opaque=True, transpose=dispatch),
+    Collective(ring_attention, "ring", opaque=True),
+    Collective(ring_attention_backward, "ring", opaque=True),
+    Collective(all_gather_matmul, "matmul", opaque=True),
+    Collective(matmul_reduce_scatter, "matmul", opaque=True),
+)
+COLLECTIVES: Mapping[str, Collective] = MappingProxyType({one.name: one for one in _TABLE})
+
+
+def collective_of(called: str) -> Collective | None:
+    """The collective that generated code calls (or starts) by a name."""
+    return COLLECTIVES.get(called.removeprefix("start_"))
+
+
 STARTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = MappingProxyType(
-    {
-        op: _start_of(op)
-        for op in (
-            all_reduce, all_gather, reduce_scatter, all_to_all, gather_together, scatter_together, dispatch, combine,
-        )
-    }
-)  # fmt: skip
+    {one.op: one.start for one in _TABLE if one.start is not None}
+)
 wait = define_operator("wait(Tensor x) -> Tensor", _same)
 
-COMMUNICATION = frozenset(
-    {
-        *STARTS.values(), all_reduce, all_gather, reduce_scatter, all_to_all,
-        ring_attention, ring_attention_backward, dispatch_plan, dispatch, combine,
-        gather_state, gather_together, scatter_together, all_gather_matmul, matmul_reduce_scatter,
-    }
-)  # fmt: skip
+COMMUNICATION = frozenset({*STARTS.values(), *(one.op for one in _TABLE)})
 # depend on the rank's coordinate or on the step, move nothing
 LOCAL = frozenset(
     {

@@ -262,10 +262,10 @@ def _collective(transport: DistributedTransport, name: str, size: int, count: in
     whole = torch.zeros(rows, 64, device=_device())
     part = whole[: rows // count].contiguous()
     calls: dict[str, Callable[[], Tensor]] = {
-        "all_reduce": lambda: transport.all_reduce(whole, "pp", 0),
-        "all_gather": lambda: transport.all_gather(part, "pp", 0, 1, 0),
-        "reduce_scatter": lambda: transport.reduce_scatter(whole, "pp", 0, 1, 0),
-        "all_to_all": lambda: transport.all_to_all(part.view(-1, 64), "pp", 0, 1, 1, 1, 0),
+        "all_reduce": lambda: transport.run("all_reduce", whole, "pp", 0),
+        "all_gather": lambda: transport.run("all_gather", part, "pp", 0, 1, 0),
+        "reduce_scatter": lambda: transport.run("reduce_scatter", whole, "pp", 0, 1, 0),
+        "all_to_all": lambda: transport.run("all_to_all", part.view(-1, 64), "pp", 0, 1, 1, 1, 0),
     }
     return _met(transport, calls[name], 20 if size < 2**20 else 5, effort)
 

@@ -15,10 +15,11 @@ from torch import Tensor, fx
 
 from ..ir.cost_protocol import RankCosts
 from ..ir.program import DistributedProgram, StageProgram
+from ..ops.collectives import collective_of
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from ..runtime.execute.interpreter_trace import Observer
-from .priced import COLLECTIVES, ProgramPrices
+from .priced import ProgramPrices
 from .timeline import duration
 
 
@@ -104,7 +105,7 @@ def compare_costs(
         for phase, piece in stage.pieces.items():
             for node in priced.nodes(stage, piece):
                 taken = watches[rank].seconds.get((stage.index, phase, node.node.name))
-                if taken and str(node.node.target) not in (*COLLECTIVES, "wait"):
+                if taken and collective_of(name := str(node.node.target)) is None and name != "wait":
                     source = priced.source.get(node.node.name)
                     name = str(node.node.target if source is None else source.target)
                     found[name].append((statistics.median(taken), node.compute))

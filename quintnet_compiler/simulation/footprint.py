@@ -14,17 +14,12 @@ from ..core import slices
 from ..core.annotations import facts, values
 from ..core.mesh import Mesh
 from ..ir.program import DistributedProgram, RankProgram, StageProgram
+from ..ops.collectives import COLLECTIVES
 from ..runtime.execute.comm import Comm
 from ..runtime.transport.local import LocalTransport, LocalWorld
 
 # What these return is new, whatever it is; their values depend on data, or take long.
-OPAQUE = frozenset(
-    {
-        "dispatch_plan", "dispatch", "combine", "ring_attention", "ring_attention_backward", "keep_mask",
-        "all_gather_matmul",
-        "matmul_reduce_scatter",
-    }
-)  # fmt: skip
+OPAQUE = frozenset({"keep_mask", *(name for name, one in COLLECTIVES.items() if one.opaque)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..core.annotations import num_bytes, tensor_inputs, values
-from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
 from ..ir.program import DistributedProgram, Piece, StageProgram
-from ..ops.collectives import COMMUNICATION
+from ..ops.collectives import Collective, collective_of, dispatch_plan
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
 from .work import ActionWork, GradientSum, StepEndCollective, WorkPart
 
-COLLECTIVES = frozenset(str(op).split(".")[1] for op in COMMUNICATION)
-RINGS = frozenset({"ring_attention", "ring_attention_backward"})
-FUSED = frozenset({"all_gather_matmul", "matmul_reduce_scatter"})
-PLAIN = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
-# what another collective is priced as
-_LIKE = MappingProxyType(
-    {
-        "gather_state": "all_gather", "gather_together": "all_gather",
-        "scatter_together": "reduce_scatter",
-    }
-)  # fmt: skip
 _ACCUMULATE = ("accumulate", "accumulate_matmul")
 # what each action runs
 _PIECES = MappingProxyType(
@@ -133,30 +123,18 @@ class ProgramPrices:
 
     def _collective(self, node: fx.Node) -> NodeTime:
         """Whatever else a rank calls: a collective, or what depends on where a rank stands."""
-        name = str(node.target).removeprefix("start_")
+        known = collective_of(str(node.target))
         source = self.source[node.name]
-        if name not in COLLECTIVES:
+        if known is None:
             return NodeTime(node, self.costs.node_seconds(source))
         axis = str(node.args[2])
         ranks = self.program.mesh.peers(self.ranks[0], [axis])
-        x = values(tensor_inputs(source)[0])[0]
-        if name in RINGS:
+        if known.price == "ring":
             return self._ring(node, source, axis, ranks)
-        if name in FUSED:
-            return self._products(node, source, axis, ranks)
-        made = values(source)[0]
-        kind = _LIKE.get(name, name)
-        if name.endswith("_together"):
-            several = values(source) if kind == "all_gather" else [values(n)[0] for n in tensor_inputs(source)]
-            whole = sum(map(num_bytes, several))
-            return NodeTime(node, 0.0, self.costs.group_seconds(kind, whole, ranks), axis)
-        full = {"all_gather": num_bytes(made), "all_to_all": num_bytes(x) * len(ranks)}.get(kind, num_bytes(x))
-        if name in ("dispatch", "combine", "dispatch_plan"):
-            moved = num_bytes(x) if name != "dispatch_plan" else 8 * len(ranks)
-            return NodeTime(node, 0.0, self.costs.group_seconds("all_to_all", moved * len(ranks), ranks), axis)
-        if kind not in PLAIN:
-            raise CompileError("QN210", f"the collective {name} has no price")
-        return NodeTime(node, 0.0, self.costs.group_seconds(kind, full, ranks), axis)
+        if known.price == "matmul":
+            return self._fused(node, source, axis, ranks)
+        whole = whole_bytes(source, known, len(ranks))
+        return NodeTime(node, 0.0, self.costs.group_seconds(known.price, whole, ranks), axis)
 
     def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
         """Keys and values travel while the blocks before them are computed; gradients travel with them."""
@@ -168,7 +146,7 @@ class ProgramPrices:
         waited = max(0.0, travelling - computing) if self.overlaps else travelling
         return NodeTime(node, computing, waited, axis)
 
-    def _products(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
+    def _fused(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
         """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
         their way."""
         gathers, hops = node.target == "all_gather_matmul", len(ranks) - 1
@@ -276,9 +254,25 @@ class ProgramPrices:
         found: list[set[str]] = []
         for stage in self.program.stages:
             calls = [n for piece in stage.pieces.values() for n in piece.module.graph.nodes
-                     if n.op == "call_method" and str(n.target) in COLLECTIVES]  # fmt: skip
+                     if n.op == "call_method" and collective_of(str(n.target))]  # fmt: skip
             found.append({str(node.args[2]) for node in calls})
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
+
+
+def whole_bytes(source: fx.Node, known: Collective, ranks: int) -> int:
+    """Of the value that a collective moves, as all ranks of its axis have it together; of several, their sum."""
+    if known.price == "all_gather":
+        return sum(map(num_bytes, values(source)))
+    given = sum(num_bytes(values(x)[0]) for x in _moved(source))
+    if known.op is dispatch_plan:
+        given = 8 * ranks  # how many rows go to each rank
+    return given * ranks if known.price == "all_to_all" else given
+
+
+def _moved(source: fx.Node) -> Sequence[fx.Node]:
+    """The first argument of a collective: a value, or several."""
+    first: Any = source.args[0]
+    return first if isinstance(first, (list, tuple)) else [first]
 
 
 def _starts(node: fx.Node) -> bool:

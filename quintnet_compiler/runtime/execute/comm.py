@@ -14,7 +14,7 @@ from ...core import slices
 from ...core.mesh import Mesh
 from ...core.rng import Key, keep_mask
 from ...core.sharding import Shard
-from ...ops.collectives import widened
+from ...ops.collectives import COLLECTIVES, widened
 from ...ops.kv_cache_attention import attend_kept
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
@@ -37,21 +37,15 @@ class Comm:
         coordinate: Mapping[str, int],
         gradients: GradientStore | None = None,
     ) -> None:
-        self.all_reduce = transport.all_reduce
-        self.all_gather = transport.all_gather
-        self.gather_state = transport.gather_state
-        self.reduce_scatter = transport.reduce_scatter
-        self.gather_together, self.scatter_together = transport.gather_together, transport.scatter_together
-        self.all_to_all = transport.all_to_all
         router = Router(transport, mesh)
+        own = {*vars(type(self)), *vars(Router)}  # those that are made of others
+        for name, one in COLLECTIVES.items():
+            if name not in own:
+                setattr(self, name, partial(transport.run, name))
+                if one.start is not None:
+                    setattr(self, f"start_{name}", partial(transport.start, name))
         self.dispatch_plan, self.dispatch, self.combine = router.dispatch_plan, router.dispatch, router.combine
         self.start_dispatch, self.start_combine = router.start_dispatch, router.start_combine
-        self.start_all_reduce = partial(transport.start, "all_reduce")
-        self.start_all_gather = partial(transport.start, "all_gather")
-        self.start_reduce_scatter = partial(transport.start, "reduce_scatter")
-        self.start_all_to_all = partial(transport.start, "all_to_all")
-        self.start_gather_together = partial(transport.start, "gather_together")
-        self.start_scatter_together = partial(transport.start, "scatter_together")
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_matmul = gradients.accumulate_matmul

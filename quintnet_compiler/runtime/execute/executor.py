@@ -331,7 +331,7 @@ class Executor:
         """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""
         for axis, kind in reversed(list(zip(self.program.axes, sharding, strict=True))):
             if isinstance(kind, Shard) and axis.role != "time":
-                x = self.transport.all_gather(x, axis.name, kind.dim, kind.parts, len(self.program.sites) - 1)
+                x = self.transport.run("all_gather", x, axis.name, kind.dim, kind.parts, len(self.program.sites) - 1)
         return x
 
     def _over_time(self, sharding: Sequence[Any], found: list[Tensor]) -> Tensor:

@@ -184,6 +184,9 @@ class TimedTransport:
         kind = "collective" if self.stage >= 0 else "meeting"
         return {"kind": kind, "name": self.sites[at], "stage": self.stage, "axis": axis}
 
+    def _of(self, collective: str, args: tuple[Any, ...]) -> dict[str, Any]:
+        return self._what(args[3] if collective == "exchange_rows" else args[1], args[-1])
+
     def _over(self, ranks: tuple[int, ...], label: str) -> dict[str, Any]:
         kind = "sum" if label in self.buckets else "meeting"
         here = [self.mesh.coordinate(rank) for rank in ranks]
@@ -193,47 +196,11 @@ class TimedTransport:
 
     # -- collectives
 
-    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
-        return self.recorder.timed(lambda: self.inner.all_reduce(x, axis, at), **self._what(axis, at))
-
-    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return self.recorder.timed(lambda: self.inner.all_gather(x, axis, dim, parts, at), **self._what(axis, at))
-
-    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return self.recorder.timed(lambda: self.inner.gather_state(x, axis, dim, parts, at), **self._what(axis, at))
-
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return self.recorder.timed(lambda: self.inner.reduce_scatter(x, axis, dim, parts, at), **self._what(axis, at))
-
-    def gather_together(
-        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
-    ) -> tuple[Tensor, ...]:
-        return self.recorder.timed(
-            lambda: self.inner.gather_together(xs, axis, dims, parts, at), **self._what(axis, at)
-        )
-
-    def scatter_together(
-        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
-    ) -> tuple[Tensor, ...]:
-        return self.recorder.timed(
-            lambda: self.inner.scatter_together(xs, axis, dims, parts, at), **self._what(axis, at)
-        )
-
-    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
-        return self.recorder.timed(
-            lambda: self.inner.all_to_all(x, axis, dim, parts, to_dim, to_parts, at), **self._what(axis, at)
-        )
-
-    def exchange_rows(
-        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
-    ) -> Tensor:
-        return self.recorder.timed(
-            lambda: self.inner.exchange_rows(x, sends, receives, axis, at), **self._what(axis, at)
-        )
+    def run(self, collective: str, *args: Any) -> Any:
+        return self.recorder.timed(lambda: self.inner.run(collective, *args), **self._of(collective, args))
 
     def start(self, collective: str, *args: Any) -> Pending:
-        axis = args[3] if collective == "exchange_rows" else args[1]
-        return self.recorder.begun(lambda: self.inner.start(collective, *args), **self._what(axis, args[-1]))
+        return self.recorder.begun(lambda: self.inner.start(collective, *args), **self._of(collective, args))
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.recorder.begun(lambda: self.inner.permute(x, axis, sources, at), **self._what(axis, at))

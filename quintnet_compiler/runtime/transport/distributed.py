@@ -73,18 +73,15 @@ class DistributedTransport:
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
+    def run(self, collective: str, *args: Any) -> Any:
+        return getattr(self, f"_{collective}")(*args)()
+
     def start(self, collective: str, *args: Any) -> Pending:
         begin: Callable[..., Pending] = getattr(self, f"_{collective}")
         return begin(*args, later=True)
 
-    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
-        return self._all_reduce(x, axis, at)()  # type: ignore[no-any-return]
-
     def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
         return self.axis[axis].all_reduce(x.contiguous(), later)
-
-    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return self._all_gather(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
 
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
@@ -94,27 +91,19 @@ class DistributedTransport:
             return gathered
         return lambda: slices.unstack(gathered().view(group.size, *x.shape), dim, parts)
 
-    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+    def _gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         if x.untyped_storage().nbytes() == x.nbytes:
-            return self.all_gather(x, axis, dim, parts, at)
+            return self._all_gather(x, axis, dim, parts, at, later=later)
         assert (dim, parts) == (0, 1), "only rows can be gathered in place"
         group = self.axis[axis]
         first = x.storage_offset() - group.rank * x.numel()
         whole = x.as_strided((group.size * x.shape[0], *x.shape[1:]), x.stride(), first)
-        return group.all_gather(x, whole, False)()  # type: ignore[no-any-return]
-
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return self._reduce_scatter(x, axis, dim, parts, at)()  # type: ignore[no-any-return]
+        return group.all_gather(x, whole, later)
 
     def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
         stacked = slices.stack(x, dim, parts, group.size).contiguous()
         return group.reduce_scatter(stacked.flatten(0, 1), stacked.new_empty(stacked.shape[1:]), later)
-
-    def gather_together(
-        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
-    ) -> tuple[Tensor, ...]:
-        return self._gather_together(xs, axis, dims, parts, at)()  # type: ignore[no-any-return]
 
     def _gather_together(
         self,
@@ -140,11 +129,6 @@ class DistributedTransport:
 
         return each
 
-    def scatter_together(
-        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
-    ) -> tuple[Tensor, ...]:
-        return self._scatter_together(xs, axis, dims, parts, at)()  # type: ignore[no-any-return]
-
     def _scatter_together(
         self,
         xs: Sequence[Tensor],
@@ -167,9 +151,6 @@ class DistributedTransport:
 
         return each
 
-    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
-        return self._all_to_all(x, axis, dim, parts, to_dim, to_parts, at)()  # type: ignore[no-any-return]
-
     def _all_to_all(
         self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int, *, later: bool = False
     ) -> Pending:
@@ -181,11 +162,6 @@ class DistributedTransport:
         incoming = torch.empty_like(outgoing)
         work = dist.all_to_all_single(incoming, outgoing, group=group.group, async_op=later)
         return pending(work, outgoing, lambda: slices.unstack(incoming, dim, parts))
-
-    def exchange_rows(
-        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
-    ) -> Tensor:
-        return self._exchange_rows(x, sends, receives, axis, at)()  # type: ignore[no-any-return]
 
     def _exchange_rows(
         self,

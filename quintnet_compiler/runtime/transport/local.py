@@ -202,39 +202,42 @@ class LocalTransport:
     def _site(self, at: int) -> str:
         return f"#{at} {self.world.sites[at]}"
 
-    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
+    def _all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
         return self._meet("sum", x, self.peers[axis], self._site(at))
 
-    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+    def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("gather", x, self.peers[axis], self._site(at), dim, parts)
 
-    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        return self.all_gather(x, axis, dim, parts, at)
+    def _gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+        return self._all_gather(x, axis, dim, parts, at)
 
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
+    def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
 
-    def gather_together(
+    def _gather_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[Tensor, ...]:
-        return tuple(self.all_gather(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
+        return tuple(self._all_gather(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
 
-    def scatter_together(
+    def _scatter_together(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
     ) -> tuple[Tensor, ...]:
-        return tuple(self.reduce_scatter(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
+        return tuple(self._reduce_scatter(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
 
-    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
+    def _all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
         return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
 
-    def exchange_rows(
+    def _exchange_rows(
         self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
     ) -> Tensor:
         runs = None if sends is None else tuple(sends)
         return self._meet("rows", x, self.peers[axis], self._site(at), runs=runs)
 
+    def run(self, collective: str, *args: Any) -> Any:
+        return getattr(self, f"_{collective}")(*args)
+
     def start(self, collective: str, *args: Any) -> Pending:
-        made = getattr(self, collective)(*args)
+        made = self.run(collective, *args)
         return lambda: made
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:

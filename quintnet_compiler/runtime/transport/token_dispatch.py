@@ -23,19 +23,22 @@ class Router:
             return ids.new_empty([ids.shape[0] + 2 * size], dtype=torch.int64)
         owner = ids.long() // (experts // (outer * size)) % size
         sends = torch.bincount(owner, minlength=size)
-        receives = self.transport.exchange_rows(sends, [1] * size, [1] * size, axis, at)
+        receives = self.transport.run("exchange_rows", sends, [1] * size, [1] * size, axis, at)
         return torch.cat([owner.argsort(stable=True), sends, receives])
 
     def dispatch(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
         """The rows that belong to this rank, in the order of the ranks that they come from."""
-        return self.transport.exchange_rows(*self._outgoing(x, axis, plan), axis, at)
+        rows: Tensor = self.transport.run("exchange_rows", *self._outgoing(x, axis, plan), axis, at)
+        return rows
 
     def start_dispatch(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
         return self.transport.start("exchange_rows", *self._outgoing(x, axis, plan), axis, at)
 
     def combine(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
         """What became of a rank's own rows, in their order."""
-        return self._in_order(self.transport.exchange_rows(*self._returning(x, axis, plan), axis, at), plan, axis)
+        return self._in_order(
+            self.transport.run("exchange_rows", *self._returning(x, axis, plan), axis, at), plan, axis
+        )
 
     def start_combine(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
         begun = self.transport.start("exchange_rows", *self._returning(x, axis, plan), axis, at)

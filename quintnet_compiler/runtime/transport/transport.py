@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,36 +25,15 @@ class Transport(Protocol):
 
     rank: int
 
-    def all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor: ...
-    def all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
-    def gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
-        """As ``all_gather``. Where the memory of ``x`` has room for the result, it is gathered there."""
-        ...
-
-    def reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor: ...
-    def gather_together(
-        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
-    ) -> tuple[Tensor, ...]:
-        """As ``all_gather`` of each, in one message."""
-        ...
-
-    def scatter_together(
-        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
-    ) -> tuple[Tensor, ...]:
-        """As ``reduce_scatter`` of each, in one message."""
-        ...
-
-    def all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor: ...
-
-    def exchange_rows(
-        self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
-    ) -> Tensor:
-        """To each rank of the axis its run of rows of ``x``, in order; returns what comes from each, in order. None:
-        as many as there are (for shapes alone)."""
+    def run(self, collective: str, *args: Any) -> Any:
+        """Carry out a collective of :data:`...ops.collectives.COLLECTIVES`, with the arguments of its operator but the
+        size of the axis, and ``at``. ``gather_state`` gathers in the memory of ``x`` where that has room for the
+        result. Also ``exchange_rows(x, sends, receives, axis, at)``: to each rank of the axis its run of rows of
+        ``x``, in order; returns what comes from each, in order (None: as many as there are, for shapes alone)."""
         ...
 
     def start(self, collective: str, *args: Any) -> Pending:
-        """Begin one of the collectives above, which takes ``args``. What it reads must not change until it is waited
+        """Begin what :meth:`run` carries out. What it reads must not change until it is waited
         for; it lives until then. Ranks must start collectives of an axis in the same order, and may wait in any."""
         ...
 
