@@ -59,54 +59,60 @@ def compile(
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
 
+    Options from ``microbatches`` to ``seed`` are those of :class:`Plan`, which describes them in full; given here, they
+    override the plan's.
+
     Args:
         model: any nn.Module that torch.export can trace.
-        mesh: named axes, e.g. ``Mesh(pp=2, dp=2, tp=2)``; or a :class:`quintnet.Cluster`, whose best layout for
-            ``batch`` the planner finds.
+        mesh: named axes, e.g. ``Mesh(pp=2, dp=2, tp=2)``; or a :class:`quintnet.Cluster`, for which the planner finds
+            the best layout for ``batch``.
         batch: what one step consumes, a tuple (arguments) or a dict (keyword arguments) of tensors whose dim 0 is
             the global batch. Without it the model is captured at the first step.
-        loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``; without it the model returns a scalar loss, or an
+        loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``. Without it the model returns a scalar loss, or an
             object or dict with ``loss``.
-        plan: a Plan, a dict, or the path of a plan file; None for the default rules; ``"auto"`` for what the planner
-            finds on H100 nodes, see :func:`quintnet.plan`; ``"hf"`` for the plan that a Hugging Face model comes with,
-            see :func:`quintnet.hf_plan`.
-        microbatches: into how many parts each step's batch is split in time.
-        schedule: of pipeline stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"``,
-            ``"dualpipe-v"`` or ``"synthesized"``, see :class:`Plan`.
-        virtual_stages: pipeline stages per rank: one; two for ``"zb-v"`` and ``"dualpipe-v"``; two or more for
-            ``"interleaved"``.
-        sequence_parallel: whether tensor parallelism also splits the values between its operators.
-        context: ``"all_gather"``, ``"ulysses"`` or ``"ring"``: attention over sequences that cp splits, see Plan.
-        context_load_balance: whether a ring evens out the work of causal attention (it does by default).
-        experts: the axes over which experts are spread; by default ``ep``, see :class:`Plan`.
-        zero: 1, 2 or 3: data ranks hold slices of optimizer state, and of gradients, and of parameters, see Plan.
-        zero_axes: over which axes; by default ``dp``.
+        plan: a Plan, a dict, or the path of a plan file. None: the compiler chooses shardings. ``"auto"``: the best
+            plan that the planner finds on H100 nodes, see :func:`quintnet.plan`. ``"hf"``: the parallel plan that a
+            Hugging Face model comes with, see :func:`quintnet.hf_plan`.
+        microbatches: the number of parts in which a step computes its batch, one after the other.
+        schedule: the pipeline schedule: ``"1f1b"`` (default), ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"``,
+            ``"dualpipe-v"`` or ``"synthesized"``.
+        virtual_stages: pipeline stages per rank (default 1): two for ``"zb-v"`` and ``"dualpipe-v"``, two or more for
+            ``"interleaved"``, any number for ``"gpipe"`` and ``"synthesized"``.
+        sequence_parallel: whether tensor parallelism may also split the values between its operators (default True).
+        context: attention over sequences that ``cp`` splits: ``"all_gather"`` (default), ``"ulysses"`` or ``"ring"``.
+        context_load_balance: whether a ring evens out the work of causal attention (default True).
+        experts: the axes over which experts are spread (default: ``ep``).
+        zero: ZeRO stage over data-parallel ranks: 0 = off, 1 = optimizer state, 2 = and gradients, 3 = and parameters.
+        zero_axes: the axes over which ZeRO slices (default: ``dp``).
         reshard_after_forward: whether what is gathered is freed after the forward and gathered again in the backward
-            (the default), or kept.
-        overlap: whether communication runs beside computing where it can (it does by default).
-        async_tp: whether what tensor parallelism gathers and scatters then still waits for runs slice by slice,
-            beside the products that need it, or that make it.
-        recompute: what is computed again in the backward instead of kept, of what is inside repeated blocks:
-            ``"selective"`` what is cheap, ``"full"`` everything.
-        precision: ``"bf16"`` or ``"fp16"`` compute in 16 bits with float32 parameters and sums of gradients, see Plan.
-        loss_scale: for ``"fp16"``: the first factor of the loss, see Plan.
-        reduce_dtype: in which ranks add up gradients: ``"parameter"`` (as they are), ``"float32"``, ``"bfloat16"``.
-        sum_dtype: in which ranks add up other partial results: ``"value"`` (as they are) or ``"float32"``.
+            (default True).
+        overlap: whether collectives overlap with computation where possible (default True).
+        async_tp: whether tensor-parallel collectives that nothing else hides run slice by slice, overlapped with the
+            matmuls that read or make their values (default False).
+        recompute: activation checkpointing: ``"none"`` (default), ``"selective"``, ``"full"``, or ``"auto"`` with the
+            plan's ``activation_memory_budget``.
+        precision: ``"model"`` (default), ``"bf16"`` or ``"fp16"``: mixed precision with float32 parameters and float32
+            gradients.
+        loss_scale: for ``"fp16"``: the initial loss scale (default 65536).
+        reduce_dtype: the dtype in which ranks add up gradients: ``"parameter"`` (default: the parameter's own),
+            ``"float32"`` or ``"bfloat16"``.
+        sum_dtype: the dtype in which ranks add up other partial results: ``"value"`` (default: the value's own) or
+            ``"float32"``.
         seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
-        check_finite: whether a step refuses a loss or gradients with NaN or Inf before an optimizer sees them.
-        training: False for a program that only computes outputs: ``batch`` then is what the model itself takes. No
-            gradient is kept or communicated for, and models that only train on one device (BatchNorm) are fine.
-        backend: ``"inductor"``: what lies between two calls of communication runs as code that torch's compiler made
-            of it; it is compiled when it first runs. What cannot be compiled runs eager, with a BackendWarning.
-            ``"cudagraphs"``: that code is also captured in CUDA graphs, where replays do the same; where they would
-            not, it runs as with ``"inductor"``, with a BackendWarning.
-        check: whether what was traced is compared with the module itself before anything trains: its loss, every
-            gradient, and what forward changes, on a few rows of the batch, with the modes and hooks that the module
-            has. ``"first"``: the first program; ``"always"``: also those that evaluation, outputs or other batch sizes
-            need; ``"off"``: never. Nothing of the module or the batch changes. In processes rank 0 compares, and all
-            ranks raise at the first step. See docs/verification.md.
-        device: where ranks run; by default the model's device (with an accelerator process group: this rank's).
+        check_finite: whether a step raises, before an optimizer sees it, if its loss or a gradient is NaN or Inf.
+        training: False for a program that only computes outputs. ``batch`` then is what the model itself takes. No
+            gradient is kept or communicated, and models that only train on one device (BatchNorm) are fine.
+        backend: ``"eager"``: generated functions run as Python. ``"inductor"``: TorchInductor compiles each compute
+            segment between collectives when it first runs; what it cannot compile runs eagerly, with a BackendWarning.
+            ``"cudagraphs"``: as ``"inductor"``, and segments are captured in CUDA graphs where a replay does the same;
+            others run as with ``"inductor"``, with a BackendWarning.
+        device: where ranks run. By default the model's device; with an accelerator process group, this rank's.
+        check: whether the captured program is compared with the module itself before anything trains: the loss, every
+            gradient, and what forward changes, on a few rows of the batch, with the module's own modes and hooks.
+            ``"first"``: for the first program; ``"always"``: also for those that evaluation, outputs or other batch
+            sizes need; ``"off"``: never. Nothing of the module or the batch changes. With one process per rank, rank 0
+            compares, and all ranks raise at the first step. See docs/verification.md.
 
     Raises:
         CompileError: QN1xx if the model or the batch cannot be compiled, QN2xx for the mesh or the plan.

@@ -36,47 +36,57 @@ Text = Annotated[str, Field(max_length=2 * LONGEST_PATH), AfterValidator(_printa
 
 
 class Plan(BaseModel):
-    """Decisions about a program. What a plan leaves open, the compiler decides; a compiled program's plan has
+    """Decisions about a program. What a plan leaves open, the compiler decides. The plan of a compiled program has
     everything filled in, and compiling with it gives the same program.
 
-    ``parameters``: name (or glob) -> axis -> type, as in ``{"*.up_proj.weight": {"tp": "S(0)"}}``.
-    ``schedule``: the order of pipeline actions: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"`` or
-    ``"dualpipe-v"``, see :mod:`..schedules.kinds`; or ``"synthesized"`` for what the cost model's times of the stages
-    make of it.
-    ``virtual_stages``: how many pipeline stages each rank has: two or more where the schedule is interleaved.
-    ``stages``: where each pipeline stage but the first begins: module paths or operator names.
-    ``sequence_parallel``: whether values between tensor-parallel operators may be split too.
-    ``context``: how attention works on sequences that cp splits: every rank gathers all keys and values for its own
-    queries, or (``"ulysses"``) exchanges sequences for heads, or (``"ring"``) sends its keys and values around.
-    ``context_load_balance``: whether ranks of a ring exchange halves of their sequences while causal attention runs, so
-    that each has as much to do as any other.
-    ``experts``: the axes over which experts are spread, where it is not ``ep`` alone: ``("dp",)`` or ``("dp", "cp")``
-    let data and context ranks hold different experts.
-    ``zero``: what ranks that see other parts of the batch hold in slices: nothing (0), the optimizer's state (1), and
-    gradients (2), and parameters (3), which then are gathered for each microbatch. ``zero_axes``: over which axes.
-    Slices over such axes that ``parameters`` asks for are gathered the same way (with 0: as with 3).
-    ``reshard_after_forward``: whether such parameters are freed after the forward and gathered again in the backward,
-    and likewise values that sequence and context parallelism gather: of those, ranks keep their slices.
-    ``overlap``: whether collectives are started ahead of what reads them, where products can be computed meanwhile; a
-    block's parameters are then gathered while the one before is computed.
-    ``async_tp``: whether collectives that no other work hides run slice by slice, each slice beside products with
-    the one before: gathers of what column-parallel products read, and scatters of what row-parallel ones make (with
-    ``sequence_parallel``), forward and backward.
-    ``recompute``: what the backward computes again of what is inside repeated blocks: nothing, ``"selective"`` what
-    takes no more than passes over memory (no product, attention or communication), ``"full"`` everything, or
-    ``"auto"`` what the cost model finds cheapest so that no rank saves more than
-    ``activation_memory_budget`` GiB at once.
-    ``precision``: ``"model"`` computes as the model is written; ``"bf16"`` (or ``"fp16"``, with a scaled loss) with
-    copies in few bits of float32 parameters, which an optimizer goes on seeing, see
-    :mod:`..passes.frontend.lower_precision`.
-    ``loss_scale``: the first factor of a scaled loss; it halves with every step that it makes overflow (which is then
-    skipped) and doubles after 2000 good ones.
-    ``reduce_dtype``: in which ranks add up gradients of parameters: the dtype of the ``"parameter"``; or
-    ``"float32"``, in which microbatches add them up, too; or ``"bfloat16"``, half the bytes.
-    ``sum_dtype``: in which ranks add up other partial results, those of row-parallel products: the dtype of the
-    ``"value"``, or ``"float32"``, twice the bytes of 16 bits.
-    ``seed``: of dropout masks, which are the same on every layout.
-    ``unknown_ops``: whether an operator without a sharding rule is an error or runs unsplit.
+    Attributes:
+        version: of this format.
+        mesh: axis -> number of ranks, outermost axis first; empty: any mesh.
+        microbatches: the number of microbatches of a step (gradient accumulation, or pipelining over stages).
+        schedule: the pipeline schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"`` or
+            ``"dualpipe-v"`` (see :mod:`..schedules.kinds`), or ``"synthesized"``, which is generated from the stage
+            times that the cost model predicts.
+        virtual_stages: pipeline stages per rank: one for ``"1f1b"`` and ``"zb-h1"``, two for ``"zb-v"`` and
+            ``"dualpipe-v"``, two or more for ``"interleaved"``, any number for ``"gpipe"`` and ``"synthesized"``.
+        sequence_parallel: whether tensor parallelism may also split the values between its operators (sequence
+            parallelism: reduce-scatter and all-gather instead of all-reduce).
+        parameters: parameter name or glob -> axis -> type, for example ``{"*.up_proj.weight": {"tp": "S(0)"}}``. Later
+            patterns win.
+        stages: where each pipeline stage but the first begins: module paths or operator names.
+        context: attention over sequences that ``cp`` splits: ``"all_gather"``: every rank gathers all keys and values
+            for its own queries; ``"ulysses"``: an all-to-all exchanges sequences for heads; ``"ring"``: keys and values
+            travel around a ring.
+        context_load_balance: whether the ranks of a ring exchange halves of their sequences during causal attention,
+            so that each has equally much to compute.
+        experts: the axes over which experts are spread; empty: ``ep``. ``("dp",)`` or ``("dp", "cp")`` let data and
+            context ranks hold different experts.
+        zero: ZeRO stage over data-parallel ranks: 0 = off, 1 = slices of optimizer state, 2 = and of gradients, 3 = and
+            of parameters, which are gathered for each microbatch.
+        zero_axes: the axes of those slices; one of two data axes gives hybrid sharding (HSDP). Slices over data axes
+            that ``parameters`` asks for are gathered the same way (with ``zero=0``: as with 3).
+        reshard_after_forward: whether gathered parameters (``zero=3``) are freed after the forward and gathered again
+            in the backward. Likewise for values that sequence and context parallelism gather: ranks keep their slices.
+        overlap: whether collectives start before what reads them, overlapped with matmuls. A block's parameters are
+            then gathered while the block before it is computed.
+        async_tp: whether collectives that nothing else hides run slice by slice, each slice overlapped with the matmul
+            of the one before: all-gathers that column-parallel matmuls read, and reduce-scatters of row-parallel
+            results (with ``sequence_parallel``), forward and backward.
+        recompute: activation checkpointing of values inside repeated blocks: ``"none"``; ``"selective"``: values that
+            take no more than passes over memory (no matmul, attention or communication); ``"full"``: all of them;
+            ``"auto"``: what the cost model finds cheapest within ``activation_memory_budget``.
+        activation_memory_budget: for ``recompute="auto"``: how many GiB of saved values a rank may hold at once.
+        precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
+            scaled loss: mixed precision, with 16-bit copies of float32 parameters; the optimizer sees float32. See
+            :mod:`..passes.frontend.lower_precision`.
+        loss_scale: for ``"fp16"``: the initial loss scale. It halves with every step that overflows (which is then
+            skipped) and doubles after 2000 good steps.
+        reduce_dtype: the dtype in which ranks add up gradients of parameters: ``"parameter"``, the parameter's own;
+            ``"float32"``, in which microbatches are added up, too; or ``"bfloat16"``, half the bytes of float32.
+        sum_dtype: the dtype in which ranks add up other partial results, as those of row-parallel matmuls:
+            ``"value"``, the value's own, or ``"float32"``, twice the bytes of 16 bits.
+        seed: of dropout masks, which are the same on every layout.
+        unknown_ops: what happens to an operator without a sharding rule: ``"error"``, or ``"replicate"``: it runs
+            unsplit on every rank.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -112,7 +122,7 @@ class Plan(BaseModel):
 
     @property
     def decisions(self) -> dict[str, Any]:
-        """What is not as usual; parameters are left out."""
+        """The decisions that differ from the defaults, without ``parameters``."""
         found, usual = self.model_dump(mode="json", exclude={"parameters"}), Plan().model_dump(mode="json")
         return {key: value for key, value in found.items() if value != usual[key]}
 
