@@ -1,1 +1,1 @@
-"""Cost models: hardware constants with their sources, and what they predict."""
+"""Cost models: hardware constants with their sources, and predictions of time and memory."""

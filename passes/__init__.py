@@ -1,1 +1,1 @@
-"""Compiler passes: each a frozen dataclass or function from one program type to the next."""
+"""Compiler passes: each a frozen dataclass that maps one program type to the next."""

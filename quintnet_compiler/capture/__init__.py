@@ -1,4 +1,4 @@
-"""From an ``nn.Module`` to a captured graph: torch.export, watched, with user-made derivatives and hooks as nodes.
+"""From an ``nn.Module`` to a captured graph: torch.export, with user-defined derivatives and hooks as nodes.
 
 Imports ``core``, ``ops``, ``ir``, ``guards`` and ``huggingface``.
 """

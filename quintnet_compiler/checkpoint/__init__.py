@@ -1,1 +1,4 @@
-"""Training state on disk: any layout reads what any layout wrote."""
+"""Checkpoints of training state: any layout reads what any layout wrote.
+
+With ``runtime``, the only package that imports ``torch.distributed``.
+"""

@@ -1,4 +1,7 @@
-"""The command ``quintnet``: a file per verb. ``python -m quintnet_compiler.cli`` is the same command."""
+"""The command line ``quintnet``, one file per verb.
+
+``python -m quintnet_compiler.cli`` is the same command.
+"""
 
 from .app import app, main
 

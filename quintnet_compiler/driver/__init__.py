@@ -1,4 +1,4 @@
-"""The compiler's passes in order, and the programs of one task that share their parameters.
+"""The passes in order, and the programs of one model (training, evaluation, outputs) that share parameters.
 
 Imports every layer below; ``planner`` and ``api`` use it.
 """

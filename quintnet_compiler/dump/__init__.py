@@ -1,1 +1,1 @@
-"""Dump folders: everything that a person needs to see what runs."""
+"""Dump folders: programs after each pass, generated code, communication and timelines as files and a page."""

@@ -1,4 +1,4 @@
-"""What a trace read in Python, recorded while it runs and compared before each step.
+"""Python values that a trace read: recorded while tracing, compared before each step.
 
 Imports ``core`` only.
 """

@@ -1,4 +1,4 @@
-"""Hugging Face models as they are: their attention and registries while they are traced, and their parallel plans.
+"""Support for Hugging Face models: attention and registries during tracing, and the models' own parallel plans.
 
 Imports ``core``, ``ops``, ``ir`` and ``weights``.
 """

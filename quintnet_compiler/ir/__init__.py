@@ -1,4 +1,4 @@
-"""The intermediate programs, one type per stage of the compiler, with their builder, printer and invariants.
+"""The intermediate programs, one type per compiler stage, with builder, printer and invariants.
 
 Imports ``core``, ``ops``, ``schedules`` and ``guards``.
 """

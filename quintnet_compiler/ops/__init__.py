@@ -1,4 +1,4 @@
-"""Operators of our own as torch custom operators: collectives, attention, expert layers, user derivatives.
+"""Torch custom operators: collectives, attention, expert layers, user-defined derivatives.
 
 Imports ``core`` only.
 """

@@ -1,1 +1,1 @@
-"""The planner: layouts of a model on a cluster, ranked by what they cost."""
+"""The planner: searches layouts of a model on a cluster and ranks them by predicted cost."""

@@ -1,4 +1,4 @@
-"""Explanations for people: of a program, of a tensor's parts, of this machine.
+"""Reports for people: on a program, on a tensor's parts, on this machine.
 
 Imports everything below ``driver``.
 """

@@ -1,1 +1,4 @@
-"""Runs compiled programs. The only part of the package that knows torch.distributed."""
+"""Runs compiled programs: processes, transports, state, the schedule's interpreter.
+
+With ``checkpoint``, the only package that imports ``torch.distributed``.
+"""

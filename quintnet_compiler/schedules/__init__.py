@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: how they are written, made, synthesised and checked.
+"""Pipeline schedules as data: generators, synthesis, checks.
 
 Imports ``core`` only.
 """

@@ -1,1 +1,1 @@
-"""What a step takes, before anything runs: events over the schedule and the functions that ranks execute."""
+"""Simulates a step, without devices: an event simulation of the schedule and of the functions that ranks run."""

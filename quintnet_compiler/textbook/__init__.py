@@ -1,4 +1,4 @@
-"""Parallel training as textbooks draw it: programs of a few steps for each rank, on a machine of a few numbers.
+"""Textbook examples of parallel training: a few steps per rank, on a machine described by a few numbers.
 
 >>> from quintnet_compiler import textbook
 >>> machine = textbook.Machine(2, flops_per_second=1e12, link=textbook.Link(1e-6, 1e9))

@@ -1,1 +1,1 @@
-"""Training loops, and what they read and write."""
+"""The training loop: configuration, data order, metrics, resuming."""

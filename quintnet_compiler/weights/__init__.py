@@ -1,4 +1,4 @@
-"""Weights in files (safetensors, names, conversions) and initial values of parameters.
+"""Weights: safetensors files, names and conversions, and initial values of parameters.
 
 Imports ``core`` only.
 """
