@@ -29,7 +29,9 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .reports.tensor_picture import TensorPicture
 from .runtime.launch.launch import launch
+from .schedules.kinds import SCHEDULES
 from .schedules.schedule import Schedule
+from .simulation.faults import Faults
 from .simulation.timeline import Timeline
 from .textbook import simulate
 from .training.batches import BatchSampler
@@ -51,6 +53,7 @@ __all__ = [
     "Cluster",
     "Estimate",
     "FaultWarning",
+    "Faults",
     "PlanReport",
     "accuracy",
     "estimate",
@@ -67,6 +70,7 @@ __all__ = [
     "QuintNetError",
     "Rule",
     "RunError",
+    "SCHEDULES",
     "Schedule",
     "TensorPicture",
     "Timeline",

@@ -58,10 +58,11 @@ from .program_state import ProgramState
 
 
 class CompiledProgram(ProgramState):
-    """A model compiled for a mesh. Captured at the first step, or when it was made if a batch was given.
+    """A model compiled for a mesh. It is captured when it is compiled with a batch, otherwise at the first step.
 
-    ``step`` and ``evaluate`` take the global batch, on every rank. ``parameters`` are the module's own: without an
-    initialised process group, where all ranks run in this process in lockstep, whole; in processes, DTensors.
+    ``step`` and ``evaluate`` take the global batch, on every rank. ``parameters`` are the module's own. Without an
+    initialised process group, all ranks run in this process in lockstep, and parameters are whole; with one process per
+    rank, they are DTensors.
     """
 
     def __init__(self, task: Task) -> None:
@@ -86,11 +87,12 @@ class CompiledProgram(ProgramState):
     # -- training
 
     def step(self, batch: Any, *, batch_is_local: bool = False) -> Tensor:
-        """Forward and backward of one global batch; afterwards every parameter's ``grad`` is settled.
+        """Forward and backward of one global batch, with gradients reduced over ranks: afterwards every parameter's
+        ``grad`` is that of the unsplit model.
 
         Args:
-            batch: what one step consumes; the same global batch on every rank, or with ``batch_is_local`` this
-                data rank's rows of it (what a DistributedSampler gives).
+            batch: what one step consumes: the same global batch on every rank.
+            batch_is_local: ``batch`` has only this data rank's rows (what a DistributedSampler gives).
 
         Returns:
             The loss of the global batch, a scalar, the same on every rank.
@@ -98,22 +100,22 @@ class CompiledProgram(ProgramState):
         Raises:
             InputError: QN102 or QN106 if the batch does not fit.
             RunError: QN501 on every rank if the loss or a gradient is NaN or Inf, with the operator, the rank and the
-                microbatch that made the first one. No parameter or gradient was changed. (In fp16, while the scaled
-                loss may be the reason: no error, and no parameter has a gradient, so that optimizers skip the step.)
+                microbatch that made the first one. No parameter or gradient was changed. (With fp16, while the loss
+                scale may be the reason: no error, and every gradient is None, so that optimizers skip the step.)
             CompileError: if this is the first step, see :func:`quintnet.compile`.
         """
         self._require_training("step")
         return self._run("train", batch, batch_is_local)[0].as_subclass(SettledLoss)
 
     def measure(self, batch: Any, *, batch_is_local: bool = False) -> tuple[Tensor, Timeline]:
-        """As :meth:`step`, with a clock: the loss, and when each rank did what and what it waited for, the same on
-        every rank. Gradients settle as they do in a step.
+        """A step with time measurement: the loss, and a timeline of what each rank did and waited for, the same on
+        every rank. Gradients are those of :meth:`step`.
 
-        The first steps of a program are slower than others: take some before. Of many ranks, only as many whole
-        pipelines as a picture can show are in it.
+        The first steps of a program are slower than others, so run some before. With many ranks, the timeline has
+        only as many whole pipelines as a picture can show.
 
         Raises:
-            RunError: QN301 where several ranks share this process, and take turns.
+            RunError: QN301 if several ranks share this process, where they take turns.
         """
         self._require_training("measure")
         recorder = Recorder()
@@ -148,8 +150,8 @@ class CompiledProgram(ProgramState):
         pad_token_id: int | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """Continue texts, as transformers' ``generate`` does: greedily, or sampled. The keys and values of earlier
-        tokens stay on the ranks that made them: rows over dp, heads over tp, layers over pp.
+        """Continue texts, as transformers' ``generate`` does: greedily, or sampled. The key-value cache is sharded:
+        rows over dp, heads over tp, layers over pp.
 
         For Hugging Face decoders whose attention is ``sdpa``, and modules whose ``forward(ids, positions)`` returns
         logits and calls ``F.scaled_dot_product_attention(..., is_causal=True)``, which then also sees what came before.
@@ -158,8 +160,8 @@ class CompiledProgram(ProgramState):
             ids: the global batch of prompts [rows, length], on every rank; padded on the left.
             attention_mask: [rows, length], 0 for padding.
             temperature: for ``do_sample``: what logits are divided by.
-            top_k: for ``do_sample``: of the most likely, so many.
-            top_p: for ``do_sample``: of the most likely, as many as have this probability together.
+            top_k: for ``do_sample``: sample from this many most likely tokens.
+            top_p: for ``do_sample``: sample from the most likely tokens that have this probability together.
             eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
             pad_token_id: what follows the end; by default the (first) eos_token_id.
             seed: of the samples, by default the program's. Equal seeds give equal samples on every layout.
@@ -184,8 +186,8 @@ class CompiledProgram(ProgramState):
     def verify(
         self, batch: Any = None, *, steps: int = 2, float64: bool = False, limit: float | None = None
     ) -> VerifyReport:
-        """Run all ranks in this process beside the module itself: loss, outputs, every gradient, and parameters and
-        buffers after each optimizer step. The module, its gradients and this program's state stay as they are.
+        """Compare with the module itself, with all ranks in this process: loss, outputs, every gradient, and parameters
+        and buffers after each optimizer step. The module, its gradients and this program's state do not change.
 
         Args:
             batch: what to train on; without it, the batch that the program was compiled with or saw last.
@@ -226,7 +228,7 @@ class CompiledProgram(ProgramState):
 
     def prove(self, name: str) -> str:
         """Why the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
-        operator and conversion on its way to the loss with their transposes, and what settles it.
+        operator and conversion on its way to the loss with their transposes, and the reduction at the end.
 
         Raises:
             CompileError: QN204 if no trained parameter has this name.
@@ -243,8 +245,9 @@ class CompiledProgram(ProgramState):
         """What the program does with a module, an operator or a parameter, and what that costs.
 
         Args:
-            why_not: another way for its parameters: ``"column"``, ``"row"`` or ``"replicated"`` over tp, or types by
-                axis (``{"tp": "S(0)"}``). The model is compiled again with it, and both programs are compared.
+            name: of a module, an operator or a parameter.
+            why_not: another sharding of its parameters: ``"column"``, ``"row"`` or ``"replicated"`` over tp, or types
+                by axis (``{"tp": "S(0)"}``). The model is compiled again with it, and both programs are compared.
             costs: as for :meth:`simulate`.
 
         Raises:
@@ -284,18 +287,19 @@ class CompiledProgram(ProgramState):
         return ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
 
     def simulate(self, costs: RankCosts | Cluster | None = None, *, faults: Faults | None = None) -> Timeline:
-        """A step, without any device: when each rank does what, what it waits for, and what memory it needs.
+        """Predict a step, without any device: when each rank does what, what it waits for, and how much memory it
+        needs.
 
         Args:
-            costs: what operators and communication take: a cluster, or a calibration of this machine
-                (:mod:`quintnet_compiler.cost_models.calibration`); without it, nodes of 8 H100.
+            costs: prices of operators and communication: a cluster, or a calibration of this machine
+                (:mod:`quintnet_compiler.cost_models.calibration`). Default: nodes of 8 H100.
             faults: ranks and links that are slower than others.
 
         Returns:
-            A report; ``html()`` and ``svg()`` are pictures, ``chrome_trace()`` is for Perfetto.
+            A timeline; ``html()`` and ``svg()`` are pictures, ``chrome_trace()`` is for Perfetto.
 
         Raises:
-            CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that are not there,
+            CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that do not exist,
                 QN210 if an operator has no price.
         """
         return simulate_program(self._primary().program, self._prices(costs), faults)
@@ -350,16 +354,17 @@ class CompiledProgram(ProgramState):
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh that the program was compiled for."""
         return self._task.mesh
 
     @property
     def loss_fn(self) -> LossFn | None:
-        """What was given to compile; None where the model computes its loss itself."""
+        """The loss function given to compile; None if the model computes its loss itself."""
         return self._task.loss_fn
 
     @property
     def first(self) -> bool:
-        """Whether this process is the one that writes logs and files: that of rank 0."""
+        """Whether this process is rank 0, which writes logs and files."""
         return self._state().first
 
     @functools.cached_property
@@ -380,18 +385,19 @@ class CompiledProgram(ProgramState):
 
     @property
     def schedule(self) -> Schedule:
+        """The pipeline schedule: every rank's actions, in order."""
         return self._primary().program.schedule
 
     @property
     def unsplit(self) -> tuple[str, ...]:
-        """What runs whole on every rank of a tensor or context axis because no size of it divides: exact, not faster
-        than one rank. Parameters that ZeRO leaves whole. And values of a batch that travel between data ranks. A line
-        for each kind; empty where everything is split."""
+        """What is not split, one line for each kind; empty if everything is: operators that run replicated on a tensor
+        or context axis because no size of theirs divides (exact, but not faster than one rank), parameters that ZeRO
+        leaves whole, and values of a batch that are exchanged between data ranks."""
         return self._primary().unsplit
 
     @property
     def compile_seconds(self) -> Mapping[str, float]:
-        """Time of each pass."""
+        """Seconds of each pass and check."""
         return dict(self._primary().seconds)
 
     def _repr_html_(self) -> str:
@@ -416,16 +422,16 @@ class CompiledProgram(ProgramState):
         measured: Timeline | None = None,
         report: PlanReport | None = None,
     ) -> Path:
-        """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``, with a page to
-        look at all that (``index.html``, which needs no network).
+        """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``, with a page
+        that shows all of it (``index.html``, which needs no network).
 
-        Equal programs give equal bytes, on every rank and every run. The program after each pass is not kept: it is
-        made again, by compiling once more.
+        Equal programs give equal bytes, on every rank and every run. The program after each pass is not kept, so this
+        compiles once more.
 
         Args:
             costs: of the timeline, as for :meth:`simulate`.
-            measured: a timeline of a real step, which is shown beside the predicted one.
-            report: of :func:`quintnet.plan`; its plans are shown beside this one.
+            measured: a timeline of a real step, to be shown with the predicted one.
+            report: of :func:`quintnet.plan`; its plans are compared with this one.
 
         Raises:
             CompileError: QN211 if ``measured`` is of another layout or schedule.
@@ -446,8 +452,8 @@ class CompiledProgram(ProgramState):
         return dump_program(primary.program, primary.plan, primary.passes(), Path(folder), extras)
 
     def prepare(self, batch: Any) -> CompiledProgram:
-        """Compile for batches like this one now, without running anything. In processes, the module's parameters become
-        this rank's parts."""
+        """Compile for batches like this one now, without running anything. With one process per rank, the module's
+        parameters become this rank's shards."""
         self._compiled(batch)
         if self._spread:
             self._state()
@@ -492,8 +498,8 @@ class CompiledProgram(ProgramState):
         return self._backend
 
     def close(self) -> None:
-        """Give the module whole, plain parameters again: it can be compiled for another mesh then, or called. On every
-        rank; no program of this module can be used any more.
+        """Give the module plain, whole parameters again, so that it can be called or compiled for another mesh. Every
+        rank calls this; after it, no program of this module can be used any more.
 
         Raises:
             RunError: QN113 if another program of the module was closed.

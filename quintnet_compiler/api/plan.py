@@ -40,21 +40,21 @@ def plan(
     seconds: float = SearchEffort.seconds,
     progress: bool | None = None,
 ) -> PlanReport:
-    """The best ways to train ``model`` on ``cluster`` with batches like ``batch``.
+    """Search the layouts of ``model`` on ``cluster`` for batches like ``batch``, and rank them. No device is needed.
 
     Args:
         model: any model that :func:`quintnet.compile` takes; on the meta device it costs no memory.
         cluster: e.g. ``quintnet.Cluster("h100", nodes=8)``.
-        batch: one global batch; meta tensors will do.
+        batch: one global batch; meta tensors are enough.
         loss_fn: as in :func:`quintnet.compile`.
-        plan: decisions that are made already; the planner fills in the rest.
+        plan: fixed decisions; the planner makes the others.
         rules: sharding rules for further operators.
-        top_k: how many plans.
-        objective: what counts: seconds of a step (``"time"``), bytes on the fullest rank (``"memory"``), or
-            device-seconds of a token (``"cost"``), for which plans may use fewer nodes.
-        work: how much to do for a good plan, where there are too many layouts to know the best: in operators that are
-            compiled, which gives the same plan on every machine; twice as much takes about twice as long.
-        seconds: when to stop searching whatever was found. The report says whether anything was left, and why.
+        top_k: how many plans to return.
+        objective: what to minimise: seconds of a step (``"time"``), bytes on the fullest rank (``"memory"``), or
+            device-seconds per token (``"cost"``), for which plans may use fewer nodes.
+        work: how many operators to compile in the search if there are too many layouts to prove which is best. The
+            same work gives the same plan on every machine; twice as much takes about twice as long.
+        seconds: when to stop searching in any case. The report says whether anything was left, and why.
         progress: whether to show a bar; by default on a terminal.
 
     Raises:
@@ -75,7 +75,7 @@ def estimate(
     loss_fn: LossFn | None = None,
     rules: Sequence[Rule] = (),
 ) -> Estimate:
-    """Step time, memory per rank, communication and bubble of one plan, whose mesh must be decided.
+    """Predict step time, memory per rank, communication and bubble of one plan, which must have a mesh.
 
     Raises:
         CompileError: as :func:`quintnet.plan`; QN207 if the plan has no mesh, QN301 if it does not fit the cluster.

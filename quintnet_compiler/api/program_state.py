@@ -41,17 +41,18 @@ class ProgramState(abc.ABC):
     def _state(self) -> Backend: ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters (those of its stages) under the model's names: whole in one process, DTensors in
-        processes; both have ``full_tensor()``."""
+        """This rank's parameters (those of its stages) under the model's names. All ranks in one process: whole; one
+        process per rank: DTensors. Both have ``full_tensor()``."""
         yield from self._state().parameters.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """As :meth:`named_parameters`, without the names: what an optimizer takes."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The module's state dict (in processes: this rank's DTensors), and under ``loss_fn.`` what the loss function
-        has. The tensors are those that are trained, not copies."""
+        """The module's state dict (with one process per rank: this rank's DTensors), and under ``loss_fn.`` that of the
+        loss function. The tensors are the trained ones, not copies."""
         parameters = dict(self.named_parameters())
         found = {
             ".".join(filter(None, (prefix, name))): x
@@ -86,7 +87,7 @@ class ProgramState(abc.ABC):
                 p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])
 
     def initialize(self, inits: Mapping[str, Init], *, seed: int | None = None) -> None:
-        """Draw initial values that are the same on every layout, each rank its own part.
+        """Draw initial values that are the same on every layout; each rank draws its own shards.
 
         Args:
             inits: name (or glob) -> :class:`quintnet.Normal`, ``Uniform`` or ``Constant``; later patterns win, and
@@ -112,7 +113,7 @@ class ProgramState(abc.ABC):
     def load_pretrained(
         self, folder: str | Path, *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
     ) -> None:
-        """Read the weights of a Hugging Face folder (safetensors), each rank its own parts of each tensor.
+        """Read the weights of a Hugging Face folder (safetensors); each rank reads its own shards of each tensor.
 
         Names are those of the model, or what transformers converts to them (other prefixes, experts one by one).
         Values are exact: a wider floating dtype than the stored one is fine, a narrower one is refused.
@@ -130,15 +131,15 @@ class ProgramState(abc.ABC):
         load_weights(self._pretrained(), Path(folder), Allowed(tuple(missing), tuple(unexpected)))
 
     def save_pretrained(self, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
-        """Write the folder from which ``transformers``' ``from_pretrained`` loads these very values: config.json and
-        safetensors (for a module that is not Hugging Face's: safetensors alone).
+        """Write a folder that ``transformers``' ``from_pretrained`` loads: config.json and safetensors (for a module
+        that is not Hugging Face's, safetensors alone).
 
-        Every rank calls this; tensors come together one at a time and the first rank writes them. The folder appears
-        when it is complete.
+        Every rank calls this; tensors are gathered one at a time, and rank 0 writes them. The folder appears when it is
+        complete.
 
         Args:
             folder: a new (or empty) folder.
-            max_file_bytes: further files are begun beyond this size.
+            max_file_bytes: the size beyond which a further file is started.
 
         Raises:
             CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
@@ -150,23 +151,24 @@ class ProgramState(abc.ABC):
         return Pretrained(self._task.model, program, self._state(), aliases)
 
     def zero_grad(self) -> None:
+        """Set every parameter's ``grad`` to None."""
         deque(map(setattr, self._state().parameters.values(), repeat("grad"), repeat(None)), maxlen=0)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global L2 norm is at most ``max_norm``; the norm before, on every rank."""
+        """Scale all gradients so that their global L2 norm is at most ``max_norm``. Returns the norm before."""
         return self._state().clip_grad_norm(self._primary().program, max_norm)
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the next step multiplies its loss, where the precision is fp16; else 1."""
+        """The next step's loss scale with ``precision="fp16"``, else 1."""
         return self._state().scaler.scale
 
     def get_rng_state(self) -> dict[str, int]:
-        """The seed of dropout masks and the number of the next training step: all that the masks depend on."""
+        """The seed of dropout masks and the number of the next training step, which determine all masks."""
         return {"seed": self._task.plan.seed, "step": self._steps}
 
     def set_rng_state(self, state: Mapping[str, int]) -> None:
-        """Continue with the masks that would have followed when ``state`` was taken, on this or any other layout."""
+        """Continue with the dropout masks that followed when ``state`` was taken, on this or any other layout."""
         plan = self._task.plan.changed({"seed": state["seed"]})
         self._task = replace(self._task, plan=plan)
         self._steps = state["step"]
@@ -182,18 +184,18 @@ class ProgramState(abc.ABC):
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
     ) -> Path:
-        """Write a checkpoint, which any layout can load: every rank calls this, and each writes its own parts.
+        """Write a checkpoint that any layout can load. Every rank calls this, and each writes its own shards.
 
-        ``folder/step-00000042`` appears when all of it is on the disk (torch.distributed.checkpoint's plan in
-        safetensors and JSON, with the SHA-256 of each file); until then, and if anything fails, the folder's other
-        checkpoints are what they were.
+        ``folder/step-00000042`` appears when all of it is on the disk (safetensors and JSON, written by a plan of
+        torch.distributed.checkpoint, with the SHA-256 of each file). If anything fails, the folder's other checkpoints
+        stay as they were.
 
         Args:
             folder: on a disk that all ranks share.
             step: its number; a checkpoint of the same step is replaced.
             optimizer: of this program's parameters, whose state is saved with them.
-            extra: anything that JSON can hold: a scheduler's ``state_dict()``, where the data stands.
-            keep: how many of the newest checkpoints stay.
+            extra: anything that JSON can hold, such as a scheduler's ``state_dict()`` or the position in the data.
+            keep: how many of the newest checkpoints to keep; None: all.
 
         Returns:
             The checkpoint's path.
@@ -212,8 +214,9 @@ class ProgramState(abc.ABC):
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
     ) -> Future[Path]:
-        """As :meth:`save`, but return when everything is copied to the CPU; a thread writes it while training goes on.
-        The future's ``result()`` is the path, or raises what went wrong. Waits for the save before, if it still runs.
+        """As :meth:`save`, but returns when everything is copied to the CPU; a thread writes it while training
+        continues. The future's ``result()`` is the path, or raises the error. Waits for an earlier save that is still
+        running.
         """
         found = self._snapshot(optimizer, extra)
         if self._saving is None:
@@ -223,17 +226,17 @@ class ProgramState(abc.ABC):
     def load(
         self, folder: str | Path, *, step: int | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> Restored:
-        """Go on from the newest whole checkpoint of a folder, or from that of ``step``, whatever layout wrote it.
+        """Load the newest intact checkpoint of a folder, or that of ``step``, whatever layout wrote it.
 
-        Parameters, the optimizer's state and options, and where random numbers stand get the very bits that were
-        saved. Every file is read and compared with its SHA-256 first; a damaged checkpoint is named in a
-        :class:`quintnet.CheckpointWarning`, and the one before is tried.
+        Parameters, the optimizer's state and options, and the state of random numbers are restored bit by bit. Every
+        file is read and compared with its SHA-256 first. A damaged checkpoint is reported by a
+        :class:`quintnet.CheckpointWarning`, and the one before it is tried.
 
         Returns:
             The step, and what was given to ``save`` as ``extra``.
 
         Raises:
-            CheckpointError: QN601 if no checkpoint is whole (or that of ``step`` is not), QN602 with every name,
+            CheckpointError: QN601 if no checkpoint is intact (or that of ``step`` is not), QN602 with every name,
                 shape and dtype that is not this program's. Nothing was changed, on any rank.
         """
         found = read(self._pretrained(), Path(folder), step, optimizer)

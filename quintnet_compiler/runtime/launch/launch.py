@@ -28,26 +28,28 @@ def launch(
     restarts: int = 0,
     fewest: int | None = None,
 ) -> list[Any]:
-    """Run ``fn(*args)`` on ``num_ranks`` ranks and return its results by rank.
+    """Run ``fn(*args)`` on ``num_ranks`` ranks and return the results by rank.
 
-    Starts processes on this machine that talk over loopback (gloo, or NCCL where each has a GPU). Under torchrun the
-    environment's world is used instead: ``fn`` runs once, here, and the list holds this rank's result at its place;
-    restarts are torchrun's (``--max-restarts``).
+    Starts processes on this machine that communicate over loopback (gloo, or NCCL if each has a GPU). Under torchrun it
+    uses torchrun's world instead: ``fn`` runs once, in this process, and the list holds this rank's result at its
+    index; restarts are torchrun's (``--max-restarts``).
 
     Args:
         fn: a function at the top level of a module, so that other processes can import it.
-        timeout: seconds after which everything is ended; None: never.
-        collective_timeout: seconds that ranks wait for each other in communication.
+        num_ranks: the number of processes.
+        args: the arguments of ``fn``; they are pickled.
+        timeout: seconds after which the run is ended; None: no limit.
+        collective_timeout: seconds that ranks wait for each other in a collective.
         threads: torch threads per process.
-        restarts: how often all ranks are started again after a fault. ``fn`` then begins anew: it must go on from its
-            own checkpoints (:meth:`CompiledProgram.load`; a :class:`Trainer` with a checkpoint_folder does).
-        fewest: go on with fewer ranks, but not with fewer than this: a rank at fault in two attempts running is left
-            out. ``fn`` then finds a smaller world (``torch.distributed.get_world_size()``).
+        restarts: how often all ranks are started again after a fault. ``fn`` then runs from the beginning and must load
+            its own checkpoint (:meth:`CompiledProgram.load`; a :class:`Trainer` with a checkpoint_folder does).
+        fewest: the smallest number of ranks to restart with: a rank at fault in two consecutive attempts is left out.
+            ``fn`` then finds a smaller world (``torch.distributed.get_world_size()``). None: ``num_ranks``.
 
     Raises:
-        RunError: QN302 if a rank fails or dies, QN303 if one is stopped, QN402 if one does not come, QN304 after
-            ``timeout``; with the rank at the root of it. All others are ended. A QuintNetError that ``fn`` raised is
-            raised as it is, and is not tried again.
+        RunError: QN302 if a rank fails or dies, QN303 if one is stopped, QN402 if one does not reach a collective,
+            QN304 after ``timeout``; with the rank that caused it. All others are ended. A QuintNetError that ``fn``
+            raised is raised as it is, and is not retried.
     """
     least = num_ranks if fewest is None else fewest
     if not 1 <= least <= num_ranks or restarts < 0:
