@@ -50,10 +50,16 @@ class Group:
 
 @dataclass(frozen=True, init=False)
 class Cluster:
-    """``nodes`` nodes of one kind of device.
+    """Nodes of one kind of device.
 
-    ``network_bytes_per_second``: of one node's adapters together, one way. ``rail``: how many nodes share the leaf
-    switches; ``oversubscription``: how much slower each level above them is.
+    Args:
+        name: of the device, such as ``"h100"``.
+        nodes: the number of nodes.
+        gpus_per_node: devices per node; by default what the device's usual node has.
+        network_bytes_per_second: of all adapters of a node together, one way; by default the device's.
+        network_seconds: latency of the network; by default the device's.
+        rail: how many nodes share the leaf switches.
+        oversubscription: how many times slower the level above them is.
 
     Raises:
         CompileError: QN210 for unknown hardware or a count below 1.
@@ -103,11 +109,11 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """How many devices there are."""
+        """The number of devices."""
         return self.nodes * self.gpus_per_node
 
     def larger(self, times: int) -> Cluster:
-        """With so many times the nodes."""
+        """The same cluster with ``times`` as many nodes."""
         return Cluster(self.device, self.nodes * times, self.gpus_per_node)
 
     def group(self, ranks: int, stride: int = 1) -> Group:

@@ -203,7 +203,16 @@ def rule(
     contiguous: str = "",
     shape_arg: int | None = None,
 ) -> Rule:
-    """A rule in notation. The options are those of :class:`Factors`; ``whole="..."``: none of the leading dims.
+    """A sharding rule in factor notation, like an einsum: a factor that the result lacks is summed over.
+
+    Args:
+        target: the operator, such as ``torch.ops.aten.linear.default``.
+        text: factors of each dim of the tensor inputs and outputs; ``...`` stands for leading dims that broadcast.
+        whole: factors that must not be split, separated by spaces; ``"..."``: none of the leading dims.
+        linear: groups of inputs in which the operator is linear, the others held fixed.
+        additive: inputs that are added to a contraction (a bias).
+        contiguous: factors of which a rank must hold a contiguous range.
+        shape_arg: the position of an argument that is the output's shape; ranks get the local shape.
 
     >>> rule("mm", "m k, k n -> m n", linear=[[0], [1]]).text
     'm k, k n -> m n'

@@ -58,11 +58,11 @@ class RunError(QuintNetError, RuntimeError):
 
 
 class BackendWarning(UserWarning):
-    """A backend cannot compile a part of a program, which then runs as generated Python, or cannot capture it."""
+    """A backend cannot compile a segment of a program, or capture it in a CUDA graph. The segment runs without."""
 
 
 class CheckpointError(QuintNetError, ValueError):
-    """Weights on disk cannot be read or written, or are not this model's. No parameter was changed."""
+    """Weights or a checkpoint cannot be read or written, or do not fit the model. No parameter was changed."""
 
 
 class CheckWarning(UserWarning):

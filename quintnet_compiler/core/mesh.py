@@ -59,21 +59,23 @@ class Mesh:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes, outermost first."""
         return tuple(size for _, size in self.axes)
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self.shape)
 
     @property
     def data_ways(self) -> int:
-        """Into how many parts the ranks split a batch: along ``dp``, and along ``ep``, whose ranks have experts and
-        rows of their own."""
+        """The number of parts into which ranks split a batch: along ``dp``, and along ``ep``, whose ranks have
+        different rows, too."""
         return math.prod(self[axis] for axis in DATA_AXES)
 
     def coordinate(self, rank: int) -> dict[str, int]:

@@ -49,7 +49,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :meth:`CompiledProgram.verify` found; ``str()`` for people, ``to_json()`` for programs."""
+    """The result of :meth:`CompiledProgram.verify`; ``str()`` for people, ``to_json()`` for programs."""
 
     mesh: str
     ranks: int
@@ -62,13 +62,16 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
+        """Whether everything is equal, up to the limits."""
         return all(one.ok for one in self.comparisons)
 
     @property
     def worst(self) -> Comparison:
+        """The comparison with the largest error, among those beyond their limit if there are any."""
         return self.comparisons[0]
 
     def to_json(self) -> str:
+        """All comparisons."""
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
 
     def __str__(self) -> str:

@@ -61,10 +61,16 @@ class PlanEntry:
 
 @dataclass(frozen=True)
 class HuggingFacePlan:
-    """``plan``: what :func:`quintnet.compile` takes. The rest says where it comes from; ``str()`` is a report.
+    """The parallel plan of a Hugging Face model, as a plan of QuintNet; ``str()`` is a report.
 
-    ``open``: parameters (layers as ``*``) that the model's plan says nothing of, so that the compiler decides.
-    ``left_out``: rules that set nothing, with the reason.
+    Attributes:
+        model: its class.
+        mesh: the mesh.
+        plan: what :func:`quintnet.compile` takes.
+        entries: the sharding that each rule of the model gives.
+        open: parameters (layers as ``*``) that the model's plan does not mention; the compiler decides.
+        left_out: rules that have no effect, with the reason.
+        notes: anything else.
     """
 
     model: str

@@ -31,9 +31,18 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout costs. ``seconds``: of a step, which is ``pipeline`` (``bubble`` of it idle on the fullest stage),
-    gradients that are summed after it (``gradients``) and the ``optimizer``. ``communication``: seconds on the fullest
-    stage that computing waits for, by axis. ``begins``: where stages but the first begin."""
+    """The predicted cost of a layout. Times are in seconds.
+
+    Attributes:
+        layout: the layout.
+        pipeline: forward and backward of all microbatches.
+        bubble: the part of it in which the busiest rank is idle.
+        gradients: gradient reduction after the pipeline, as far as nothing hides it.
+        optimizer: the optimizer's step.
+        communication: by axis, the time for which the busiest rank waits inside the pipeline.
+        memory: of each pipeline rank, in bytes.
+        begins: where each stage but the first begins.
+    """
 
     layout: Layout
     pipeline: float
@@ -46,16 +55,17 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
+        """Of a step."""
         return self.pipeline + self.gradients + self.optimizer
 
     @property
     def memory_bytes(self) -> int:
-        """Of the fullest rank."""
+        """Of the rank that needs most."""
         return max(stage.total for stage in self.memory)
 
     @property
     def exposed(self) -> float:
-        """Seconds that the fullest stage waits for communication."""
+        """Seconds that the busiest rank waits for communication."""
         return sum(self.communication.values()) + self.gradients
 
     def numbers(self) -> dict[str, Any]:
@@ -74,6 +84,7 @@ class Estimate:
         }
 
     def to_json(self) -> str:
+        """:meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:

@@ -25,8 +25,17 @@ LEFT = {
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Ranked layouts of a model on a cluster. ``best`` is a :class:`quintnet.Plan`; ``plans`` are all of them, best
-    first; ``ask`` finds the best layout with some decisions. ``str()`` for people, ``to_json()`` for programs."""
+    """Ranked layouts of a model on a cluster; ``str()`` for people, ``to_json()`` for programs.
+
+    Attributes:
+        cluster: its devices.
+        batch: rows of the global batch.
+        memory_bytes: of a device.
+        found: estimates of the ranked layouts, the rejected ones with reasons, and how the search ended.
+        plans: a :class:`quintnet.Plan` for each ranked layout, best first.
+        seconds: that the search took.
+        ask: searches again with some decisions, see :meth:`why_not`.
+    """
 
     cluster: str
     batch: int
@@ -37,8 +46,8 @@ class PlanReport:
     ask: Callable[[Mapping[str, Any]], Versus] = field(repr=False)
 
     def why_not(self, **decisions: Any) -> Versus:
-        """The best plan beside the best one with these ``decisions`` (``mesh={"tp": 8}``, ``recompute="none"``): where
-        each spends its time and memory, or why there is none.
+        """Compare the best plan with the best one that has these ``decisions`` (``mesh={"tp": 8}``,
+        ``recompute="none"``): where each spends its time and memory, or why there is none.
 
         Raises:
             CompileError: QN207 for a decision that no plan has.
@@ -47,6 +56,7 @@ class PlanReport:
 
     @property
     def best(self) -> Plan:
+        """The plan with the lowest predicted cost."""
         return self.plans[0]
 
     def to_json(self) -> str:

@@ -32,8 +32,8 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class TensorPicture:
-    """A tensor and who holds what of it. ``types``: axis -> type. ``str()`` for people, ``to_json()`` for programs,
-    ``svg()`` as a picture (of the first two dims that are split)."""
+    """Which rank holds which part of a tensor. ``types``: axis -> type. ``str()`` for people, ``to_json()`` for
+    programs, ``svg()`` for a picture (of the first two dims that are split)."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +48,7 @@ class TensorPicture:
         return f"{self.name} {list(self.shape)}: {kinds}{each}"
 
     def to_json(self) -> str:
+        """The types, and each part with its ranks."""
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:

@@ -254,4 +254,4 @@ SCHEDULES: Mapping[str, Generator] = MappingProxyType(
         "dualpipe-v": dual_pipe_v,
     }
 )
-"""Every generator under the name that plans give it."""
+"""Schedule generators by the names that plans use."""

@@ -124,7 +124,8 @@ def chain(num_stages: int) -> tuple[StageEdge, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``actions[rank]`` in order, for each pipeline rank; ``placement[stage]`` is the rank that owns a stage.
+    """A pipeline schedule: ``actions[rank]`` are a pipeline rank's actions in order; ``placement[stage]`` is the rank
+    that owns a stage. ``str()`` draws it.
 
     Raises:
         ScheduleError: QN208 without stages or microbatches, or where a stage's rank is not there.
@@ -144,10 +145,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
+        """Of all ranks together."""
         return len(self.placement)
 
     @property
     def num_ranks(self) -> int:
+        """Pipeline ranks."""
         return len(self.actions)
 
     def __str__(self) -> str:

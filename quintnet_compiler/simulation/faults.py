@@ -11,8 +11,13 @@ from ..core.mesh import Mesh
 
 @dataclass(frozen=True)
 class Faults:
-    """``slow_ranks``: how many times longer a rank computes. ``slow_links``: how many times longer the link between
-    two ranks takes; they must differ along one axis only. A collective is as slow as the slowest link within it."""
+    """Slow ranks and links, for :meth:`CompiledProgram.simulate`.
+
+    Attributes:
+        slow_ranks: rank -> how many times longer it computes.
+        slow_links: (rank, rank) -> how many times longer the link between them takes. The two must differ along one
+            axis only. A collective is as slow as the slowest link within it.
+    """
 
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=dict)

@@ -99,7 +99,8 @@ class RankTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated or measured step. ``rows``: the ranks that differ from each other; each says for how many it stands.
+    """A simulated or measured step. Times are in seconds. ``rows`` has the ranks that differ from each other; each says
+    how many ranks it represents.
 
     ``str()`` for people, ``to_json()`` for programs, ``chrome_trace()`` for Chrome's tracing page and Perfetto,
     ``svg()`` and ``html()`` as pictures; ``save()`` and ``load()`` for later.
@@ -117,7 +118,7 @@ class Timeline:
         """The row of a simulated rank.
 
         Raises:
-            CompileError: QN201 if this rank is stood for by another one.
+            CompileError: QN201 if another rank represents this one.
         """
         for row in self.rows:
             if row.rank == rank:
@@ -150,6 +151,7 @@ class Timeline:
         return max((row.peak for row in self.rows), key=lambda peak: peak.bytes)
 
     def to_json(self) -> str:
+        """Everything, in seconds and bytes."""
         rows = [{**asdict(row), "peak": asdict(row.peak)} for row in self.rows]
         head = {"title": self.title, "schedule": self.schedule, "microbatches": self.microbatches, "ranks": self.ranks}
         found = {"seconds": self.seconds, "bubble": self.bubble, "exposed": dict(self.exposed)}
@@ -161,7 +163,7 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        """What ``save`` wrote.
+        """Read what :meth:`save` wrote.
 
         Raises:
             CompileError: QN211 if the file cannot be read, or is no timeline.

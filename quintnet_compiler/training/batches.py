@@ -13,9 +13,9 @@ from ..core.errors import InputError
 class BatchSampler(Sampler[list[int]]):
     """Batches of indices for ``DataLoader(dataset, batch_sampler=...)``, whose order does not depend on the layout.
 
-    Each pass over the data has its own order, drawn from ``seed`` and the number of the pass. ``start_at`` says how
-    many samples were seen in all: iterating begins there, without reading what comes before, whatever the size of
-    batches was until then. The last samples of a pass that do not fill a batch are left out.
+    Each epoch has its own order, which depends on ``seed`` and the number of the epoch alone. ``start_at`` says how
+    many samples were seen so far, whatever the batch size was: iteration resumes there, without reading what comes
+    before. The last samples of an epoch that do not fill a batch are left out.
 
     Args:
         samples: how many the dataset has.
@@ -40,12 +40,12 @@ class BatchSampler(Sampler[list[int]]):
         self.seen = 0
 
     def start_at(self, seen: int) -> None:
-        """Begin the next iteration after ``seen`` samples of all passes."""
+        """Begin the next iteration after ``seen`` samples, counted over all epochs."""
         self.seen = seen
 
     @property
     def epoch(self) -> int:
-        """The pass that the next iteration is of, from 0."""
+        """The epoch of the next iteration, from 0."""
         return self.seen // self.samples
 
     def __len__(self) -> int:
@@ -64,6 +64,6 @@ class BatchSampler(Sampler[list[int]]):
             yield order[first + index * rows : first + (index + 1) * rows].tolist()
 
     def after(self, seen: int) -> int:
-        """``seen``, or where the next pass begins if no batch of this one is left."""
+        """``seen``, or the start of the next epoch if this one has no whole batch left."""
         left = self.samples - seen % self.samples
         return seen if left >= self.batch_size else seen + left

@@ -32,22 +32,40 @@ SCHEDULES = {"afab": "gpipe"}  # all forward, all backward: the other name of it
 
 
 class TrainConfig(BaseModel):
-    """What to train, how, and on which mesh. Keys that are not here are refused.
+    """The configuration of a training run. Unknown keys are refused.
 
-    ``model``: ``package.module:function`` or ``path/to/file.py:function``, which is called with ``model_args`` and
-    returns a :class:`~.run.TrainTask`.
-    ``mesh_dim`` and ``mesh_name``: sizes and names of the mesh's axes, outermost first. ``strategy_name``: which of
-    them the run is meant to use; the others must have size 1.
-    ``schedule``: as in a :class:`quintnet.Plan`, or ``afab``. ``grad_acc_steps``: microbatches. ``plan``: further keys
-    of a plan, such as ``zero: 3``.
-    ``batch_size``: rows of the global batch. ``num_epochs``, ``max_steps``: whichever ends first.
-    ``optimizer``: a class of torch.optim, with ``learning_rate``, ``weight_decay`` and ``optimizer_args``.
-    ``lr_schedule``: after ``warmup_steps`` of a linear rise, constant, or down to 0 at the end of the run.
-    ``max_grad_norm``: of all gradients. ``patience``: validations without a better loss before the run stops.
-    ``val_interval``, ``save_interval``, ``log_interval``: in steps; without the first two, every epoch.
-    ``checkpoint_dir``: for the newest ``keep_checkpoints``, and to go on from. ``log_dir``: for metrics.
-    ``measure_step``: the step (from 1) whose timeline is written to ``log_dir``, for ``quintnet dump --measured``.
-    ``device``: ``auto`` takes GPUs where every rank has one.
+    Attributes:
+        model: ``package.module:function`` or ``path/to/file.py:function``, which returns a :class:`quintnet.TrainTask`.
+        model_args: keyword arguments of that function.
+        strategy_name: the axes that the run uses, such as ``dp_tp``; the others must have size 1.
+        mesh_dim: sizes of the mesh's axes, outermost first.
+        mesh_name: names of the mesh's axes, in the same order.
+        schedule: as in a :class:`quintnet.Plan`, or ``afab`` (for ``gpipe``).
+        grad_acc_steps: the number of microbatches.
+        plan: further keys of a plan, such as ``zero: 3``.
+        batch_size: rows of the global batch.
+        num_epochs: passes over the data after which the run ends.
+        max_steps: steps after which the run ends, if that is sooner.
+        optimizer: the name of a class of torch.optim.
+        learning_rate: of the optimizer.
+        weight_decay: of the optimizer.
+        optimizer_args: its further arguments.
+        lr_schedule: the learning rate after the warmup: ``constant``, or down to 0 at the end of the run.
+        warmup_steps: steps of a linear rise of the learning rate.
+        max_grad_norm: the largest global L2 norm of all gradients; None: no clipping.
+        patience: validations without a better loss before the run stops; None: never.
+        val_interval: steps between validations; None: after every epoch.
+        save_interval: steps between checkpoints; None: after every epoch.
+        log_interval: steps between log lines.
+        checkpoint_dir: where checkpoints are saved, and from where the run resumes.
+        keep_checkpoints: how many of the newest to keep.
+        log_dir: for metrics.
+        tensorboard: also write TensorBoard events.
+        measure_step: the step (from 1) whose timeline is written to ``log_dir``, for ``quintnet dump --measured``.
+        num_workers: of the data loader.
+        shuffle: whether each epoch has its own random order.
+        seed: of the model's initial values, the data's order and dropout masks.
+        device: ``auto`` uses GPUs if every rank has one.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -104,17 +122,18 @@ class TrainConfig(BaseModel):
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh of ``mesh_dim`` and ``mesh_name``."""
         return Mesh(**dict(zip(self.mesh_name, self.mesh_dim, strict=True)))
 
     @property
     def decisions(self) -> Plan:
-        """What the run decides of its plan."""
+        """The plan of these keys."""
         schedule = SCHEDULES.get(self.schedule, self.schedule)
         return Plan().changed({**self.plan, "schedule": schedule, "microbatches": self.grad_acc_steps})
 
     @classmethod
     def read(cls, path: str | Path, **changes: Any) -> TrainConfig:
-        """From a YAML file, with ``changes`` in place of its values.
+        """Read a YAML file; ``changes`` override its values.
 
         Raises:
             CompileError: QN207 naming each key that is unknown or has a wrong value.

@@ -1,4 +1,4 @@
-"""What a trainer measures beside the loss."""
+"""What a trainer measures in addition to the loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Metric = Callable[[Any, Any], tuple[float, float]]
 
 
 def accuracy(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Of the largest logit in the last dim; labels of -100 do not count."""
+    """Rows whose largest logit (in the last dim) is the label's, and the number of rows; labels of -100 do not
+    count."""
     counts = labels != -100
     return float(((outputs.argmax(-1) == labels) & counts).sum()), float(counts.sum())
 

@@ -29,11 +29,18 @@ from .trainer import History, Trainer
 
 @dataclass(frozen=True)
 class TrainTask:
-    """What a config's ``model`` function returns: a plain module, and map-style datasets whose samples, collated, are
-    what ``quintnet.compile`` takes as a batch.
+    """What a configuration's ``model`` function returns.
 
-    ``start``: gives the program its first values, where the module is on the meta device (``load_pretrained``,
-    ``initialize``); not called where a checkpoint has them.
+    Attributes:
+        model: a plain module.
+        train_data: a map-style dataset; collated samples are what ``quintnet.compile`` takes as a batch.
+        val_data: the same for validation.
+        loss_fn: as in :func:`quintnet.compile`.
+        metrics: metrics of the model's outputs in validation, by name.
+        perplexity: also report e to the power of the validation loss.
+        collate: makes a batch of samples.
+        start: gives the program its initial values if the module is on the meta device (``load_pretrained``,
+            ``initialize``); not called if a checkpoint has them.
     """
 
     model: nn.Module

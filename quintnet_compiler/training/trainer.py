@@ -25,7 +25,8 @@ from .validation import validate
 
 @dataclass
 class History:
-    """What a run did. ``losses``: of each step that this call took; ``validations``: (step, numbers) of each."""
+    """What a run did: the ``losses`` of the steps that this call took, and (step, metrics) of each of its
+    ``validations``."""
 
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -38,24 +39,30 @@ class History:
 class Trainer:
     """Trains a compiled program.
 
-    Every rank makes one with the same arguments, and calls ``fit``; only the first one prints and writes logs.
+    Every rank makes one with the same arguments, and calls ``fit``. Only rank 0 prints and writes logs.
 
     Args:
+        program: the compiled program.
         optimizer: of ``program.parameters()``.
-        train_loader: gives global batches; a DataLoader with a :class:`BatchSampler` goes on at the very sample where a
-            run was cut off, others are read again up to there.
+        train_loader: gives global batches. A DataLoader with a :class:`BatchSampler` resumes at the sample where a run
+            was interrupted; others are read again up to there.
         val_loader: read once for each validation; a last batch of any size is fine.
-        scheduler: of the learning rate, stepped after each step of the optimizer.
-        epochs: fit ends after so many,
-        max_steps: or after so many steps, whichever comes first.
-        max_grad_norm: the largest global L2 norm of all gradients.
-        validate_every: in steps; without, after every epoch.
-        save_every: the same for checkpoints.
-        patience: stop after so many validations whose loss was not below the best one.
-        metrics: of the model's outputs in validation, by name; ``perplexity``: also e to the validation loss.
-        checkpoint_folder: where to save, and to go on from if there is anything; ``keep``: how many of the newest stay.
-        log_every: steps between two lines; ``log_folder``: for ``metrics.jsonl``, and TensorBoard's if that is set.
-        batch_is_local: training batches are this data rank's rows.
+        scheduler: of the learning rate, stepped after each optimizer step.
+        epochs: passes over the data after which ``fit`` ends.
+        max_steps: steps after which ``fit`` ends, if that is sooner.
+        max_grad_norm: the largest global L2 norm of all gradients; None: no clipping.
+        validate_every: steps between validations; None: after every epoch.
+        patience: stop after this many validations whose loss was not below the best one; None: never.
+        metrics: metrics of the model's outputs in validation, by name.
+        perplexity: also report e to the power of the validation loss.
+        checkpoint_folder: where to save checkpoints, and to resume from if it has one.
+        save_every: steps between checkpoints; None: after every epoch.
+        keep: how many of the newest checkpoints to keep.
+        log_every: steps between two log lines.
+        log_folder: for ``metrics.jsonl``.
+        tensorboard: also write TensorBoard events into ``log_folder``.
+        console: print log lines.
+        batch_is_local: training batches have only this data rank's rows.
         measure_step: the step (from 1) whose timeline is written into ``log_folder`` as ``timeline.json``; see
             :meth:`CompiledProgram.measure`.
     """

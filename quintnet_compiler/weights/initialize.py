@@ -23,6 +23,7 @@ class Normal:
     mean: float = 0.0
 
     def draw(self, positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
+        """This part's values."""
         return normal(positions, sizes, key, dtype) * self.std + self.mean
 
 
@@ -34,6 +35,7 @@ class Uniform:
     high: float
 
     def draw(self, positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
+        """This part's values."""
         return uniform(positions, sizes, key, dtype) * (self.high - self.low) + self.low
 
 
@@ -44,6 +46,7 @@ class Constant:
     value: float
 
     def draw(self, positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
+        """This part's values."""
         return torch.full([len(p) for p in positions], self.value, dtype=dtype)
 
 

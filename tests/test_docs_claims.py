@@ -1,0 +1,186 @@
+"""What the documents claim about the code, compared with the code. (That their Python runs: test_docs.py.)"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import quintnet
+from quintnet_compiler.cli.plan import plan as plan_command
+from quintnet_compiler.planner.search import SearchEffort
+from quintnet_compiler.schedules.kinds import SCHEDULES
+
+from .test_errors import WRONG
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = [ROOT / "quintnet_compiler", ROOT / "passes", ROOT / "cost_models"]
+FOLDERS = ["", "quintnet_compiler", "cost_models", "tests"]  # that a path on a page may start from
+ELSEWHERE = {"ranks/rank000.py", "merge_checkpoints.py", "mappings.py"}  # of a dump, of others
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def _section(page: str, heading: str) -> str:
+    """What stands under a heading, up to the next one."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", page, re.S | re.M)
+    assert found is not None, f"no heading {heading!r}"
+    return found[1]
+
+
+def _first_column(text: str) -> list[str]:
+    """The code at the start of each row of a table."""
+    return re.findall(r"^\| `([^`]+)`", text, re.M)
+
+
+def _modules(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*.py") if "__pycache__" not in path.parts]
+
+
+@cache
+def _everything() -> quintnet.CompiledProgram:
+    """A program for which every pass and every check runs."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
+    batch = torch.randn(16, 16), torch.randn(16, 16)
+    return quintnet.compile(
+        nn.Sequential(*blocks), quintnet.Mesh(pp=2, dp=2, tp=2), batch, loss_fn=F.mse_loss, microbatches=2, zero=3,
+        precision="bf16", recompute="selective", async_tp=True, check="off",
+    )  # fmt: skip
+
+
+def test_the_table_of_passes_has_the_passes_that_run_in_order() -> None:
+    ran = [name for name in _everything().compile_seconds if not name.startswith("check_")]
+    assert _first_column(_section(_page("architecture.md"), "Passes")) == ["capture", *ran]
+
+
+def test_the_table_of_checks_has_the_checks_that_run() -> None:
+    section = _section(_page("verification.md"), "Before it runs: checks on every compile")
+    files = re.findall(r"\| `([^`]+\.py)` \|$", section, re.M)
+    listed = {re.findall(r"^def (check_\w+)\(", (ROOT / file).read_text(), re.M)[0] for file in files}
+    ran = {name for name in _everything().compile_seconds if name.startswith("check_")}
+    assert listed == ran and len(files) == len(ran)
+    assert f"{len(files)} checks" in section
+
+
+def test_the_table_of_packages_has_their_levels_and_docstrings() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    levels = next(contract["layers"] for contract in contracts if contract["name"] == "layers")
+    names = {name: str(level) for level, text in enumerate(levels, 1) for name in re.findall(r"\w+", text)}
+    found = re.findall(r"^\| (\d+) \| `(\w+)` \| (.*) \|$", _page("architecture.md"), re.M)
+    assert {name: level for level, name, _ in found} == names
+    for _, name, line in found:
+        text = (ROOT / "quintnet_compiler" / name / "__init__.py").read_text()
+        first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+        assert line == first.replace("``", "`")
+
+
+def test_who_imports_torch_distributed() -> None:
+    found = set()
+    for folder in PACKAGES:
+        for path in _modules(folder):
+            if "torch.distributed" in " ".join(_imports(path)):
+                found.add(path.relative_to(ROOT / "quintnet_compiler").parts[0])
+    claim = re.search(r"Only ((?:`\w+`(?:, | and )?)+) import `torch\.distributed`", _page("architecture.md"))
+    assert claim is not None and set(re.findall(r"`(\w+)`", claim[1])) == found
+
+
+def _imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page.read_text())) - ELSEWHERE
+    assert [path for path in sorted(named) if not any((ROOT / folder / path).is_file() for folder in FOLDERS)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_that_a_page_links_to_exist(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        text = (page.parent / target if target else page).read_text()
+        headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+        slugs = [re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", one).strip().lower()) for one in headings]
+        assert anchor in slugs, f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_that_a_page_uses_exist(page: Path) -> None:
+    text = "\n".join(line for line in page.read_text().splitlines() if "%" not in line)  # those are operators
+    public = set(re.findall(r"(?<![\w./-])quintnet\.(\w+)", text))
+    assert [name for name in sorted(public) if not hasattr(quintnet, name)] == []
+    for dotted in set(re.findall(r"`(quintnet_compiler(?:\.\w+)+)`", text)):
+        assert _resolves(dotted), dotted
+
+
+def _resolves(dotted: str) -> bool:
+    """Whether a module, or a name in one, exists."""
+    try:
+        importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        module, _, name = dotted.rpartition(".")
+        return hasattr(importlib.import_module(module), name)
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_methods_that_a_page_calls_exist(page: Path) -> None:
+    called = set(re.findall(r"\bprogram\.(\w+)", page.read_text())) - {"py"}  # a file
+    assert [name for name in sorted(called) if not hasattr(quintnet.CompiledProgram, name)] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^::: quintnet_compiler\.(\w+)$", _page("api.md"), re.M)
+    assert sorted(listed) == sorted(quintnet.__all__)
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    """Every name of the package, and every public method and property of its classes."""
+    named = [(name, getattr(quintnet, name)) for name in quintnet.__all__ if name != "SCHEDULES"]
+    for name, thing in list(named):
+        for base in inspect.getmro(thing) if inspect.isclass(thing) else ():
+            if base.__module__.startswith("quintnet_compiler"):
+                parts = ((part, x) for part, x in vars(base).items() if not part.startswith("_"))
+                named += [(f"{name}.{part}", x) for part, x in parts if callable(x) or isinstance(x, property)]
+    assert [name for name, thing in named if not inspect.getdoc(thing)] == []
+
+
+def test_schedules_are_those_that_there_are() -> None:
+    listed = _first_column(_page("pipelines.md"))
+    assert listed == [*SCHEDULES, "synthesized"]
+    for text in (quintnet.Plan.__doc__, quintnet.compile.__doc__):
+        assert text is not None and [name for name in listed if f'"{name}"' not in text] == []
+
+
+def test_every_option_is_described() -> None:
+    plan, function = quintnet.Plan.__doc__, quintnet.compile.__doc__
+    assert plan is not None and function is not None
+    assert [name for name in quintnet.Plan.model_fields if f"\n        {name}: " not in plan] == []
+    parameters = inspect.signature(quintnet.compile).parameters
+    assert [name for name in parameters if f"\n        {name}: " not in function] == []
+
+
+def test_numbers_on_pages_are_those_of_the_code() -> None:
+    seconds = inspect.signature(plan_command).parameters["seconds"].default
+    assert f"({seconds:g} s by default on the command line, {SearchEffort.seconds:g} s in" in _page("limitations.md")
+    assert f"Exact messages of {len(WRONG)} wrong uses" in " ".join(_page("errors.md").split())
+    rows = re.findall(r"^\| ([\w .-]+) \| \d", _page("models.md").partition("## Mixtures")[0], re.M)
+    assert f"{len(rows)} architectures" in (ROOT / "README.md").read_text()
