@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quintnet
+from quintnet_compiler.cli.app import app
 from quintnet_compiler.cli.plan import plan as plan_command
 from quintnet_compiler.planner.search import SearchEffort
 from quintnet_compiler.schedules.kinds import SCHEDULES
@@ -170,6 +171,11 @@ def test_schedules_are_those_that_there_are() -> None:
         assert text is not None and [name for name in listed if f'"{name}"' not in text] == []
 
 
+def test_the_command_line_page_has_every_verb() -> None:
+    verbs = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
+    assert _first_column(_page("cli.md")) == verbs
+
+
 def test_every_option_is_described() -> None:
     plan, function = quintnet.Plan.__doc__, quintnet.compile.__doc__
     assert plan is not None and function is not None
@@ -183,4 +189,5 @@ def test_numbers_on_pages_are_those_of_the_code() -> None:
     assert f"({seconds:g} s by default on the command line, {SearchEffort.seconds:g} s in" in _page("limitations.md")
     assert f"Exact messages of {len(WRONG)} wrong uses" in " ".join(_page("errors.md").split())
     rows = re.findall(r"^\| ([\w .-]+) \| \d", _page("models.md").partition("## Mixtures")[0], re.M)
-    assert f"{len(rows)} architectures" in (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert f"{len(rows)} architectures" in readme and f"[{len(SCHEDULES) + 1} schedules]" in readme
