@@ -29,8 +29,9 @@ class LowerPrecision:
 
     An operator computes in the dtype of :mod:`.autocast_policy`; any other in that of the activations that it reads.
     Where these differ, it computes in float32 and its result is narrow, as a model's own ``x.to(dtype)`` would make it.
-    A parameter that nobody reads in float32 becomes a narrow leaf (:attr:`.Leaf.held` says what ranks hold of it), of
-    which :class:`.InsertCommunication` makes a copy once a step, before any rank gathers it.
+    A parameter that nobody reads in float32 becomes a narrow leaf (:attr:`...core.annotations.Leaf.held` says what
+    ranks hold of it), of which :class:`..lowering.insert_communication.InsertCommunication` makes a copy once a step,
+    before any rank gathers it.
 
     Raises:
         CompileError: QN215 if the model has no float32 parameter to begin with.

@@ -74,7 +74,8 @@ class AxisView:
 
     def stores(self, found: Leaf) -> bool:
         """Whether slices of a parameter over this axis are no more than how it is stored, see
-        :class:`.zero.ShardParameters`: what the axis splits is data, and no rows are exchanged for experts."""
+        :class:`.shard_parameters.ShardParameters`: what the axis splits is data, and no rows are exchanged for
+        experts."""
         return found.kind == "parameter" and stores_state(self.axis, self.constraints.experts)
 
     def legal(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:

@@ -311,7 +311,7 @@ def with_transfers(schedule: Schedule, edges: Iterable[StageEdge], *, hoist: int
     Raises:
         ScheduleError: QN208 when ``schedule`` has transfers already, cannot run, or ``hoist`` is negative.
 
-    >>> from .schedule_kinds import one_f_one_b
+    >>> from .kinds import one_f_one_b
     >>> for row in with_transfers(one_f_one_b(2, 2), chain(2), hoist=0).actions:
     ...     print(*row)
     0F0 0SF0>1 0F1 0SF1>1 0RB0<1 0B0 0RB1<1 0B1 0R
@@ -373,7 +373,7 @@ def grid(schedule: Schedule, edges: Iterable[StageEdge] | None = None) -> str:
     Raises:
         ScheduleError: QN208 when some action can never start.
 
-    >>> from .schedule_kinds import gpipe
+    >>> from .kinds import gpipe
     >>> print(gpipe(2, 3))
     gpipe: stages 2, microbatches 3, bubble 25.0%
     rank 0  F0 F1 F2 .  .  B0 B1 B2

@@ -15,7 +15,7 @@ def arrived_sends(schedule: Schedule, rank: int) -> Mapping[Action, tuple[Action
     not among them.
 
     >>> from .schedule import chain, with_transfers
-    >>> from .schedule_kinds import one_f_one_b
+    >>> from .kinds import one_f_one_b
     >>> found = arrived_sends(with_transfers(one_f_one_b(2, 3), chain(2)), 0)
     >>> [(str(action), *map(str, sends)) for action, sends in found.items()]
     [('0B0', '0SF0>1'), ('0B1', '0SF1>1'), ('0B2', '0SF2>1')]

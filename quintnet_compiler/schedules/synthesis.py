@@ -81,7 +81,7 @@ def synthesized(
     Raises:
         ScheduleError: QN208 if the stages do not divide over the ranks, or no schedule keeps to ``max_live``.
 
-    >>> from .schedule_kinds import interleaved, zero_bubble_v
+    >>> from .kinds import interleaved, zero_bubble_v
     >>> times = [StageTimes(2, 2, 1), StageTimes(1, 1, 1), StageTimes(1, 1, 1), StageTimes(1, 2, 1)]
     >>> [seconds(named(2, 4), times) for named in (interleaved, zero_bubble_v)]
     [35.0, 36.0]
