@@ -162,7 +162,7 @@ def explain(model: Decoder, layout: ParallelLayout) -> tuple[ClosedForm, ...]:
     """The closed forms of a model and a layout, each with its expression and its numbers.
 
     >>> gpt = Decoder(layers=2, hidden=8, ffn=32, heads=2, vocab=10, seq=4)
-    >>> print(explain(gpt, Layout(pp=2, global_batch=4))[-1])
+    >>> print(explain(gpt, ParallelLayout(pp=2, global_batch=4))[-1])
     bubble = (p - 1)/(m*v) = 0.25 of the busy time  (p=2, v=1, m=4)
     """
     m: Number = _Symbols(model)
