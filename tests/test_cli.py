@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import quintnet
 from quintnet_compiler.cli import answer, app
+from quintnet_compiler.cli.verbs import VERBS
 from quintnet_compiler.core.error_help import ErrorHelp, error_help
 from quintnet_compiler.core.error_table import ERRORS
 from quintnet_compiler.core.errors import (
@@ -234,3 +238,24 @@ def test_quiet_and_verbose(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     told = ("explain", "cli_target:build", "nowhere", "--mesh", "dp=1")
     assert "Traceback" not in _run(*told).stderr and "Traceback" in _run("-v", *told).stderr
     assert "QN204" in _run("-v", *told).stderr
+
+
+def test_help_lists_all_verbs_and_loads_none() -> None:
+    code = (
+        "import sys; from quintnet_compiler.cli import main; sys.argv = ['quintnet', '--help']\n"
+        "try: main()\nexcept SystemExit: print([name for name in ('torch', 'numpy', 'sympy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for name, line in VERBS.items():
+        assert name in done.stdout and line.split()[0] in done.stdout
+        assert callable(getattr(importlib.import_module(f"quintnet_compiler.cli.{name}"), name))
+
+
+def test_names_are_imported_when_they_are_used() -> None:
+    code = "import sys, quintnet; assert 'torch' not in sys.modules; quintnet.Mesh(dp=2); print(len(dir(quintnet)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert int(done.stdout) == len(quintnet.__all__)
+    assert all(getattr(quintnet, name) is not None for name in quintnet.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'compiler'"):
+        _ = quintnet.compiler

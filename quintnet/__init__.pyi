@@ -1,0 +1,1 @@
+from quintnet_compiler import *

@@ -1,0 +1,83 @@
+from . import textbook
+from .api.compile import compile
+from .api.compiled_program import CompiledProgram
+from .api.moe import expert_linear
+from .api.plan import estimate, plan
+from .api.visualize import visualize
+from .core.errors import (
+    BackendWarning,
+    CheckpointError,
+    CheckpointWarning,
+    CheckWarning,
+    CompileError,
+    FaultWarning,
+    InputError,
+    QuintNetError,
+    RunError,
+)
+from .core.mesh import Mesh
+from .cost_models.cluster import Cluster
+from .equivalence.verify import VerifyReport
+from .huggingface.parallel_plan import HuggingFacePlan, hf_plan
+from .ir.plan import Plan
+from .passes.rules.notation import Rule, rule
+from .planner.estimate import Estimate
+from .planner.report import PlanReport
+from .reports.tensor_picture import TensorPicture
+from .runtime.launch.launch import launch
+from .schedules.kinds import SCHEDULES
+from .schedules.schedule import Schedule
+from .simulation.faults import Faults
+from .simulation.timeline import Timeline
+from .textbook import simulate
+from .training.batches import BatchSampler
+from .training.config import TrainConfig
+from .training.measures import accuracy
+from .training.run import TrainTask
+from .training.trainer import History, Trainer
+from .weights.initialize import Constant, Normal, Uniform
+
+__all__ = [
+    "BackendWarning",
+    "CheckWarning",
+    "BatchSampler",
+    "History",
+    "TrainConfig",
+    "TrainTask",
+    "Trainer",
+    "CheckpointWarning",
+    "Cluster",
+    "Estimate",
+    "FaultWarning",
+    "Faults",
+    "PlanReport",
+    "accuracy",
+    "estimate",
+    "plan",
+    "CompileError",
+    "CheckpointError",
+    "CompiledProgram",
+    "Constant",
+    "HuggingFacePlan",
+    "InputError",
+    "Mesh",
+    "Normal",
+    "Plan",
+    "QuintNetError",
+    "Rule",
+    "RunError",
+    "SCHEDULES",
+    "Schedule",
+    "TensorPicture",
+    "Timeline",
+    "Uniform",
+    "VerifyReport",
+    "compile",
+    "expert_linear",
+    "hf_plan",
+    "launch",
+    "rule",
+    "visualize",
+    "simulate",
+    "textbook",
+]
