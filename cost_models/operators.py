@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compat.torch import OpOverload, schema
 from ..core.annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
 from ..ops.attention import attention
@@ -199,7 +200,7 @@ def attention_flops(node: fx.Node) -> float:
 
 def _causal(node: fx.Node) -> bool:
     """The argument of that name, wherever the operator has it."""
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, argument in enumerate(schema(node.target).arguments):
         if argument.name in ("causal", "is_causal"):
             given = node.args[position] if position < len(node.args) else argument.default_value
             return bool(node.kwargs.get(argument.name, given))
@@ -225,7 +226,7 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
     if target in ATTENTION:
         return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
-    name = target.overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else ""
+    name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
     if unknown == "memory" or name in MEMORY or (name and TAGS.intersection(target.tags)):  # type: ignore[union-attr]
         return Kernel(node.name, "memory", bytes=moved)
     raise CompileError(

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ...compat.torch import FakeTensorMode, schema_or_none
 from ...core.annotations import facts, value
 from .recording import record
 
@@ -154,7 +154,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _mutable(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_or_none(node.target)
     return schema is not None and schema.is_mutable
 
 

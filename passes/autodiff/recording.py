@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...compat.torch import TorchDispatchMode, pytree, root_of
 
 
 def record(work: Callable[[Callable[[Callable[[], Tensor]], Tensor]], Any]) -> fx.Graph:
@@ -40,7 +40,7 @@ class _Recorder(TorchDispatchMode):
         self.idle = True
         x = make()
         self.idle = False
-        last = self.inputs[-1] if self.inputs else self.graph._root
+        last = self.inputs[-1] if self.inputs else root_of(self.graph)
         with self.graph.inserting_after(last):
             self.inputs.append(self.graph.placeholder(f"x{len(self.inputs)}"))
         self._made(self.inputs[-1], x)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compat.torch import operator_name
 from ...core.annotations import facts, leaf, shape, value
 from ...core.errors import REPORT, CompileError
 from ...ir.program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
@@ -175,7 +176,7 @@ def _spelled(node: fx.Node) -> tuple[tuple[Any, ...], list[Any], dict[str, Any]]
         return (torch.div,), [node.args[0], node.args[2]], {}
     if target in RANKED:
         args = list(node.args)
-        return (str(target._opname),), [*args[:2], *args[3:]] if target in SIZED else args, {}
+        return (operator_name(target),), [*args[:2], *args[3:]] if target in SIZED else args, {}
     return spellings(target), list(node.args), dict(node.kwargs)
 
 

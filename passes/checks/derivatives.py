@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
+from ...compat.torch import FakeTensorMode, schema_or_none
 from ...core.annotations import value
 from ...core.errors import REPORT, CompileError
 from ...ir.builder import GraphBuilder
@@ -253,7 +253,7 @@ _REFERENCES: Mapping[Any, Callable[..., Any]] = MappingProxyType({expert_linear:
 
 def _random(call: OperatorCall) -> bool:
     """Whether two runs differ."""
-    schema = getattr(call.target, "_schema", None)
+    schema = schema_or_none(call.target)
     for position, known in enumerate(schema.arguments if schema is not None else ()):
         if known.name == "dropout_p":
             args, kwargs = call.given

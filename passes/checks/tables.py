@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...compat.torch import OpOverload, nn_functions, operator_name
 from ...core.precision import Precision
 from ...core.sharding import AxisType, I, P, R, Shard
 from ...ops.collectives import (
@@ -26,31 +27,29 @@ from ...ops.collectives import (
     share,
 )
 
-Call = tuple[torch._ops.OpOverload, tuple[int, ...]]  # communication, and what it says of dims
+Call = tuple[OpOverload, tuple[int, ...]]  # communication, and what it says of dims
 
 # What a conversion (before, after) does to a value, and what its transpose does to the gradient. None: the bits stay.
 # A replicated value's gradient is a term on each rank, a partial value's gradient is the same on all.
-CONVERSIONS: Mapping[tuple[str, str], tuple[torch._ops.OpOverload | None, torch._ops.OpOverload | None]] = (
-    MappingProxyType(
-        {
-            ("I", "I"): (None, None),
-            ("I", "R"): (None, all_reduce),
-            ("I", "P"): (share, None),
-            ("I", "S"): (shard_slice, all_gather),
-            ("R", "I"): (None, share),
-            ("R", "R"): (None, None),
-            ("R", "P"): (share, share),
-            ("R", "S"): (shard_slice, shard_pad),
-            ("P", "I"): (all_reduce, None),
-            ("P", "R"): (all_reduce, all_reduce),
-            ("P", "P"): (None, None),
-            ("P", "S"): (reduce_scatter, all_gather),
-            ("S", "I"): (all_gather, shard_slice),
-            ("S", "R"): (all_gather, reduce_scatter),
-            ("S", "P"): (shard_pad, shard_slice),
-            ("S", "S"): (all_to_all, all_to_all),
-        }
-    )
+CONVERSIONS: Mapping[tuple[str, str], tuple[OpOverload | None, OpOverload | None]] = MappingProxyType(
+    {
+        ("I", "I"): (None, None),
+        ("I", "R"): (None, all_reduce),
+        ("I", "P"): (share, None),
+        ("I", "S"): (shard_slice, all_gather),
+        ("R", "I"): (None, share),
+        ("R", "R"): (None, None),
+        ("R", "P"): (share, share),
+        ("R", "S"): (shard_slice, shard_pad),
+        ("P", "I"): (all_reduce, None),
+        ("P", "R"): (all_reduce, all_reduce),
+        ("P", "P"): (None, None),
+        ("P", "S"): (reduce_scatter, all_gather),
+        ("S", "I"): (all_gather, shard_slice),
+        ("S", "R"): (all_gather, reduce_scatter),
+        ("S", "P"): (shard_pad, shard_slice),
+        ("S", "S"): (all_to_all, all_to_all),
+    }
 )
 SUMS = frozenset({all_reduce, reduce_scatter})
 
@@ -94,8 +93,8 @@ def bare(kind: AxisType, grad: bool) -> AxisType:
 
 def spellings(target: Any) -> tuple[Any, ...]:
     """What generated code may call for an operator of the graph."""
-    name = target._opname if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten" else ""
-    home = torch if name in _TORCH else torch._C._nn if name in _NN else None
+    name = operator_name(target) if isinstance(target, OpOverload) and target.namespace == "aten" else ""
+    home = torch if name in _TORCH else nn_functions if name in _NN else None
     return (target,) if home is None else (target, getattr(home, name))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compat.torch import function_name
 from ...core.annotations import facts, is_getitem, leaf, num_bytes, shape, value, values
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
@@ -312,7 +313,7 @@ class _Boxed(fx.graph.CodeGen):
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
         unpack = f"{', '.join(names)}, = args" if names else "pass"
-        return f"def {self._func_name}(self, args):\n    {unpack}\n    args.clear()"
+        return f"def {function_name(self)}(self, args):\n    {unpack}\n    args.clear()"
 
 
 def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ...compat.torch import linear, silu
+
 aten = torch.ops.aten
 
 SPELLING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
@@ -36,8 +38,8 @@ SPELLING: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         aten.bmm.default: torch.bmm,
         aten.addmm.default: torch.addmm,
         aten.matmul.default: torch.matmul,
-        aten.linear.default: torch._C._nn.linear,
-        aten.silu.default: torch._C._nn.silu,
+        aten.linear.default: linear,
+        aten.silu.default: silu,
         aten.t.default: torch.t,
         aten.transpose.int: torch.transpose,
         aten.permute.default: torch.permute,

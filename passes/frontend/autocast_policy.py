@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...compat.torch import operator_name
+
 # Products. And norms, whose kernels keep statistics in float32 for inputs of 16 bits (torch.autocast has them in the
 # other list, which costs passes over memory and gives the same to the last bit of the result).
 NARROW = frozenset(
@@ -35,4 +37,4 @@ WIDE = frozenset(
 
 def name_of(target: Any) -> str:
     """An operator's name without overload."""
-    return str(getattr(target, "_opname", ""))
+    return operator_name(target)

@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import FakeTensorMode, composite_definition, composite_in_cpp, get_decompositions, make_fx, pytree
 from ...core.annotations import value
 
 aten = torch.ops.aten
@@ -64,15 +61,12 @@ _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
 
 def _python(target: Any) -> Callable[..., Any] | None:
     """An operator's definition in Python."""
-    keys, kernels = torch._C.DispatchKey, getattr(target, "py_kernels", {})
-    return _SPLIT.get(target) or kernels.get(keys.CompositeImplicitAutograd) or kernels.get(keys.Autograd)
+    return _SPLIT.get(target) or composite_definition(target)
 
 
 def has_parts(target: Any) -> bool:
     """Whether torch defines an operator by others."""
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    in_c = isinstance(target, torch._ops.OpOverload) and target.has_kernel_for_dispatch_key(composite)
-    return in_c or _python(target) is not None
+    return composite_in_cpp(target) or _python(target) is not None
 
 
 @contextlib.contextmanager

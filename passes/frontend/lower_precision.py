@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
+from ...compat.torch import pytree
 from ...core.annotations import facts, is_getitem, leaf, origin, tensor_inputs, value, values
 from ...core.errors import CompileError
 from ...core.precision import Precision
@@ -103,7 +104,7 @@ class _PrecisionLowering:
         if node.target is aten._to_copy.default or name in WIDE or node.kwargs.get("dtype") is FULL:
             return FULL
         limit = torch.finfo(self.low).max
-        numbers = [x for x in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, float)]
+        numbers = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, float)]
         if any(limit < abs(x) < float("inf") for x in numbers):
             return FULL
         return self.low if name in NARROW else None

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...capture.canonical import LEAF, WHERE
+from ...compat.torch import FakeTensorMode, OpOverload, pytree
 from ...core.annotations import Leaf, shape, value
 from ...core.errors import CompileError, Where
 from ...ir.builder import GraphBuilder
@@ -115,9 +115,7 @@ class Normalize:
         target: Any = node.target
         if target in (aten.sym_size.int, torch.sym_float, torch.sym_int):
             return shape(args[0])[args[1]] if target is aten.sym_size.int else args[0]
-        if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(
-            target, torch._ops.OpOverload
-        ):
+        if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(target, OpOverload):
             return target(*args, **kwargs)  # arithmetic on sizes
         if target is operator.getitem and not isinstance(args[0], fx.Node):
             return args[0][args[1]]
@@ -186,7 +184,7 @@ def _known(part: fx.Node) -> bool:
 
 
 def _flat(tree: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(tree)
+    return pytree.tree_leaves(tree)
 
 
 def _resolve(arg: Any, env: dict[fx.Node, Any]) -> Any:

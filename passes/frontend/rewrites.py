@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compat.torch import OpOverload, operator_name
 from ...core.annotations import is_float, shape, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
@@ -155,7 +156,7 @@ def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict
 
 def draws(target: Any) -> bool:
     """Whether an operator draws random numbers of torch's own: every rank would draw others."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _embedding(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -203,7 +204,7 @@ def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
 
 def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """A tensor made after another one depends on nothing of it but its shape and kind."""
-    name = node.target._opname  # type: ignore[union-attr]
+    name = operator_name(node.target)
     fill = 1 if "ones" in name else kwargs.get("fill_value", args[-1]) if "full" in name else 0
     size = args[1] if name.startswith("new_") else shape(args[0])
     device = value(args[0]).device

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compat.torch import pytree
 from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
@@ -339,7 +340,7 @@ class _CommunicationLowering:
                     once.add(node)
                 continue
             anywhere = node.op == "call_function" and node.target is not microbatch and node not in self.stage
-            anywhere = anywhere and MICROBATCHES not in torch.utils._pytree.tree_leaves(node.args)
+            anywhere = anywhere and MICROBATCHES not in pytree.tree_leaves(node.args)
             if node in self.at_start or (anywhere and all(source in once for source in tensor_inputs(node))):
                 once.add(node)
         return frozenset(once)

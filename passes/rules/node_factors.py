@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from ...compat.torch import schema
 from ...core.annotations import facts, shape, tensor_inputs, values
 from .notation import Dims, Factors, SpecFn
 
@@ -16,7 +17,7 @@ Named = list[tuple[str, ...]]
 
 def argument(node: fx.Node, name: str) -> Any:
     """An argument by its name in the operator's schema; its default where the call leaves it out."""
-    for position, known in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, known in enumerate(schema(node.target).arguments):
         if known.name == name:
             if position < len(node.args) and not known.kwarg_only:
                 return node.args[position]

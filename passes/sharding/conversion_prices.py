@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor, fx
 
+from ...compat.torch import schema
 from ...core.annotations import facts, is_float, leaf, needs_grad, num_bytes, shape, values
 from ...core.sharding import AxisType, I, P, R, Shard, gradient, plain
 from ...ir.program import Axis
@@ -59,7 +60,7 @@ class ConversionPrices:
         op, _ = lower_conversion(a, b)
         if op is None or op is share:
             return 0.0
-        name = str(op._schema.name).partition("::")[2]
+        name = str(schema(op).name).partition("::")[2]
         least = 0.0 if name.startswith("shard_") else self.least
         return least + self.cost.collective_seconds(name, size, self.axis.size)
 

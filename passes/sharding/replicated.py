@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from ...compat.torch import schema
 from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ...ir.program import Axis, ShardedProgram
 from ...ops.attention import attention
@@ -52,7 +53,7 @@ def _exchanged(sharded: ShardedProgram) -> Iterator[tuple[fx.Node, Axis, str]]:
             for axis, before, after in kinds:
                 op, _ = lower_conversion(before, after)
                 if axis.role == "data" and source in made and shape(given) != () and op in COMMUNICATION:
-                    name, user = str(op._schema.name).partition("::")[2], str(node.target).split(".")[1]
+                    name, user = str(schema(op).name).partition("::")[2], str(node.target).split(".")[1]
                     yield node, axis, f"{user} in {{places}} reads other ranks' rows: {name} of {list(shape(given))}"
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..capture.capture import batch_size_of, plain_batch
 from ..capture.modes import refuse_autocast
 from ..capture.step_module import LossFn
+from ..compat.torch import pytree
+from ..compat.torch_hooks import share_backward_hooks
 from ..core.errors import CompileError, InputError, QuintNetError, RunError
 from ..core.html import table
 from ..core.mesh import Mesh
@@ -313,7 +314,7 @@ class CompiledProgram(ProgramState):
         memo = {id(p): nn.Parameter(found[name], requires_grad=p.requires_grad) for name, p in own.items()}
         copied = copy.deepcopy(model, memo)
         for p in own.values():
-            memo[id(p)]._backward_hooks = p._backward_hooks
+            share_backward_hooks(p, memo[id(p)])
         return copied
 
     def _refuse_meta(self) -> None:

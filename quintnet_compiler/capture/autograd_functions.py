@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.autograd.function import FunctionCtx
 
+from ..compat.torch_hooks import FunctionBase
 from ..ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
 
 Refuse = Callable[[str], Any]
@@ -61,7 +62,7 @@ def follow(
     ctx = _Context(needs)
     given = tuple(x.detach() if needs_gradient(x) else x for x in args)
     with torch.no_grad():
-        if function.setup_context is _SingleLevelFunction.setup_context:
+        if function.setup_context is FunctionBase.setup_context:
             made = function.forward(ctx, *given)
         else:
             made = function.forward(*given)
@@ -87,7 +88,7 @@ def follow(
         else:
             zeros = isinstance(x, Tensor) and ctx.materialize_grads
             tangents.append(torch.zeros_like(x) if zeros else None)
-    backward = function.backward if function.vjp is _SingleLevelFunction.vjp else function.vjp
+    backward = function.backward if function.vjp is FunctionBase.vjp else function.vjp
     found: Any = ()
     if not waits and (any(arrives.values()) or not places):
         with torch.no_grad():

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from ..guards.hooks import HOOKS
+from ..compat.torch import pytree
+from ..compat.torch_hooks import MODULE_HOOKS
 from .repetition import longest_repetition
 
 # What every module has of torch's own: what of it matters (parameters, parts, hooks) is compared by itself.
@@ -109,7 +109,7 @@ Setting = tuple[str, str]  # path of a module in its block, name of an attribute
 def _settings(block: nn.Module) -> Iterator[tuple[Setting, Any]]:
     for path, part in block.named_modules():
         yield from (((path, name), value) for name, value in vars(part).items() if name not in _TORCHS)
-        yield from (((path, name), tuple(vars(part)[name].values())) for name in HOOKS)
+        yield from (((path, name), tuple(vars(part)[name].values())) for name in MODULE_HOOKS)
 
 
 def _own_numbers(blocks: Blocks) -> frozenset[Setting]:

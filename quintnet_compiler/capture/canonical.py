@@ -14,11 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import OutputKind
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import EXPORT_CHECKS, BatchNorm, HigherOrderOperator, InstanceNorm, free_unbacked_symbols, pytree
 from ..core.annotations import Leaf
 from ..core.code_origin import PACKAGE, TORCH
 from ..core.errors import CompileError, Where
@@ -107,7 +104,7 @@ def refuse_mutations(exported: torch.export.ExportedProgram, model: nn.Module, s
             name = f"batch{pytree.keystr(given.get(target, ()))}"
         where = _where(made[spec.arg.name])
         owner, fix = name.rpartition(".")[0], ""
-        if kind == "buffer" and isinstance(_part(model, owner), _BatchNorm | _InstanceNorm):
+        if kind == "buffer" and isinstance(_part(model, owner), BatchNorm | InstanceNorm):
             where = Where(owner, where.source)
             fix = "use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
         elif kind == "input":
@@ -131,7 +128,6 @@ _MUTATED = types.MappingProxyType(
         OutputKind.USER_INPUT_MUTATION: "input",
     }
 )
-_DROPPED = ("_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_assert_async")
 
 
 def canonical(
@@ -170,12 +166,12 @@ def canonical(
                 tensors[leaf.name] = tensor
         elif node.op == "output":
             graph.output(tuple(fx.map_arg(a, lambda n: env[n]) for a in node.args[0]))
-        elif any(word in str(node.target) for word in _DROPPED):
+        elif any(word in str(node.target) for word in EXPORT_CHECKS):
             continue
         else:
             if node.op != "call_function":
                 raise CompileError("QN105", f"a {node.op} node ({node.target})", where=_where(node))
-            if isinstance(node.target, torch._ops.HigherOrderOperator):
+            if isinstance(node.target, HigherOrderOperator):
                 raise CompileError(
                     "QN105",
                     f"the higher-order operator {node.target} (autocast, cond, scan, ...)",

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..core.empty_storage import device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
@@ -156,9 +156,9 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
 
 def _writes(target: Any) -> bool:
     """Whether an operator changes one of its arguments (the running statistics of a norm are not in its schema)."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.is_mutable or target in (_aten.batch_norm.default, _aten.instance_norm.default)
-    return isinstance(target, torch._ops.HigherOrderOperator)
+    if isinstance(target, OpOverload):
+        return schema(target).is_mutable or target in (_aten.batch_norm.default, _aten.instance_norm.default)
+    return isinstance(target, HigherOrderOperator)
 
 
 def _fixes_the_batch(error: Exception) -> bool:

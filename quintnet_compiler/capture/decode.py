@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from ..compat.torch import FakeTensorMode
+from ..compat.transformers import attention_registries, mask_parts
 from ..core.annotations import Leaf
 from ..core.empty_storage import device_of, hollow_parameters
 from ..core.errors import CompileError
-from ..huggingface.attention import mask_parts
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.program import Captured
 from ..ops.collectives import cached_attention
@@ -136,12 +136,12 @@ def _refusal(what: str, fix: str) -> CompileError:
 @contextlib.contextmanager
 def _attending(attend: Attend) -> Iterator[None]:
     """While inside, attention is ``attend``: of torch, and of Hugging Face's registries."""
-    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
-    masks = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", None)
-    if functions is None or masks is None:
+    registries = attention_registries()
+    if registries is None:
         with _Torchs(attend):
             yield
         return
+    functions, masks = registries
     was, mask_was = functions[_NAME], masks[_NAME]
     functions.register(_NAME, _hugging_faces(attend))
     masks.register(_NAME, _window_alone(mask_was))

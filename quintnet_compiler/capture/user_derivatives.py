@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,11 +18,19 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import _SingleLevelFunction
-from torch.nn.modules import module as nn_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from ..compat.torch import without_torch_function
+from ..compat.torch_hooks import (
+    GLOBAL_BACKWARD_HOOKS,
+    FunctionBase,
+    backward_hooks,
+    functions_applied_by,
+    module_backward_hooks_by,
+    node_class,
+    old_backward_hooks,
+)
 from ..core.errors import CompileError, Where
 from .autograd_functions import Joined, follow, follow_hook
 from .canonical import OWN
@@ -48,7 +56,7 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
         yield finder
         return
     brought = [x for one in step.brought() for x in (one.parameters() if isinstance(one, nn.Module) else [one])]
-    hooks = [(p, tuple(p._backward_hooks.values())) for p in (*step.parameters(), *brought) if p._backward_hooks]
+    hooks = [(p, tuple(own.values())) for p in (*step.parameters(), *brought) if (own := backward_hooks(p))]
     step.seen.begin = functools.partial(finder.begin, hooks)
     end = step.register_forward_hook(lambda module, given, made: finder.end(made))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
@@ -63,9 +71,9 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
         enter(hooks)
 
     with (
-        mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True),
+        functions_applied_by(apply),
         mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saving),
-        mock.patch.object(nn_module, "BackwardHook", functools.partial(ModuleHooks, finder)),
+        module_backward_hooks_by(functools.partial(ModuleHooks, finder)),
         _Hooks(finder),
     ):
         try:
@@ -152,7 +160,7 @@ class DerivativeFinder:
         if function is CheckpointFunction:
             return _checkpointed(*args)
         if function is Joined or function.__module__.startswith(_OF_TORCH):
-            return super(_SingleLevelFunction, function).apply(*args)  # type: ignore[misc]
+            return super(FunctionBase, function).apply(*args)  # type: ignore[misc]
         self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
         number = self.number()
         return follow(function, args, number, functools.partial(self.absent, number), self.refuse)
@@ -233,14 +241,14 @@ class _Node:
 def _check_hooks(step: nn.Module) -> None:
     """Hooks that were there before forward ran, and that no trace follows."""
     for name, module in step.named_modules():
-        if module._backward_hooks and not module._is_full_backward_hook:
-            raise _dropped("of register_backward_hook", _path(name), module._backward_hooks)
-    for hooks in (nn_module._global_backward_hooks, nn_module._global_backward_pre_hooks):
+        if found := old_backward_hooks(module):
+            raise _dropped("of register_backward_hook", _path(name), found)
+    for hooks in GLOBAL_BACKWARD_HOOKS:
         if hooks:
             raise _dropped("of the backward of all modules", "", hooks)
 
 
-def _dropped(whose: str, module: str, hooks: dict[int, Any]) -> CompileError:
+def _dropped(whose: str, module: str, hooks: Mapping[int, Any]) -> CompileError:
     where = Where(module, _line(next(iter(hooks.values()))))
     return CompileError("QN105", f"a hook {whose} would not be part of the program", where=where)
 
@@ -253,14 +261,14 @@ def _line(hook: Any) -> str:
 
 def _reached(loss: Tensor) -> set[Place]:
     """The results of derivatives that are in autograd's graph of a loss."""
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         todo: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
     seen, found = set[Any](), set[Place]()
     while todo:
         node, place = todo.pop()
         if node is None:
             continue
-        if getattr(node, "_forward_cls", None) is Joined:
+        if node_class(node) is Joined:
             found.add((node.number, node.places[place]))
         if node not in seen:
             seen.add(node)

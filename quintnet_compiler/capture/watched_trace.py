@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, version
 from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
@@ -28,7 +26,7 @@ _SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[
 
 def _is_real(x: Any) -> bool:
     """Whether a tensor has values: it is not one that only stands for them in a trace."""
-    return isinstance(x, Tensor) and not isinstance(x, _TRACED) and not torch._is_functional_tensor(x)
+    return isinstance(x, Tensor) and not isinstance(x, _TRACED) and not is_functional(x)
 
 
 @dataclass
@@ -168,7 +166,7 @@ class _Tensors(TorchFunctionMode):
             place = Where("", user_line(sys._getframe(2), self.trace.own))
             self.trace.foreign.setdefault(id(x), (x, place))
         else:
-            self.trace.constants.setdefault(id(x), (x, x._version))
+            self.trace.constants.setdefault(id(x), (x, version(x)))
 
     def _stand_in(self, x: Any) -> Any:
         return self.stands_for[id(x)]() if id(x) in self.stands_for else x

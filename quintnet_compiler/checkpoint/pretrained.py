@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..compat.transformers import ignored_on_load
 from ..core.errors import CheckpointError, QuintNetError
 from ..ir.program import DistributedProgram
 from ..runtime.backends.backend import Backend
@@ -147,7 +148,7 @@ def _reported(model: nn.Module, extra: Sequence[Source]) -> list[Source]:
     """Without what transformers leaves out for this model: buffers that older versions stored."""
     if not is_hugging_face(model):
         return list(extra)
-    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    patterns = ignored_on_load(model)
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.append(r"rotary_emb\.inv_freq")

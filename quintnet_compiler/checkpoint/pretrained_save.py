@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.transformers import ignored_on_save
 from ..core.errors import CheckpointError
 from ..weights.files import refuse_all, shown
 from ..weights.meta_buffers import computed_buffers
@@ -67,7 +68,7 @@ def _entries(subject: WeightsSubject, folder: Path) -> tuple[list[TensorEntry], 
     found: dict[str, TensorEntry] = {}
     loose: dict[str, Tensor] = {}
     problems: list[str] = []
-    skipped = [re.compile(k) for k in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    skipped = [re.compile(k) for k in ignored_on_save(model)]
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     for name, x in model.state_dict(keep_vars=True).items():
         kept = subject.aliases.get(name, name)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import typer
 
+from ..compat.transformers import built_on_meta, causal_class
+
 ROWS, SEQUENCE = 8, 1024
 
 
@@ -36,7 +38,7 @@ def from_config(target: str) -> tuple[Any, Any, Any]:
     try:
         known = AutoConfig.for_model(**config)
         with torch.device("meta"):
-            model = _class(config)._from_config(known)
+            model = built_on_meta(_class(config), known)
     except (Exception, SystemExit) as error:
         said = str(error).splitlines()
         raise _bad(f"{path} cannot be built: {type(error).__name__}: {said[0] if said else ''}") from None
@@ -63,8 +65,7 @@ def _class(config: dict[str, Any]) -> Any:
         found = getattr(transformers, str(name), None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
-    known = transformers.AutoConfig.for_model(config["model_type"])
-    return transformers.AutoModelForCausalLM._model_mapping[type(known)]
+    return causal_class(transformers.AutoConfig.for_model(config["model_type"]))
 
 
 def _batch(model: Any, rows: int, sequence: int | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, fx
 
+from ..compat.torch import schema_or_none, storage_key
 from .errors import Where
 
 Value = Tensor | tuple[Tensor, ...]
@@ -124,14 +125,14 @@ def copies(node: fx.Node) -> bool:
         return False
     x = value(tensor_inputs(node)[0])
     given = torch.empty_strided(x.shape, x.stride(), device="meta")
-    return bool(given.reshape(value(node).shape).untyped_storage()._cdata != given.untyped_storage()._cdata)
+    return storage_key(given.reshape(value(node).shape)) != storage_key(given)
 
 
 def memory_of(node: fx.Node) -> fx.Node:
     """The node in whose memory ``node``'s value lies: itself, or what it is a view of."""
     while True:
         made = origin(node)[0]
-        returns = getattr(getattr(made.target, "_schema", None), "returns", ())
+        returns = getattr(schema_or_none(made.target), "returns", ())
         if not any(r.alias_info is not None for r in returns) or not made.all_input_nodes or copies(made):
             return node
         node = made.all_input_nodes[0]

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree
 from .errors import CompileError
 
 LONGEST_NAME = 200

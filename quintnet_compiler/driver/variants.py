@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..capture.capture import capture, plain_batch
 from ..capture.modes import without_autocast
 from ..capture.versions import CapturedVersions, Version
+from ..compat.torch import pytree
 from ..core.errors import CompileError, InputError
 from ..core.mesh import Mesh
 from ..equivalence.module_check import ModuleCheck

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree
+from ..compat.torch_hooks import backward_hooks
 from ..core.errors import QuintNetError
 from ..runtime.state.module_parameters import has_values
 from ..weights.meta_buffers import computed_buffers
@@ -84,6 +85,6 @@ def _like(x: Tensor, values: Tensor) -> Tensor:
     if not isinstance(x, nn.Parameter):
         return values
     made = nn.Parameter(values, requires_grad=x.requires_grad)
-    for hook in (x._backward_hooks or {}).values():
+    for hook in (backward_hooks(x) or {}).values():
         made.register_hook(hook)  # type: ignore[no-untyped-call]
     return made

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree
 from ..core import slices
 from ..core.annotations import facts, is_getitem, leaf, needs_grad, origin, value
 from ..core.rng import Key

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..capture.block_reuse import blocks_once
 from ..capture.capture import batch_size_of, capture
+from ..compat.torch import pytree
 from ..core.annotations import leaf, num_bytes, values
 from ..core.errors import CheckWarning, CompileError, QuintNetError
 from ..ir.program import Captured

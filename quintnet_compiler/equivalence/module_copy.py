@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..compat.torch_hooks import backward_hooks
 from ..core.errors import CompileError
 
 
@@ -25,7 +26,7 @@ def module_copy(*modules: Any) -> list[Any]:
     for module, twin in zip(modules, found, strict=True):
         pairs = zip(module.parameters(), twin.parameters(), strict=True) if isinstance(module, nn.Module) else ()
         for parameter, copied in pairs:
-            if not copied._backward_hooks:  # shared ones have theirs
-                for hook in (parameter._backward_hooks or {}).values():
+            if not backward_hooks(copied):  # shared ones have theirs
+                for hook in (backward_hooks(parameter) or {}).values():
                     copied.register_hook(hook)
     return found

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
+from ..compat.torch import pytree
+from ..compat.torch_hooks import accumulation_hooks
 from .reference import same_masks
 from .unchanged import ModuleChanges, Untouched, reseed_all
 
@@ -156,7 +157,7 @@ def _gradients(owner: Owner, loss: Tensor) -> dict[str, Tensor | None]:
 
 def _by_backward(loss: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """Reentrant checkpoints need ``backward``."""
-    hooks = [(found, dict(found)) for x in tensors if (found := getattr(x, "_post_accumulate_grad_hooks", None))]
+    hooks = [(found, dict(found)) for x in tensors if (found := accumulation_hooks(x))]
     gradients = [x.grad for x in tensors]
     for found, _ in hooks:
         found.clear()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..compat.torch import implementations_of_aten
 from ..core.rng import Key, keep_mask
 
 
@@ -60,7 +61,7 @@ def same_masks(seed: int, step: int) -> Iterator[None]:
             scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
         return dropout(scores.softmax(-1), dropout_p, True) @ value
 
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with implementations_of_aten() as library:
         for device in ("CPU", "CUDA"):
             library.impl("dropout", dropout, f"Autograd{device}")
             library.impl("scaled_dot_product_attention", attention, f"Autograd{device}")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..compat.torch import TorchDispatchMode, pytree, schema, storage_key
 
 _CONTAINERS = (dict, list, set)
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -157,11 +157,11 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.watching and func._schema.is_mutable:
-            for given, value in zip(func._schema.arguments, args, strict=False):
+        if self.watching and schema(func).is_mutable:
+            for given, value in zip(schema(func).arguments, args, strict=False):
                 if given.alias_info is not None and given.alias_info.is_write:
                     self._written(value)
-            for given in func._schema.arguments:
+            for given in schema(func).arguments:
                 if given.alias_info is not None and given.alias_info.is_write and given.name in kwargs:
                     self._written(kwargs[given.name])
         return func(*args, **kwargs)
@@ -174,7 +174,7 @@ class _CopyOnWrite(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _memory(x: Tensor) -> int:
     try:
-        return int(x.untyped_storage()._cdata)
+        return storage_key(x)
     except (RuntimeError, NotImplementedError):  # a subclass without memory of its own
         return id(x)
 

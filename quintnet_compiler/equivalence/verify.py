@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
+from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
 from ..core.errors import CompileError, QuintNetError
 from ..ir.program import DistributedProgram

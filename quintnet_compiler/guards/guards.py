@@ -10,22 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
+from ..compat.torch import version
+from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
 from .function_reads import Variable
 from .hooks import HookGuards, hook_guards
 from .python_state import CODE, MISSING, copied, is_plain, shown
 
-_VERSION = attrgetter("_version")
 _CELL = attrgetter("cell_contents")
 _FLAG = attrgetter("requires_grad")
-_GLOBAL_HOOKS = (
-    nn_module._global_forward_pre_hooks,
-    nn_module._global_forward_hooks,
-    nn_module._global_backward_pre_hooks,
-    nn_module._global_backward_hooks,
-)  # by the numbers of their handles
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class Guards:
                 and not any(map(contains, self.shadow_spaces, self.shadow_names))
                 and list(map(getattr, self.classes, self.shadow_names)) == self.class_values
                 and list(map(_CELL, self.cells)) == self.cell_values
-                and list(map(_VERSION, self.tensors)) == self.versions
+                and list(map(version, self.tensors)) == self.versions
                 and list(map(_FLAG, parameters)) == self.flag_values
                 and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
                 and list(map(len, self.part_spaces)) == self.part_counts
@@ -121,7 +115,7 @@ class Guards:
         for label, one, ids in zip(self.list_labels, self.lists, self.list_ids, strict=True):
             if list(map(id, one)) != ids:
                 found.append(f"{label} holds other objects than it did")
-        if list(map(_VERSION, self.tensors)) != self.versions:
+        if list(map(version, self.tensors)) != self.versions:
             found.append("a tensor that forward uses as a constant was changed in place")
         for name, space, key, flag in zip(
             self.flag_names, self.flag_spaces, self.flag_keys, self.flag_values, strict=True
@@ -160,7 +154,10 @@ def _elements(label: str, value: Any) -> list[tuple[str, dict[str, Any], str, An
 
 def global_modes() -> tuple[Any, ...]:
     """What torch itself is set to that decides which operators a trace has."""
-    return (torch.get_default_dtype(), *map(tuple, _GLOBAL_HOOKS))
+    return (
+        torch.get_default_dtype(),
+        *map(tuple, GLOBAL_HOOKS),  # by the numbers of their handles
+    )
 
 
 def guards_of(
@@ -183,7 +180,7 @@ def guards_of(
         if read.name in own:
             value = own[read.name]
             if isinstance(value, Tensor):
-                tensors.append((value, value._version))
+                tensors.append((value, version(value)))
                 things.append((read.label, own, read.name, value))
             elif is_plain(value) or isinstance(value, CODE):
                 rows.append((read.label, own, read.name, value))

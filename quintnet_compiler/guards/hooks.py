@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
-_CALLS = "_forward_pre_hooks"  # this package sets one of the model's, to refuse calls
-HOOKS = (_CALLS, "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # where a module has its hooks
-_OF_PARAMETER = attrgetter("_backward_hooks")
+from ..compat.torch_hooks import CALL_HOOKS, MODULE_HOOKS, backward_hooks
+
 _PACKAGE = __name__.partition(".")[0]
 
 Hooks = Mapping[int, Any]
@@ -36,11 +35,11 @@ class HookGuards:
         """Whether all hooks are those that there were."""
         if any(self.empty) or not all(map(_same, map(_of_user, self.filled), self.hooks)):
             return False
-        return not self._others(parameters) if self.own else not any(map(_OF_PARAMETER, parameters))
+        return not self._others(parameters) if self.own else not any(map(backward_hooks, parameters))
 
     def _others(self, parameters: Sequence[Tensor]) -> list[int]:
         """Places of parameters that have other hooks now."""
-        now = map(_of_user, map(_OF_PARAMETER, parameters))
+        now = map(_of_user, map(backward_hooks, parameters))
         return [i for i, hooks in enumerate(now) if not _same(hooks, self.own.get(i, []))]
 
     def broken(self, parameters: Sequence[Tensor]) -> list[str]:
@@ -63,11 +62,11 @@ def hook_guards(
     filled: list[tuple[str, Hooks]] = []
     for label, root in roots:
         for name, module in root.named_modules():
-            for part in HOOKS:
+            for part in MODULE_HOOKS:
                 one: Hooks = getattr(module, part)
                 path = ".".join(filter(None, (label, name)))
-                (filled if one or (module is root and part == _CALLS) else empty).append((path, one))
-    known = enumerate(map(_of_user, map(_OF_PARAMETER, parameters)))
+                (filled if one or (module is root and part == CALL_HOOKS) else empty).append((path, one))
+    known = enumerate(map(_of_user, map(backward_hooks, parameters)))
     return HookGuards(
         tuple(one for _, one in empty),
         tuple(label for label, _ in empty),

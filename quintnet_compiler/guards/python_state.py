@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.torch import RNN_WEIGHT_LISTS
+
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice)
 PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, functools.partial, types.ModuleType)
 OWN = frozenset(vars(nn.Module())) - {"training"}  # what torch keeps in every module
-SECOND_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})  # of its parameters, which torch keeps in an RNN
 PARTS = types.MappingProxyType({"_parameters": "the parameter", "_buffers": "the buffer", "_modules": "the module"})
 
 
@@ -175,7 +176,7 @@ class _Namespace:
 
     def changes(self) -> list[Change]:
         now = self.own.keys() - OWN if self.names is None else self.names
-        names = [name for name in (self.copies.keys() | now) - SECOND_LISTS if self._differs(name)]
+        names = [name for name in (self.copies.keys() | now) - RNN_WEIGHT_LISTS if self._differs(name)]
         return [self._change(name) for name in sorted(names)]
 
     def _differs(self, name: str) -> bool:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ..compat.transformers import attention_registries, mask_parts
 from ..ops.attention import attention
 
 _NAME = "sdpa"
@@ -37,11 +37,11 @@ class KnownMask:
 @contextlib.contextmanager
 def attention_as_one_operator() -> Iterator[None]:
     """While inside, ``sdpa`` in Hugging Face's registries is what this file makes of it."""
-    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
-    masks = getattr(sys.modules.get("transformers.masking_utils"), "ALL_MASK_ATTENTION_FUNCTIONS", None)
-    if functions is None or masks is None or _NAME not in functions or _NAME not in masks:
+    found = attention_registries()
+    if found is None or any(_NAME not in registry for registry in found):
         yield
         return
+    functions, masks = found
     was, mask_was = functions[_NAME], masks[_NAME]
     functions.register(_NAME, _attend(was))
     masks.register(_NAME, _mask(mask_was))
@@ -82,27 +82,6 @@ def _known(call: inspect.BoundArguments) -> KnownMask | None:
     if "positions" in by_distance and "segments" not in by_distance:
         return None
     return KnownMask("causal" in by_distance, by_distance.get("window", 0), padding, by_distance.get("segments"))
-
-
-def mask_parts(function: Any) -> list[tuple[str, Any]] | None:
-    """The terms of a mask function, all of which must hold; None where one is not known."""
-    if getattr(function, "__module__", "") != "transformers.masking_utils":
-        return None
-    name = function.__qualname__.removesuffix(".<locals>.inner_mask").removesuffix(".<locals>.and_mask")
-    inside = inspect.getclosurevars(function).nonlocals
-    if name in ("causal_mask_function", "bidirectional_mask_function"):
-        return [("causal" if name.startswith("causal") else "any", True)]
-    if name == "sliding_window_overlay":
-        return [("window", inside["sliding_window"])]
-    if name == "packed_sequence_mask_function":
-        return [("segments", inside["packed_sequence_mask"])]
-    if name == "remap_positions_for_packed_sequence":  # positions count on within a document, so distances are the same
-        found = mask_parts(inside["mask_function"])
-        return found and [*found, ("positions", True)]
-    if name == "and_masks":
-        several = [mask_parts(one) for one in inside["mask_functions"]]
-        return None if any(one is None for one in several) else [part for one in several for part in one or ()]
-    return None
 
 
 def _attend(original: Callable[..., Any]) -> Callable[..., Any]:

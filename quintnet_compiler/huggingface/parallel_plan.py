@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat.transformers import parallel_rules
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..ir.plan import Plan
@@ -106,8 +107,8 @@ def hf_plan(model: nn.Module, mesh: Mesh, *, virtual_stages: int = 1) -> Hugging
             "QN207", f"{type(model).__name__} is not a Hugging Face model, and has no plan", fix="pass plan=None"
         )
     rules = {
-        "ep": dict(getattr(model, "_ep_plan", None) or {}) if mesh["ep"] > 1 else {},
-        "tp": dict(getattr(model, "_tp_plan", None) or {}),
+        "ep": dict(parallel_rules(model, "ep")) if mesh["ep"] > 1 else {},
+        "tp": dict(parallel_rules(model, "tp")),
     }
     if not rules["tp"]:
         raise CompileError(
@@ -233,7 +234,7 @@ def _stages(model: Any, count: int) -> tuple[tuple[str, ...], list[str]]:
     """Where transformers would cut the pipeline: equal numbers of layers, the rest in the last stage."""
     if count == 1:
         return (), []
-    rules = getattr(model, "_pp_plan", None) or {}
+    rules = parallel_rules(model, "pp")
     layers = [(name, module) for name in rules if isinstance(module := _module(model, name), nn.ModuleList)]
     if len(layers) != 1:
         return (), ["the model has no pipeline plan: the compiler cuts it where stages balance"]

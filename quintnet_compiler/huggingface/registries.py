@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat.transformers import EXPERTS_CHOICE, apply_gate, register_experts, without_packed_documents
 from ..ops.expert_linear import expert_linear
 from .attention import attention_as_one_operator
 
@@ -25,35 +26,27 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
     position_ids that begin again are no documents of their own, as in a call that makes a cache (which no trace does).
     """
     configs = _configs(model)
-    masks = sys.modules.get("transformers.masking_utils")
     joined = as_shipped and any(getattr(config, "use_cache", False) for config in configs)
-    documents = getattr(masks, "find_packed_sequence_indices", None) if joined else None
     before = [(c, name, getattr(c, name)) for c in configs for name in _CHOICES if hasattr(c, name)]
     if configs:
-        _register()
+        register_experts("quintnet", _experts)
     try:
-        if documents is not None:
-            masks.find_packed_sequence_indices = lambda position_ids: None  # type: ignore[union-attr]
         for config, name, _ in before:
             setattr(config, name, _CHOICES[name])
-        with attention_as_one_operator() if configs else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if joined:
+                stack.enter_context(without_packed_documents())
+            if configs:
+                stack.enter_context(attention_as_one_operator())
             yield
     finally:
         for config, name, was in before:
             setattr(config, name, was)
-        if documents is not None:
-            masks.find_packed_sequence_indices = documents  # type: ignore[union-attr]
 
 
 # Attributes of a configuration while it is captured: the name under which a function of ours is registered, and no
 # cache of keys, which is for generating.
-_CHOICES: Mapping[str, str | bool] = MappingProxyType({"_experts_implementation": "quintnet", "use_cache": False})
-
-
-def _register() -> None:
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register("quintnet", _experts)
+_CHOICES: Mapping[str, str | bool] = MappingProxyType({EXPERTS_CHOICE: "quintnet", "use_cache": False})
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -68,7 +61,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
         return made
 
     if module.has_gate:
-        inner = module._apply_gate(layer(rows, "gate_up_proj"))
+        inner = apply_gate(module, layer(rows, "gate_up_proj"))
     else:
         inner = module.act_fn(layer(rows, "up_proj"))
     made = layer(inner, "down_proj")

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..compat.torch import FakeTensorMode
 from ..core.annotations import Facts, Leaf, Value, annotate, facts, is_float, value
 from ..core.errors import Where
 from ..ops.user_derivatives import declare_gradient, is_tangent, with_tangent

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from ..compat.torch import OpOverload, schema
 from ..core.errors import REPORT, CompileError
 from ..core.names import one_line
 from ..ops.collectives import RANKED
@@ -174,7 +175,7 @@ def _is_operator(path: str) -> bool:
     for name in parts[2:]:
         found = getattr(found, name, None)
     # aten::from_file would open what it is given the name of
-    return isinstance(found, torch._ops.OpOverload) and all(a.name != "filename" for a in found._schema.arguments)
+    return isinstance(found, OpOverload) and all(a.name != "filename" for a in schema(found).arguments)
 
 
 @cache

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import TreeSpec
 
+from ..compat.torch import FakeTensorMode, pytree
 from ..core.annotations import Leaf, leaf
 from ..core.axes import Role
 from ..core.mesh import Mesh
@@ -35,8 +34,8 @@ class Captured:
     graph: fx.Graph
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
-    input_spec: TreeSpec
-    output_spec: TreeSpec
+    input_spec: pytree.TreeSpec
+    output_spec: pytree.TreeSpec
     training: bool
     only_rows: int | None = None
     literals: tuple[Any, ...] = ()

@@ -16,14 +16,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..compat.torch import OpOverload, schema
 from ..core.sharding import AxisType, P, Shard, plain
 
 _library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
 
 
-def define_operator(
-    schema: str, shape: Callable[..., Any], compute: Callable[..., Tensor] | None = None
-) -> torch._ops.OpOverload:
+def define_operator(schema: str, shape: Callable[..., Any], compute: Callable[..., Tensor] | None = None) -> OpOverload:
     """An operator of this package. ``shape`` makes an empty result; ``compute``: the result, where no transport or
     rank is needed for it."""
     _library.define(schema)  # type: ignore[no-untyped-call]
@@ -31,16 +30,16 @@ def define_operator(
     torch.library.register_fake(f"quintnet::{name}", shape, lib=_library)
     if compute is not None:
         _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    overload: torch._ops.OpOverload = getattr(torch.ops.quintnet, name).default
+    overload: OpOverload = getattr(torch.ops.quintnet, name).default
     return overload
 
 
-def define_composite(schema: str, function: Callable[..., Tensor]) -> torch._ops.OpOverload:
+def define_composite(schema: str, function: Callable[..., Tensor]) -> OpOverload:
     """An operator that is one node in a graph and ``function`` wherever it runs, gradients included."""
     _library.define(schema)  # type: ignore[no-untyped-call]
     name = schema.partition("(")[0]
     _library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-    overload: torch._ops.OpOverload = getattr(torch.ops.quintnet, name).default
+    overload: OpOverload = getattr(torch.ops.quintnet, name).default
     return overload
 
 
@@ -245,8 +244,8 @@ matmul_reduce_scatter = define_operator(
 )
 
 
-def _start_of(collective: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    return define_operator(f"start_{str(collective._schema).removeprefix('quintnet::')}", collective)
+def _start_of(collective: OpOverload) -> OpOverload:
+    return define_operator(f"start_{str(schema(collective)).removeprefix('quintnet::')}", collective)
 
 
 Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring", "matmul"]
@@ -263,15 +262,15 @@ class Collective:
     takes the same arguments; that of a conversion follows from its types instead.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     price: Price
-    start: torch._ops.OpOverload | None = None
+    start: OpOverload | None = None
     opaque: bool = False
-    transpose: torch._ops.OpOverload | None = None
+    transpose: OpOverload | None = None
 
     @property
     def name(self) -> str:
-        return str(self.op._schema.name).removeprefix("quintnet::")
+        return str(schema(self.op).name).removeprefix("quintnet::")
 
 
 # one entry for each; the fused ones are priced by their matmuls and what these do not hide
@@ -299,7 +298,7 @@ def collective_of(called: str) -> Collective | None:
     return COLLECTIVES.get(called.removeprefix("start_"))
 
 
-STARTS: Mapping[torch._ops.OpOverload, torch._ops.OpOverload] = MappingProxyType(
+STARTS: Mapping[OpOverload, OpOverload] = MappingProxyType(
     {one.op: one.start for one in _TABLE if one.start is not None}
 )
 wait = define_operator("wait(Tensor x) -> Tensor", _same)
@@ -320,7 +319,7 @@ MICROBATCHES = "mb"  # the axis in time
 
 def lower_conversion(
     source: AxisType, target: AxisType, *, stored: bool = False
-) -> tuple[torch._ops.OpOverload | None, tuple[int, ...]]:
+) -> tuple[OpOverload | None, tuple[int, ...]]:
     """The operator that carries a plain value from ``source`` to ``target``, and its dim arguments. ``stored``: the
     value is what ranks store of a parameter, at the start of a step.
 

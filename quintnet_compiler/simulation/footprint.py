@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree, storage_key
 from ..core import slices
 from ..core.annotations import facts, values
 from ..core.mesh import Mesh
@@ -44,7 +44,7 @@ class FunctionMemory:
 
 def storage(x: Tensor) -> int:
     """What tells memory apart."""
-    return int(x.untyped_storage()._cdata)
+    return storage_key(x)
 
 
 class Footprints:

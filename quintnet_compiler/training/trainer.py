@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..api.compiled_program import CompiledProgram
 from ..capture.capture import batch_size_of, plain_batch
 from ..checkpoint.manifest import steps_in
+from ..compat.torch import pytree
 from .batches import BatchSampler
 from .measures import Metric, device_flops, memory_gib
 from .records import ConsoleRecord, JsonRecord, Record, TensorBoardRecord

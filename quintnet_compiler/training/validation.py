@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..api.compiled_program import CompiledProgram
 from ..capture.capture import batch_size_of, plain_batch
+from ..compat.torch import pytree
 from ..core.errors import InputError
 from .measures import Metric
 

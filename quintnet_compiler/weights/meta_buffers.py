@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.torch import version
+from ..compat.transformers import initialize
 from ..core.errors import CheckpointError
 from .names import is_hugging_face
 
@@ -67,9 +69,9 @@ def _computed(owner: Any, module: nn.Module, names: set[str]) -> dict[str, Tenso
     twin = copy.copy(module)
     blank = {n: None if b is None else torch.zeros_like(b, device="cpu") for n, b in module._buffers.items()}
     twin.__dict__["_buffers"] = blank
-    versions = {name: x._version for name, x in blank.items() if x is not None}
+    versions = {name: version(x) for name, x in blank.items() if x is not None}
     with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
-        owner._init_weights(twin)
+        initialize(owner, twin)
     now = {name: x for name, x in twin._buffers.items() if name in names and x is not None}
     # what was not written, or not with a real tensor, is not known
-    return {n: x for n, x in now.items() if not x.is_meta and (x is not blank[n] or x._version > versions[n])}
+    return {n: x for n, x in now.items() if not x.is_meta and (x is not blank[n] or version(x) > versions[n])}

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat.transformers import conversions, is_conversion, renamed, sort_key
 from .files import shown
 from .sources import Join, Narrowed, Source, Stack, Stored, Swap
 
@@ -68,26 +69,21 @@ class _Converter:
     instead of tensors."""
 
     def __init__(self, model: Any, state: dict[str, Tensor]) -> None:
-        from transformers import conversion_mapping, core_model_loading
-
-        self.model, self.state, self.library = model, state, core_model_loading
-        conversions = conversion_mapping.get_model_conversion_mapping(model)
-        self.renamings = [c for c in conversions if isinstance(c, core_model_loading.WeightRenaming)]
-        self.converters = [c for c in conversions if isinstance(c, core_model_loading.WeightConverter)]
+        self.model, self.state = model, state
+        self.renamings, self.converters = conversions(model)
 
     def rename(self, name: str) -> tuple[str, str | None]:
         """The model's name for a stored one, and the pattern of the converter that takes it, if one does."""
         prefix = self.model.base_model_prefix
-        rename = self.library.rename_source_key
-        renamed, pattern = rename(name, self.renamings, self.converters, prefix, self.state)
-        if renamed not in self.state and name in self.state:
-            renamed, pattern = rename(name, [], [], prefix, self.state)
-        return renamed, pattern
+        new, pattern = renamed(name, self.renamings, self.converters, prefix, self.state)
+        if new not in self.state and name in self.state:
+            new, pattern = renamed(name, [], [], prefix, self.state)
+        return new, pattern
 
     def assign(self, stored: Mapping[str, Stored]) -> Assignment:
         found = Assignment()
         groups: dict[tuple[str, int], dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
-        for source in sorted(stored.values(), key=lambda s: self.library.dot_natural_key(s.name)):
+        for source in sorted(stored.values(), key=lambda s: sort_key(s.name)):
             name, pattern = self.rename(source.name)
             if name not in self.state:
                 found.unexpected.append(source)
@@ -137,7 +133,7 @@ class _Converter:
         self, op: Any, name: str, values: Mapping[str, list[Source]], converter: Any
     ) -> dict[str, list[Source]]:
         kind, targets = type(op).__name__, converter.target_patterns
-        if type(op).__module__ != self.library.__name__:
+        if not is_conversion(op):
             raise _Unsupported(f"the conversion {kind} is not supported")
         if kind == "MergeModulelist":
             alone = len(values) == 1 and len(targets) == 1

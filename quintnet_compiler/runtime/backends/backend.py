@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ...compat.torch import foreach_mul_, foreach_norm
 from ...core.errors import RunError
 from ...ir.program import DistributedProgram, StateSpec
 from ..execute.executor import Executor, Run
@@ -95,7 +96,7 @@ def total_norm(gradients: Sequence[Tensor], program: DistributedProgram, device:
     dtype = torch.float64 if double else torch.float32
     if not gradients:
         return torch.zeros((), dtype=dtype, device=device)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(gradients))).to(dtype))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(list(gradients))).to(dtype))
     return total
 
 
@@ -103,7 +104,7 @@ def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     if not gradients:  # of a step that was skipped
         return
-    torch._foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
+    foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
 
 
 def not_known(program: DistributedProgram, known: Mapping[str, Tensor]) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...compat.distributed import local_tensor, replace_local_tensor
+from ...compat.torch_hooks import share_hooks
 from ...core import slices
 from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
@@ -27,7 +28,7 @@ from ..state.buckets import reduced_axes, scattered_axes
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore, shared_by
 from ..state.local_values import StageGradient, StoredPart
-from ..state.module_parameters import Slots, check_fits, retire
+from ..state.module_parameters import Slots, check_fits, local_of, retire
 from ..state.same_values import SameValues
 from ..state.state import new_caches, part_of, sharded_dtensor
 from ..transport.distributed import DistributedTransport, device_mesh, gradient_groups
@@ -100,8 +101,7 @@ class ProcessBackend:
         found = nn.Parameter(part, requires_grad=trainable)
         if isinstance(x, nn.Parameter):
             found.__dict__.update({k: v for k, v in x.__dict__.items() if k not in found.__dict__})
-            found._backward_hooks = x._backward_hooks
-            found._post_accumulate_grad_hooks = x._post_accumulate_grad_hooks
+            share_hooks(x, found)
             if name in self.placed:
                 retire(x)
         if name not in self.mine:
@@ -129,7 +129,7 @@ class ProcessBackend:
         with torch.no_grad():
             for name, x in list(changed.items()):
                 if isinstance(x, DTensor):  # it stays, over memory that has room for what is gathered there
-                    x._local_tensor = self.state[name].copy_(x._local_tensor)
+                    replace_local_tensor(x, self.state[name].copy_(local_tensor(x)))
                     self.parameters[name] = changed.pop(name)  # type: ignore[assignment]
             self._take_all(changed)
             self.slots.look()
@@ -190,7 +190,7 @@ class ProcessBackend:
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         there = gradients_of(self.parameters)
-        gradients = dict(zip(there, map(attrgetter("_local_tensor"), there.values()), strict=True))
+        gradients = {name: local_of(x) for name, x in there.items()}
         if id(program) not in self.counted:
             mine = {name for name in self.parameters if self._counts(program.state[name], program)}
             self.counted[id(program)] = program, mine

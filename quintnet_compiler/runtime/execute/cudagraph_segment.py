@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...compat.torch import foreach_copy_, storage_uses
 from .segments import Function
 
 Work = Callable[[list[Tensor]], None]  # on inputs that lie at the same addresses each time
@@ -103,7 +104,7 @@ class CudaGraphSegment:
         _copy(self.whole, [_whole(again[i]) for i in self.homes])
 
     def _uses(self) -> list[int]:
-        return [torch._C._storage_Use_Count(storage._cdata) for storage in self.memory]
+        return storage_uses(self.memory)
 
     @property
     def free(self) -> bool:
@@ -155,4 +156,4 @@ def _once(x: Tensor) -> Tensor:
 
 def _copy(to: list[Tensor], xs: list[Tensor]) -> None:
     if to:
-        torch._foreach_copy_(to, xs)
+        foreach_copy_(to, xs)

@@ -13,6 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 
+from ...compat.torch import make_fx
+from ...compat.torch_inductor import decompositions, kernels
 from ...core.errors import BackendWarning
 from .cudagraphs import CudaGraphs, Graphs
 from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
@@ -83,25 +85,17 @@ class CompiledSegment:
 
 def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
     """Inductor's code for ``module`` on inputs laid out like ``args``; None where it has nothing to fuse."""
-    # they take seconds to import
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
 
     def flat(*given: Tensor) -> tuple[Any, ...]:
         made: tuple[Any, ...] = module(list(given))
         return made
 
     with torch.no_grad():
-        traced = make_fx(flat, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args)
+        traced = make_fx(flat, decomposition_table=decompositions(), tracing_mode="fake")(*args)
     if sum(_fuses(node) for node in traced.graph.nodes) < FEWEST_FUSED:
         return None
-    *_, output = traced.graph.nodes
-    # the strides that eager would give: what reads them later must not depend on the backend
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
-    made: Function = compile_fx_inner(traced, fakes, is_inference=True)
-    return made
+    return kernels(traced, fakes)
 
 
 def _fuses(node: fx.Node) -> bool:

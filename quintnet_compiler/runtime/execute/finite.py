@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import pytree
 from ...core.annotations import facts, is_float, known
 from ...core.errors import RunError
 from ...ir.program import DistributedProgram, StageProgram

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ...compat.torch import TorchDispatchMode, pytree, schema
 
 
 class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -23,8 +23,8 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reason: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        known = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        self.operators += all(made.alias_info is None for made in func._schema.returns)
+        known = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | (kwargs or {})
+        self.operators += all(made.alias_info is None for made in schema(func).returns)
         self.reason = self.reason or self._illegal(func, known)
         return func(*args, **(kwargs or {}))
 
@@ -33,12 +33,12 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return f"{func} draws random numbers"
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return f"what {func} makes, or how much, is for the host to know"
-        written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        for x in tree_leaves([known.get(name) for name in written]):
+        written = [a.name for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write]
+        for x in pytree.tree_leaves([known.get(name) for name in written]):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self.homes:
                 return f"{func} writes into an input"
         return None
 
 
 def _drops(func: Any) -> bool:
-    return any(argument.name == "dropout_p" for argument in func._schema.arguments)
+    return any(argument.name == "dropout_p" for argument in schema(func).arguments)

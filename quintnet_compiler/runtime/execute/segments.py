@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from ...compat.torch import codegen_of
 from ...ir.program import outputs
 
 Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
@@ -70,7 +71,7 @@ def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         env[node] = new.create_node("call_function", node.target, args, kwargs, name=f"v{i}")
     new.output(tuple(env[node] for node in outputs))
-    new.set_codegen(graph._codegen)
+    new.set_codegen(codegen_of(graph))
     return Segment(inputs, outputs, fx.GraphModule({}, new))
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from ...compat.distributed import PrefixStore, TCPStore
 from ...core.errors import QuintNetError, RunError
 from .faults import Fault, RankError, Scene, stopped
 from .heartbeat import GRACE, PERIOD, VERDICT, Heartbeat

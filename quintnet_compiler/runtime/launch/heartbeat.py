@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import Store
-
+from ...compat.distributed import Store
 from ...core.errors import InputError, QuintNetError, RunError
 from .rank_status import RankStatus, described, differ, first_line, of_communication, place, read_rows, shown
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
+from ...compat.distributed import Store
 from ...core.code_origin import PACKAGE, STDLIB, TORCH
 from ...core.errors import RunError
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from ...compat.distributed import PrefixStore, Store
 from ...core.errors import QuintNetError, RunError
 from .attempt import Job
 from .faults import stopped

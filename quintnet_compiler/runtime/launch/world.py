@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...compat.torch import built_for_xpu
 from ...core.errors import CompileError, RunError
 from ...core.mesh import Mesh
 from .launchers import started
@@ -54,7 +55,7 @@ def default_device(model: nn.Module, given: torch.device | str | None) -> torch.
 def _built_for(kind: str) -> bool:
     """Whether this PyTorch can make programs for a kind of device; its autograd ends the process where it cannot."""
     if kind == "xpu":
-        return bool(torch.xpu._is_compiled())
+        return built_for_xpu()
     backend = {"cuda": torch.backends.cuda, "mps": torch.backends.mps}.get(kind)
     return backend is None or bool(backend.is_built())
 

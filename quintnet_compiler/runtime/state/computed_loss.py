@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.torch import plain_function
 from ...core.errors import RunError
 
 _SCALED = frozenset(("mul", "div", "true_divide", "add", "sub", "rsub", "__rdiv__", "mean", "sum"))  # still a loss
@@ -32,7 +33,7 @@ class SettledLoss(Tensor):
                 "backward was called on the loss that step returned, and step computed the gradients",
                 fix="leave backward (and GradScaler) out: program.step(batch), then optimizer.step()",
             )
-        found = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # type: ignore[arg-type]
+        found = plain_function(func, types, args, kwargs or {})
         return found.as_subclass(cls) if isinstance(found, Tensor) and func.__name__ in _SCALED else found
 
     @property

@@ -8,12 +8,12 @@ from itertools import repeat
 from operator import attrgetter, is_
 from sys import getrefcount
 
-import torch
 from torch import Tensor, nn
 
+from ...compat.torch import storage_uses
+from ...compat.torch_hooks import accumulation_hooks
 from .module_parameters import like, local_of
 
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 Old = Sequence[Tensor | None] | None  # gradients that parameters had before a step; None: not one
 
 
@@ -34,7 +34,7 @@ class HandOver:
         self._own = self._references()
 
     def _references(self) -> tuple[list[int], ...]:
-        uses = [torch._C._storage_Use_Count(storage._cdata) for storage in self._memory]
+        uses = storage_uses(self._memory)
         return list(map(getrefcount, self.gradients)), list(map(getrefcount, self._locals)), uses
 
     @property
@@ -59,9 +59,9 @@ class HandOver:
         else:
             pairs = zip(old, self.gradients, strict=True)
             self.put([g if before is None else like(before + g, type(g)) for before, g in pairs])
-        if any(map(_HOOKS, self.parameters)):
+        if any(map(accumulation_hooks, self.parameters)):
             for parameter in self.parameters:
-                for hook in tuple((_HOOKS(parameter) or {}).values()):
+                for hook in tuple((accumulation_hooks(parameter) or {}).values()):
                     hook(parameter)
 
     def put(self, gradients: Iterable[Tensor | None]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...compat.torch import foreach_copy_, foreach_mul_
 from ...ir.program import DistributedProgram, RankProgram, StateSpec
 from ..transport.transport import Transport
 from .buckets import Bucket, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
@@ -167,9 +168,9 @@ class GradientStore:
             self.transport.start_sum(moving, ranks, f"gradient of {name} over its stages")()
             _keep(view, moving)
         if scale != 1:
-            torch._foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
+            foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
         if self.copies[0]:
-            torch._foreach_copy_(*self.copies)
+            foreach_copy_(*self.copies)
 
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.wait is not None and bucket.moving is not None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...compat.torch import foreach_norm, plain_function
 from ...core import slices
 from ...core.errors import RunError
 from ...core.sharding import Sharding
@@ -27,7 +28,7 @@ class StageGradient(DTensor):
     def __torch_function__(
         func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in (torch.linalg.vector_norm, torch._foreach_norm):
+        if func in (torch.linalg.vector_norm, foreach_norm):
             caller = sys._getframe(1)
             if caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
                 raise RunError(
@@ -35,7 +36,7 @@ class StageGradient(DTensor):
                     "this rank has the gradients of its pipeline stages alone, and would clip by their norm",
                     fix="use program.clip_grad_norm(max_norm): the norm of all gradients, on every rank",
                 )
-        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})  # type: ignore[arg-type]
+        return plain_function(func, types, args, kwargs or {})
 
 
 @dataclass(frozen=True)

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from operator import attrgetter, getitem, is_, methodcaller
+from operator import getitem, is_, methodcaller
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...compat.distributed import local_tensor
+from ...compat.torch import plain_function
 from ...core.errors import RunError
 from ...ir.program import StateSpec
 
 _AGAIN = "compile the changed module"
-_plain = torch._C._disabled_torch_function_impl  # operators on these give plain tensors
 
 
 class WholeTensor(Tensor):
     """A plain tensor that is whole here, with what DTensors offer: code that asks for it is the same on every layout.
     Gradients and what a state dict holds are such."""
 
-    __torch_function__ = _plain  # type: ignore[assignment]
+    __torch_function__ = plain_function
 
     def full_tensor(self) -> Tensor:
         """All of it."""
@@ -44,7 +45,7 @@ class WholeTensor(Tensor):
 class WholeParameter(nn.Parameter):
     """A plain parameter, all of whose ranks are in this process; offers what :class:`WholeTensor` does."""
 
-    __torch_function__ = _plain  # type: ignore[assignment]
+    __torch_function__ = plain_function
     full_tensor = WholeTensor.full_tensor
     to_local = WholeTensor.to_local
 
@@ -60,7 +61,7 @@ class ReplacedParameter(nn.Parameter):
         RunError: QN113 by ``grad``.
     """
 
-    __torch_function__ = _plain  # type: ignore[assignment]
+    __torch_function__ = plain_function
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
@@ -87,8 +88,7 @@ def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool) -> nn.P
 
 def local_of(x: Tensor) -> Tensor:
     """What this process holds of a parameter or a gradient."""
-    found: Tensor = x._local_tensor if isinstance(x, DTensor) else x
-    return found
+    return local_tensor(x) if isinstance(x, DTensor) else x
 
 
 def has_values(x: Tensor) -> bool:
@@ -141,7 +141,7 @@ class Slots:
         self._locals = [local_of(x) for x in self._there]
         self._memory = list(map(methodcaller("data_ptr"), self._locals))
         self._dtensors = [x for x in self._there if isinstance(x, DTensor)]
-        self._parts = [x._local_tensor for x in self._dtensors]
+        self._parts = list(map(local_tensor, self._dtensors))
 
     @property
     def same(self) -> bool:
@@ -152,7 +152,7 @@ class Slots:
             return False
         return (
             all(map(is_, now, self._there))
-            and all(map(is_, map(attrgetter("_local_tensor"), self._dtensors), self._parts))
+            and all(map(is_, map(local_tensor, self._dtensors), self._parts))
             and list(map(methodcaller("data_ptr"), self._locals)) == self._memory
         )
 

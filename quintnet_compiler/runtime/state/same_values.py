@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compat.torch import version
 from ...core.axes import DATA_AXES
 from ...core.errors import RunError
 from ...core.mesh import Mesh
@@ -85,7 +86,7 @@ class SameValues:
     def keep(self, *kept: Mapping[str, Tensor]) -> None:
         """These hold this rank's parts of them: whoever changes one gives it other values."""
         for tensors in kept:
-            self.kept += [(name, x, x._version) for name, x in tensors.items()]
+            self.kept += [(name, x, version(x)) for name, x in tensors.items()]
 
     def require(
         self, program: DistributedProgram, inputs: Sequence[Tensor], parts: Mapping[str, Tensor], *, local: bool
@@ -96,7 +97,7 @@ class SameValues:
             RunError: QN404 on every rank, if their values differ: in which tensors, and who has which.
         """
         specs = [s for s in program.state.values() if s.kind != "cache" and s.name not in self.compared]
-        changed = {name for name, x, version in self.kept if x._version != version}
+        changed = {name for name, x, seen in self.kept if version(x) != seen}
         mine = [LATER if s.name in changed else self.built.get(s.name, LATER) for s in specs]
         told = _gather([together(*mine), LATER in mine, *digests(inputs)], self.device)
         groups = _groups(self.mesh, DATA_AXES if local else ())

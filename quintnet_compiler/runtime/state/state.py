@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from ...compat.distributed import StridedShard
 from ...core import slices
 from ...core.sharding import Shard as ShardType
 from ...core.sharding import Sharding, local_shape
@@ -44,7 +45,7 @@ def placements(spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> tuple
         elif kind.parts == 1:
             found.append(Shard(kind.dim))
         else:
-            found.append(_StridedShard(kind.dim, split_factor=kind.parts))
+            found.append(StridedShard(kind.dim, split_factor=kind.parts))
     return tuple(found)
 
 

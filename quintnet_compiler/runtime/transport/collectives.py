@@ -9,11 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compat.distributed import all_gather, reduce_scatter
 from .transport import Pending
-
-# torch 2.13 renamed these two; the names before it are deprecated
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Native:
@@ -33,11 +30,11 @@ class Native:
 
     def all_gather(self, x: Tensor, into: Tensor, later: bool) -> Pending:
         """All ranks' ``x`` in ``into``, one after the other. ``x`` may lie there already."""
-        return pending(_gather(into, x, group=self.group, async_op=later), x, lambda: into)
+        return pending(all_gather(into, x, group=self.group, async_op=later), x, lambda: into)
 
     def reduce_scatter(self, x: Tensor, into: Tensor, later: bool) -> Pending:
         """This rank's run of the sum of all ranks' ``x`` in ``into``, which may be that run of ``x``."""
-        return pending(_scatter(into, x, group=self.group, async_op=later), x, lambda: into)
+        return pending(reduce_scatter(into, x, group=self.group, async_op=later), x, lambda: into)
 
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         """The ``x`` of the rank that ``sources`` names at this rank's place."""

@@ -3,7 +3,6 @@ other's memory, by copy engines or multicast, while they multiply (``torch.distr
 
 from __future__ import annotations
 
-import importlib
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...compat.distributed import symmetric_matmuls, use_symmetric_memory
 from .async_matmul import Factor
 
 
@@ -61,12 +61,10 @@ def kernels_of(group: dist.ProcessGroup, device: torch.device) -> Kernels | None
     dist.all_gather_object(agreed, near, group=group)
     if not all(agreed):
         return None
-    importlib.import_module("torch.distributed._symmetric_memory").enable_symm_mem_for_group(group.group_name)
+    use_symmetric_memory(group)
     return fused_kernels(group)
 
 
 def fused_kernels(group: dist.ProcessGroup) -> Kernels:
     """torch's own, which it has on CUDA devices (and for shapes alone)."""
-    importlib.import_module("torch.distributed._symmetric_memory")  # defines them
-    ops = torch.ops.symm_mem
-    return Kernels(group.group_name, ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter)
+    return Kernels(group.group_name, *symmetric_matmuls())

@@ -1,0 +1,48 @@
+"""Private names of torch.distributed, for the runtime and checkpoints: no other package may import this module."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+__all__ = [
+    "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
+    "Store",  # likewise
+    "TCPStore",  # likewise
+    "StridedShard",  # a placement of packed weights, such as query, key and value; instead: one parameter per part
+    "all_gather", "local_tensor", "reduce_scatter", "replace_local_tensor", "symmetric_matmuls",
+    "use_symmetric_memory",
+]  # fmt: skip
+
+# torch 2.13 renamed these two; the names before it are deprecated
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# This rank's part, without autograd; instead: DTensor.to_local. Hot: each step reads it with map().
+local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+
+
+def replace_local_tensor(x: DTensor, part: Tensor) -> None:
+    """The same DTensor over other memory; instead: a new parameter, which optimizers would have to be given."""
+    x._local_tensor = part
+
+
+def use_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Ranks of ``group`` read each other's memory; instead: nothing, the ring of this package needs none."""
+    importlib.import_module("torch.distributed._symmetric_memory").enable_symm_mem_for_group(group.group_name)
+
+
+def symmetric_matmuls() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Fused all-gather and matmul, matmul and reduce-scatter; instead: nothing, as above."""
+    importlib.import_module("torch.distributed._symmetric_memory")  # defines them
+    ops = torch.ops.symm_mem
+    return ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter

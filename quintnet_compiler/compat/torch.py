@@ -1,0 +1,136 @@
+"""Private names of torch: tensors, operators, traces and graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "pytree",  # nested batches and outputs as lists of leaves; instead: optree, or torch.export's public registry
+    "OpOverload",  # the type of operators, for isinstance; instead: type(torch.ops.aten.add.Tensor)
+    "HigherOrderOperator",  # the type of cond, scan and autocast in a trace; instead: any other callable target
+    "FakeTensorMode",  # shapes and strides without values; instead: tensors on the meta device
+    "FakeTensor",  # tells tensors of a trace from real ones; instead: the mode's own record of what it made
+    "FunctionalTensor",  # likewise, inside torch.export
+    "TorchDispatchMode",  # sees each operator that runs; instead: a tensor subclass with __torch_dispatch__
+    "make_fx",  # traces a function of tensors into a graph; instead: torch.export of a module around it
+    "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
+    "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
+    "BatchNorm",  # the base class, for isinstance; instead: the public classes, lazy and synchronised ones too
+    "InstanceNorm",  # likewise
+    "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
+    "foreach_norm", "function_name", "implementations_of_aten", "is_functional", "linear", "nn_functions",
+    "plain_function", "root_of", "schema", "schema_or_none", "operator_name", "silu", "storage_key", "storage_uses",
+    "version", "without_torch_function", "built_for_xpu", "RNN_WEIGHT_LISTS",
+]  # fmt: skip
+
+# -- tensors
+
+# How often a tensor was written to; instead: a digest of its values. Hot: guards read it with map().
+version: Callable[[Tensor], int] = attrgetter("_version")
+
+# Gradients are scaled, copied and measured in one kernel; instead: a loop over the public operators.
+foreach_mul_, foreach_copy_, foreach_norm = torch._foreach_mul_, torch._foreach_copy_, torch._foreach_norm
+
+# As __torch_function__: operators on a subclass give plain tensors; instead: Tensor.__torch_function__, and unwrapping.
+plain_function: Any = torch._C._disabled_torch_function_impl
+
+# Autograd's graph is read as it is, whatever modes are on; instead: torch.overrides, which disables subclasses alone.
+without_torch_function: Any = torch._C.DisableTorchFunction
+
+
+def storage_key(x: Tensor) -> int:
+    """Which memory a tensor has, also where it has no address (meta, fake); instead: ``id`` of a kept storage."""
+    return int(x.untyped_storage()._cdata)
+
+
+def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """How many tensors share each memory: whether somebody kept a result; instead: weak references to results."""
+    return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+
+
+def is_functional(x: Tensor) -> bool:
+    """Whether a tensor is a wrapper of functionalization's; instead: only the types above, if export has one layer."""
+    return torch._is_functional_tensor(x)
+
+
+def built_for_xpu() -> bool:
+    """Whether this build knows Intel GPUs at all; instead: torch.backends.xpu, once it has is_built as the others."""
+    return bool(torch.xpu._is_compiled())
+
+
+# An RNN's second lists of its parameters, which guards need not follow; instead: nothing, if RNNs do without.
+RNN_WEIGHT_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+# -- operators
+
+
+# An operator's signature: names, defaults, what it writes to; instead: parsing str(operator's docs), or a table.
+schema: Callable[[Any], Any] = attrgetter("_schema")
+
+
+def schema_or_none(target: object) -> Any:
+    """The signature of a graph node's target; None for a Python function."""
+    return getattr(target, "_schema", None)
+
+
+def operator_name(target: object) -> str:
+    """An operator's name without namespace and overload; instead: the parts of ``str(target)``."""
+    return str(getattr(target, "_opname", ""))
+
+
+# Generated code calls them as C++ functions, without the wrappers of torch.nn.functional; instead: torch.ops.aten.
+nn_functions = torch._C._nn
+linear, silu = torch._C._nn.linear, torch._C._nn.silu
+
+
+def composite_definition(target: Any) -> Callable[..., Any] | None:
+    """How Python defines an operator by others; instead: tracing with an explicit decomposition table."""
+    keys, kernels = torch._C.DispatchKey, getattr(target, "py_kernels", {})
+    found: Callable[..., Any] | None = kernels.get(keys.CompositeImplicitAutograd) or kernels.get(keys.Autograd)
+    return found
+
+
+def composite_in_cpp(target: Any) -> bool:
+    """Whether C++ defines an operator by others; instead: attempting ``target.decompose``."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return isinstance(target, OpOverload) and bool(target.has_kernel_for_dispatch_key(composite))
+
+
+@contextlib.contextmanager
+def implementations_of_aten() -> Iterator[Any]:
+    """What registers functions as aten's kernels, until the end; instead: a TorchFunctionMode."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        yield library
+
+
+# -- graphs
+
+# Calls that torch.export adds and no program needs, by part of their names; instead: matching their operators.
+EXPORT_CHECKS = (
+    "_guards_fn", "_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range", "_assert_async",
+)  # fmt: skip
+
+# The node before the first; instead: inserting before ``next(iter(graph.nodes))``, where there is one.
+root_of: Callable[[fx.Graph], fx.Node] = attrgetter("_root")
+
+# What writes a graph as Python, for a part of that graph; instead: keeping it where it is set.
+codegen_of: Callable[[fx.Graph], fx.graph.CodeGen] = attrgetter("_codegen")
+
+# The name of the function that a graph becomes; instead: "forward", which it always is here.
+function_name: Callable[[fx.graph.CodeGen], str] = attrgetter("_func_name")

@@ -1,0 +1,155 @@
+"""Private names of transformers, and those of its modules that no documentation promises.
+
+Importing this module imports nothing: a model from transformers has imported it already, and others need nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+__all__ = [
+    "EXPERTS_CHOICE", "apply_gate", "attention_registries", "built_on_meta", "causal_class", "conversions",
+    "ignored_on_load", "ignored_on_save", "initialize", "is_conversion", "mask_parts", "parallel_rules",
+    "register_experts", "renamed", "sort_key", "without_packed_documents",
+]  # fmt: skip
+
+_MASKS = "transformers.masking_utils"
+
+# -- attention and experts: what a model calls, by name
+
+# A configuration's choice of what runs its experts; instead: set_experts_implementation, which tells nobody what was.
+EXPERTS_CHOICE = "_experts_implementation"
+
+
+def attention_registries() -> tuple[Any, Any] | None:
+    """What attends, and what makes masks, by name; None before a model with such was imported. Instead of the second:
+    every attention as its model writes it, as many operators."""
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", None)
+    masks = getattr(sys.modules.get(_MASKS), "ALL_MASK_ATTENTION_FUNCTIONS", None)
+    return None if functions is None or masks is None else (functions, masks)
+
+
+def register_experts(name: str, function: Callable[..., Any]) -> None:
+    """``function`` runs the experts of models whose choice is ``name``; instead: the models' own loop over experts."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+
+
+def apply_gate(experts: Any, x: Any) -> Any:
+    """The activation between two layers of experts, gate and values in one tensor; instead: act_fn(gate) * values."""
+    return experts._apply_gate(x)
+
+
+def mask_parts(function: Any) -> list[tuple[str, Any]] | None:
+    """The terms of a mask function, all of which must hold; None where one is not known. They are closures, known by
+    their names; instead: evaluating masks, which costs the square of the sequence."""
+    if getattr(function, "__module__", "") != _MASKS:
+        return None
+    name = function.__qualname__.removesuffix(".<locals>.inner_mask").removesuffix(".<locals>.and_mask")
+    inside = inspect.getclosurevars(function).nonlocals
+    if name in ("causal_mask_function", "bidirectional_mask_function"):
+        return [("causal" if name.startswith("causal") else "any", True)]
+    if name == "sliding_window_overlay":
+        return [("window", inside["sliding_window"])]
+    if name == "packed_sequence_mask_function":
+        return [("segments", inside["packed_sequence_mask"])]
+    if name == "remap_positions_for_packed_sequence":  # positions count on within a document, so distances are the same
+        found = mask_parts(inside["mask_function"])
+        return found and [*found, ("positions", True)]
+    if name == "and_masks":
+        several = [mask_parts(one) for one in inside["mask_functions"]]
+        return None if any(one is None for one in several) else [part for one in several for part in one or ()]
+    return None
+
+
+@contextlib.contextmanager
+def without_packed_documents() -> Iterator[None]:
+    """Inside, position_ids that begin again are no documents of their own; instead: passing a mask that says so."""
+    masks: Any = sys.modules.get(_MASKS)
+    documents = getattr(masks, "find_packed_sequence_indices", None)
+    if documents is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = documents
+
+
+# -- what a model says of itself
+
+
+def parallel_rules(model: Any, axis: str) -> Mapping[str, Any]:
+    """The model's own plan for "tp", "ep" or "pp"; instead: the same of its configuration (base_model_tp_plan)."""
+    return getattr(model, f"_{axis}_plan", None) or {}
+
+
+def ignored_on_load(model: Any) -> list[str]:
+    """Patterns of stored names that a model has no use for; instead: unexpected=... where weights are loaded."""
+    return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+
+
+def ignored_on_save(model: Any) -> list[str]:
+    """Patterns of names that a model does not store; instead: storing them."""
+    return list(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def initialize(model: Any, module: Any) -> None:
+    """Values of a module of ``model``, its buffers too; instead: building the model on a real device."""
+    model._init_weights(module)
+
+
+# -- models from configurations
+
+
+def built_on_meta(kind: Any, config: Any) -> Any:
+    """A model without weights, of the configuration's dtype; instead: ``kind(config)``, in the default dtype."""
+    return kind._from_config(config)
+
+
+def causal_class(config: Any) -> Any:
+    """The class of a configuration's causal language model; instead: AutoModelForCausalLM.from_config."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)]
+
+
+# -- stored names
+
+
+def conversions(model: Any) -> tuple[list[Any], list[Any]]:
+    """A model's table from stored names to its own: renamings, and what makes one tensor of several; instead: asking
+    for checkpoints in the model's own names."""
+    from transformers import conversion_mapping, core_model_loading
+
+    found = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [c for c in found if isinstance(c, core_model_loading.WeightRenaming)]
+    return renamings, [c for c in found if isinstance(c, core_model_loading.WeightConverter)]
+
+
+def renamed(
+    name: str, renamings: list[Any], converters: list[Any], prefix: str, state: dict[str, Any]
+) -> tuple[str, str | None]:
+    """The model's name for a stored one, and the pattern of the converter that takes it, if one does."""
+    from transformers.core_model_loading import rename_source_key
+
+    found: tuple[str, str | None] = rename_source_key(name, renamings, converters, prefix, state)
+    return found
+
+
+def sort_key(name: str) -> Any:
+    """Orders stored names as transformers reads them: numbers as numbers; instead: re.split on digits."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return dot_natural_key(name)
+
+
+def is_conversion(operation: Any) -> bool:
+    """Whether a step of a conversion is transformers' own, of which the name says what it does."""
+    return type(operation).__module__ == "transformers.core_model_loading"
