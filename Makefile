@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: setup demo test test-all check docs screenshots
+.PHONY: setup demo test test-all matrix check docs screenshots
 
 setup: .venv/.installed
 
@@ -20,6 +20,10 @@ test: setup
 
 test-all: setup
 	$(PYTEST) -m ""
+
+# Fresh environments with the oldest and the newest supported torch and transformers.
+matrix:
+	$(PYTHON) tools/matrix.py
 
 check: setup
 	$(BIN)/ruff check

@@ -13,8 +13,8 @@ from typing import Any
 
 __all__ = [
     "EXPERTS_CHOICE", "apply_gate", "attention_registries", "built_on_meta", "causal_class", "conversions",
-    "ignored_on_load", "ignored_on_save", "initialize", "is_conversion", "mask_parts", "parallel_rules",
-    "register_experts", "renamed", "sort_key", "without_packed_documents",
+    "ignored_on_load", "ignored_on_save", "initialize", "is_conversion", "mask_parts", "norm_after_experts",
+    "parallel_rules", "register_experts", "renamed", "sort_key", "without_packed_documents",
 ]  # fmt: skip
 
 _MASKS = "transformers.masking_utils"
@@ -43,6 +43,11 @@ def register_experts(name: str, function: Callable[..., Any]) -> None:
 def apply_gate(experts: Any, x: Any) -> Any:
     """The activation between two layers of experts, gate and values in one tensor; instead: act_fn(gate) * values."""
     return experts._apply_gate(x)
+
+
+def norm_after_experts(experts: Any) -> Any | None:
+    """The norm of what experts return, if they have one: models of older versions have none, and do not say so."""
+    return experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
 
 
 def mask_parts(function: Any) -> list[tuple[str, Any]] | None:

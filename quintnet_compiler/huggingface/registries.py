@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..compat.transformers import EXPERTS_CHOICE, apply_gate, register_experts, without_packed_documents
+from ..compat.transformers import (
+    EXPERTS_CHOICE,
+    apply_gate,
+    norm_after_experts,
+    register_experts,
+    without_packed_documents,
+)
 from ..ops.expert_linear import expert_linear
 from .attention import attention_as_one_operator
 
@@ -65,8 +71,9 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     else:
         inner = module.act_fn(layer(rows, "up_proj"))
     made = layer(inner, "down_proj")
-    if module.has_post_expert_norm:
-        made = module.post_expert_norm(made)
+    norm = norm_after_experts(module)
+    if norm is not None:
+        made = norm(made)
     return (made.view(tokens, ways, width) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
