@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -28,7 +31,9 @@ OPERATORS = ("aten", "torch.ops.aten")
 
 # Private attributes of objects: something that must have them.
 _NET, _OPERATOR, _GRAPH = nn.Linear(1, 1), torch.ops.aten.mm.default, torch.fx.Graph()
-_LLAMA = transformers.LlamaForCausalLM
+_LLAMA = transformers.LlamaForCausalLM(
+    transformers.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+)
 OWNERS: Mapping[str, Any] = MappingProxyType(
     {
         "_backward_hooks": _NET.weight,
@@ -259,6 +264,23 @@ def test_every_name_of_compat_says_what_it_is_for(path: Path) -> None:
             assert documented or lines[line - 2].startswith("#"), f"{path.name}: {name}"
         else:
             assert any(text.strip().startswith(f'"{name}",  # ') for text in lines), f"{path.name}: {name}"
+
+
+def test_the_ends_of_the_bounds_are_what_the_matrix_runs() -> None:
+    root = PACKAGE.parent
+    spec = importlib.util.spec_from_file_location("matrix", root / "tools" / "matrix.py")
+    assert spec is not None and spec.loader is not None
+    matrix = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(matrix)
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pinned = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    bounds = [project["dependencies"][0], *project["optional-dependencies"]["hf"]]
+    for bound, oldest, newest in zip(bounds, matrix.VERSIONS["oldest"], matrix.VERSIONS["newest"], strict=True):
+        library, lowest, above = re.fullmatch(r"(\w+)>=([\d.]+),<([\d.]+)", bound).groups()  # type: ignore[union-attr]
+        numbers = [[int(n) for n in version.split(".")] for version in (lowest, oldest, newest, above)]
+        assert numbers[1][: len(numbers[0])] == numbers[0] <= numbers[2] < numbers[3], bound
+        assert numbers[2][1] + 1 == numbers[3][1] and f"{library}=={newest}" in pinned, bound
+    assert matrix.pins("1", "2").endswith("\ntorch==1\ntransformers==2\n")
 
 
 def test_importing_compat_does_not_import_transformers() -> None:

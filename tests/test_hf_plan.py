@@ -84,11 +84,15 @@ def test_stages_are_cut_where_transformers_cuts_them() -> None:
 
 
 def test_what_does_not_divide_is_listed() -> None:
+    model: Any = _model("Llama", meta=True)
     with pytest.raises(CompileError) as caught:
-        quintnet.compile(_model("Llama", meta=True), Mesh(tp=3), _batch(), plan="hf")
+        quintnet.compile(model, Mesh(tp=3), _batch(), plan="hf")
     assert caught.value.code == "QN203"
-    assert "model.embed_tokens.weight of shape (64, 32): 64 does not divide over tp=3" in caught.value.message
-    assert "down_proj" in caught.value.message
+    listed = caught.value.message
+    assert "model.layers.0.self_attn.q_proj.weight of shape (32, 32): 32 does not divide over tp=3" in listed
+    if "model.embed_tokens" in model._tp_plan:  # the plans of older versions of transformers say nothing of it
+        assert "model.embed_tokens.weight of shape (64, 32): 64 does not divide over tp=3" in listed
+    assert "down_proj" in listed
 
 
 @pytest.mark.parametrize("name", ["gpt2", "plain"])

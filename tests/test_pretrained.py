@@ -196,7 +196,8 @@ def _in_a_process(folder: str) -> dict[str, bool]:
     if odd:  # this rank has another version of the same model
         shutil.copytree(Path(folder) / "gpt2", Path(folder) / "other")
         path = sorted((Path(folder) / "other").glob("*.safetensors"))[0]
-        path.write_bytes(path.read_bytes()[:-1] + b"\x3e")
+        stored = path.read_bytes()
+        path.write_bytes(stored[:-1] + bytes([stored[-1] ^ 1]))
     try:
         program.load_pretrained(Path(folder) / ("other" if odd else "gpt2"))
         differ = False
