@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from ..cost_models.cluster import Cluster
 from ..driver.task import CHECKS, Task
 from ..huggingface.parallel_plan import hf_plan
 from ..ir.plan import Plan, check_plan, read_plan
+from ..ir.plan_options import PlanOptions, decided, lists_options
 from ..passes.rules.notation import Rule, table
 from ..passes.rules.table import RULES
 from ..runtime.execute.engines import ENGINES
@@ -25,6 +26,7 @@ from .compiled_program import CompiledProgram
 from .plan import plan as make_plan
 
 
+@lists_options
 def compile(
     model: nn.Module,
     mesh: Mesh | Cluster,
@@ -32,35 +34,19 @@ def compile(
     *,
     loss_fn: LossFn | None = None,
     plan: Plan | Mapping[str, Any] | str | Path | None = None,
-    microbatches: int | None = None,
-    schedule: str | None = None,
-    virtual_stages: int | None = None,
-    sequence_parallel: bool | None = None,
-    context: str | None = None,
-    context_load_balance: bool | None = None,
-    experts: Sequence[str] | None = None,
-    zero: int | None = None,
-    zero_axes: Sequence[str] | None = None,
-    reshard_after_forward: bool | None = None,
-    overlap: bool | None = None,
-    async_tp: bool | None = None,
-    recompute: str | None = None,
-    precision: str | None = None,
-    loss_scale: float | None = None,
-    reduce_dtype: str | None = None,
-    sum_dtype: str | None = None,
-    seed: int | None = None,
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
     training: bool = True,
     backend: Literal["eager", "inductor", "cudagraphs"] = "eager",
     device: torch.device | str | None = None,
     check: Literal["first", "always", "off"] = "first",
+    **options: Unpack[PlanOptions],
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
 
-    Options from ``microbatches`` to ``seed`` are those of :class:`Plan`, which describes them in full; given here, they
-    override the plan's.
+    Every decision of a :class:`Plan` but its mesh is an option, too: ``microbatches=4``, ``schedule="zb-h1"``,
+    ``zero=3``, ``recompute="selective"``, ``precision="bf16"``. :class:`Plan` describes them. Given here, they override
+    the plan's.
 
     Args:
         model: any nn.Module that torch.export can trace.
@@ -73,32 +59,6 @@ def compile(
         plan: a Plan, a dict, or the path of a plan file. None: the compiler chooses shardings. ``"auto"``: the best
             plan that the planner finds on H100 nodes, see :func:`quintnet.plan`. ``"hf"``: the parallel plan that a
             Hugging Face model comes with, see :func:`quintnet.hf_plan`.
-        microbatches: the number of parts in which a step computes its batch, one after the other.
-        schedule: the pipeline schedule: ``"1f1b"`` (default), ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"``,
-            ``"dualpipe-v"`` or ``"synthesized"``.
-        virtual_stages: pipeline stages per rank (default 1): two for ``"zb-v"`` and ``"dualpipe-v"``, two or more for
-            ``"interleaved"``, any number for ``"gpipe"`` and ``"synthesized"``.
-        sequence_parallel: whether tensor parallelism may also split the values between its operators (default True).
-        context: attention over sequences that ``cp`` splits: ``"all_gather"`` (default), ``"ulysses"`` or ``"ring"``.
-        context_load_balance: whether a ring evens out the work of causal attention (default True).
-        experts: the axes over which experts are spread (default: ``ep``).
-        zero: ZeRO stage over data-parallel ranks: 0 = off, 1 = optimizer state, 2 = and gradients, 3 = and parameters.
-        zero_axes: the axes over which ZeRO slices (default: ``dp``).
-        reshard_after_forward: whether what is gathered is freed after the forward and gathered again in the backward
-            (default True).
-        overlap: whether collectives overlap with computation where possible (default True).
-        async_tp: whether tensor-parallel collectives that nothing else hides run slice by slice, overlapped with the
-            matmuls that read or make their values (default False).
-        recompute: activation checkpointing: ``"none"`` (default), ``"selective"``, ``"full"``, or ``"auto"`` with the
-            plan's ``activation_memory_budget``.
-        precision: ``"model"`` (default), ``"bf16"`` or ``"fp16"``: mixed precision with float32 parameters and float32
-            gradients.
-        loss_scale: for ``"fp16"``: the initial loss scale (default 65536).
-        reduce_dtype: the dtype in which ranks add up gradients: ``"parameter"`` (default: the parameter's own),
-            ``"float32"`` or ``"bfloat16"``.
-        sum_dtype: the dtype in which ranks add up other partial results: ``"value"`` (default: the value's own) or
-            ``"float32"``.
-        seed: of dropout masks; equal seeds give equal masks on every mesh.
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
         check_finite: whether a step raises, before an optimizer sees it, if its loss or a gradient is NaN or Inf.
         training: False for a program that only computes outputs. ``batch`` then is what the model itself takes. No
@@ -113,11 +73,14 @@ def compile(
             ``"first"``: for the first program; ``"always"``: also for those that evaluation, outputs or other batch
             sizes need; ``"off"``: never. Nothing of the module or the batch changes. With one process per rank, rank 0
             compares, and all ranks raise at the first step. See docs/verification.md.
+        options: decisions of the plan, see :class:`Plan`. None leaves one as it is.
 
     Raises:
         CompileError: QN1xx if the model or the batch cannot be compiled, QN2xx for the mesh or the plan.
         RunError: QN301 if the mesh does not fit the process group, or the processes that a launcher started.
+        TypeError: for an option that there is not.
     """
+    given = decided("compile", options)
     if not isinstance(model, nn.Module):
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
     if not isinstance(mesh, (Mesh, Cluster)):
@@ -126,32 +89,12 @@ def compile(
         raise CompileError("QN108", f"there is no backend {backend!r}", fix=f"use one of {', '.join(ENGINES)}")
     if check not in CHECKS:
         raise CompileError("QN108", f"there is no check {check!r}", fix=f"use one of {', '.join(CHECKS)}")
-    given = {
-        "microbatches": microbatches,
-        "schedule": schedule,
-        "virtual_stages": virtual_stages,
-        "sequence_parallel": sequence_parallel,
-        "context": context,
-        "context_load_balance": context_load_balance,
-        "experts": None if experts is None else tuple(experts),
-        "zero": zero,
-        "zero_axes": None if zero_axes is None else tuple(zero_axes),
-        "reshard_after_forward": reshard_after_forward,
-        "overlap": overlap,
-        "async_tp": async_tp,
-        "recompute": recompute,
-        "precision": precision,
-        "loss_scale": loss_scale,
-        "reduce_dtype": reduce_dtype,
-        "sum_dtype": sum_dtype,
-        "seed": seed,
-    }
     if isinstance(mesh, Cluster) or plan == "auto":
         chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules)
         mesh = Mesh(**chosen.mesh)
     else:
         from_model = isinstance(plan, str) and plan == "hf"
-        own = hf_plan(model, mesh, virtual_stages=virtual_stages or 1).plan if from_model else plan
+        own = hf_plan(model, mesh, virtual_stages=given.get("virtual_stages", 1)).plan if from_model else plan
         chosen = read_plan(own).changed(given)
     check_plan(chosen, mesh)
     enter_world(mesh)
@@ -173,9 +116,9 @@ def _planned(
     """The best plan on a cluster, or on a mesh of H100 nodes."""
     if batch is None:
         raise CompileError("QN102", "the planner needs to see a batch", fix="compile(model, cluster, batch)")
-    decided = {name: value for name, value in given.items() if value is not None}
+    known = dict(given)
     if isinstance(where, Mesh):
-        decided["mesh"] = {axis: where[axis] for axis in AXES}
+        known["mesh"] = {axis: where[axis] for axis in AXES}
         where = Cluster("h100", nodes=-(-where.size // 8), gpus_per_node=min(8, where.size))
-    pinned = Plan.model_validate({**read_plan(plan).model_dump(exclude_unset=True), **decided})
+    pinned = Plan.model_validate({**read_plan(plan).model_dump(exclude_unset=True), **known})
     return make_plan(model, where, batch, loss_fn=loss_fn, plan=pinned, rules=rules, top_k=1).best
