@@ -37,7 +37,7 @@ from ..passes.stages.follow_stages import FollowStages
 from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
 from ..schedules.synthesis import StageTimes, schedule_of
-from .pipeline import Setting, expert_axes, passed
+from .pipeline import PassSetting, expert_axes, passed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -215,8 +215,8 @@ def _prices(request: Request) -> Roofline:
     return Roofline(unknown="memory" if own else "error")
 
 
-def _setting(request: Request, microbatches: int, *, training: bool) -> Setting:
-    return Setting(
+def _setting(request: Request, microbatches: int, *, training: bool) -> PassSetting:
+    return PassSetting(
         request.mesh, request.plan, request.rules, microbatches, _prices(request),
         training=training, batch_size=request.batch_size, device=request.device, held=request.held,
         node_seconds=_node_seconds(request), differentiate=Differentiate(training),

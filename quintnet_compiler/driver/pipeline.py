@@ -49,7 +49,7 @@ Pass = Callable[[Any], Any]
 Check = tuple[Callable[..., None], tuple[Any, ...]]  # a function that raises, and its arguments
 
 
-class Runner(Protocol):
+class PassRunner(Protocol):
     """What applies a pass to a program, and runs a check."""
 
     def __call__(self, step: Pass, program: Any) -> Any: ...
@@ -58,7 +58,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
-class Setting:
+class PassSetting:
     """What passes are made from: everything but the program that they get.
 
     ``cut``: how stages are cut, where it is not for the first time. ``schedule``: known after stages are cut.
@@ -98,8 +98,8 @@ class PassSpec:
     kind: type
     result: str
     decides: str
-    make: Callable[[Setting, Any], Pass | None]
-    checks: Callable[[Setting, Any, Any], Iterable[Check]] = lambda setting, before, after: ()
+    make: Callable[[PassSetting, Any], Pass | None]
+    checks: Callable[[PassSetting, Any, Any], Iterable[Check]] = lambda setting, before, after: ()
 
     @property
     def name(self) -> str:
@@ -118,24 +118,24 @@ def expert_axes(plan: Plan) -> tuple[str, ...]:
     return plan.experts or ("ep",)
 
 
-def fixed(setting: Setting, program: Program) -> dict[tuple[str, str], AxisType]:
+def fixed(setting: PassSetting, program: Program) -> dict[tuple[str, str], AxisType]:
     """(parameter, axis) -> the type that the plan, or another program on the same parameters, gives it."""
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
     return {**fixed_types(setting.plan, names, setting.mesh), **setting.held}
 
 
-def _choose(s: Setting, program: Any) -> Pass:
+def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
     return ChooseSharding(axes_of(s.mesh, s.microbatches), s.book, s.cost, constraints, s.repeats)
 
 
-def _store(s: Setting, sharded: Any) -> Pass:
+def _store(s: PassSetting, sharded: Any) -> Pass:
     axes = s.plan.zero_axes if s.plan.zero else ()
     return ShardParameters(s.plan.zero, axes, fixed(s, sharded.program), expert_axes(s.plan))
 
 
-def _recompute(s: Setting, program: Any) -> Pass | None:
+def _recompute(s: PassSetting, program: Any) -> Pass | None:
     plan = s.plan
     if not s.training or (plan.recompute == "none" and not plan.reshard_after_forward):
         return None
@@ -145,7 +145,7 @@ def _recompute(s: Setting, program: Any) -> Pass | None:
     return Recompute(plan.recompute, plan.reshard_after_forward, budget)
 
 
-def _overlap(s: Setting, program: Any) -> Pass | None:
+def _overlap(s: PassSetting, program: Any) -> Pass | None:
     if not s.plan.overlap:
         return None
     rows = _scheduled(s).actions
@@ -153,13 +153,13 @@ def _overlap(s: Setting, program: Any) -> Pass | None:
     return Overlap(s.node_seconds, frozenset(halves))
 
 
-def _scheduled(s: Setting) -> Schedule:
+def _scheduled(s: PassSetting) -> Schedule:
     if s.schedule is None:
         raise AssertionError("passes behind the cut of stages need a schedule")
     return s.schedule
 
 
-def _typed(s: Setting, before: Any, after: Any) -> list[Check]:
+def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
     return [
         (check_notation, (before.sharded.program.graph, s.rules)),
         (check_types, (after, s.book)),
@@ -229,7 +229,13 @@ PIPELINE: tuple[PassSpec, ...] = (
 
 
 def passed(
-    runner: Runner, setting: Setting, program: Any, upto: type, *, after: type | None = None, skip: Container[type] = ()
+    runner: PassRunner,
+    setting: PassSetting,
+    program: Any,
+    upto: type,
+    *,
+    after: type | None = None,
+    skip: Container[type] = (),
 ) -> Any:
     """``program`` behind the passes up to ``upto``, beginning with the one that follows ``after``."""
     kinds = [spec.kind for spec in PIPELINE]

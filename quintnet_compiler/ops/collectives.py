@@ -252,7 +252,7 @@ Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "rin
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveSpec:
     """What is known of one operator that moves data: everything but how a transport carries it out.
 
     ``op``: its schema, and the shape of its result. ``price``: which collective's time it takes; ``"ring"`` and
@@ -275,25 +275,25 @@ class Collective:
 
 # one entry for each; the fused ones are priced by their matmuls and what these do not hide
 _TABLE = (
-    Collective(all_reduce, "all_reduce", _start_of(all_reduce)),
-    Collective(all_gather, "all_gather", _start_of(all_gather)),
-    Collective(gather_state, "all_gather"),
-    Collective(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),
-    Collective(all_to_all, "all_to_all", _start_of(all_to_all)),
-    Collective(gather_together, "all_gather", _start_of(gather_together)),
-    Collective(scatter_together, "reduce_scatter", _start_of(scatter_together)),
-    Collective(dispatch_plan, "all_to_all", opaque=True),
-    Collective(dispatch, "all_to_all", _start_of(dispatch), opaque=True, transpose=combine),
-    Collective(combine, "all_to_all", _start_of(combine), opaque=True, transpose=dispatch),
-    Collective(ring_attention, "ring", opaque=True),
-    Collective(ring_attention_backward, "ring", opaque=True),
-    Collective(all_gather_matmul, "matmul", opaque=True),
-    Collective(matmul_reduce_scatter, "matmul", opaque=True),
+    CollectiveSpec(all_reduce, "all_reduce", _start_of(all_reduce)),
+    CollectiveSpec(all_gather, "all_gather", _start_of(all_gather)),
+    CollectiveSpec(gather_state, "all_gather"),
+    CollectiveSpec(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),
+    CollectiveSpec(all_to_all, "all_to_all", _start_of(all_to_all)),
+    CollectiveSpec(gather_together, "all_gather", _start_of(gather_together)),
+    CollectiveSpec(scatter_together, "reduce_scatter", _start_of(scatter_together)),
+    CollectiveSpec(dispatch_plan, "all_to_all", opaque=True),
+    CollectiveSpec(dispatch, "all_to_all", _start_of(dispatch), opaque=True, transpose=combine),
+    CollectiveSpec(combine, "all_to_all", _start_of(combine), opaque=True, transpose=dispatch),
+    CollectiveSpec(ring_attention, "ring", opaque=True),
+    CollectiveSpec(ring_attention_backward, "ring", opaque=True),
+    CollectiveSpec(all_gather_matmul, "matmul", opaque=True),
+    CollectiveSpec(matmul_reduce_scatter, "matmul", opaque=True),
 )
-COLLECTIVES: Mapping[str, Collective] = MappingProxyType({one.name: one for one in _TABLE})
+COLLECTIVES: Mapping[str, CollectiveSpec] = MappingProxyType({one.name: one for one in _TABLE})
 
 
-def collective_of(called: str) -> Collective | None:
+def collective_of(called: str) -> CollectiveSpec | None:
     """The collective that generated code calls (or starts) by a name."""
     return COLLECTIVES.get(called.removeprefix("start_"))
 

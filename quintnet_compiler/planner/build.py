@@ -11,7 +11,7 @@ from torch import fx
 from ..core.annotations import is_getitem
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..driver.pipeline import Pass, Setting, passed
+from ..driver.pipeline import Pass, PassSetting, passed
 from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
@@ -95,13 +95,13 @@ class Builder:
         self.work += (1 - AGAIN) * len(self.folded.program.graph.nodes)
         return found
 
-    def _setting(self, plan: Plan, mesh: Mesh, microbatches: int) -> Setting:
-        return Setting(
+    def _setting(self, plan: Plan, mesh: Mesh, microbatches: int) -> PassSetting:
+        return PassSetting(
             mesh, plan, self.rules, microbatches, self.cost,
             repeats=self.folded.repeats, differentiate=self.differentiate,
         )  # fmt: skip
 
-    def _passed(self, setting: Setting) -> DifferentiatedProgram:
+    def _passed(self, setting: PassSetting) -> DifferentiatedProgram:
         """The folded model behind the compiler's passes. What slices of ZeRO cost is priced without a graph, from the
         parameters of a stage (:mod:`.stages`)."""
         found: DifferentiatedProgram = passed(

@@ -15,7 +15,7 @@ from torch import fx
 from ..core.annotations import num_bytes, tensor_inputs, values
 from ..ir.cost_protocol import RankCosts
 from ..ir.program import DistributedProgram, Piece, StageProgram
-from ..ops.collectives import Collective, collective_of, dispatch_plan
+from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
@@ -259,7 +259,7 @@ class ProgramPrices:
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
 
 
-def whole_bytes(source: fx.Node, known: Collective, ranks: int) -> int:
+def whole_bytes(source: fx.Node, known: CollectiveSpec, ranks: int) -> int:
     """Of the value that a collective moves, as all ranks of its axis have it together; of several, their sum."""
     if known.price == "all_gather":
         return sum(map(num_bytes, values(source)))

@@ -1,0 +1,35 @@
+"""The shape of the code: packages that say what they hold, folders of a readable size, names that mean one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LINKS = (ROOT / "quintnet_compiler/passes", ROOT / "quintnet_compiler/cost_models")
+FILES = [
+    path
+    for folder in ("quintnet_compiler", "passes", "cost_models")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if not any(link in path.parents for link in LINKS)
+]
+
+
+def test_a_class_name_means_one_thing() -> None:
+    found = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_a_folder_has_at_most_twenty_modules() -> None:
+    counts = Counter(path.parent.relative_to(ROOT) for path in FILES if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in counts.items() if count > 20} == {}
+
+
+def test_every_package_says_what_it_holds() -> None:
+    packages = [path for path in FILES if path.name == "__init__.py"]
+    assert [str(path) for path in packages if not ast.get_docstring(ast.parse(path.read_text()))] == []
