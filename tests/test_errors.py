@@ -360,7 +360,7 @@ MESSAGES: dict[str, str] = {
     ),
     "no values": (
         "QN604 a tensor has no values yet\n"
-        "  nobody gave (all of its) values to downs.0.bias, downs.0.weight, downs.1.bias, downs.1.weight, head.bias,"
+        "  values are missing for downs.0.bias, downs.0.weight, downs.1.bias, downs.1.weight, head.bias,"
         " head.weight, norms.0.bias, norms.0.weight and 6 more\n"
         "  fix: call program.load_pretrained(folder) or program.initialize({...})"
     ),

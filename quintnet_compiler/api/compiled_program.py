@@ -516,9 +516,9 @@ class CompiledProgram(ProgramState):
         if self._apart is not None:
             raise RunError(
                 "QN401",
-                f"this rank was given another batch than all others, who wait for it in that step; what it does "
-                f"next would be mixed with theirs\n  it was: {self._apart.message}",
-                fix="do not catch that error: quintnet.launch ends the others, and starts all again where it may",
+                f"this rank got a batch that does not fit the program, and the others did not: they are blocked in "
+                f"that step\n  the batch: {self._apart.message}",
+                fix="do not catch that error: quintnet.launch then ends all ranks, and restarts them if it may",
             )
         begun = False
         try:

@@ -22,28 +22,27 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
     {
         "QN101": ErrorEntry(
             "the model cannot be traced",
-            "torch.export could not follow the model's Python: it asks for a tensor's values (an `if` on data, "
-            ".item(), "
-            ".numpy()), or calls something that cannot be traced. The message has the line.",
-            "Decide by shapes or configuration instead of by values, or use torch.where; move what only reports "
+            "torch.export cannot follow the model's Python code: it needs a tensor's values (an `if` on data, "
+            ".item(), .numpy()), or calls something that cannot be traced. The message has the line.",
+            "Decide by shapes or configuration instead of by values, or use torch.where; move reporting "
             "(printing, logging) out of forward.",
         ),
         "QN102": ErrorEntry(
             "the batch does not fit the program",
-            "A batch has other keys, dtypes or shapes than the one the program was compiled with, or no batch was seen "
-            "yet. Only the number of rows may change.",
+            "A batch has different keys, dtypes or shapes than the one the program was compiled with, or "
+            "there was no batch yet. Only the number of rows may change.",
             "Pass batches like the first one; give compile a batch, or call prepare(batch).",
         ),
         "QN103": ErrorEntry(
             "the model does not return a loss",
-            "A training program needs one scalar to differentiate: what the model returns is none, and there is no "
-            "loss_fn.",
+            "A training program needs one scalar to differentiate, but the model does not return one, and "
+            "there is no loss_fn.",
             "Pass loss_fn=, return the loss, or return an object with .loss.",
         ),
         "QN104": ErrorEntry(
             "the loss cannot be split into microbatches",
-            "An operator cannot run on a part of the batch: it brings rows together (contrastive losses, statistics), "
-            "needs a sum over all rows, or its rule does not know how to split rows. The message says which.",
+            "An operator cannot run on a part of the batch: it combines rows (contrastive losses, "
+            "statistics), needs a sum over all rows, or its rule cannot split rows. The message says which.",
             "Use microbatches=1, or write the loss as a sum or a mean over rows.",
         ),
         "QN105": ErrorEntry(
@@ -60,50 +59,53 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN107": ErrorEntry(
             "the program is for inference",
             "The program was compiled with training=False: it has no backward.",
-            "Compile without training=False to call step or verify.",
+            "To call step or verify, compile without training=False.",
         ),
         "QN108": ErrorEntry(
             "an option is not valid",
             "An option has a value that does not exist.",
-            "The message lists those that do.",
+            "The message lists the valid values.",
         ),
         "QN109": ErrorEntry(
             "an operator cannot be rewritten",
-            "An operator that was traced fails when its program is built, with other numbers of rows too. The message "
-            "has the operator and what torch says of it.",
-            "See whether model(*batch) works on this device; then write that line with other operators.",
+            "An operator that was traced fails when its program is built, whatever the number of rows. The "
+            "message has the operator and torch's error.",
+            "Check whether model(*batch) works on this device; then write that line with other operators.",
         ),
         "QN110": ErrorEntry(
             "forward changes something, or draws what is drawn once",
-            "A program is one function of parameters, buffers and the batch. What forward does beside computing its "
-            "result (it counts, keeps a tensor in an attribute, changes a buffer, a parameter or its batch, draws "
-            "Python's random numbers) would happen once, while it is traced, and never again.",
-            "The message names what changes and the line. Change it outside of forward, or return it; numbers that "
-            "change with every step go into the batch.",
+            "A program is a function of parameters, buffers and the batch. Any other effect of forward (it "
+            "counts, keeps a tensor in an attribute, changes a buffer, a parameter or its batch, draws "
+            "Python's random numbers) would happen once, during tracing, and never again.",
+            "The message names what changes and the line. Change it outside of forward, or return it; put "
+            "numbers that change with every step into the batch.",
         ),
         "QN111": ErrorEntry(
             "the program differs from the module",
-            "Before anything trains, what was traced of the module is compared with the module itself on a few rows of "
-            "the batch: the loss, every gradient, and what forward changes. They are not equal.",
-            "The message says which results differ, and the first operator that does. Write that line so that tracing "
-            'can follow it. check="off" compares nothing: what is trained then is what was traced.',
+            "Before anything trains, the traced program is compared with the module itself on a few rows of "
+            "the batch: the loss, every gradient, and what forward changes. They differ.",
+            "The message says which results differ, and the first operator that does. Write that line so that "
+            'tracing can follow it. check="off" turns the comparison off: the traced program is trained as it '
+            "is.",
         ),
         "QN112": ErrorEntry(
             "the module changed, and the program cannot follow",
-            "Something that the program was made of is another one now: a part or a parameter of the module was "
-            "replaced, added or removed. Programs of other modes, attributes and requires_grad are made by themselves.",
+            "Something that the program depends on was replaced, added or removed: a part or a parameter of "
+            "the module. Changes of modes, attributes and requires_grad need no action: another program is "
+            "compiled for them.",
             "Compile the module again after changing it, and give the new program's parameters to the optimizer.",
         ),
         "QN113": ErrorEntry(
             "a split program cannot serve this use of the module",
-            "Code that is right for a module in one process asks for something that a split program does not have: "
-            "outputs of model(x) on a rank with parts of the weights, a backward of a loss whose gradients are there "
-            "already, a norm of one stage's gradients alone.",
-            "The message has the call that does what was meant.",
+            "Code that is correct for a module in one process asks for something that a split program does "
+            "not have: outputs of model(x) on a rank with parts of the weights, the backward of a loss whose "
+            "gradients exist already, a norm of one stage's gradients alone.",
+            "The message has the call to use instead.",
         ),
         "QN201": ErrorEntry(
             "the mesh is not valid",
-            "An axis is unknown or has no whole size, or a plan asks for an axis that the mesh does not have.",
+            "An axis is unknown, its size is not a whole number, or a plan asks for an axis that the mesh "
+            "does not have.",
             "Axes are pp, dp, ep, cp and tp; the mesh's sizes multiply to the number of ranks.",
         ),
         "QN202": ErrorEntry(
@@ -115,21 +117,21 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN203": ErrorEntry(
             "the layout does not divide",
-            "A size (heads, rows, channels) is not a multiple of the number of ranks that are to share it. Nothing is "
-            "ever padded or dropped silently.",
-            'Use a size of the axis that divides, or leave the parameter whole: plan={"parameters": {"*.name": {"tp": '
-            '"I"}}}.',
+            "A size (heads, rows, channels) is not a multiple of the number of ranks that share it. Nothing "
+            "is ever padded or dropped silently.",
+            'Use a size of the axis that divides, or leave the parameter whole: plan={"parameters": '
+            '{"*.name": {"tp": "I"}}}.',
         ),
         "QN204": ErrorEntry(
             "the plan names something that the model does not have",
-            "A plan, or a question, names a module or parameter that the model does not have. Rules that match nothing "
-            "are errors, because they usually are typing mistakes.",
+            "A plan, or a question, names a module or parameter that the model does not have. Rules that "
+            "match nothing are errors, because they usually are typos.",
             "Compare with model.named_parameters(); the message has the closest names.",
         ),
         "QN205": ErrorEntry(
             "no sharding satisfies the plan",
-            "No way to run some operator satisfies all of what the plan fixes and the axes allow.",
-            "Where the plan fixes parameters, fix fewer, or those of one module at a time.",
+            "No strategy of some operator satisfies everything that the plan fixes and the axes allow.",
+            "If the plan fixes parameters, fix fewer, or those of one module at a time.",
         ),
         "QN206": ErrorEntry(
             "the pipeline cannot be cut",
@@ -138,17 +140,17 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN207": ErrorEntry(
             "the plan document is not valid",
-            "The plan is no valid document: an unknown key, a wrong type, decisions that do not fit each other.",
+            "The plan is not a valid document: an unknown key, a wrong type, or decisions that contradict each other.",
             "The message has the key. quintnet.Plan() shows all keys and their defaults.",
         ),
         "QN208": ErrorEntry(
             "the schedule is not valid",
-            "A schedule would compute something before it is there, twice or never, or could wait for ever.",
+            "A schedule would compute something before its inputs exist, twice or never, or could deadlock.",
             "Use one of the schedules by name; the message has the rank and the place in its order.",
         ),
         "QN209": ErrorEntry(
             "a compiled program failed a check of the compiler",
-            "A check that every program passes before it may run failed: the compiler has made a mistake.",
+            "A program failed a check that every program must pass before it runs: the compiler has made a mistake.",
             "Please report it where you got QuintNet, with the model and what quintnet doctor prints.",
         ),
         "QN210": ErrorEntry(
@@ -158,7 +160,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN211": ErrorEntry(
             "the calibration or the timeline is not valid",
-            "The file is no calibration or timeline of this version, or its numbers or its layout cannot be.",
+            "The file is not a calibration or timeline of this version, or its numbers or its layout are impossible.",
             "Make it again: quintnet calibrate --out machine.json; quintnet measure TARGET --out step.json.",
         ),
         "QN212": ErrorEntry(
@@ -168,22 +170,24 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN213": ErrorEntry(
             "the budget of saved values is too small",
-            "With everything computed again, the backward still needs more than activation_memory_budget allows.",
+            "Even with everything recomputed, the backward needs more saved values than "
+            "activation_memory_budget allows.",
             "Allow what the message says, use more microbatches, or split the model further.",
         ),
         "QN214": ErrorEntry(
             "a partial sum would be rounded before it is added up",
-            "A value is a sum whose terms lie on several ranks, and would be rounded before they are added up.",
+            "A value is a sum whose terms lie on several ranks, and the terms would be rounded before they "
+            "are added up.",
             'Use sum_dtype="float32", or leave the operator that the message names unsplit.',
         ),
         "QN215": ErrorEntry(
             "the precision does not fit the model",
-            "The precision asks for what the model is not: 16-bit copies need float32 parameters.",
+            "The precision does not fit the model's dtype: 16-bit copies need float32 parameters.",
             'Use precision="model", or give the model float32 parameters.',
         ),
         "QN301": ErrorEntry(
             "the mesh does not fit the world",
-            "The mesh has another number of ranks than processes were started (or devices are there).",
+            "The mesh has a different number of ranks than there are processes (or devices).",
             "Start as many processes as the sizes of the mesh multiply to.",
         ),
         "QN302": ErrorEntry(
@@ -193,39 +197,37 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN303": ErrorEntry(
             "a rank does not answer",
-            "A rank was stopped (SIGSTOP, a debugger) or said nothing for too long, while the others wait for it. The "
-            "message names it, and where the others' stacks are.",
-            "Let it go on, or end it: with restarts= all ranks begin again from their checkpoint.",
+            "A rank was stopped (SIGSTOP, a debugger) or sent no heartbeat for too long, while the others "
+            "wait for it. The message names it, and where the others' stacks are.",
+            "Continue the rank, or end it: with restarts= all ranks start again from their checkpoint.",
         ),
         "QN304": ErrorEntry(
             "the run takes too long",
-            "The run took longer than launch's timeout, which is of the whole run.",
+            "The run took longer than launch's timeout, which limits the whole run.",
             "Give a longer timeout, or none; collective_timeout is how long ranks wait for each other.",
         ),
         "QN401": ErrorEntry(
             "ranks disagree about communication",
-            "Two ranks met in different collectives, or with different shapes or dtypes: they would exchange nonsense.",
+            "Two ranks called different collectives, or the same one with different shapes or dtypes (a desync).",
             "The message has both operators and their source lines. Ranks must see batches of equal shapes.",
         ),
         "QN402": ErrorEntry(
             "a rank waits for something that never comes",
-            "A rank waits for a message or a collective of a rank that never gets there.",
-            "Look at what the other rank does: it ended, or takes another way.",
+            "A rank waits for a message or a collective of a rank that never reaches it.",
+            "Look at what the other rank does: it ended, or runs other code.",
         ),
         "QN403": ErrorEntry(
             "ranks run different programs",
-            "Ranks compiled different programs: another model, plan, or version on one of them.",
+            "Ranks compiled different programs: the model, the plan or a version differs.",
             "Give all ranks the same code, plan and versions; quintnet diff compares their dumps.",
         ),
         "QN404": ErrorEntry(
             "ranks hold different values",
-            "Ranks run the same program on other values: their modules were built from other seeds or loaded from "
-            "other "
-            "files, or they were given other batches. They would train a model that nobody wrote. The message says "
-            "which "
-            "ranks, and which tensors.",
-            "Seed before the module is built, load the same file, and read the same global batch on every rank; a data "
-            "rank's own rows are batch_is_local=True.",
+            "Ranks run the same program on different values: their modules were built with different seeds or "
+            "loaded from different files, or they were given different batches. The message says which ranks, "
+            "and which tensors.",
+            "Seed before the module is built, load the same file, and read the same global batch on every "
+            "rank; a data rank's own rows are batch_is_local=True.",
         ),
         "QN501": ErrorEntry(
             "a value is not finite",
@@ -234,13 +236,13 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN601": ErrorEntry(
             "weights or a checkpoint cannot be read",
-            "A file is missing, cut off, or its bytes are not those that were written (SHA-256).",
+            "A file is missing or truncated, or its bytes are not those that were written (SHA-256).",
             "Load an older checkpoint, or fetch the weights again. Pickles are refused on purpose.",
         ),
         "QN602": ErrorEntry(
             "weights or a checkpoint do not fit the model",
-            "What lies on disk has other names, shapes or dtypes than the model. No parameter was changed.",
-            "Build the model with the configuration that the weights were made with.",
+            "Weights on disk have other names, shapes or dtypes than the model. No parameter was changed.",
+            "Build the model with the configuration of the weights.",
         ),
         "QN603": ErrorEntry(
             "weights or a checkpoint cannot be written",
@@ -251,12 +253,12 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN604": ErrorEntry(
             "a tensor has no values yet",
-            "A parameter or buffer is on the meta device: it has a shape and no values.",
-            "Load weights, or initialise them, before what needs values.",
+            "A parameter or buffer is on the meta device: it has a shape but no values.",
+            "Load weights or initialise them first.",
         ),
         "QN701": ErrorEntry(
             "a name cannot be used safely",
-            "A name of a module, a key, or a path could run as code or write outside its folder.",
+            "The name of a module, a key, or a path could run as code or write outside its folder.",
             "Rename it: letters, digits, '_' and a few harmless signs.",
         ),
     }

@@ -121,7 +121,7 @@ def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise RunError(
             "QN604",
-            f"nobody gave (all of its) values to {', '.join(names[:8])}{more}",
+            f"values are missing for {', '.join(names[:8])}{more}",
             fix="call program.load_pretrained(folder)"
             + (" or program.initialize({...})" if parameters else ", or build the model on a real device"),
         )
