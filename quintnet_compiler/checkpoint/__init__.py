@@ -1,4 +1,4 @@
 """Checkpoints of training state: any layout reads what any layout wrote.
 
-With ``runtime``, the only package that imports ``torch.distributed``.
+With ``runtime`` (and ``compat``, for private names), the only package that imports ``torch.distributed``.
 """

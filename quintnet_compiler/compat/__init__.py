@@ -1,10 +1,10 @@
-"""The only modules that use private names of torch and transformers. Nothing else in this package imports one, or reads
-a private attribute of their objects; ``tests/test_compat.py`` checks that, and that each name exists.
+"""Private names of torch and transformers, in one place, and what differs between supported versions.
 
-Each name has a line that says what it is for, and what would take its place. What differs between supported versions
-is told apart here too. ``torch``: tensors, operators, graphs; ``torch_hooks``: hooks and the derivatives that users
-write; ``torch_inductor``: kernels; ``distributed``: process groups and DTensor, for the runtime and checkpoints alone;
-``transformers``: Hugging Face models, without importing it before one is there.
+No other module imports one, or reads a private attribute of their objects; ``tests/test_compat.py`` checks that, and
+that each name exists. Each name has a line that says what it is for, and what would replace it. ``torch``: tensors,
+operators, graphs; ``torch_hooks``: hooks and the derivatives that users write; ``torch_inductor``: kernels;
+``distributed``: process groups and DTensor, for the runtime and checkpoints alone; ``transformers``: Hugging Face
+models, without importing it before one is there.
 
 Two kinds of underscored names are used everywhere. ``Module._parameters``, ``._buffers`` and ``._modules`` are what
 ``Module.__getattr__`` itself reads, and other libraries depend on them. Operators such as ``aten._to_copy`` are data:

@@ -1,4 +1,4 @@
 """Runs compiled programs: processes, transports, state, the schedule's interpreter.
 
-With ``checkpoint``, the only package that imports ``torch.distributed``.
+With ``checkpoint`` (and ``compat``, for private names), the only package that imports ``torch.distributed``.
 """
