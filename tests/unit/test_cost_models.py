@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,10 +29,9 @@ from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.schedules.schedule import Op, chain, simulate
 
-from .models import GPT, _llama, _tokens
+from ..models import GPT, _llama, _tokens
 
 torch.set_num_threads(1)
-ROOT = Path(__file__).resolve().parents[1]
 OLD = {"dtype": "fp16", "gradient_dtype": "fp16", "flash": False, "overlap_dp": False, "overlap_pp": False}
 
 
@@ -175,29 +170,6 @@ def test_iteration_times_of_table_5() -> None:
             found = StepModel(_korthikanti(layers, hidden, heads), layout, Cluster("a100", nodes=pp)).step()
             errors.append(abs(found.seconds / seconds - 1))
     assert max(errors) < 0.09 and sum(errors) / len(errors) < 0.037
-
-
-def test_published_runs_prints_its_fixed_face(tmp_path: Path) -> None:
-    lines = (ROOT / "benchmarks/data/published_runs.csv").read_text().splitlines()
-    few = tmp_path / "few.csv"
-    few.write_text(
-        "\n".join([lines[0], *(line for line in lines if line.startswith(("KORTH", "NEMOLAUNCH-5B-64", "BLOOM-009")))])
-    )
-    ran = subprocess.run(
-        [sys.executable, "benchmarks/published_runs.py", "--rows", few, "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
-    keys = {"id", "predicted_step_s", "step_time_error", "predicted_memory_gib", "memory_error", "skipped"}
-    assert all(set(row) == keys for row in found["rows"]) and len(found["rows"]) == 6
-    by_id = {row["id"]: row for row in found["rows"]}
-    assert "not stated" in by_id["NEMOLAUNCH-5B-64"]["skipped"]
-    assert by_id["NEMOLAUNCH-5B-64"]["predicted_step_s"] is None
-    assert abs(by_id["BLOOM-009"]["memory_error"]) < 0.2
-    assert found["summary"]["step_time"]["source KORTH"]["mean"] < 0.037
 
 
 # -- properties

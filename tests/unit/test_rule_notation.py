@@ -13,8 +13,8 @@ from quintnet_compiler.passes.rules.notation import Factors, Notation, Rule, rul
 from quintnet_compiler.passes.rules.strategies import RuleBook, split_factor
 from quintnet_compiler.passes.rules.table import RULES
 
-from .one_operator import Sample, call, operator_program, reference
-from .operator_samples import f, ints
+from ..one_operator import Sample, call, operator_program, reference
+from ..operator_samples import f, ints
 
 NO_NAME = (
     "is not a name; every tensor, in a list or tuple too, is one group of names between commas, and a dim of size 1 "

@@ -19,7 +19,7 @@ from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
 from quintnet_compiler.passes.stages.cut_stages import CutStages, _Loads, boundaries, parameter_stages, staged_operators
 
-from .models import CASES, GPT, build
+from ..models import CASES, GPT, build
 
 torch.set_num_threads(1)
 
