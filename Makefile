@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: setup demo test test-all matrix check docs screenshots
+.PHONY: setup demo smoke golden test test-all matrix check docs screenshots
 
 setup: .venv/.installed
 
@@ -14,6 +14,12 @@ setup: .venv/.installed
 
 demo: setup
 	$(BIN)/python examples/train_vit.py
+
+smoke: setup
+	$(BIN)/python -m pytest -p no:xdist -q tests/unit
+
+golden: setup
+	$(BIN)/python -m pytest -p no:xdist -q tests/unit/test_golden.py --update-golden
 
 test: setup
 	$(PYTEST)
