@@ -1,0 +1,182 @@
+"""runtime.launch: what ranks say of themselves, and what is made of it when one fails. No process is started."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import HashStore
+
+from quintnet_compiler.core.errors import CompileError, InputError, RunError
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.runtime.launch import gloo_threads, malloc, smoke, world
+from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
+from quintnet_compiler.runtime.launch.rank_status import (
+    RankStatus,
+    described,
+    differ,
+    first_line,
+    of_communication,
+    place,
+    read_rows,
+    shown,
+)
+from quintnet_compiler.runtime.launch.torchrun import Neighbours, meet
+
+
+def test_malloc_gets_both_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda parameter, value: given.append((parameter, value)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    malloc.tune_malloc()
+    assert given == [(-1, 2**30), (-3, 2**25)]
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())  # another C library
+    malloc.tune_malloc()
+    assert len(given) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are named in /proc")
+def test_gloo_threads_alone_are_batch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    over, told = threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def wait() -> None:
+        found.append(threading.get_native_id())
+        Path(f"/proc/self/task/{found[0]}/comm").write_text(gloo_threads.NAME)
+        told.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    told.wait()
+    gloo_threads.lower_gloo_thread_priority()
+    policies = os.sched_getscheduler(found[0]), os.sched_getscheduler(threading.get_native_id())
+    over.set()
+    thread.join()
+    assert policies == (os.SCHED_BATCH, os.SCHED_OTHER)
+
+
+def test_the_smallest_thing_that_ranks_do_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "all_reduce", lambda x: x.add_(3.0))  # of ranks 0 and 1
+    assert smoke.smoke() == 6.0
+    assert "gloo" in smoke.backends()
+
+
+def test_devices_of_programs() -> None:
+    assert world.default_device(nn.Linear(1, 1), None) == torch.device("cpu")
+    assert world.default_device(nn.Linear(1, 1, device="meta"), None) == torch.device("cpu")
+    assert world.default_device(nn.Identity(), "meta") == torch.device("meta")
+    if not torch.backends.mps.is_built():
+        with pytest.raises(CompileError, match="was built without mps"):
+            world.default_device(nn.Identity(), "mps")
+    assert world.judges() and not world.many()
+
+
+def test_a_mesh_that_the_launcher_did_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "started", lambda: SimpleNamespace(size=3, join=lambda: None))
+    with pytest.raises(RunError, match="needs 2 ranks, and the world has 3"):
+        world.enter_world(Mesh(dp=2))
+    joined: list[bool] = []
+    monkeypatch.setattr(world, "started", lambda: SimpleNamespace(size=2, join=lambda: joined.append(True)))
+    world.enter_world(Mesh(dp=2))
+    assert joined == [True]
+
+
+# -- what ranks say
+
+
+def test_rows_go_through_a_store() -> None:
+    store = HashStore()
+    store.set("1", json.dumps({"step": 3, "pid": 7, "host": "h"}))
+    assert read_rows(store, [1]) == {1: RankStatus(step=3, pid=7, host="h")}
+
+
+def test_ranks_that_were_given_something_else() -> None:
+    rows = {0: RankStatus(runs=2, given="a"), 1: RankStatus(runs=2, given="b"), 2: RankStatus(runs=2, given="a")}
+    assert differ(rows, 2) == ["rank 1: b", "all others: a"]
+    assert differ(rows, 3) == [] and differ({0: rows[0], 2: rows[2]}, 2) == []
+
+
+def test_batches_as_people_read_them() -> None:
+    batch = (torch.zeros(2, 3), {"mask": True, "n": 4}, ["x"])
+    assert shown(described(batch)) == "(float32[2, 3], {mask: True, n: int}, (x))"
+
+
+def test_errors_of_communication() -> None:
+    cause = RuntimeError("[/x/gloo/transport/tcp/pair.cc:598] Connection closed by peer. This is typically rank 1")
+    outer = ValueError("later")
+    outer.__cause__ = cause
+    assert of_communication(outer) and of_communication(RunError("QN402", "")) and not of_communication(None)
+    assert not of_communication(ValueError("3 is not 4")) and not of_communication(RunError("QN302", ""))
+    assert first_line(cause) == "Connection closed by peer" and first_line(ValueError()) == "ValueError"
+
+
+def test_the_users_line_in_a_stack() -> None:
+    stacks = (
+        f'Thread 0x0000000000000010 (most recent call first):\n  File "{dist.__file__}", line 5 in wait\n'
+        f'  File "{world.__file__}", line 6 in f\n  File "/home/me/train.py", line 12 in main\n\n'
+        'Thread 0x0000000000000011 (most recent call first):\n  File "/home/me/other.py", line 1 in g\n'
+    )
+    assert place(stacks, 0x10) == (True, "/home/me/train.py:12 in main")
+    assert place(stacks, 0x11) == (False, "/home/me/other.py:1 in g") and place(stacks, 0x12) == (False, "")
+
+
+# -- who is at fault
+
+
+def _scene(tmp_path: Path, *reports: RankError, **more: object) -> Scene:
+    rows = {0: RankStatus(waiting=True, pid=10), 1: RankStatus(pid=11, at="train.py:3 in f")}
+    given = {"ended": {}, "stopped": (), **more}
+    return Scene(2, rows, reports, stacks=tmp_path / "none", **given)  # type: ignore[arg-type]
+
+
+def test_the_first_error_that_is_no_echo_is_the_cause(tmp_path: Path) -> None:
+    echo = RankError(0, 1.0, "Connection closed by peer", "", distant=True)
+    fault = _scene(tmp_path, echo, RankError(1, 2.0, "ValueError: no", "Traceback\n", distant=False)).fault()
+    assert fault.ranks == (1,) and fault.again and fault.error.code == "QN302"
+    assert "rank 1 raised ValueError: no" in str(fault.error)
+    assert "rank 0: Connection closed by peer" in str(fault.error)
+    mine = InputError("QN106", "5 rows")
+    assert _scene(tmp_path, RankError(1, 2.0, "", "", False, mine)).fault().error is mine
+
+
+def test_killed_stopped_and_late_ranks(tmp_path: Path) -> None:
+    echo = RankError(0, 1.0, "Application timeout", "", distant=True)
+    killed = _scene(tmp_path, echo, ended={1: -signal.SIGKILL})
+    assert killed.certain and "rank 1 was killed by SIGKILL before its first step (pid 11)" in str(killed.fault().error)
+    assert "ended with exit code 3" in str(_scene(tmp_path, ended={1: 3}).fault().error)
+    assert "rank 1 is stopped (SIGSTOP)" in str(_scene(tmp_path, stopped=[1]).fault().error)
+    late = _scene(tmp_path, echo)
+    assert not late.certain and late.fault().ranks == (1,) and late.fault().error.code == "QN402"
+    assert "rank 1 did not come before its first step (pid 11): it is at train.py:3 in f" in str(late.fault().error)
+    assert not stopped(os.getpid()) and not stopped(None)
+
+
+def test_neighbours_count_looks_in_silence() -> None:
+    store, watch = HashStore(), Neighbours(0, 3, silence=0.0)
+    store.set("1", json.dumps({"beat": 1, "step": 4, "pid": 5, "host": "far"}))
+    store.set("2", json.dumps({"beat": 1, "host": "far"}))
+    assert watch.look(store) == ""  # seen once: nothing is known of silence yet
+    assert watch.look(store) == "rank 1 has said nothing for 0 s in step 4 (pid 5 on far)"
+    store.set("1", json.dumps({"beat": 2, "host": "far"}))
+    assert watch.look(store) == "rank 2 has said nothing for 0 s before its first step (pid 0 on far)"
+
+
+def test_an_attempt_gets_a_name_of_its_own() -> None:
+    store = HashStore()
+    found = [meet(store, 0, 1, 5.0) for _ in range(2)]
+    assert found[0] != found[1] and all(name.startswith("quintnet/") for name in found)
+    with pytest.raises(RunError, match="ranks did not come: 1"):
+        meet(store, 0, 2, 0.0)
