@@ -1,0 +1,96 @@
+"""Small graphs, written by hand, and prices for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from quintnet_compiler.core.annotations import Leaf
+from quintnet_compiler.ir.builder import GraphBuilder, aten
+from quintnet_compiler.ir.program import Axis, Captured, Program, Strategy
+from quintnet_compiler.passes.rules.notation import Factors
+from quintnet_compiler.passes.rules.strategies import RuleBook
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
+
+TP, DP, TIME, CP = (
+    Axis("tp", 2, "model"), Axis("dp", 2, "data"), Axis("microbatch", 2, "time"), Axis("cp", 2, "context"),
+)  # fmt: skip
+
+
+def builder() -> GraphBuilder:
+    return GraphBuilder(FakeTensorMode(allow_non_fake_inputs=True))
+
+
+def leaf(to: GraphBuilder, kind: Any, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+    """A placeholder. Parameters train, inputs have the batch as dim 0."""
+    with to.mode:
+        value = torch.empty(shape, dtype=dtype)
+    trains = kind == "parameter"
+    return to.placeholder(name, value, Leaf(kind, name, trains, batched=kind == "input"), needs_grad=trains)
+
+
+def program(to: GraphBuilder, *outputs: fx.Node, rows: int = 8) -> Program:
+    """The graph, ended, as a program that was never captured."""
+    to.output(outputs)
+    nothing = pytree.tree_structure(())
+    return Program(Captured(to.graph, {}, {}, nothing, nothing, training=True), to.graph, to.mode, rows)
+
+
+def linear(rows: int = 8, features: int = 6, results: int = 4) -> tuple[Program, dict[str, fx.Node]]:
+    """``sum(linear(x, w))``: the program, and its nodes by name."""
+    to = builder()
+    x, w = leaf(to, "input", "x", rows, features), leaf(to, "parameter", "w", results, features)
+    y = to.call(aten.linear.default, x, w)
+    loss = to.call(aten.sum.default, y)
+    return program(to, loss, rows=rows), {"x": x, "w": w, "y": y, "loss": loss}
+
+
+def factors_of(graph: fx.Graph) -> dict[fx.Node, Factors]:
+    return RuleBook(RULES).factors(graph)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A cost model in which everything costs what a test says."""
+
+    operator: float = 1.0
+    collective: float = 1.0
+    parameter: float = 0.0
+
+    def operator_seconds(self, node: fx.Node) -> float:
+        return self.operator
+
+    def launch_seconds(self, node: fx.Node) -> float:
+        return 0.0
+
+    def send_seconds(self, num_bytes: float) -> float:
+        return self.collective
+
+    def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
+        return self.collective * num_bytes
+
+    def parameter_seconds(self, num_bytes: float) -> float:
+        return self.parameter * num_bytes
+
+
+@dataclass(frozen=True)
+class View:
+    """What the search for one axis' shardings sees; nothing is chosen on axes before it."""
+
+    program: Program
+    axis: Axis
+    prices: Prices = Prices()
+    wishes: Wishes = Wishes()
+    chosen: dict[fx.Node, tuple[Strategy, ...]] = field(default_factory=dict)
+
+    def __call__(self) -> AxisView:
+        factors = factors_of(self.program.graph)
+        nothing: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
+        chosen = {**nothing, **self.chosen}
+        return AxisView(self.program, self.axis, (), factors, chosen, self.prices, self.wishes, {})

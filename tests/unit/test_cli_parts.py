@@ -1,0 +1,128 @@
+"""cli, verb by verb, on a model of two layers: what each answers, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import typer
+from torch import nn
+
+from quintnet import Mesh
+from quintnet_compiler.cli.answer import Answer
+from quintnet_compiler.cli.configured import from_config
+from quintnet_compiler.cli.diff import diff
+from quintnet_compiler.cli.doctor import doctor
+from quintnet_compiler.cli.dump import dump
+from quintnet_compiler.cli.estimate import estimate
+from quintnet_compiler.cli.explain import explain
+from quintnet_compiler.cli.measure import measure
+from quintnet_compiler.cli.options import compiled, costs_of, parse_mesh
+from quintnet_compiler.cli.plan import plan
+from quintnet_compiler.cli.simulate import simulate
+from quintnet_compiler.cli.targets import load_target
+from quintnet_compiler.cli.train import train
+from quintnet_compiler.cli.verify import verify
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.ir.plan import read_plan
+from quintnet_compiler.reports import doctor as examining
+
+TARGET = f"{__name__}:small"
+
+
+def small() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor], object]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    return model, (torch.ones(4, 4), torch.zeros(4, dtype=torch.long)), F.cross_entropy
+
+
+def nothing() -> None:
+    return None
+
+
+def test_meshes_of_options() -> None:
+    assert parse_mesh("pp=2, dp=3") == Mesh(pp=2, dp=3)
+    for text in ("tp", "tp=x", "tp=2,tp=2"):
+        with pytest.raises(typer.BadParameter, match="is not AXIS=SIZE"):
+            parse_mesh(text)
+    with pytest.raises(CompileError):
+        parse_mesh("no=2")
+    assert costs_of(None) is None
+
+
+def test_targets() -> None:
+    model, batch, loss_fn = load_target(TARGET)
+    assert isinstance(model, nn.Sequential) and batch[0].shape == (4, 4) and loss_fn is F.cross_entropy
+    again, _, _ = load_target(TARGET)
+    assert torch.equal(again[0].weight, model[0].weight)  # seeded
+    for target, told in (
+        ("no colon", "is not package.module:builder"),
+        (f"{__name__}:missing", "AttributeError"),
+        (f"{__name__}:nothing", "must return model, batch"),
+        ("no.such.module:f", "cannot be loaded: ModuleNotFoundError"),
+    ):
+        with pytest.raises(typer.BadParameter, match=told):
+            load_target(target)
+
+
+def test_hugging_face_configurations(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16}))
+    for path in (file, tmp_path):
+        model, batch, loss_fn = from_config(f"hf:{path},rows=2,sequence=4")
+        assert type(model).__name__ == "GPT2LMHeadModel" and model.device.type == "meta" and loss_fn is None
+        assert batch["input_ids"].shape == batch["labels"].shape == (2, 4)
+    for option in ("rows=0", "columns=3"):
+        with pytest.raises(typer.BadParameter, match="is neither rows=NUMBER nor sequence=NUMBER"):
+            from_config(f"hf:{file},{option}")
+    file.write_text("{}")
+    with pytest.raises(typer.BadParameter, match="it has no model_type"):
+        from_config(f"hf:{file}")
+
+
+def test_a_target_needs_a_mesh_or_a_plan_with_one() -> None:
+    with pytest.raises(typer.BadParameter, match="give one, or a plan that has one"):
+        compiled(TARGET, None, None, None)
+    program = compiled(TARGET, "dp=2", None, 2)
+    assert program.mesh == Mesh(dp=2) and program.plan.microbatches == 2
+
+
+def test_verbs_about_one_program(tmp_path: Path) -> None:
+    assert "0.weight" in explain(TARGET, "0", mesh="tp=2").text
+    assert json.loads(simulate(TARGET, mesh="tp=2").document)["seconds"] > 0
+    checked = verify(TARGET, mesh="tp=2")
+    assert checked.code == 0 and json.loads(checked.document)["ok"]
+    made = dump(TARGET, tmp_path / "a", mesh="tp=2")
+    assert "index.html" in json.loads(made.document)["files"] and (tmp_path / "a/index.html").is_file()
+    dump(TARGET, tmp_path / "b", mesh="dp=2")
+    assert json.loads(diff(tmp_path / "a", tmp_path / "a").document)["equal"]
+    assert "mesh: " in diff(tmp_path / "a", tmp_path / "b").text
+    with pytest.raises(typer.BadParameter, match="is no dump"):
+        diff(tmp_path / "a", tmp_path)
+
+
+def test_a_plan_is_found_written_and_priced(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    found = plan(TARGET, nodes=1, gpus_per_node=2, out=out)
+    assert json.loads(found.document)["plans"] and read_plan(out).mesh
+    assert json.loads(estimate(TARGET, out, nodes=1, gpus_per_node=2).document)["step_seconds"] > 0
+
+
+def test_errors_are_explained() -> None:
+    assert "the layout does not divide" in explain("qn203").text
+    with pytest.raises(typer.BadParameter, match="no such error"):
+        explain("QN999")
+
+
+def test_verbs_that_start_processes_refuse_before_they_start_any(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(examining, "launch", lambda *_, **__: [3.0, 3.0])
+    report = doctor()
+    assert isinstance(report, Answer) and "gloo" in json.loads(report.document)["backends"]
+    with pytest.raises(typer.BadParameter, match="give one, or a plan that has one"):
+        measure(TARGET)
+    with pytest.raises(CompileError, match=r"missing\.yaml"):
+        train(tmp_path / "missing.yaml")
