@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .error_table import ERRORS
 
 # the fix of an error that is the compiler's own mistake
-REPORT = "a mistake of QuintNet: report it where you got QuintNet, with the model and what `quintnet doctor` prints"
+REPORT = "a mistake of QuintNet: open an issue (template: bug) with the model and what `quintnet doctor` prints"
 
 
 @dataclass(frozen=True)
