@@ -170,7 +170,19 @@ def test_every_kind_of_error_has_its_exit_code(error: QuintNetError, code: int) 
 
 def test_every_verb_has_an_example_that_is_in_the_docs() -> None:
     table = (ROOT / "docs/cli.md").read_text()
-    for name in ("plan", "explain", "estimate", "simulate", "dump", "diff", "verify", "train", "doctor", "calibrate"):
+    for name in (
+        "plan",
+        "explain",
+        "estimate",
+        "simulate",
+        "passes",
+        "dump",
+        "diff",
+        "verify",
+        "train",
+        "doctor",
+        "calibrate",
+    ):
         said = _run(name, "--help").stdout
         assert f"Example: quintnet {name}" in said and "--json" in said
         assert f"`{name}`" in table

@@ -415,6 +415,10 @@ class CompiledProgram(ProgramState):
         head = "stage", "pipeline place", "parameters and buffers", "forward nodes", "backward nodes", "saved values"
         return table(head, rows, f"A program for {self.mesh!r}, {program.schedule.num_microbatches} microbatches")
 
+    def passes(self) -> list[tuple[str, Any]]:
+        """The name of each pass and the program after it. They are not kept: this compiles once more."""
+        return self._primary().passes()
+
     def dump(
         self,
         folder: str | Path,

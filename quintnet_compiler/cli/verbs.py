@@ -20,6 +20,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "estimate": "Step time, memory per rank, communication and bubble of a plan, without any device.",
         "simulate": "A step of a compiled program, without any device: who does what when, and the memory it takes.",
         "measure": "Run training steps in a process for each rank, and say who did what when in the last one.",
+        "passes": "The compiler's passes in order, and the program before and after one of them.",
         "dump": "Write all that runs as files, and a page to look at it: index.html, which needs no network.",
         "diff": "What differs between two plans, or two dumps: decisions, files, and lines of code.",
         "verify": "Compare all ranks of a compiled program with the model itself, in this process.",

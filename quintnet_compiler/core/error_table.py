@@ -151,7 +151,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         "QN209": ErrorEntry(
             "a compiled program failed a check of the compiler",
             "A program failed a check that every program must pass before it runs: the compiler has made a mistake.",
-            "Please report it where you got QuintNet, with the model and what quintnet doctor prints.",
+            "Open an issue with the form for bugs: it asks for the model and what `quintnet doctor` prints.",
         ),
         "QN210": ErrorEntry(
             "the cost model has no price for this",

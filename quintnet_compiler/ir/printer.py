@@ -14,6 +14,7 @@ from ..core.names import one_line
 from ..ops.collectives import wait
 from ..schedules.schedule import grid
 from .program import (
+    Captured,
     DifferentiatedProgram,
     DistributedProgram,
     LocalProgram,
@@ -83,6 +84,11 @@ def program_text(program: Any) -> str:
 def listing(program: Any) -> Listing:
     """What is printed of a program after a pass."""
     return Listing(f"{program}\n")
+
+
+@listing.register
+def _(program: Captured) -> Listing:
+    return Listing(f"{program.graph}\n")  # as fx prints it: nothing is known of its nodes yet
 
 
 @listing.register

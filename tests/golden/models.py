@@ -76,7 +76,7 @@ class Golden:
         """The name of each pass and the program after it."""
         options = {"loss_fn": self.loss_fn, "check": "off", **self.plan}
         program = quintnet.compile(self.model(), self.mesh, self.batch, **options)
-        return program._primary().passes()
+        return program.passes()
 
 
 ROWS = (torch.zeros(8, 8), torch.zeros(8, 8))

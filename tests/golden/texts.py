@@ -13,7 +13,7 @@ from quintnet_compiler.ir.program import DistributedProgram
 def texts(passes: Sequence[tuple[str, Any]]) -> dict[str, str]:
     """``NN_Pass.txt`` -> the program after that pass, as ``program.dump`` writes it. Where a pass gives the type of
     program that it got, the text is what it changes: ``-`` before, ``+`` after. ``rank_0.txt``: the code of rank 0."""
-    found: dict[str, str] = {}
+    found = {"00_Captured.txt": program_text(passes[0][1].captured)}
     before, kind = "", type(None)
     for number, (name, program) in enumerate(passes, 1):
         after = program_text(program)
