@@ -1,0 +1,236 @@
+"""capture, part by part: graphs of small modules, modes, repetition, blocks that are traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quintnet_compiler.capture.autograd_functions import needs_gradient
+from quintnet_compiler.capture.block_reuse import blocks_once
+from quintnet_compiler.capture.canonical import LEAF, WHERE, module_of
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.capture.decode import Shape, cache_shapes, capture_call
+from quintnet_compiler.capture.matmul_dtypes import check_dtypes
+from quintnet_compiler.capture.modes import evaluating, refuse_autocast, without_autocast
+from quintnet_compiler.capture.module_hooks import ModuleHooks
+from quintnet_compiler.capture.repetition import longest_repetition
+from quintnet_compiler.capture.step_module import StepModule, loss_of
+from quintnet_compiler.capture.tensor_hooks import place_hooks
+from quintnet_compiler.capture.user_derivatives import DerivativeFinder
+from quintnet_compiler.capture.versions import KEPT, CapturedVersions
+from quintnet_compiler.capture.watched_trace import WatchedTrace
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.ir.program import Captured
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().max()
+        return self.second(F.relu(self.first(x))) + self.offset * scale
+
+
+BATCH = (torch.ones(3, 4), torch.zeros(3, 4))
+
+
+def _captured(model: nn.Module) -> Captured:
+    return capture(model, BATCH, F.mse_loss)
+
+
+def _targets(captured: Captured) -> list[str]:
+    return [str(node.target) for node in captured.graph.nodes if node.op == "call_function"]
+
+
+def test_a_captured_graph_has_leaves_ties_and_places() -> None:
+    captured = _captured(Two())
+    leaves = {n.meta[LEAF].name: n.meta[LEAF].kind for n in captured.graph.nodes if n.op == "placeholder"}
+    assert leaves["first.weight"] == "parameter" and leaves["offset"] == "buffer" and leaves["[0]"] == "input"
+    assert "second.weight" not in leaves and captured.aliases == {"second.weight": "first.weight"}
+    linears = [node for node in captured.graph.nodes if "linear" in str(node.target)]
+    assert [module_of(node) for node in linears] == ["first", "second"]
+    assert "self.second(F.relu(self.first(x)))" in linears[1].meta[WHERE].source
+
+
+def test_regions_without_gradients_are_inlined_behind_detach() -> None:
+    targets = _targets(_captured(Two()))
+    assert not any("set_grad" in target for target in targets) and "aten.detach.default" in targets
+
+
+def test_products_of_two_dtypes_are_refused_with_the_line() -> None:
+    captured = _captured(Two())
+    check_dtypes(captured.graph)
+    weight = next(n for n in captured.graph.nodes if n.op == "placeholder" and n.meta[LEAF].name == "first.weight")
+    weight.meta["val"] = weight.meta["val"].to(torch.bfloat16)
+    with pytest.raises(CompileError, match=r"is given torch\.float32 and torch\.bfloat16") as told:
+        check_dtypes(captured.graph)
+    assert told.value.where is not None and "self.first(x)" in told.value.where.source
+
+
+def test_modes_are_put_back() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    model[1].eval()
+    with evaluating(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == [True, True, False]
+
+
+def test_autocast_is_refused_around_programs_and_off_inside() -> None:
+    refuse_autocast(torch.device("cpu"))
+    with torch.autocast("cpu"):
+        with pytest.raises(CompileError, match=r"torch\.autocast is on"):
+            refuse_autocast(torch.device("cpu"))
+        with without_autocast():
+            refuse_autocast(torch.device("cpu"))
+
+
+def test_repetitions() -> None:
+    assert longest_repetition("abcabcabcabcabd", 0) == (3, 4)
+    assert longest_repetition("xaaaaaa", 1) == (1, 6) and longest_repetition("xaaaaaa", 0) == (1, 1)
+    assert longest_repetition("aaa", 0) == (1, 1)  # three are kept: nothing is saved
+
+
+class Switch:
+    def __init__(self) -> None:
+        self.on = True
+
+    def hold(self) -> bool:
+        return self.on
+
+    def broken(self) -> list[str]:
+        return [] if self.on else ["scale is 2 and was 1"]
+
+
+def test_the_version_of_the_module_as_it_is_now() -> None:
+    kept, switches = CapturedVersions(), [Switch() for _ in range(KEPT + 1)]
+    assert kept.look("train") is None
+
+    def add(guards: Any) -> Any:
+        return kept.add("train", Captured(None, {}, {}, None, None, True, guards=guards))  # type: ignore[arg-type]
+
+    first, second = add(switches[0]), add(switches[1])
+    assert kept.look("train") is second and kept.look("evaluate") is None
+    switches[1].on = False
+    assert kept.look("train") is first and kept.difference("train", first) == ""
+    switches[0].on = False
+    assert kept.look("train") is None and kept.difference("train", None) == "scale is 2 and was 1"
+    for switch in switches[2:]:
+        add(switch)
+    switches[0].on = True
+    assert kept.look("train") is not first  # the latest few are kept
+
+
+def test_a_step_is_the_model_and_its_loss() -> None:
+    step = StepModule(nn.Identity(), F.mse_loss, "loss", None)
+    assert step._step((torch.ones(2), torch.zeros(2))).item() == 1
+    assert set(dict(StepModule(nn.Linear(1, 1), nn.MSELoss(), "loss", None).named_children())) == {"model", "loss_fn"}
+    outputs = StepModule(nn.Identity(), F.mse_loss, "outputs", None)
+    assert outputs._step((torch.ones(2),)).tolist() == [1, 1]
+    assert loss_of({"loss": torch.tensor(2.0)}).item() == 2
+    with pytest.raises(CompileError, match="QN103"):
+        loss_of(torch.zeros(2))
+
+
+def test_a_trace_sees_what_is_read_and_puts_back_what_is_changed() -> None:
+    model = nn.Module()
+    model.calls, model.scale = [], 2
+
+    def forward() -> int:
+        model.calls.append(1)
+        return int(model.scale)
+
+    trace = WatchedTrace({"": model}, (), ())
+    with pytest.raises(CompileError, match="QN110"):
+        trace.run(forward, {}, refuse=True)
+    assert model.calls == [] and "scale" in {read.label for read in trace.reads.found}
+
+
+# -- derivatives that the user wrote
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 3
+
+
+class Calls(nn.Module):
+    def __init__(self, call: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.call = nn.Linear(4, 4), call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.linear(x))
+
+
+def test_a_users_backward_is_a_part_of_the_graph() -> None:
+    targets = _targets(_captured(Calls(Doubled.apply)))
+    assert [t for t in targets if "quintnet" in t] == [
+        "quintnet.with_tangent.default", "quintnet.declare_gradient.default", "quintnet.after_gradients.default",
+    ]  # fmt: skip
+    assert needs_gradient(nn.Parameter(torch.ones(1))) and not needs_gradient(torch.ones(1))
+    assert not needs_gradient(3)
+
+
+def test_a_hook_of_a_tensor_stands_between_it_and_its_users() -> None:
+    def hooked(x: Tensor) -> Tensor:
+        x.register_hook(lambda g: g * 2)
+        return x.relu()
+
+    graph = _captured(Calls(hooked)).graph
+    (relu,) = (node for node in graph.nodes if "relu" in str(node.target))
+    assert str(relu.args[0].target) == "quintnet.after_gradients.default"
+    before = str(graph)
+    place_hooks(graph, (), pytest.fail)  # there is none left to place
+    assert str(graph) == before
+
+
+def test_hooks_of_modules_and_finders_count_derivatives() -> None:
+    finder = DerivativeFinder(StepModule(nn.Linear(2, 2), None, "loss", None))
+    numbers = [finder.number() for _ in range(2)]
+    assert numbers[0] != numbers[1]
+    hooks = ModuleHooks(finder, nn.Linear(2, 2), [], [])
+    given = (torch.ones(1, 2),)
+    assert hooks.setup_input_hook(given) == given  # nothing needs a gradient: nothing stands between
+
+
+# -- blocks, and decoding
+
+
+def test_a_block_like_the_one_before_it_is_not_traced() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    with blocks_once(model) as skipped:
+        model(torch.ones(1, 4))
+    left_out = [name for names in skipped.like.values() for name in names]
+    assert left_out and all(skipped.has(f"{name}.weight") for name in left_out) and not skipped.has("0.weight")
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed(ids).unsqueeze(1)
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1)
+
+
+def test_what_a_cache_has_to_keep() -> None:
+    assert cache_shapes(Attends()) == (Shape(1, 4, 4, torch.float32),)
+    captured = capture_call(Attends(), (Shape(1, 4, 4, torch.float32),), rows=2, tokens=1, length=32)
+    kinds = [node.meta[LEAF].kind for node in captured.graph.nodes if node.op == "placeholder"]
+    assert kinds.count("cache") == 2 and not captured.training

@@ -1,0 +1,164 @@
+"""planner, part by part: the space of layouts, what is tried next, stages, and what is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.cost_models.cluster import Cluster
+from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.planner.bounds import SLACK, LessSplit
+from quintnet_compiler.planner.compare import Versus
+from quintnet_compiler.planner.estimate import Estimate, StageMemory, bytes_of, time_of
+from quintnet_compiler.planner.heuristic import DOUBT, NOBODY, LayoutHeuristic, Learned
+from quintnet_compiler.planner.layouts import Layout, Limits, divisors, layouts
+from quintnet_compiler.planner.report import PlanReport
+from quintnet_compiler.planner.search import Rejected, SearchResult
+from quintnet_compiler.planner.stage_units import ParameterGroup, StageUnit, Widths
+from quintnet_compiler.planner.stages import Slices, cut, held_by, stage_work
+
+ONE = Layout(1, 1, 1, 1, 1, 1, 8, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
+COSTS = ClusterCosts(Cluster("h100"))
+WIDE = Widths(4, 4, 4, 4, copied=False)
+
+
+def _unit(begin: str, forward: float = 1.0, **changes: object) -> StageUnit:
+    plain = StageUnit(begin, 0.0, forward, 2 * forward, forward, {}, 100, 10, 50, (), {})
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+# -- layouts
+
+
+def test_every_layout_of_two_devices() -> None:
+    limits = Limits(
+        (2,), 4, dict.fromkeys(("tp", "cp", "ep", "pp", "dp"), (1, 2)), ("ring",), ((),), ("1f1b",), (1,),
+        ("none",), (0, 1), ("dp",), (1, 2), units=2,
+    )  # fmt: skip
+    found = {str(one) for one in layouts(limits)}
+    assert {"tp=2, 1 x 4 rows", "tp=2, 2 x 2 rows", "cp=2, 1 x 4 rows, ring", "dp=2, 1 x 2 rows, ZeRO 1"} <= found
+    assert "pp=2, 2 x 2 rows" in found and "pp=2, 1 x 4 rows" not in found  # stages want as many microbatches
+    assert divisors(1) == (1,) and divisors(9) == (1, 3, 9)
+
+
+def test_a_layout_decides_a_plan() -> None:
+    layout = replace(ONE, pp=2, dp=2, microbatches=4, rows=1, zero=1)
+    plan = layout.decided(Plan(seed=5))
+    assert (plan.mesh, plan.microbatches, plan.zero, plan.seed) == ({"pp": 2, "dp": 2}, 4, 1, 5)
+    assert layout.mesh == Mesh(pp=2, dp=2) and ONE.mesh == Mesh(dp=1)
+    assert replace(layout, pp=4, recompute="full").sharded == layout.sharded  # the same functions, run more often
+
+
+# -- what is tried next
+
+
+def test_what_was_learned_counts_most_for_what_is_most_alike() -> None:
+    learned = Learned()
+    assert learned.factor(("a", "b", "c", "d")) == 1
+    learned.learn(("a", "b", "c", "d"), 2.0)
+    assert learned.factor(("a", "b", "c", "d")) == 2 * DOUBT[0] and learned.factor(("x", "b", "c", "d")) == 2 * DOUBT[1]
+    assert learned.factor(("x", "x", "x", "x")) == 2 * NOBODY
+    learned.learn(("a", "b", "c", "d"), 8.0)
+    assert learned.factor(("a", "b", "c", "d")) == pytest.approx(4 * DOUBT[0])  # the geometric mean
+
+
+def test_the_most_promising_that_is_likely_to_fit_comes_first() -> None:
+    least, memory = {"fast": 1.0, "big": 0.5, "slow": 3.0}, {"fast": 5.0, "big": 50.0, "slow": 1.0}
+    heuristic = LayoutHeuristic(dict(memory), 10.0, least, lambda one: 0.0, lambda one: (one, one, one, one))
+    assert heuristic.next(math.inf) == "fast"
+    del heuristic.left["fast"]
+    assert heuristic.next(2.0) is None and heuristic.next(math.inf) in ("slow", None)
+
+
+# -- stages
+
+
+def test_stages_are_balanced_and_begin_where_blocks_do() -> None:
+    units = [_unit(""), _unit("a"), _unit(""), _unit("b"), _unit("c")]
+    layout = replace(ONE, pp=2)
+    first, second = cut(units, layout, COSTS)
+    assert len(first) == 3 and second[0].begin == "b"  # 3 + 2 units; no stage begins at the one without a name
+    assert [stage[0].begin for stage in cut(units, layout, COSTS, ["c"])] == ["", "c"]
+    with pytest.raises(CompileError, match="5 stages, where the model can begin 4"):
+        cut(units, replace(ONE, pp=5), COSTS)
+    with pytest.raises(CompileError, match="x lies inside a block"):
+        cut(units, layout, COSTS, ["x"])
+
+
+def test_what_ranks_hold_and_slice() -> None:
+    own, shared = ParameterGroup(64, ("dp",), WIDE), ParameterGroup(16, ("dp",), WIDE)
+    stage = [_unit("a", parameters=(own,), tied={"e": shared}), _unit("b", parameters=(own,), tied={"e": shared})]
+    assert held_by(stage, {"e": 2}) == [ParameterGroup(128, ("dp",), WIDE), ParameterGroup(16, ("dp", "pp"), WIDE)]
+    mesh = Mesh(dp=4)
+    for zero, ways in ((0, 1), (1, 4), (3, 4)):
+        assert Slices(replace(ONE, dp=4, zero=zero), COSTS, mesh).ways(own) == ways
+    narrow = ParameterGroup(64, ("dp",), Widths(4, 2, 2, 4, copied=True))
+    assert (narrow.read, narrow.gradients, narrow.reduced) == (32, 32, 64)
+
+
+def test_zero_3_gathers_before_each_use() -> None:
+    stage, mesh = [_unit("a", parameters=(ParameterGroup(2**20, ("dp",), WIDE),))], Mesh(dp=4)
+    plain, zero2, zero3 = (
+        stage_work(stage, True, Slices(replace(ONE, dp=4, zero=zero), COSTS, mesh)) for zero in (0, 2, 3)
+    )
+    gather = COSTS.group_seconds("all_gather", 2**20, (0, 1, 2, 3))
+    scatter = COSTS.group_seconds("reduce_scatter", 2**20, (0, 1, 2, 3))
+    assert plain.forward == 1.0 and zero2.weight == pytest.approx(plain.weight + scatter)
+    assert zero3.forward == pytest.approx(1.0 + gather)
+
+
+# -- bounds
+
+
+def test_a_split_model_takes_at_least_its_share() -> None:
+    bounds = LessSplit(lambda layout: [_unit("a", 8.0)], COSTS, parameters=1600, routed=0, batch=8)
+    whole = bounds.seconds(ONE)
+    assert whole == pytest.approx(SLACK * (8 + 16))
+    assert bounds.seconds(replace(ONE, tp=4)) == pytest.approx(whole / 4)
+    state = bounds.bytes(replace(ONE, dp=2, rows=4)) - bounds.bytes(replace(ONE, dp=2, rows=4, zero=1))
+    assert state == pytest.approx(2 * 1600 / 2)  # ZeRO 1 halves the two moments
+
+
+# -- what is shown
+
+
+def _estimate(layout: Layout, seconds: float) -> Estimate:
+    memory = (StageMemory(100, 100, 200, 50, 25), StageMemory(10, 10, 20, 5, 5))
+    return Estimate(layout, seconds, seconds / 4, 0.5, 0.25, {"tp": 0.125}, memory, ("blocks.1",))
+
+
+def test_an_estimate_adds_up() -> None:
+    found = _estimate(ONE, 2.0)
+    assert (found.seconds, found.memory_bytes, found.exposed) == (2.75, 475, 0.625)
+    assert json.loads(found.to_json())["stage_memory_bytes"][1]["total"] == 50
+    assert "step 2.75 s: pipeline 2 s (bubble 500 ms)" in str(found)
+    assert (bytes_of(2**30), bytes_of(2**19), time_of(0.0123)) == ("1.0 GiB", "0.5 MiB", "12.3 ms")
+
+
+def test_two_layouts_part_by_part() -> None:
+    versus = Versus(_estimate(ONE, 2.0), _estimate(replace(ONE, tp=2), 4.0))
+    rows = {name.strip(): (a, b) for name, a, b in versus.rows()}
+    assert rows["pipeline"] == (2.0, 4.0) and rows["of it waiting for tp"] == (0.125, 0.125)
+    assert rows["memory"] == (475, 475) and "+100.0%" in str(versus)
+    refused = Versus(_estimate(ONE, 2.0), None, "nothing fits")
+    assert list(refused.rows()) == [] and str(refused).endswith("nothing fits")
+    assert json.loads(refused.to_json())["other"] is None
+
+
+def test_a_report_counts_reasons_that_differ_in_numbers_alone() -> None:
+    found = _search_result()
+    report = PlanReport("1 node", 8, 1e9, found, (Plan(),), 0.5, lambda decisions: pytest.fail())
+    text = str(report)
+    assert "rejected 2: needs 3 GiB (tp=2" in text and report.best == Plan()
+    assert len(json.loads(report.to_json())["rejected"]) == 2 and "<table>" in report._repr_html_()
+
+
+def _search_result() -> SearchResult[Layout, Estimate]:
+    rejected = tuple(Rejected(replace(ONE, tp=tp), f"needs {tp + 1} GiB") for tp in (2, 4))
+    return SearchResult((_estimate(ONE, 2.0),), rejected, 0, "proof")
