@@ -1,0 +1,208 @@
+"""Passes one at a time, on a linear layer and its sum: what each makes of the program before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import fx
+
+from quintnet_compiler.core.annotations import shape
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.core.precision import Precision
+from quintnet_compiler.core.sharding import I, P, R, S
+from quintnet_compiler.cost_models.roofline import Roofline
+from quintnet_compiler.equivalence.dry_run import check_ranks
+from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.printer import code_text, program_text
+from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, ShardedProgram, StagedProgram, Strategy
+from quintnet_compiler.ops.collectives import COMMUNICATION, wait
+from quintnet_compiler.passes.autodiff.differentiate import Differentiate
+from quintnet_compiler.passes.autodiff.recompute import Recompute
+from quintnet_compiler.passes.checks.backward import check_backward
+from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.fused import check_fused
+from quintnet_compiler.passes.checks.notation import check_notation
+from quintnet_compiler.passes.checks.overlap import check_overlap
+from quintnet_compiler.passes.checks.reductions import check_reductions
+from quintnet_compiler.passes.checks.slices import check_slices
+from quintnet_compiler.passes.checks.types import check_types
+from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
+from quintnet_compiler.passes.frontend.autocast_policy import NARROW, WIDE, name_of
+from quintnet_compiler.passes.frontend.lower_precision import LowerPrecision
+from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
+from quintnet_compiler.passes.lowering.fuse_token_dispatch import FuseTokenDispatch
+from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
+from quintnet_compiler.passes.overlap.async_tp import FuseCollectiveMatmuls
+from quintnet_compiler.passes.overlap.matmul_chains import matmul_of
+from quintnet_compiler.passes.overlap.order import Order
+from quintnet_compiler.passes.overlap.overlap import Overlap
+from quintnet_compiler.passes.rules.strategies import RuleBook
+from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
+from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters, storing_axes
+from quintnet_compiler.passes.stages.cut_stages import CutStages
+from quintnet_compiler.passes.stages.follow_stages import FollowStages
+from quintnet_compiler.passes.stages.partition import balanced_starts
+from quintnet_compiler.schedules.kinds import one_f_one_b
+
+from .graphs import DP, TP, builder, leaf, linear, program
+
+ROW = {
+    "x": Strategy((), (S(1),)), "w": Strategy((), (S(1),)), "y": Strategy((S(1), S(1)), (P,), "split c 1"),
+    "loss": Strategy((P,), (P,), "partial"),
+}  # fmt: skip
+
+
+LOSS = Strategy((P,), ())  # what the program returns: the runtime adds up terms of a scalar
+
+
+def _row_parallel() -> tuple[ShardedProgram, dict[str, fx.Node]]:
+    """The features of a linear layer split over tp: each rank has a term of its output."""
+    made, nodes = linear()
+    strategies = {nodes[name]: (one,) for name, one in ROW.items()}
+    return ShardedProgram(made, (TP,), strategies | {made.graph.output_node(): (LOSS,)}), nodes
+
+
+def _staged() -> StagedProgram:
+    sharded, _ = _row_parallel()
+    return FollowStages(1, {"w": (0,)})(sharded)
+
+
+def _local() -> LocalProgram:
+    return InsertCommunication(dict(RULES), True)(_staged())
+
+
+def _differentiated() -> DifferentiatedProgram:
+    return Differentiate(True)(_local())
+
+
+def _targets(program: Any) -> list[str]:
+    return [str(n.target).removesuffix(".default") for n in program.graph.nodes if n.op == "call_function"]
+
+
+def test_what_computes_in_16_bits() -> None:
+    made, _ = linear()
+    lowered = LowerPrecision(Precision(compute=torch.bfloat16))(made)
+    dtypes = {node.name: node.meta["val"].dtype for node in lowered.graph.nodes if "val" in node.meta}
+    assert dtypes["linear"] is torch.bfloat16 and "aten._to_copy" in _targets(lowered)
+    assert name_of(torch.ops.aten.linear.default) in NARROW and not NARROW & WIDE
+    assert _targets(LowerPrecision(Precision())(made)) == _targets(made)
+
+
+def test_a_search_finds_a_legal_program_that_the_invariants_accept() -> None:
+    made, nodes = linear()
+    sharded = ChooseSharding((DP,), RuleBook(RULES), Roofline())(made)
+    verify(sharded)
+    assert sharded.produced(nodes["x"]) == (S(0),) and sharded.produced(nodes["loss"]) == (P,)
+    stored = ShardParameters(1, ("dp",), {})(sharded)
+    assert (stored.produced(nodes["w"]) == (S(0),) and storing_axes(stored) == [0]) or storing_axes(stored)
+    assert ShardParameters(0, (), {})(sharded).produced(nodes["w"]) == (R,)
+
+
+def test_stages_follow_parameters() -> None:
+    staged, (sharded, _) = _staged(), _row_parallel()
+    assert set(staged.stage.values()) == {0} and len(staged.stage) == 2
+    with pytest.raises(CompileError, match="QN206"):
+        CutStages(3, Roofline(), ())(sharded)
+    assert [*balanced_starts(_price([1.0, 1.0, 4.0, 1.0]), 2)] == [2]
+
+
+def _price(work: list[float]) -> Any:
+    total = np.concatenate([[0.0], np.cumsum(work)])
+    return total[None, :] - total[:, None]
+
+
+def test_ranks_have_local_shapes_and_conversions_are_nodes() -> None:
+    local = _local()
+    verify(local)
+    shapes = {node.name: shape(node) for node in local.graph.nodes if node.op != "output"}
+    assert shapes["w"] == (4, 3) and shapes["x"] == (8, 3) and shapes["linear"] == (8, 4)
+    check_types(local, RuleBook(RULES))
+    check_reductions(local)
+    check_notation(local.staged.sharded.program.graph, RULES)
+    assert _targets(FuseTokenDispatch(RULES)(local)) == _targets(local)  # there are no tokens
+
+
+def test_the_types_check_notices_a_wrong_strategy() -> None:
+    sharded, nodes = _row_parallel()
+    strategies = {**sharded.strategies, nodes["y"]: (Strategy((S(1), S(1)), (I,), "split c 1"),)}
+    wrong = FollowStages(1, {"w": (0,)})(ShardedProgram(sharded.program, (TP,), strategies))
+    with pytest.raises(CompileError, match="type check"):
+        check_types(InsertCommunication(dict(RULES), True)(wrong), RuleBook(RULES))
+
+
+def test_the_backward_follows_from_the_types() -> None:
+    differentiate = Differentiate(True)
+    made = differentiate(_local())
+    verify(made)
+    check_backward(made, True, differentiate.templates)
+    (gradient,) = made.gradients.values()
+    assert shape(gradient) == (4, 3) and gradient.target is torch.ops.aten.mm.default
+    assert set(_targets(made)) & {str(op) for op in COMMUNICATION} <= {"quintnet.all_reduce"}
+    inference = Differentiate(False)(_local())
+    assert inference.gradients == {} and len(inference.graph.nodes) < len(made.graph.nodes)
+
+
+def test_nothing_is_recomputed_outside_of_repeated_blocks() -> None:
+    made = _differentiated()
+    assert _targets(Recompute("full", False, None)(made)) == _targets(made)
+    assert _targets(CoalesceCollectives()(made)) == _targets(made)
+
+
+def _column() -> DifferentiatedProgram:
+    """x: gathered over its rows for a column-parallel layer, as sequence parallelism does."""
+    to = builder()
+    x, v, w = leaf(to, "input", "x", 8, 6), leaf(to, "parameter", "v", 8, 6), leaf(to, "parameter", "w", 4, 6)
+    h = to.call(torch.ops.aten.mul.Tensor, x, v)
+    y = to.call(torch.ops.aten.linear.default, h, w)
+    loss = to.call(torch.ops.aten.sum.default, y)
+    made = program(to, loss)
+    kinds = {
+        x: Strategy((), (S(0),)), v: Strategy((), (S(0),)), w: Strategy((), (S(0),)),
+        h: Strategy((S(0), S(0)), (S(0),), "split d0 1"), y: Strategy((R, S(0)), (S(1),), "split b 1"),
+        loss: Strategy((S(1),), (P,), "split d1 1"),
+    }  # fmt: skip
+    kinds[made.graph.output_node()] = LOSS
+    sharded = ShardedProgram(made, (TP,), {node: (kind,) for node, kind in kinds.items()})
+    staged = FollowStages(1, {"w": (0,), "v": (0,)})(sharded)
+    return Differentiate(True)(InsertCommunication(dict(RULES), True)(staged))
+
+
+def test_a_gather_and_its_matmul_become_one() -> None:
+    before = _column()
+    assert "quintnet.all_gather" in _targets(before)
+    after = FuseCollectiveMatmuls()(before)
+    check_fused(before, after)
+    assert "quintnet.all_gather_matmul" in _targets(after) and "quintnet.all_gather" not in _targets(after)
+    (forward,) = (n for n in before.graph.nodes if n.target is torch.ops.aten.linear.default)
+    found = matmul_of(forward)
+    assert found is not None and found.transposed and found.bias is None and shape(found.weight) == (2, 6)
+
+
+def test_communication_starts_early_where_something_hides_it() -> None:
+    before = _column()
+    after = Overlap(lambda node: 1.0)(before)
+    check_overlap(before, after)
+    starts = [target for target in _targets(after) if target.startswith("quintnet.start_")]
+    waits = [node for node in after.graph.nodes if node.target is wait]
+    assert starts == ["quintnet.start_reduce_scatter"] and len(waits) == 1
+    # the gradient of w hides the way back of the gradient of h
+    order = _targets(after)
+    assert "aten.mm" in order[order.index(starts[0]) : order.index("quintnet.wait")]
+    backward = [n for n in before.graph.nodes if n.op == "call_function" and n in before.stage]
+    assert {getattr(item, "node", item) for item in Order(before, backward, lambda n: 1.0).found()} == set(backward)
+
+
+def test_code_of_every_rank_is_checked_and_runs_on_shapes() -> None:
+    program = GenerateRanks(Mesh(tp=2), one_f_one_b(1, 1))(_differentiated())
+    verify(program)
+    check_code(program)
+    check_slices(program)
+    check_ranks(program)
+    text = code_text(program, program.rank(1))
+    assert "# rank 1 of Mesh(tp=2): tp=1" in text and "comm.accumulate_matmul(" in text
+    assert "parameter 'w' [4, 6] {tp: S(1)} stages [0]" in program_text(program)

@@ -1,0 +1,91 @@
+"""runtime.transport on two or three ranks of this process: what each rank gets, worked by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quintnet_compiler.core.errors import RunError
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.runtime.transport.attention_blocks import Block, Mask, backward, forward, merge
+from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
+from quintnet_compiler.runtime.transport.ring import Ring
+from quintnet_compiler.runtime.transport.token_dispatch import Router
+
+
+def _run(work: Callable[[LocalTransport, int], Any], ranks: int = 2, axis: str = "tp") -> list[Any]:
+    world = LocalWorld(Mesh(**{axis: ranks}), ["here"])
+    found = world.run({rank: lambda transport, rank=rank: work(transport, rank) for rank in range(ranks)})  # type: ignore[misc]
+    return [found[rank] for rank in range(ranks)]
+
+
+def test_collectives() -> None:
+    def x(rank: int) -> Tensor:
+        return torch.tensor([1.0, 2.0, 3.0, 4.0]) * 10**rank
+
+    assert _run(lambda t, r: t.all_reduce(x(r), "tp", 0).tolist()) == [[11, 22, 33, 44]] * 2
+    assert _run(lambda t, r: t.all_gather(x(r)[:1], "tp", 0, 1, 0).tolist()) == [[1, 10]] * 2
+    assert _run(lambda t, r: t.reduce_scatter(x(r), "tp", 0, 1, 0).tolist()) == [[11, 22], [33, 44]]
+    assert _run(lambda t, r: t.reduce_scatter(x(r), "tp", 0, 2, 0).tolist()) == [[11, 33], [22, 44]]  # S(0, 2)
+
+    def exchanged(t: LocalTransport, r: int) -> list[list[float]]:
+        return t.all_to_all(x(r).view(2, 2), "tp", 0, 1, 1, 1, 0).tolist()
+
+    # rows of the whole [[1, 2], [3, 4], [10, 20], [30, 40]] become columns of it
+    assert _run(exchanged) == [[[1], [3], [10], [30]], [[2], [4], [20], [40]]]
+
+
+def test_ranks_that_meet_different_collectives_are_told() -> None:
+    with pytest.raises(RunError, match="QN401") as told:
+        _run(lambda t, r: t.all_reduce(torch.ones(2 + r), "tp", 0))
+    assert "rank 0 is in #0 here of (2,)" in str(told.value) and "rank 1 is in #0 here of (3,)" in str(told.value)
+    with pytest.raises(RunError, match="QN402"):
+        _run(lambda t, r: t.all_reduce(torch.ones(2), "tp", 0) if r else None)
+
+
+def test_rows_travel_to_their_experts_and_back() -> None:
+    ids = [torch.tensor([1, 0, 1]), torch.tensor([0, 0, 1])]  # expert 0 lives on rank 0
+
+    def work(t: LocalTransport, rank: int) -> tuple[list[float], list[float]]:
+        router = Router(t, Mesh(ep=2))
+        plan = router.dispatch_plan(ids[rank], "ep", 2, 1, 0)
+        rows = torch.tensor([[1.0], [2.0], [3.0]]) + 10 * rank
+        here = router.dispatch(rows, "ep", plan, 0)
+        back = router.combine(here * (rank + 2), "ep", plan, 0)
+        return here.flatten().tolist(), back.flatten().tolist()
+
+    first, second = _run(work, axis="ep")
+    assert first[0] == [2, 11, 12] and second[0] == [1, 3, 13]
+    assert first[1] == [3, 4, 9] and second[1] == [22, 24, 39]  # times 2 on rank 0, times 3 on rank 1
+
+
+def test_blocks_of_keys_add_up_to_attention() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 4, 8, dtype=torch.float64).unbind(0)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    parts = [
+        forward(block, q[:, :, 2:], k[:, :, at : at + 2], v[:, :, at : at + 2], Mask())
+        for at in (0, 2)
+        for block in [Block(2, at, 2, 8**-0.5, True, 0)]
+    ]
+    out, lse = merge(*parts)
+    assert torch.allclose(out, expected[:, :, 2:])
+    assert Block(0, 2, 2, 1.0, True, 0).hidden and Block(2, 2, 2, 1.0, True, 0).seen == "diagonal"
+    grad = torch.ones_like(out)
+    _, _, dv = backward(Block(2, 0, 2, 8**-0.5, True, 0), grad, q[:, :, 2:], out, lse, k[:, :, :2], v[:, :, :2], Mask())
+    weights = torch.softmax(q[:, :, 2:] @ k.mT * 8**-0.5 + torch.tensor([[0, 0, 0, -torch.inf], [0, 0, 0, 0]]), -1)
+    assert torch.allclose(dv, weights[..., :2].mT @ grad)
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_positions_of_a_ring(balance: bool) -> None:
+    rings = [Ring(None, "cp", 2, rank, 0, 1.0, True, 0, balance) for rank in range(2)]  # type: ignore[arg-type]
+    owned = [{at + i for at, count in ring.runs(ring.index, 4) for i in range(count)} for ring in rings]
+    assert owned[0] | owned[1] == set(range(8)) and not owned[0] & owned[1]
+    work = [sum(1 for owner in range(2) for _ in ring.blocks(owner, 4)) for ring in rings]
+    assert (work[0] == work[1]) is balance  # mirrored halves see equally many blocks
