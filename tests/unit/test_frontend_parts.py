@@ -1,0 +1,159 @@
+"""passes.frontend: how operators are spelled, on numbers: the rewritten graph computes what torch does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from quintnet_compiler.core.annotations import shape
+from quintnet_compiler.core.precision import Precision
+from quintnet_compiler.core.sharding import I, P, R, S
+from quintnet_compiler.ir.builder import GraphBuilder, aten
+from quintnet_compiler.ir.program import Axis, Strategy
+from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.collectives import all_reduce, dropout
+from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.passes.frontend.attention_rewrites import dropouts, masked_attention, scaled_dot_product
+from quintnet_compiler.passes.frontend.decompose import decompose, has_parts
+from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, mean, nll
+from quintnet_compiler.passes.frontend.rewrites import REWRITES, draws
+from quintnet_compiler.passes.lowering.lower_attention import LowerAttention
+from quintnet_compiler.passes.lowering.reductions import cast, move, seed_of
+
+from .graphs import builder, leaf
+
+Rewrite = Callable[[GraphBuilder, fx.Node, list[Any], dict[str, Any]], fx.Node]
+
+
+def _numbers(rewrite: Rewrite, target: Any, *given: Any, **options: Any) -> tuple[Tensor, list[str]]:
+    """What a rewritten call computes of ``given`` tensors, and the operators that it is made of."""
+    to = builder()
+    nodes = [
+        leaf(to, "input", f"x{i}", *x.shape, dtype=x.dtype) if isinstance(x, Tensor) else x for i, x in enumerate(given)
+    ]
+    old = fx.Graph().call_function(target, ())
+    with to.mode:
+        fakes = [to.mode.from_tensor(x) if isinstance(x, Tensor) else x for x in given]
+        old.meta["val"] = target(*fakes, **options)
+    made = rewrite(to, old, nodes, options)
+    to.graph.output(made)
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    found = fx.GraphModule({}, to.graph)(*tensors)
+    return found, [str(n.target).removesuffix(".default") for n in to.graph.nodes if n.op == "call_function"]
+
+
+def test_a_mean_is_a_sum_and_a_division_by_the_global_count() -> None:
+    x = torch.randn(2, 6)
+    found, made = _numbers(mean, aten.mean.default, x)
+    assert torch.allclose(found, x.mean()) and made == ["aten.sum", "aten.div.Scalar"]
+    found, _ = _numbers(mean, aten.mean.dim, x, [-1], True)
+    assert torch.allclose(found, x.mean(-1, True))
+    half = torch.full((4096,), 17.0, dtype=torch.float16)  # whose sum float16 cannot hold
+    assert _numbers(mean, aten.mean.default, half)[0].item() == 17
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_losses_are_what_torch_says(reduction: int) -> None:
+    name = ("none", "mean", "sum")[reduction]
+    logits, labels = torch.randn(4, 5, 3), torch.tensor([[0, 1, -100], [4, 2, 3], [-100, 1, 1], [0, 0, 0]])
+    plain = (None, reduction, -100, 0.0)
+    found, made = _numbers(cross_entropy, aten.cross_entropy_loss.default, logits, labels, *plain)
+    assert torch.allclose(found, F.cross_entropy(logits, labels, reduction=name)) and "quintnet.row_nll" in made
+    found, _ = _numbers(cross_entropy, aten.cross_entropy_loss.default, logits, labels, None, reduction, -100, 0.1)
+    assert torch.allclose(found, F.cross_entropy(logits, labels, reduction=name, label_smoothing=0.1))
+    logp = torch.log_softmax(logits, 1)
+    found, _ = _numbers(nll, aten.nll_loss_nd.default, logp, labels, None, reduction, -100)
+    assert torch.allclose(found, F.nll_loss(logp, labels, reduction=name))
+    found, _ = _numbers(distance, aten.l1_loss.default, logits, logp, reduction)
+    assert torch.allclose(found, F.l1_loss(logits, logp, reduction=name))
+    found, _ = _numbers(divergence, aten.kl_div.default, logp, logits.abs(), reduction)
+    assert torch.allclose(found, aten.kl_div.default(logp, logits.abs(), reduction), atol=1e-6)
+
+
+def test_attention_without_a_mask_is_one_operator() -> None:
+    q, k, v = torch.randn(3, 2, 4, 5, 8).unbind(0)
+    target = aten.scaled_dot_product_attention.default
+    found, made = _numbers(scaled_dot_product, target, q, k, v, None, 0.0, True)
+    assert made == ["quintnet.attention"] and torch.allclose(
+        found, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-5
+    )
+    found, made = _numbers(scaled_dot_product, target, q[:, 0], k[:, 0], v[:, 0])
+    assert made == ["aten.reshape"] * 3 + ["quintnet.attention", "aten.reshape"]
+    mask = torch.randn(5, 5)
+    assert _numbers(scaled_dot_product, target, q, k, v, mask)[1] == ["aten.scaled_dot_product_attention"]
+
+
+def test_attention_with_dropout_is_written_out() -> None:
+    to = builder()
+    q, k, v = (leaf(to, "input", name, 2, 4, 5, 8) for name in "qkv")
+    node = fx.Graph().call_function(aten.scaled_dot_product_attention.default, ())
+    made = scaled_dot_product(to, node, [q, k, v, None, 0.5, True], {})
+    assert shape(made) == (2, 4, 5, 8) and dropouts(to) == 1
+    (mask,) = (n for n in to.graph.nodes if n.target is dropout)
+    assert mask.kwargs["op"] == 0 and mask.args[1] == 0.5
+
+
+def test_a_window_as_long_as_the_text_is_none() -> None:
+    to = builder()
+    q, k, v = (leaf(to, "input", name, 2, 4, 5, 8) for name in "qkv")
+    node = fx.Graph().call_function(attention, ())
+    for window, expected in ((5, 0), (4, 4)):
+        made = masked_attention(to, node, [q, k, v], {"scale": 1.0, "causal": True, "window": window})
+        assert made.kwargs["window"] == expected
+
+
+def test_queries_that_a_rank_has_see_what_they_did() -> None:
+    to = builder()
+    q, k, v = leaf(to, "input", "q", 2, 4, 3, 8), leaf(to, "input", "k", 2, 4, 6, 8), leaf(to, "input", "v", 2, 4, 6, 8)
+    whole = builder()
+    node = whole.call(
+        attention, *(leaf(whole, "input", name, 2, 4, 6, 8) for name in "qkv"), scale=1.0, causal=True, window=0
+    )
+    cp = Axis("cp", 2, "context")
+    rows = Strategy((S(2), I, I), (S(2),), "split s 1")
+    LowerAttention(to, [cp], [rows])(node, [q, k, v])
+    assert "quintnet.rows_of" in {str(n.target).removesuffix(".default") for n in to.graph.nodes}
+    plain = builder()
+    given = [leaf(plain, "input", name, 2, 4, 6, 8) for name in "qkv"]
+    made = LowerAttention(plain, [cp], [Strategy((I, I, I), (I,))])(node, given)
+    assert made.target is aten.scaled_dot_product_attention.default and made.args[5] is True
+
+
+def test_operators_as_those_that_they_are_made_of() -> None:
+    assert has_parts(aten.mse_loss.default) and not has_parts(aten.mm.default)
+    to = builder()
+    x, y = leaf(to, "input", "x", 2, 3), leaf(to, "input", "y", 2, 3)
+    graph, nodes = decompose(to.mode, aten.mse_loss.default, (x, y), {})
+    assert nodes == [x, y]
+    a, b = torch.randn(2, 2, 3).unbind(0)
+    assert torch.allclose(fx.GraphModule({}, graph)(a, b), F.mse_loss(a, b))
+
+
+def test_adding_a_number_is_another_operator_than_adding_a_tensor() -> None:
+    x = torch.randn(3)
+    found, made = _numbers(REWRITES[aten.add.Tensor], aten.add.Tensor, x, 2)
+    assert torch.equal(found, x + 2) and made == ["aten.add.Scalar"]
+    assert draws(aten.rand.default) and not draws(aten.add.Tensor)
+
+
+def test_conversions_as_communication_in_the_dtype_that_is_asked_for() -> None:
+    to = builder()
+    x = leaf(to, "input", "x", 4, 6, dtype=torch.bfloat16)
+    made = move(to, x, "tp", 2, P, I, Precision(sums=torch.float32))
+    (sums,) = (n for n in to.graph.nodes if n.target is all_reduce)
+    assert sums.meta["val"].dtype is torch.float32 and made.meta["val"].dtype is torch.bfloat16
+    assert move(to, x, "tp", 2, R, I, Precision()) is x
+    assert cast(to, x, torch.bfloat16) is x and cast(to, x, torch.float32).meta["val"].dtype is torch.float32
+    one = seed_of(to, torch.tensor(1.0), Precision())
+    assert one.target is aten.ones.default and shape(one) == ()
+
+
+def test_each_row_meets_its_expert() -> None:
+    rows, ids = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 0])
+    weight = torch.tensor([[[1.0, 0.0]], [[0.0, 10.0]]])
+    assert expert_linear(rows, ids, weight, None, False).tolist() == [[20.0], [3.0]]

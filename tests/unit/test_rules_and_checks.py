@@ -1,0 +1,142 @@
+"""passes.rules and passes.checks: factors of single operators, and what the checks' own tables say of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.core.sharding import I, P, R, S
+from quintnet_compiler.core.slices import join, pad, stack, take, unstack
+from quintnet_compiler.ir.builder import aten
+from quintnet_compiler.ir.program import Axis, Strategy
+from quintnet_compiler.ops.collectives import all_gather, all_reduce, lower_conversion, reduce_scatter
+from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.user_derivatives import with_tangent
+from quintnet_compiler.passes.checks.derivatives import Derivatives, OperatorCall
+from quintnet_compiler.passes.checks.experts import travels
+from quintnet_compiler.passes.checks.strategies import Reading
+from quintnet_compiler.passes.checks.tables import CONVERSIONS
+from quintnet_compiler.passes.rules import contractions, lookups, reductions, user_derivatives, views
+from quintnet_compiler.passes.rules.expert_axes import check_experts, expert_parameters, travelling
+from quintnet_compiler.passes.rules.node_factors import aligned, argument, chosen_dims
+from quintnet_compiler.passes.rules.strategies import strategies
+from quintnet_compiler.passes.rules.table import RULES
+
+from .graphs import TP, builder, leaf, linear
+
+
+def _call(target: Any, *sizes: tuple[int, ...], **options: Any) -> fx.Node:
+    to = builder()
+    return to.call(target, *(leaf(to, "parameter", f"x{i}", *size) for i, size in enumerate(sizes)), **options)
+
+
+def test_a_matmul_contracts_one_factor() -> None:
+    found = contractions.matmul(_call(aten.matmul.default, (2, 3, 4), (4, 5)))
+    (rows, inner), (inner2, columns) = found.inputs[0][1:], found.inputs[1]
+    assert inner == inner2 and found.outputs[0] == (found.inputs[0][0], rows, columns)
+    assert sorted(found.sizes.values()) == [2, 3, 4, 5]
+
+
+def test_a_reshape_keeps_the_outer_factor_of_what_it_joins() -> None:
+    to = builder()
+    node = to.call(aten.reshape.default, leaf(to, "input", "x", 6, 4), [2, 12])
+    found = views.reshape(node)
+    (rows, rest) = found.outputs[0]
+    assert found.inputs[0][0][0] == rows[0] and found.sizes[rows[0]] == 2 and len(rest) == 2
+
+
+def test_a_sum_is_linear_and_a_lookup_splits_its_vocabulary() -> None:
+    to = builder()
+    node = to.call(aten.sum.dim_IntList, leaf(to, "input", "x", 4, 6), [1])
+    found = reductions.reduction(sums=True, linear=True)(node)
+    assert found.outputs[0] == (found.inputs[0][0],) and found.linear == ((0,),)
+    to = builder()
+    weight, ids = leaf(to, "parameter", "w", 10, 4), leaf(to, "input", "ids", 3, dtype=torch.int64)
+    found = lookups.embedding(to.call(aten.embedding.default, weight, ids))
+    assert found.outputs[0] == (found.inputs[1][0], found.inputs[0][1])
+
+
+def test_a_value_and_its_gradient_have_types_that_fit() -> None:
+    to = builder()
+    found = user_derivatives.with_tangent(to.call(with_tangent, leaf(to, "parameter", "x", 4, 6), False))
+    assert found.inputs[0] == found.outputs[0] == found.outputs[1]
+    assert found.dual == ((1, 2),)  # operands 1 and 2 are a value and its gradient
+
+
+def test_arguments_by_name() -> None:
+    to = builder()
+    node = to.call(aten.sum.dim_IntList, leaf(to, "input", "x", 4, 6), [1])
+    assert argument(node, "dim") == [1] and argument(node, "keepdim") is False
+    assert chosen_dims(-1, 3) == [2] and chosen_dims(None, 2) == [0, 1] and chosen_dims([0, -1], 3) == [0, 2]
+    assert aligned([("m",), ("n",)], {"m": 4, "n": 6}, (4, 1)) == (("m",), ())
+
+
+def _mixture() -> tuple[fx.Graph, fx.Node]:
+    to = builder()
+    rows, ids = leaf(to, "input", "rows", 8, 6), leaf(to, "input", "ids", 8, dtype=torch.int64)
+    node = to.call(expert_linear, rows, ids, leaf(to, "parameter", "w", 4, 5, 6), None, False)
+    to.output((node,))
+    return to.graph, node
+
+
+def test_experts_travel_where_rows_and_experts_are_both_split() -> None:
+    graph, node = _mixture()
+    assert {n.name for n in expert_parameters(graph)} == {"w"}
+    ep = Axis("ep", 2, "data")
+    found = travelling(node, strategies(node, lookups.expert_linear(node), {}, 2), ep)
+    assert found and all(one.exchanges for one in found)
+    assert travels([ep], [found[0]]) == [(ep, 1)]
+    whole = Strategy((S(0), S(0), R), (S(0),), "split n 1")
+    assert travels([ep, ep], [whole, found[0]]) == [(ep, 1)]
+    with pytest.raises(CompileError, match=r"4 experts .* cannot be spread over ep=3"):
+        travelling(node, (whole,), Axis("ep", 3, "data"))
+    check_experts(graph, ["ep"])
+    with pytest.raises(CompileError, match="the model has no expert_linear"):
+        check_experts(linear()[0].graph, ["ep"])
+
+
+def test_the_check_reads_types_to_factors() -> None:
+    _, nodes = linear()
+    rule = RULES[aten.linear.default].factors(nodes["y"])
+
+    def why(*inputs: Any, out: Any) -> str:
+        return Reading(nodes["y"], rule).axis(Strategy(inputs, (out,), ""), TP.size)[0]
+
+    assert why(S(0), R, out=S(0)) == "" and why(S(1), S(1), out=P) == "" and why(I, I, out=I) == ""
+    assert "makes no I" in why(S(1), S(1), out=I) and "takes no I" in why(S(0), I, out=S(0))
+    assert why(S(0), S(1), out=S(0)) and why(P, P, out=P)
+
+
+def test_conversions_are_those_of_the_passes_and_transposes_go_back() -> None:
+    kinds = {"I": I, "R": R, "P": P, "S": S(0)}
+    for (before, after), (forward, _) in CONVERSIONS.items():
+        target = S(1) if before == after == "S" else kinds[after]
+        assert lower_conversion(kinds[before], target)[0] is forward, (before, after)
+    assert CONVERSIONS["P", "I"] == (all_reduce, None) and CONVERSIONS["S", "R"] == (all_gather, reduce_scatter)
+
+
+def test_slices() -> None:
+    x = torch.arange(12)
+    parts = [take(x, 0, 3, 2, rank) for rank in range(2)]
+    assert parts[1].tolist() == [2, 3, 6, 7, 10, 11] and torch.equal(join(parts, 0, 3), x)
+    assert torch.equal(stack(x, 0, 3, 2), torch.stack(parts)) and torch.equal(unstack(torch.stack(parts), 0, 3), x)
+    assert pad(parts[0], 0, 3, 2, 0).tolist() == [0, 1, 0, 0, 4, 5, 0, 0, 8, 9, 0, 0]
+
+
+def test_a_wrong_derivative_is_noticed() -> None:
+    to, templates = builder(), dict[Any, Any]()
+    with to.mode:
+        x, t = torch.empty(2, 3), torch.empty(2, 3)
+    stands = fx.Graph().placeholder("x")
+    call = OperatorCall(aten.sin.default, ((stands,), {}), (x,), (True,), (0,), (t,), (0,))
+    pattern = Derivatives(to, templates).pattern(call)
+    assert pattern.gradients[0] is not None and pattern.gradients[0].target is aten.mul.Tensor
+    (template,) = templates.values()
+    (cosine,) = (node for node in template.graph.nodes if node.target is aten.cos.default)
+    cosine.target = aten.sin.default
+    with pytest.raises(CompileError, match=r"the derivative of aten\.sin\.default is wrong"):
+        Derivatives(to, templates).pattern(call)

@@ -1,0 +1,41 @@
+"""simulation.engine on durations given by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintnet_compiler.schedules.kinds import one_f_one_b
+from quintnet_compiler.schedules.schedule import Flow, chain, with_transfers
+from quintnet_compiler.simulation.engine import Engine
+from quintnet_compiler.simulation.faults import RankGroup
+from quintnet_compiler.simulation.work import ActionWork, Given, WorkPart
+
+
+def _ends(transfer: float, rows: list[RankGroup], cores: int | None = None) -> list[float]:
+    schedule = with_transfers(one_f_one_b(2, 2), chain(2), hoist=0)
+    lines = Engine(schedule, Flow.of(chain(2), 2), rows, Given(1.0, 2.0, transfer_seconds=transfer, cores=cores)).run()
+    return [line.spans[-1].end for line in lines]
+
+
+TWO = [RankGroup(0, 0, 0), RankGroup(1, 1, 0)]
+
+
+def test_a_pipeline_of_two_microbatches() -> None:
+    # rank 1: F0 at 1, B0 at 2, F1 at 4, B1 at 5 until 7; rank 0 gets the last gradient then
+    assert _ends(0.0, TWO) == [9.0, 7.0]
+    assert _ends(0.5, TWO)[0] > 9.0
+
+
+def test_a_slow_rank_and_shared_cores() -> None:
+    slow = [TWO[0], RankGroup(1, 1, 0, compute=2.0)]
+    assert _ends(0.0, slow)[1] > _ends(0.0, TWO)[1]
+    assert max(_ends(0.0, TWO, cores=1)) == pytest.approx(12.0)  # 2 x 2 x (1 + 2): one after the other
+    assert max(_ends(0.0, TWO, cores=2)) == pytest.approx(9.0)
+
+
+def test_a_collective_that_was_started_ahead_is_waited_for_in_part() -> None:
+    work = ActionWork((WorkPart(2.0), WorkPart(3.0, "tp", "gather", ahead=1), WorkPart(1.0)))
+    assert work.seconds == pytest.approx(2.0 + 1.0 + 1.0)
+    (hidden,) = work.hidden
+    assert (hidden.axis, hidden.name) == ("tp", "gather")
+    assert work.scaled(2.0, {}).seconds == pytest.approx(4.0 + 2.0)  # computing hides all of it now
