@@ -1,0 +1,249 @@
+"""Small modules of several layers: names, errors, weights, manifests, operators, invariants, prices."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+
+from quintnet_compiler.api.moe import expert_linear
+from quintnet_compiler.checkpoint.manifest import (
+    Damaged,
+    check_files,
+    commit,
+    digest,
+    name_of,
+    read_manifest,
+    steps_in,
+    unfinished,
+    write_durably,
+)
+from quintnet_compiler.core.annotations import annotate, facts
+from quintnet_compiler.core.error_help import ErrorHelp, error_help
+from quintnet_compiler.core.error_table import ERRORS
+from quintnet_compiler.core.errors import CheckpointError, CompileError
+from quintnet_compiler.core.mesh import Mesh
+from quintnet_compiler.core.names import check_batch_names, check_names, is_safe, one_line
+from quintnet_compiler.core.precision import Precision, narrows
+from quintnet_compiler.cost_models.calibration import MeasuredMatmul, Point, interpolated, matmul_seconds
+from quintnet_compiler.cost_models.cluster import Cluster
+from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.cost_models.layer_kernels import Shapes, head, layer
+from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
+from quintnet_compiler.driver.generation import Ends, Sampling, ends_of
+from quintnet_compiler.driver.task import Task, modules_of
+from quintnet_compiler.ir.codegen_allowlist import check_source
+from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
+from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
+from quintnet_compiler.ops.attention import attention, visible
+from quintnet_compiler.ops.kv_cache_attention import attend_kept
+from quintnet_compiler.weights.files import open_weights
+from quintnet_compiler.weights.names import assign, misread_names
+from quintnet_compiler.weights.sources import Join, Stack, runs_of
+
+from ..golden.models import GOLDEN
+from .graphs import builder, leaf, linear
+
+# -- names and errors
+
+
+def test_names_that_can_stand_in_code() -> None:
+    assert is_safe("layer_1") and not is_safe('a"b') and one_line("a\nb") == "a\\nb"
+    model = nn.Sequential(nn.Linear(1, 1))
+    check_names(model)
+    model.add_module('x"', nn.Linear(1, 1))
+    with pytest.raises(CompileError, match="QN701"):
+        check_names(model)
+    check_batch_names({"ids": 1})
+    with pytest.raises(CompileError, match="QN701"):
+        check_batch_names({"a\nb": torch.ones(1)})
+
+
+def test_every_error_has_an_entry_and_a_near_one_is_found() -> None:
+    found = error_help("qn203")
+    assert isinstance(found, ErrorHelp) and found.summary == ERRORS["QN203"].summary
+    assert "QN203" in list(error_help("QN204x")) or "QN204" in list(error_help("QN204x"))
+
+
+def test_dtypes_of_sums() -> None:
+    assert narrows(torch.float32, torch.bfloat16) and not narrows(torch.bfloat16, torch.float32)
+    plain, wide = Precision(), Precision(compute=torch.bfloat16, reduce=torch.float32)
+    assert plain.reduced(torch.bfloat16) is torch.bfloat16 and wide.reduced(torch.bfloat16) is torch.float32
+    assert wide.rounds and not plain.rounds
+
+
+# -- weights and checkpoints
+
+
+def test_weights_of_a_folder(tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(6.0).view(2, 3), "extra": torch.ones(1)}, tmp_path / "model.safetensors")
+    with open_weights(tmp_path) as weights:
+        found = assign(nn.Linear(3, 2, bias=False), weights.stored)
+        assert [one.name for one in found.unexpected] == ["extra"] and not found.problems
+        out = torch.zeros(1, 2)
+        found.sources["weight"].read([((1, 2),), ((0, 1), (2, 3))], out)
+        assert out.tolist() == [[3, 5]]
+        both = Join(0, (weights.stored["weight"], weights.stored["weight"]))
+        out = torch.zeros(2, 3)
+        both.read([((1, 3),), ((0, 3),)], out)
+        assert both.shape == (4, 3) and out.tolist() == [[3, 4, 5], [0, 1, 2]]
+        assert Stack(0, (weights.stored["extra"],) * 2).shape == (2, 1)
+    assert misread_names(nn.Linear(1, 1), ["weight"]) == [] and runs_of(torch.tensor([2, 3, 7])) == ((2, 4), (7, 8))
+
+
+def test_pickled_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="QN601"), open_weights(tmp_path):
+        pytest.fail("opened")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"), open_weights(tmp_path):
+        pytest.fail("opened")
+
+
+def test_a_checkpoint_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        temporary = unfinished(tmp_path, step)
+        temporary.mkdir()
+        write_durably(temporary / "a", f"values {step}")
+        assert steps_in(tmp_path) == sorted(range(1, step), reverse=True)[:2]
+        commit(temporary, step, {"a": digest(temporary / "a")}, keep=2)
+    assert steps_in(tmp_path) == [3, 2]
+    newest = tmp_path / name_of(3)
+    files = read_manifest(newest)
+    check_files(newest, files.items())
+    (newest / "a").write_text("values 4")
+    with pytest.raises(Damaged, match="a is not what was written"):
+        check_files(newest, files.items())
+    (newest / "b").write_text("")
+    with pytest.raises(Damaged, match="b does not belong to this checkpoint"):
+        read_manifest(newest)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps({**manifest, "step": 4}))
+    with pytest.raises(Damaged, match="its own SHA-256 does not match"):
+        read_manifest(newest)
+
+
+# -- operators
+
+
+def test_who_sees_whom() -> None:
+    rows = torch.arange(3)
+    assert visible(rows, rows, causal=True, window=0).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    padding = torch.tensor([[True, False, True]])
+    assert visible(rows, rows, causal=False, window=0, padding=padding)[0, 0, 0].tolist() == [True, False, True]
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
+    found = attention(q, k, v, padding=None, segments=None, scale=8**-0.5, causal=True, window=0)
+    assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
+
+
+def test_a_token_alone_sees_what_was_kept() -> None:
+    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
+    kept = torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8)
+    seen = torch.ones(1, 6, dtype=torch.bool)
+    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for start, stop in ((0, 3), (3, 4)):
+        new = tuple(x[:, :, start:stop] for x in (q, k, v))
+        found = attend_kept(new, kept, start, seen, 8**-0.5, 0)  # type: ignore[arg-type]
+        assert torch.allclose(found, whole[:, :, start:stop], atol=1e-6)
+
+
+def test_experts_refuse_shapes_that_do_not_fit() -> None:
+    rows, ids = torch.ones(2, 3), torch.tensor([0, 1])
+    weight = torch.stack([torch.ones(4, 3), 2 * torch.ones(4, 3)])
+    assert expert_linear(rows, ids, weight, torch.ones(2, 4))[:, 0].tolist() == [4, 7]
+    assert torch.equal(expert_linear(rows, ids, weight.mT, transposed=True), expert_linear(rows, ids, weight))
+    with pytest.raises(ValueError, match=r"\[E, O, I\] are expected"):
+        expert_linear(rows, ids, weight.mT)
+    with pytest.raises(ValueError, match="bias"):
+        expert_linear(rows, ids, weight, torch.ones(4))
+
+
+# -- ir
+
+
+def test_what_generated_code_may_be() -> None:
+    head = "def forward(self, args):\n    comm, x, = args\n    args.clear()\n"
+    check_source(f"{head}    y = torch.add(x, 1);  x = None\n    return (y,)")
+    for line in ("y = x.data", "y = __import__('os')", "y = torch.load(x)", "import os", "y = open(x)"):
+        with pytest.raises(CompileError, match="QN701"):
+            check_source(f"{head}    {line}\n    return (y,)")
+
+
+def test_invariants_name_the_node() -> None:
+    made, nodes = linear()
+    verify(made)
+    with made.graph.inserting_before(nodes["loss"]):
+        unread = made.graph.call_function(torch.ops.aten.relu.default, (nodes["y"],))
+    annotate(unread, facts(nodes["y"]))
+    with pytest.raises(CompileError, match="relu"):
+        verify(made)
+
+
+def test_blocks_of_a_graph() -> None:
+    assert as_block("model.layers.3") == ("model.layers.", "3")
+    name, normalized = GOLDEN["transformer"].passes()[0]
+    members = block_members(normalized.graph)
+    assert name == "Normalize" and list(members) == [("blocks.", "0"), ("blocks.", "1")]
+    assert len(members["blocks.", "0"]) == len(members["blocks.", "1"])
+    assert block_of(members["blocks.", "1"][0]) == ("blocks.", "1")
+    to = builder()
+    assert block_of(leaf(to, "parameter", "head.weight", 1)) is None
+
+
+# -- prices
+
+
+def test_prices_between_measurements() -> None:
+    points = (Point(size=1, seconds=1), Point(size=100, seconds=10))
+    assert [interpolated(points, size) for size in (0.5, 10, 200)] == [1, pytest.approx(10**0.5), 20]
+    sizes = [MeasuredMatmul(order="nn", m=m, k=8, n=8, seconds=m * 1e-6) for m in (8, 64)]
+    assert matmul_seconds(tuple(sizes), "nn", 64, 8, 8) == 64e-6
+    assert 8e-6 < matmul_seconds(tuple(sizes), "nn", 16, 8, 8) < 64e-6
+
+
+def test_costs_of_a_cluster_fit_the_protocols() -> None:
+    costs: RankCosts = ClusterCosts(Cluster("h100"))
+    assert costs.send_seconds(2**30, 0, 1) > costs.send_seconds(2**20, 0, 1) > 0
+    assert costs.optimizer_seconds(2**30) > 0 and "h100" in costs.source.lower()
+    assert {"operator_seconds", "collective_seconds", "parameter_seconds"} <= set(dir(CostModel))
+
+
+def test_kernels_of_a_layer_split_with_tensor_parallelism() -> None:
+    model = Decoder(2, 64, 256, 4, 100, 32)
+    one, two = (layer(model, ParallelLayout(tp=tp, microbatch=2, global_batch=2)) for tp in (1, 2))
+    flops = [sum(kernel.flops for kernel in work.forward) for work in (one, two)]
+    assert flops[0] == pytest.approx(2 * flops[1], rel=0.01) and not one.forward_communication
+    assert {c.axis for c in two.forward_communication} == {"tp"}
+    assert Shapes(model, ParallelLayout(microbatch=2, global_batch=2)).tokens == 64
+    assert sum(k.flops for k in head(model, ParallelLayout(microbatch=2, global_batch=2)).forward) >= 2 * 64 * 64 * 100
+
+
+# -- driver
+
+
+def test_the_next_token() -> None:
+    logits, noise = torch.tensor([[0.0, 5.0, 1.0]]), torch.Generator().manual_seed(0)
+    assert Sampling().choose(logits, noise).tolist() == [1]
+    assert Sampling(True, top_k=1).choose(logits, noise).tolist() == [1]
+    assert Sampling(True, top_p=0.5).choose(logits, noise).tolist() == [1]
+    assert {Sampling(True, temperature=50.0).choose(logits, noise).item() for _ in range(50)} == {0, 1, 2}
+    for wrong in ({"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.5}):
+        with pytest.raises(CompileError, match="QN108"):
+            Sampling(**wrong)  # type: ignore[arg-type]
+    assert ends_of(nn.Identity(), [3, 4], None) == Ends((3, 4), 3) and ends_of(nn.Identity(), None, None).ends == ()
+
+
+def test_modules_whose_parameters_a_task_trains() -> None:
+    model, loss_fn = nn.Linear(1, 1), nn.MSELoss()
+    rest: dict[str, Any] = {"mesh": Mesh(dp=1), "plan": Plan(), "rules": {}, "device": torch.device("cpu")}
+    task = Task(model, loss_fn, **rest)
+    assert modules_of(task) == {"": model, "loss_fn": loss_fn} and task.primary_kind == "train"
+    assert modules_of(Task(model, F.mse_loss, training=False, **rest)) == {"": model}
