@@ -63,7 +63,7 @@ def passes(
     name, before, after = found
     if until is not None:
         return Answer(after, json_module.dumps({"pass": name, "text": after}, indent=2))
-    changed = "".join(f"{line}\n" for line in _difference(before, after, f"before {name}", f"after {name}"))
+    changed = "".join(f"{line}\n" for line in _difference(name, before, after))
     document = {"pass": name, "before": before, "after": after, "diff": changed}
     text = changed or f"{name} changes nothing" if diff else f"# before {name}\n{before}\n# after {name}\n{after}"
     return Answer(text, json_module.dumps(document, indent=2))
@@ -87,13 +87,13 @@ def _all() -> Answer:
 
 def _steps(programs: Sequence[tuple[str, Any]]) -> list[Step]:
     texts = [program_text(programs[0][1].captured), *(program_text(program) for _, program in programs)]
-    return [(name, *texts[i : i + 2]) for i, (name, _) in enumerate(programs)]
+    return [(name, texts[i], texts[i + 1]) for i, (name, _) in enumerate(programs)]
 
 
 def _overview(steps: Sequence[Step]) -> Answer:
     rows = []
     for name, before, after in steps:
-        changed = [line[0] for line in _difference(before, after)[2:]]
+        changed = [line[0] for line in _difference(name, before, after)[2:]]
         rows.append(
             {"name": name, "lines": after.count("\n"), "added": changed.count("+"), "removed": changed.count("-")}
         )
@@ -102,5 +102,6 @@ def _overview(steps: Sequence[Step]) -> Answer:
     return Answer("\n".join(lines), json_module.dumps({"passes": rows}, indent=2))
 
 
-def _difference(before: str, after: str, *names: str) -> list[str]:
-    return list(difflib.unified_diff(before.splitlines(), after.splitlines(), *names, lineterm=""))
+def _difference(name: str, before: str, after: str) -> list[str]:
+    old, new = before.splitlines(), after.splitlines()
+    return list(difflib.unified_diff(old, new, f"before {name}", f"after {name}", lineterm=""))

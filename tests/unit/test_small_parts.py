@@ -24,13 +24,13 @@ from quintnet_compiler.checkpoint.manifest import (
     unfinished,
     write_durably,
 )
-from quintnet_compiler.core.annotations import annotate, facts
 from quintnet_compiler.core.error_help import ErrorHelp, error_help
 from quintnet_compiler.core.error_table import ERRORS
 from quintnet_compiler.core.errors import CheckpointError, CompileError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.names import check_batch_names, check_names, is_safe, one_line
 from quintnet_compiler.core.precision import Precision, narrows
+from quintnet_compiler.core.sharding import I, S
 from quintnet_compiler.cost_models.calibration import MeasuredMatmul, Point, interpolated, matmul_seconds
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
@@ -42,6 +42,7 @@ from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention import attention, visible
 from quintnet_compiler.ops.kv_cache_attention import attend_kept
@@ -50,7 +51,7 @@ from quintnet_compiler.weights.names import assign, misread_names
 from quintnet_compiler.weights.sources import Join, Stack, runs_of
 
 from ..golden.models import GOLDEN
-from .graphs import builder, leaf, linear
+from .graphs import TP, builder, leaf, linear
 
 # -- names and errors
 
@@ -178,13 +179,14 @@ def test_what_generated_code_may_be() -> None:
 
 
 def test_invariants_name_the_node() -> None:
-    made, nodes = linear()
+    made, nodes = linear(features=3)
     verify(made)
-    with made.graph.inserting_before(nodes["loss"]):
-        unread = made.graph.call_function(torch.ops.aten.relu.default, (nodes["y"],))
-    annotate(unread, facts(nodes["y"]))
-    with pytest.raises(CompileError, match="relu"):
-        verify(made)
+    strategy = {node: (Strategy((I, I), (S(1),)),) for node in (nodes["w"], nodes["y"])}
+    with pytest.raises(CompileError, match=r"w of \(4, 3\) cannot be S\(1\)"):
+        verify(ShardedProgram(made, (TP,), strategy))
+    sharded = ShardedProgram(made, (), {})
+    with pytest.raises(CompileError, match="sum_1 in stage 0 reads stage 1"):
+        verify(StagedProgram(sharded, 2, {nodes["y"]: 1, nodes["loss"]: 0}))
 
 
 def test_blocks_of_a_graph() -> None:
