@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import quintnet
-from quintnet import Mesh, expert_linear
+from quintnet import expert_linear
 
 
 class MLP(nn.Module):
@@ -60,32 +56,3 @@ class Mixture(nn.Module):
         weights, chosen = torch.softmax(self.router(x), -1).max(-1)
         hidden = F.gelu(expert_linear(x, chosen, self.up))
         return x + expert_linear(hidden, chosen, self.down) * weights.unsqueeze(-1)
-
-
-@dataclass(frozen=True)
-class Golden:
-    """A model, a batch for it, and how it is split. Together the three plans use every pass."""
-
-    model: type[nn.Module]
-    batch: tuple[Tensor, ...]
-    mesh: Mesh
-    plan: dict[str, Any] = field(default_factory=dict)
-    loss_fn: Any = None
-
-    def passes(self) -> list[tuple[str, Any]]:
-        """The name of each pass and the program after it."""
-        options = {"loss_fn": self.loss_fn, "check": "off", **self.plan}
-        program = quintnet.compile(self.model(), self.mesh, self.batch, **options)
-        return program.passes()
-
-
-ROWS = (torch.zeros(8, 8), torch.zeros(8, 8))
-TOKENS = (torch.zeros(4, 4, dtype=torch.int64), torch.zeros(4, 4, 8))
-GOLDEN = {
-    "mlp": Golden(MLP, ROWS, Mesh(dp=2, tp=2), {"zero": 3, "precision": "bf16"}, F.mse_loss),
-    "transformer": Golden(
-        Transformer, TOKENS, Mesh(pp=2, tp=2),
-        {"microbatches": 2, "recompute": "selective", "sequence_parallel": True, "async_tp": True}, F.mse_loss,
-    ),
-    "mixture": Golden(Mixture, ROWS, Mesh(ep=2), {}, F.mse_loss),
-}  # fmt: skip

@@ -19,7 +19,7 @@ from quintnet_compiler.passes.autodiff.row_strides import rows_are_neighbours
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
 from quintnet_compiler.schedules.kinds import one_f_one_b
 
-from ..golden.models import GOLDEN
+from ..golden.programs import golden_passes
 from .graphs import builder, leaf
 
 
@@ -139,7 +139,7 @@ def test_whether_rows_lie_together() -> None:
 
 
 def _transformer() -> Any:
-    return next(made for name, made in GOLDEN["transformer"].passes() if name == "Differentiate")
+    return next(made for name, made in golden_passes("transformer") if name == "Differentiate")
 
 
 def test_a_budget_is_kept_with_as_little_as_possible() -> None:
@@ -154,7 +154,7 @@ def test_a_budget_is_kept_with_as_little_as_possible() -> None:
         return within_budget(made, inside, frozenset(), Budget(size, schedule, lambda node: 1.0))
 
     assert again(2**30) == set()
-    sizes = [len(again(size)) for size in (6000, 5000, 4000)]
+    sizes = [len(again(size)) for size in (6000, 4000)]
     assert sizes == sorted(sizes) and sizes[-1] > 0
     with pytest.raises(CompileError, match=r"stage rank \d saves \d+ bytes at least, and the plan allows 1"):
         again(1)

@@ -9,13 +9,22 @@ import pytest
 import torch
 from torch import nn
 
+from quintnet_compiler.core.axes import AXES, DATA_AXES, SHARDED_AXES
 from quintnet_compiler.core.code_origin import PACKAGE, STDLIB, TORCH
 from quintnet_compiler.core.empty_storage import device_of, hollow_parameters, of_other_ranks, plain_parameters
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.files import open_folder, write_file
 from quintnet_compiler.core.html import table
+from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.progress import bar, hushed, seen, working
 from quintnet_compiler.core.versions import version_of
+
+
+def test_axes_of_a_mesh_are_outermost_first() -> None:
+    assert AXES == ("pp", "dp", "ep", "cp", "tp")
+    assert AXES[1:] == SHARDED_AXES and DATA_AXES == ("dp", "ep")
+    mesh = Mesh(**dict.fromkeys(AXES, 2))
+    assert mesh.names == AXES and mesh.coordinate(1) == {"pp": 0, "dp": 0, "ep": 0, "cp": 0, "tp": 1}
 
 
 def test_places_of_code() -> None:

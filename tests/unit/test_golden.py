@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..golden.models import GOLDEN
+from ..golden.programs import GOLDEN, golden_passes
 from ..golden.texts import changes, texts
 
 FOLDER = Path(__file__).parents[1] / "golden"
@@ -18,7 +18,7 @@ TORCH = (FOLDER / "torch_version.txt").read_text().strip()  # others print some 
 @pytest.mark.skipif(not torch.__version__.startswith(TORCH), reason=f"the texts are of torch {TORCH}")
 @pytest.mark.parametrize("name", GOLDEN)
 def test_every_pass_gives_this_text(name: str, request: pytest.FixtureRequest) -> None:
-    found, folder = texts(GOLDEN[name].passes()), FOLDER / name
+    found, folder = texts(golden_passes(name)), FOLDER / name
     if request.config.getoption("--update-golden"):
         folder.mkdir(exist_ok=True)
         for file in {*folder.glob("*.txt")} - {folder / file for file in found}:

@@ -45,7 +45,7 @@ from quintnet_compiler.simulation.measured import shown_ranks
 from quintnet_compiler.simulation.rehearsal import Allocation, Ledger
 from quintnet_compiler.training.validation import validate
 
-from ..golden.models import GOLDEN
+from ..golden.programs import golden_passes
 from .graphs import builder, leaf
 
 # -- launching
@@ -235,7 +235,7 @@ def test_a_runner_keeps_times_and_programs() -> None:
         def __call__(self, program: Any) -> Any:
             return program
 
-    made = GOLDEN["mixture"].passes()[0][1]
+    made = golden_passes("mixture")[0][1]
     assert runner(Same(), made) is made and runner.programs == [("Same", made)] and runner.seconds["Same"] >= 0
 
 

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.api.visualize import visualize
 from quintnet_compiler.core.errors import CompileError
@@ -34,15 +33,12 @@ from quintnet_compiler.textbook.machine import Link, Machine
 from quintnet_compiler.textbook.programs import data_parallel, one_device, pipeline, tensor_parallel
 from quintnet_compiler.textbook.steps import Collective, Compute, Hold, Receive, Release, Send
 
-from ..golden.models import GOLDEN
+from ..golden.programs import golden_passes, golden_program
 
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledProgram:
-    golden = GOLDEN["transformer"]
-    return quintnet.compile(
-        golden.model(), golden.mesh, golden.batch, loss_fn=golden.loss_fn, check="off", **golden.plan
-    )
+    return golden_program("transformer")
 
 
 # -- dump
@@ -57,8 +53,8 @@ def test_equal_blocks_are_shown_once() -> None:
     assert found[1].rest == "blocks.1 to blocks.2"
 
 
-def test_what_each_pass_changed(compiled: CompiledProgram) -> None:
-    views = {view.name: view for view in passes_view(compiled.passes())}
+def test_what_each_pass_changed() -> None:
+    views = {view.name: view for view in passes_view(golden_passes("transformer"))}
     assert views["LowerPrecision"].unchanged and not views["InsertCommunication"].unchanged
     counts = dict(views["FuseCollectiveMatmuls"].counts)
     assert counts["quintnet.all_gather"] == -counts["quintnet.all_gather_matmul"] < 0

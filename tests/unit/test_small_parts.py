@@ -50,7 +50,7 @@ from quintnet_compiler.weights.files import open_weights
 from quintnet_compiler.weights.names import assign, misread_names
 from quintnet_compiler.weights.sources import Join, Stack, runs_of
 
-from ..golden.models import GOLDEN
+from ..golden.programs import golden_passes
 from .graphs import TP, builder, leaf, linear
 
 # -- names and errors
@@ -191,7 +191,7 @@ def test_invariants_name_the_node() -> None:
 
 def test_blocks_of_a_graph() -> None:
     assert as_block("model.layers.3") == ("model.layers.", "3")
-    name, normalized = GOLDEN["transformer"].passes()[0]
+    name, normalized = golden_passes("transformer")[0]
     members = block_members(normalized.graph)
     assert name == "Normalize" and list(members) == [("blocks.", "0"), ("blocks.", "1")]
     assert len(members["blocks.", "0"]) == len(members["blocks.", "1"])

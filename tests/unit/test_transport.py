@@ -28,13 +28,13 @@ def test_collectives() -> None:
     def x(rank: int) -> Tensor:
         return torch.tensor([1.0, 2.0, 3.0, 4.0]) * 10**rank
 
-    assert _run(lambda t, r: t.all_reduce(x(r), "tp", 0).tolist()) == [[11, 22, 33, 44]] * 2
-    assert _run(lambda t, r: t.all_gather(x(r)[:1], "tp", 0, 1, 0).tolist()) == [[1, 10]] * 2
-    assert _run(lambda t, r: t.reduce_scatter(x(r), "tp", 0, 1, 0).tolist()) == [[11, 22], [33, 44]]
-    assert _run(lambda t, r: t.reduce_scatter(x(r), "tp", 0, 2, 0).tolist()) == [[11, 33], [22, 44]]  # S(0, 2)
+    assert _run(lambda t, r: t.run("all_reduce", x(r), "tp", 0).tolist()) == [[11, 22, 33, 44]] * 2
+    assert _run(lambda t, r: t.run("all_gather", x(r)[:1], "tp", 0, 1, 0).tolist()) == [[1, 10]] * 2
+    assert _run(lambda t, r: t.run("reduce_scatter", x(r), "tp", 0, 1, 0).tolist()) == [[11, 22], [33, 44]]
+    assert _run(lambda t, r: t.run("reduce_scatter", x(r), "tp", 0, 2, 0).tolist()) == [[11, 33], [22, 44]]  # S(0, 2)
 
     def exchanged(t: LocalTransport, r: int) -> list[list[float]]:
-        return t.all_to_all(x(r).view(2, 2), "tp", 0, 1, 1, 1, 0).tolist()
+        return t.run("all_to_all", x(r).view(2, 2), "tp", 0, 1, 1, 1, 0).tolist()
 
     # rows of the whole [[1, 2], [3, 4], [10, 20], [30, 40]] become columns of it
     assert _run(exchanged) == [[[1], [3], [10], [30]], [[2], [4], [20], [40]]]
@@ -42,10 +42,10 @@ def test_collectives() -> None:
 
 def test_ranks_that_meet_different_collectives_are_told() -> None:
     with pytest.raises(RunError, match="QN401") as told:
-        _run(lambda t, r: t.all_reduce(torch.ones(2 + r), "tp", 0))
+        _run(lambda t, r: t.run("all_reduce", torch.ones(2 + r), "tp", 0))
     assert "rank 0 is in #0 here of (2,)" in str(told.value) and "rank 1 is in #0 here of (3,)" in str(told.value)
     with pytest.raises(RunError, match="QN402"):
-        _run(lambda t, r: t.all_reduce(torch.ones(2), "tp", 0) if r else None)
+        _run(lambda t, r: t.run("all_reduce", torch.ones(2), "tp", 0) if r else None)
 
 
 def test_rows_travel_to_their_experts_and_back() -> None:
