@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ir.plan_options import PlanOptions, decided, lists_options
 from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention import attention, visible
@@ -249,3 +251,17 @@ def test_modules_whose_parameters_a_task_trains() -> None:
     task = Task(model, loss_fn, **rest)
     assert modules_of(task) == {"": model, "loss_fn": loss_fn} and task.primary_kind == "train"
     assert modules_of(Task(model, F.mse_loss, training=False, **rest)) == {"": model}
+
+
+def test_options_of_a_plan_as_keyword_arguments() -> None:
+    assert decided("f", {"zero": 3, "experts": ["ep"], "seed": None, "schedule": "1f1b"}) == {
+        "zero": 3, "experts": ("ep",), "schedule": "1f1b",
+    }  # fmt: skip
+    with pytest.raises(TypeError, match=r"f\(\) got an unexpected keyword argument 'zeros'. Did you mean 'zero'\?"):
+        decided("f", {"zeros": 3})
+
+    @lists_options
+    def function(x: int, **options: Any) -> None: ...
+
+    assert list(inspect.signature(function).parameters) == ["x", *PlanOptions.__annotations__]
+    assert set(PlanOptions.__annotations__) == set(Plan.model_fields) - {"version", "mesh"}
