@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat.torch import OpOverload, schema
+from ..compat.torch import schema
 from ..core.annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
-from ..ops.attention import attention
+from ..ops.catalog import facts_of
 from ..ops.collectives import (
     all_gather_matmul,
-    cached_attention,
     matmul_reduce_scatter,
     ring_attention,
     ring_attention_backward,
 )
 from ..ops.expert_linear import expert_linear, expert_weight_grad
-from ..ops.user_derivatives import after_gradients, declare_gradient, with_tangent
 from .kernels import Kernel
 
 aten = torch.ops.aten
@@ -122,50 +120,6 @@ FLASH_BACKWARD = frozenset(
         aten._scaled_dot_product_cudnn_attention_backward.default,
     }
 )
-ATTENTION = frozenset(
-    {
-        aten.scaled_dot_product_attention.default, attention, ring_attention, ring_attention_backward,
-        cached_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
-        *FLASH_BACKWARD,
-    }
-)  # fmt: skip
-# Views move nothing.
-VIEWS = frozenset(
-    {
-        aten.reshape.default, aten.expand.default, aten.permute.default, aten.transpose.int, aten.t.default,
-        aten.slice.Tensor, aten.select.int, aten.split_with_sizes.default, aten.detach.default, aten.view.default,
-        aten.unsqueeze.default, aten.squeeze.dim, aten.unbind.int, aten.diagonal.default, aten.unfold.default,
-        aten._unsafe_view.default, aten.alias.default, aten.view_as_real.default, aten.view_as_complex.default,
-        with_tangent, declare_gradient, after_gradients,
-    }
-)  # fmt: skip
-# Bound by memory, beside what torch itself tags as elementwise or as a reduction: by the name of the overload packet.
-MEMORY = frozenset(
-    """
-    log_sigmoid fill zeros_like ones_like full_like empty_like floor_divide where _prelu_kernel prelu masked_fill
-    polar complex _to_copy dropout outer diff flip roll cat stack repeat_interleave constant_pad_nd pad select_scatter
-    slice_scatter triu tril col2im im2col pixel_shuffle pixel_unshuffle channel_shuffle sum mean count_nonzero amax
-    amin aminmax max min argmax argmin any all prod nansum logsumexp var std var_mean std_mean median mode kthvalue
-    linalg_vector_norm norm cumsum softmax log_softmax _softmax _log_softmax cumprod cummax cummin logcumsumexp topk
-    sort argsort glu layer_norm native_layer_norm rms_norm group_norm instance_norm _weight_norm
-    _weight_norm_interface _native_batch_norm_legit_no_training _native_batch_norm_legit max_pool1d avg_pool1d
-    adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d max_pool2d max_pool2d_with_indices
-    avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d
-    max_pool3d avg_pool3d adaptive_avg_pool3d upsample_nearest3d upsample_trilinear3d embedding row_nll
-    nll_loss_forward nll_loss2d_forward index _unsafe_index index_select index_add index_copy index_fill gather
-    scatter scatter_add take index_put masked_scatter isin one_hot bucketize grid_sampler grid_sampler_2d new_ones
-    new_zeros new_full new_empty ones zeros full empty arange linspace eye triu_indices tril_indices scalar_tensor
-    rand randn bernoulli native_dropout clone contiguous copy cross_entropy_loss addcmul addcdiv dispatch_plan rows_of
-    loss_scale local_experts keep_mask nll_terms embedding_rows native_layer_norm_backward native_group_norm
-    native_group_norm_backward _fused_rms_norm_backward _fused_rms_norm _safe_softmax _softmax_backward_data
-    _log_softmax_backward_data nll_loss_backward nll_loss2d_backward embedding_dense_backward gelu_backward
-    silu_backward threshold_backward tanh_backward sigmoid_backward select_backward slice_backward
-    nll_terms_backward embedding_rows_backward share shard_slice shard_pad microbatch native_dropout_backward
-    expert_bias_grad index_put_ combine dispatch max_pool2d_with_indices_backward avg_pool2d_backward
-    """.split()  # noqa: SIM905 (a hundred quoted names are harder to read)
-)
 TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 
@@ -216,7 +170,8 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         CompileError: QN210 for an operator that has no entry here: it never costs 0 by default.
     """
     target = node.target
-    if target in VIEWS:
+    work = facts_of(target).work
+    if work == "view":
         return Kernel(node.name, "view", launches=0)
     moved = traffic(node)
     if target in PRODUCTS:
@@ -224,16 +179,15 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         flops = 2.0 * batch * rows * columns * depth
         launches = batch if target in (all_gather_matmul, matmul_reduce_scatter) else 1
         return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
-    if target in ATTENTION:
+    if work == "attention":
         return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
-    name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else ""
-    if unknown == "memory" or name in MEMORY or (name and TAGS.intersection(target.tags)):  # type: ignore[union-attr]
+    if unknown == "memory" or work == "memory" or TAGS.intersection(getattr(target, "tags", ())):
         return Kernel(node.name, "memory", bytes=moved)
     raise CompileError(
         "QN210",
         f"the operator {target} has no price",
         where=facts(node).where,
-        fix="describe it in cost_models/operators.py: one word in MEMORY, or its product in PRODUCTS",
+        fix="describe it: a line in ops/catalog.py, and for a matmul its size in cost_models/operators.py",
     )
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import quintnet
 from quintnet import CompileError, Mesh
 from quintnet_compiler.core.annotations import value
+from quintnet_compiler.ops.catalog import OPERATORS
 from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
-from quintnet_compiler.passes.frontend.autocast_policy import NARROW, WIDE, name_of
 from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.runtime.execute.loss_scale import LossScale
 from quintnet_compiler.simulation.rehearsal import rehearse
@@ -202,11 +202,11 @@ def test_operators_compute_in_the_dtype_of_their_list() -> None:
     for node in graph.nodes:
         if node.op == "call_function":
             read = {value(n).dtype for n in node.all_input_nodes if value(n).is_floating_point()}
-            seen.setdefault(name_of(node.target), set()).update(read)
+            seen.setdefault(getattr(node.target, "_opname", ""), set()).update(read)
             assert len(read) < 2
     for name, read in seen.items():
-        assert read <= {torch.bfloat16} or name not in NARROW, name
-        assert read <= {torch.float32} or name not in WIDE, name
+        bits = OPERATORS[name].autocast if name in OPERATORS else None
+        assert bits is None or read <= {{16: torch.bfloat16, 32: torch.float32}[bits]}, name
     assert seen["linear"] == seen["layer_norm"] == seen["gelu"] == {torch.bfloat16}
     assert seen["exp"] == seen["pow"] == seen["sin"] == seen["sum"] == {torch.float32}
     assert {spec.name: spec.read for spec in program.state.values() if spec.name == "log_scale"} == {

@@ -14,21 +14,12 @@ from torch import fx
 from ...core.annotations import facts, leaf, memory_of, num_bytes, origin, values
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
+from ...ops.catalog import facts_of
 from ...ops.collectives import COMMUNICATION
-from ...ops.expert_linear import expert_linear
 
 aten = torch.ops.aten
 SOURCE, SINK = "kept", "wanted"
 TICK = 1e-12  # seconds: what the cut counts in, and what cheap values pay for a byte
-# What takes more than a pass over memory, beside attention: products, sorting.
-_DEAR = frozenset(
-    {
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.linear.default,
-        aten.matmul.default, aten.convolution.default, aten.einsum.default, aten._grouped_mm.default, expert_linear,
-        aten.sort.default, aten.topk.default, aten.cumsum.default,
-    }
-)  # fmt: skip
-
 Seconds = Callable[[fx.Node], float]  # of making a node again; inf: it must not be
 
 
@@ -98,8 +89,9 @@ def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> Recomput
 
 
 def takes_long(node: fx.Node) -> bool:
-    """Whether this is more than a pass over memory, on this rank: a product, attention, sorting."""
-    return node.target in _DEAR or ("attention" in str(node.target) and node.target not in COMMUNICATION)
+    """Whether this is more than a pass over memory, on this rank: a matmul, attention, sorting."""
+    known = facts_of(node.target)
+    return known.keep or (known.work == "attention" and node.target not in COMMUNICATION)
 
 
 def _dear(node: fx.Node) -> bool:

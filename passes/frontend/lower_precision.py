@@ -13,7 +13,7 @@ from ...core.errors import CompileError
 from ...core.precision import Precision
 from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
-from .autocast_policy import NARROW, WIDE, name_of
+from ...ops.catalog import facts_of
 
 aten = torch.ops.aten
 FULL = torch.float32
@@ -28,7 +28,7 @@ class LowerPrecision:
     Ensures: all float32 values that one operator reads have one dtype; the loss is float32; casts of the model's own
     are kept; values that depend on neither parameters nor floating inputs (positions, masks) are computed in float32.
 
-    An operator computes in the dtype of :mod:`.autocast_policy`; any other in that of the activations that it reads.
+    An operator computes in the dtype of :mod:`...ops.catalog`; any other in that of the activations that it reads.
     Where these differ, it computes in float32 and its result is narrow, as a model's own ``x.to(dtype)`` would make it.
     A parameter that nobody reads in float32 becomes a narrow leaf (:attr:`...core.annotations.Leaf.held` says what
     ranks hold of it), of which :class:`..lowering.insert_communication.InsertCommunication` makes a copy once a step,
@@ -100,14 +100,14 @@ class _PrecisionLowering:
 
     def _fixed(self, node: fx.Node) -> torch.dtype | None:
         """The dtype in which an operator computes whatever it reads."""
-        name = name_of(node.target)
-        if node.target is aten._to_copy.default or name in WIDE or node.kwargs.get("dtype") is FULL:
+        bits = facts_of(node.target).autocast
+        if node.target is aten._to_copy.default or bits == 32 or node.kwargs.get("dtype") is FULL:
             return FULL
         limit = torch.finfo(self.low).max
         numbers = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, float)]
         if any(limit < abs(x) < float("inf") for x in numbers):
             return FULL
-        return self.low if name in NARROW else None
+        return self.low if bits == 16 else None
 
     def _settle(self) -> None:
         """Loose values are narrow unless a user wants float32 of them."""

@@ -19,6 +19,7 @@ from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.printer import code_text, program_text
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, ShardedProgram, StagedProgram, Strategy
+from quintnet_compiler.ops.catalog import facts_of
 from quintnet_compiler.ops.collectives import COMMUNICATION, wait
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
@@ -31,7 +32,6 @@ from quintnet_compiler.passes.checks.reductions import check_reductions
 from quintnet_compiler.passes.checks.slices import check_slices
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
-from quintnet_compiler.passes.frontend.autocast_policy import NARROW, WIDE, name_of
 from quintnet_compiler.passes.frontend.lower_precision import LowerPrecision
 from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
 from quintnet_compiler.passes.lowering.fuse_token_dispatch import FuseTokenDispatch
@@ -89,7 +89,8 @@ def test_what_computes_in_16_bits() -> None:
     lowered = LowerPrecision(Precision(compute=torch.bfloat16))(made)
     dtypes = {node.name: node.meta["val"].dtype for node in lowered.graph.nodes if "val" in node.meta}
     assert dtypes["linear"] is torch.bfloat16 and "aten._to_copy" in _targets(lowered)
-    assert name_of(torch.ops.aten.linear.default) in NARROW and not NARROW & WIDE
+    assert facts_of(torch.ops.aten.linear.default).autocast == 16
+    assert facts_of(torch.ops.aten.log_softmax.int).autocast == 32 and facts_of(len).autocast is None
     assert _targets(LowerPrecision(Precision())(made)) == _targets(made)
 
 
