@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from quintnet_compiler.api.compiled_program import CompiledProgram
+from quintnet_compiler.api.program_reports import ProgramReports
 from quintnet_compiler.api.visualize import visualize
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
@@ -39,6 +40,16 @@ from ..golden.programs import golden_passes, golden_program
 @pytest.fixture(scope="module")
 def compiled() -> CompiledProgram:
     return golden_program("transformer")
+
+
+def test_what_a_program_says_of_itself(compiled: CompiledProgram) -> None:
+    reports: ProgramReports = compiled
+    assert reports.plan.mesh == dict(reports.mesh.axes) and len(reports.ranks) == reports.mesh.size
+    assert len(reports.schedule.actions) == reports.mesh["pp"] and reports.model_flops > 0
+    assert list(dict(reports.passes())) == [name for name in reports.compile_seconds if name[0].isupper()]
+    assert all(value >= 0 for value in reports.compile_seconds.values())
+    mine, costs = reports.simulate(), reports.simulate().seconds
+    assert mine.seconds == costs > 0 and not reports.diff(compiled).plan
 
 
 # -- dump

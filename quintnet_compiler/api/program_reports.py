@@ -1,0 +1,218 @@
+"""What a compiled program says of itself: its plan, ranks and schedule, explanations, predictions, dumps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..capture.step_module import LossFn
+from ..core.errors import CompileError
+from ..core.html import table
+from ..core.mesh import Mesh
+from ..cost_models.cluster import Cluster
+from ..cost_models.cluster_costs import ClusterCosts
+from ..cost_models.operators import model_flops
+from ..driver.compiler import Request, Runner, compile_program
+from ..dump.folder import dump_program
+from ..dump.page import Extras
+from ..ir.cost_protocol import RankCosts
+from ..ir.plan import Plan
+from ..ir.program import DistributedProgram, RankProgram
+from ..planner.report import PlanReport
+from ..reports.explain import Explain, Explanation, LayoutDifference, difference
+from ..reports.explain_gradient import prove
+from ..reports.tensor_picture import TensorPicture, picture_of_state
+from ..schedules.schedule import Schedule
+from ..simulation.faults import Faults
+from ..simulation.program import simulate_program
+from ..simulation.timeline import Timeline
+from .program_state import ProgramState
+
+
+class ProgramReports(ProgramState):
+    """What can be read of a compiled program; nothing here runs or changes it."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that the program was compiled for."""
+        return self._task.mesh
+
+    @property
+    def loss_fn(self) -> LossFn | None:
+        """The loss function given to compile; None if the model computes its loss itself."""
+        return self._task.loss_fn
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is rank 0, which writes logs and files."""
+        return self._state().first
+
+    @functools.cached_property
+    def model_flops(self) -> float:
+        """FLOPs of one step of the unsplit model on the batch that the program was compiled for."""
+        return model_flops(self._primary().program.source.local.staged.sharded.program.graph)
+
+    @property
+    def plan(self) -> Plan:
+        """The complete plan: compiling with it gives this program."""
+        return self._primary().plan
+
+    @property
+    def ranks(self) -> Sequence[RankProgram]:
+        """Every rank's generated functions and actions."""
+        program = self._primary().program
+        return [program.rank(rank) for rank in range(self.mesh.size)]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The pipeline schedule: every rank's actions, in order."""
+        return self._primary().program.schedule
+
+    @property
+    def unsplit(self) -> tuple[str, ...]:
+        """What is not split, one line for each kind; empty if everything is: operators that run replicated on a tensor
+        or context axis because no size of theirs divides (exact, but not faster than one rank), parameters that ZeRO
+        leaves whole, and values of a batch that are exchanged between data ranks."""
+        return self._primary().unsplit
+
+    @property
+    def compile_seconds(self) -> Mapping[str, float]:
+        """Seconds of each pass and check."""
+        return dict(self._primary().seconds)
+
+    def _repr_html_(self) -> str:
+        if not self._programs.led:
+            return table([], [("mesh", self.mesh)], "A program that is not compiled yet: it has not seen a batch")
+        program = self._primary().program
+        rows = [
+            (
+                stage.index, program.schedule.placement[stage.index], len(stage.state),
+                *(len(piece.module.graph.nodes) for piece in (stage.forward, stage.backward)), len(stage.saved),
+            )
+            for stage in program.stages
+        ]  # fmt: skip
+        head = "stage", "pipeline place", "parameters and buffers", "forward nodes", "backward nodes", "saved values"
+        return table(head, rows, f"A program for {self.mesh!r}, {program.schedule.num_microbatches} microbatches")
+
+    def passes(self) -> list[tuple[str, Any]]:
+        """The name of each pass and the program after it. They are not kept: this compiles once more."""
+        return self._primary().passes()
+
+    def dump(
+        self,
+        folder: str | Path,
+        *,
+        costs: RankCosts | Cluster | None = None,
+        measured: Timeline | None = None,
+        report: PlanReport | None = None,
+    ) -> Path:
+        """Write the plan, the text after each pass, the schedule, and each rank's code into ``folder``, with a page
+        that shows all of it (``index.html``, which needs no network).
+
+        Equal programs give equal bytes, on every rank and every run. The program after each pass is not kept, so this
+        compiles once more.
+
+        Args:
+            costs: of the timeline, as for :meth:`simulate`.
+            measured: a timeline of a real step, to be shown with the predicted one.
+            report: of :func:`quintnet.plan`; its plans are compared with this one.
+
+        Raises:
+            CompileError: QN211 if ``measured`` is of another layout or schedule.
+        """
+        primary = self._primary()
+        if measured is not None:
+            measured.require(self.mesh.size, self.schedule)
+        predicted, unpriced = None, ""
+        try:
+            predicted = self.simulate(costs)
+        except CompileError as error:
+            if error.code != "QN210":
+                raise
+            unpriced = error.message
+        rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
+        plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
+        extras = Extras(predicted, unpriced, measured, plans)
+        return dump_program(primary.program, primary.plan, primary.passes(), Path(folder), extras)
+
+    # -- why, and what it costs
+
+    def prove(self, name: str) -> str:
+        """Why the gradient of the parameter ``name`` is that of the unsplit model: its types on every axis, each
+        operator and conversion on its way to the loss with their transposes, and the reduction at the end.
+
+        Raises:
+            CompileError: QN204 if no trained parameter has this name.
+        """
+        return prove(self._primary().program, name)
+
+    def explain(
+        self,
+        name: str,
+        *,
+        why_not: str | Mapping[str, str] | None = None,
+        costs: RankCosts | Cluster | None = None,
+    ) -> Explanation:
+        """What the program does with a module, an operator or a parameter, and what that costs.
+
+        Args:
+            name: of a module, an operator or a parameter.
+            why_not: another sharding of its parameters: ``"column"``, ``"row"`` or ``"replicated"`` over tp, or types
+                by axis (``{"tp": "S(0)"}``). The model is compiled again with it, and both programs are compared.
+            costs: as for :meth:`simulate`.
+
+        Raises:
+            CompileError: QN204 for a name or a way that the model does not have.
+        """
+        primary, task = self._primary(), self._task
+
+        def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
+            rows = primary.program.source.local.staged.sharded.program.batch_size
+            request = Request(task.mesh, plan, rows, task.device, task.rules)
+            other = compile_program(
+                self._programs.captured[task.primary_kind], request, Runner(), training=task.training
+            )
+            return other.program, other.plan
+
+        return Explain(primary.program, task.plan, primary.plan, task.rules, self._prices(costs), recompile)(
+            name, why_not
+        )
+
+    def visualize(self, name: str) -> TensorPicture:
+        """Which rank holds which part of a parameter or buffer; see :func:`quintnet.visualize`.
+
+        Raises:
+            CompileError: QN204 for a name that the program does not have.
+        """
+        return picture_of_state(self._primary().program, name)
+
+    def diff(self, other: ProgramReports, *, costs: RankCosts | Cluster | None = None) -> LayoutDifference:
+        """What differs between this program and another of the same model: plan, placements, and costs of a step."""
+        mine, yours = self._primary(), other._primary()
+        return difference(mine.program, yours.program, (mine.plan, yours.plan), self._prices(costs))
+
+    # -- prediction
+
+    def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
+        here = Cluster("h100", nodes=-(-self.mesh.size // 8)) if costs is None else costs
+        return ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
+
+    def simulate(self, costs: RankCosts | Cluster | None = None, *, faults: Faults | None = None) -> Timeline:
+        """Predict a step, without any device: when each rank does what, what it waits for, and how much memory it
+        needs.
+
+        Args:
+            costs: prices of operators and communication: a cluster, or a calibration of this machine
+                (:mod:`quintnet_compiler.cost_models.calibration`). Default: nodes of 8 H100.
+            faults: ranks and links that are slower than others.
+
+        Returns:
+            A timeline; ``html()`` and ``svg()`` are pictures, ``chrome_trace()`` is for Perfetto.
+
+        Raises:
+            CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that do not exist,
+                QN210 if an operator has no price.
+        """
+        return simulate_program(self._primary().program, self._prices(costs), faults)
