@@ -171,7 +171,8 @@ class VectorJacobian:
         """A collective of its first argument whose transpose takes the same others."""
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-            return [self.builder.call(back, tangents[0], *args[1:]), None]
+            others = sum(isinstance(x, fx.Node) for x in args[1:])
+            return [self.builder.call(back, tangents[0], *args[1:]), *[None] * others]
 
         return [self.builder.call(target, *args)], pullback
 

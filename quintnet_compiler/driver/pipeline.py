@@ -140,8 +140,8 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
     if not s.training or (plan.recompute == "none" and not plan.reshard_after_forward):
         return None
     gib, budget = plan.activation_memory_budget, None
-    if gib is not None and s.schedule is not None:
-        budget = Budget(int(gib * 2**30), s.schedule, s.node_seconds)
+    if gib is not None:
+        budget = Budget(int(gib * 2**30), _scheduled(s), s.node_seconds)
     return Recompute(plan.recompute, plan.reshard_after_forward, budget)
 
 
