@@ -20,7 +20,7 @@ from .cost_models.cluster import Cluster
 from .equivalence.verify import VerifyReport
 from .huggingface.parallel_plan import HuggingFacePlan, hf_plan
 from .ir.plan import Plan
-from .passes.rules.notation import Rule, rule
+from .ops.rules.notation import Rule, rule
 from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .reports.tensor_picture import TensorPicture

@@ -16,13 +16,13 @@ from quintnet_compiler.core import sharding, slices
 from quintnet_compiler.core.sharding import I, P, R, Shard
 from quintnet_compiler.ir.program import Strategy
 from quintnet_compiler.ops import collectives as comm_ops
+from quintnet_compiler.ops.rules import notation as rule_notation
 from quintnet_compiler.passes.autodiff import vector_jacobian
 from quintnet_compiler.passes.codegen import generate_ranks
 from quintnet_compiler.passes.codegen import python_ops as spelling
 from quintnet_compiler.passes.lowering import reductions
-from quintnet_compiler.passes.rules import expert_axes, strategies
-from quintnet_compiler.passes.rules import notation as rule_notation
 from quintnet_compiler.passes.sharding import batch_factors
+from quintnet_compiler.passes.strategies import expert_axes, rule_book
 
 aten = torch.ops.aten
 Make = Callable[[Any], Any]
@@ -237,20 +237,20 @@ FAULTS = [
     Fault(comm_ops, "lower_conversion", "all-to-all in the other direction",
           _instead(comm_ops.all_to_all, comm_ops.all_to_all, lambda d: (*d[2:], *d[:2]))),
     # strategies and rules
-    Fault(strategies, "strategies", "a sum that ranks hold terms of is whole",
+    Fault(rule_book, "strategies", "a sum that ranks hold terms of is whole",
           _strategies(lambda s: _kinds(s, P, R, "outputs"))),
-    Fault(strategies, "strategies", "a sum that ranks hold terms of is invariant",
+    Fault(rule_book, "strategies", "a sum that ranks hold terms of is invariant",
           _strategies(lambda s: _kinds(s, P, I, "outputs"))),
-    Fault(strategies, "strategies", "what lacks the factor is invariant",
+    Fault(rule_book, "strategies", "what lacks the factor is invariant",
           _strategies(lambda s: _kinds(s, R, I, "inputs"))),
-    Fault(strategies, "strategies", "slices of another dim",
+    Fault(rule_book, "strategies", "slices of another dim",
           _strategies(lambda s: replace(s, outputs=tuple(map(_other_dim, s.outputs))) if s.splits else s)),
-    Fault(strategies, "leaf_strategies", "parts are lost", _strategies(
+    Fault(rule_book, "leaf_strategies", "parts are lost", _strategies(
         lambda s: replace(s, outputs=tuple(Shard(k.dim) if isinstance(k, Shard) else k for k in s.outputs)))),
-    Fault(strategies, "leaf_strategies", "trained weights are invariant",
+    Fault(rule_book, "leaf_strategies", "trained weights are invariant",
           _strategies(lambda s: replace(s, outputs=tuple(I if k is R else k for k in s.outputs)))),
-    Fault(strategies, "refine", "nothing is gone", _no_cut),
-    Fault(strategies, "flows", "no gradient flows", _of_result(lambda r: tuple([False] * len(x) for x in r))),
+    Fault(rule_book, "refine", "nothing is gone", _no_cut),
+    Fault(rule_book, "flows", "no gradient flows", _of_result(lambda r: tuple([False] * len(x) for x in r))),
     Fault(rule_notation.Factors, "offset", "the factors outside are not counted",
           _of_result(lambda found: found and (found[0], 1))),
     # experts

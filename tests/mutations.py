@@ -27,14 +27,14 @@ from quintnet_compiler.ir.program import (
     StageProgram,
 )
 from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, combine, convert, dispatch, dispatch_plan, share
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
-from quintnet_compiler.passes.rules.strategies import RuleBook
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.kinds import SCHEDULES
 from quintnet_compiler.schedules.schedule import DIRECTION, Action, Op, Schedule
 

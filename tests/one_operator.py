@@ -32,10 +32,10 @@ from quintnet_compiler.ir.program import (
     Strategy,
 )
 from quintnet_compiler.ops.collectives import RANKED, SIZED, share
+from quintnet_compiler.ops.rules.notation import Factors, Rule
 from quintnet_compiler.passes.autodiff.differentiate import _Tape
 from quintnet_compiler.passes.lowering.insert_communication import _CommunicationLowering
-from quintnet_compiler.passes.rules.notation import Factors, Rule
-from quintnet_compiler.passes.rules.strategies import RuleBook, refine, strategies
+from quintnet_compiler.passes.strategies.rule_book import RuleBook, refine, strategies
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 

@@ -38,6 +38,7 @@ from quintnet_compiler.ir.program import (
     Strategy,
     outputs,
 )
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
@@ -45,10 +46,9 @@ from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
-from quintnet_compiler.passes.rules.strategies import RuleBook, find_cuts, leaf_strategies, refine, strategies
-from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters
 from quintnet_compiler.passes.stages.cut_stages import staged_operators
+from quintnet_compiler.passes.strategies.rule_book import RuleBook, find_cuts, leaf_strategies, refine, strategies
 from quintnet_compiler.runtime.backends.local import LocalBackend
 from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.schedules.kinds import SCHEDULES

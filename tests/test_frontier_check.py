@@ -21,9 +21,9 @@ import quintnet_compiler.equivalence.module_check as module_check
 from quintnet import CompileError, Mesh
 from quintnet_compiler.equivalence.module_check import ModuleCheck
 from quintnet_compiler.equivalence.module_step import Owner
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
 from quintnet_compiler.passes.checks import derivatives as check_derivatives
-from quintnet_compiler.passes.rules.table import RULES
 from tests import zoo
 
 BATCH = (torch.randn(8, 4, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4)

@@ -15,7 +15,7 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.driver.compiler import Request, Runner, compile_program
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import Captured
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.ops.rules.table import RULES
 
 from .models import CASES, build, reference, worst_error
 from .random_plans import gradients

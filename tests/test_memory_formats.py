@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quintnet_compiler.ir.builder import aten
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.ops.rules.table import RULES
 
 from .one_operator import FORMATS, check
 from .operator_samples import SAMPLES

@@ -17,7 +17,7 @@ from quintnet_compiler.driver.compiler import Request, Runner, compile_program
 from quintnet_compiler.equivalence.verify import VerifySubject, verify_program
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import Captured, DifferentiatedProgram, DistributedProgram
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.ops.rules.table import RULES
 
 from .models import CASES, build, reference, worst_error
 from .mutations import Change, as_mutant, check, copied, joint, ranks, typed, unchecked

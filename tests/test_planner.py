@@ -27,13 +27,13 @@ from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import Axis
 from quintnet_compiler.ir.repeated_blocks import block_members
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.rules.strategies import RuleBook
-from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_view import Wishes
 from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
 from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks, Folded
 from quintnet_compiler.passes.stages.partition import balanced_starts
+from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.layouts import layouts
 from quintnet_compiler.planner.planning import Planner, PricedCluster, faster

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import quintnet
 from quintnet_compiler.ops.attention import attention
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.runtime.transport.attention_blocks import Block, Mask, backward, forward
 from quintnet_compiler.runtime.transport.local import LocalTransport
 from quintnet_compiler.runtime.transport.ring import Ring

@@ -19,14 +19,14 @@ from torch import Tensor, fx
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ops.collectives import dropout
+from quintnet_compiler.ops.rules import contractions as contraction_rules
+from quintnet_compiler.ops.rules import lookups as lookup_rules
+from quintnet_compiler.ops.rules import views as view_rules
+from quintnet_compiler.ops.rules.node_factors import along, leading
+from quintnet_compiler.ops.rules.notation import Factors, Rule, rule
+from quintnet_compiler.ops.rules.reductions import reduction
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.user_derivatives import after_gradients, declare_gradient, with_tangent
-from quintnet_compiler.passes.rules import contractions as contraction_rules
-from quintnet_compiler.passes.rules import lookups as lookup_rules
-from quintnet_compiler.passes.rules import views as view_rules
-from quintnet_compiler.passes.rules.node_factors import along, leading
-from quintnet_compiler.passes.rules.notation import Factors, Rule, rule
-from quintnet_compiler.passes.rules.reductions import reduction
-from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.runtime.execute.comm import Comm
 
 from .one_operator import Sample, Wrong, call, check

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quintnet
-from quintnet_compiler.passes.rules.notation import Rule
+from quintnet_compiler.ops.rules.notation import Rule
 
 from .models import CASES, build
 

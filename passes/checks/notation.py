@@ -14,7 +14,7 @@ from torch import fx
 
 from ...core.annotations import facts, is_getitem, shape, tensor_inputs, values
 from ...core.errors import REPORT, CompileError
-from ..rules.notation import Factors, Rule
+from ...ops.rules.notation import Factors, Rule
 
 
 def check_notation(graph: fx.Graph, rules: Mapping[Any, Rule]) -> None:

@@ -15,8 +15,8 @@ from torch import fx
 from ...core.annotations import facts, leaf, needs_grad, tensor_inputs, values
 from ...core.sharding import AxisType, I, P, R, Shard
 from ...ir.program import Strategy
+from ...ops.rules.notation import Dims, Factors
 from ...ops.user_derivatives import declare_gradient, with_tangent
-from ..rules.notation import Dims, Factors
 from .tables import bare
 
 Split = tuple[str, int]  # a factor, and how many runs of it there are of which each rank takes its part

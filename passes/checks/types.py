@@ -32,7 +32,7 @@ from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
 from ...ops.collectives import COMMUNICATION, convert, microbatch, share
 from ...ops.expert_linear import expert_linear
-from ..rules.notation import Factors
+from ...ops.rules.notation import Factors
 from .experts import travels, wrong_way
 from .strategies import Reading
 from .tables import bare

@@ -15,7 +15,7 @@ from ...core.annotations import Leaf, shape, value
 from ...core.errors import CompileError, Where
 from ...ir.builder import GraphBuilder
 from ...ir.program import Captured, Program
-from ..rules.table import RULES
+from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
 from .rewrites import REWRITES, draws
 

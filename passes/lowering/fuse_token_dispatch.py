@@ -12,7 +12,7 @@ from torch import fx
 from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ir.program import LocalProgram
 from ...ops.collectives import RANKED, combine, convert, dispatch, microbatch, share
-from ..rules.notation import Factors, Rule
+from ...ops.rules.notation import Factors, Rule
 
 aten = torch.ops.aten
 

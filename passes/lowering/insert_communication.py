@@ -32,8 +32,8 @@ from ...ops.collectives import (
     share,
 )
 from ...ops.expert_linear import expert_linear
-from ..rules.expert_axes import hops
-from ..rules.notation import Rule
+from ...ops.rules.notation import Rule
+from ..strategies.expert_axes import hops
 from .lower_attention import LowerAttention
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from ...core.sharding import Shard
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
 from ...ops.collectives import ring_attention, rows_of
-from ..rules.node_factors import argument
+from ...ops.rules.node_factors import argument
 
 aten = torch.ops.aten
 QUERIES = 2  # the dim of positions in q, k and v

@@ -17,7 +17,7 @@ from ...core.annotations import facts, leaf, needs_grad, num_bytes, origin, tens
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R
 from ...ir.program import Strategy, outputs
-from ..rules.strategies import find_cuts, flows
+from ..strategies.rule_book import find_cuts, flows
 from .axis_view import AxisView, OperandEdge, refusal
 from .candidates import Candidates
 from .conversion_prices import ConversionPrices, leaves_as_is

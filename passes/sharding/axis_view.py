@@ -13,8 +13,8 @@ from ...core.errors import CompileError, Where
 from ...core.sharding import AxisType, Shard, Sharding
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, Strategy
-from ..rules.notation import Factors
-from ..rules.strategies import leaf_strategies, strategies
+from ...ops.rules.notation import Factors
+from ..strategies.rule_book import leaf_strategies, strategies
 from .coupled_rows import coupling
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf, origin, tensor_inputs
+from ...ops.rules.notation import Dims, Factors
 from ...ops.user_derivatives import arrives
-from ..rules.notation import Dims, Factors
 
 Value = tuple[fx.Node, int]
 

@@ -16,7 +16,7 @@ from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention import attention
 from ...ops.expert_linear import expert_linear
-from ..rules.expert_axes import expert_parameters, travelling
+from ..strategies.expert_axes import expert_parameters, travelling
 from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_factors, made_of_the_batch
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs
 from ...ir.program import outputs
-from ..rules.notation import Factors
+from ...ops.rules.notation import Factors
 
 Value = tuple[fx.Node, int]
 State = int | Literal["sum"]  # the dim whose outermost part is rows, or a sum over rows: each part has a term

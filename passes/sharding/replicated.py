@@ -14,8 +14,8 @@ from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ...ir.program import Axis, ShardedProgram
 from ...ops.attention import attention
 from ...ops.collectives import COMMUNICATION, lower_conversion
-from ..rules.notation import Factors
-from ..rules.strategies import RuleBook, refine
+from ...ops.rules.notation import Factors
+from ..strategies.rule_book import RuleBook, refine
 from .batch_factors import made_of_the_batch
 from .candidates import CONTRACTIONS, aten
 

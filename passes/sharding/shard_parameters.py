@@ -11,7 +11,7 @@ from ...core.annotations import Leaf, num_bytes, shape, value
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, R, Shard, local_shape
 from ...ir.program import Gathered, ShardedProgram, Strategy
-from ..rules.strategies import leaf_factors, leaf_strategies, refine
+from ..strategies.rule_book import leaf_factors, leaf_strategies, refine
 from .axis_view import stores_state
 
 

@@ -18,8 +18,8 @@ from ..driver.task import CHECKS, Task
 from ..huggingface.parallel_plan import hf_plan
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ir.plan_options import PlanOptions, decided, lists_options
-from ..passes.rules.notation import Rule, table
-from ..passes.rules.table import RULES
+from ..ops.rules.notation import Rule, table
+from ..ops.rules.table import RULES
 from ..runtime.execute.engines import ENGINES
 from ..runtime.launch.world import default_device, enter_world
 from .compiled_program import CompiledProgram

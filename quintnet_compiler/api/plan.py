@@ -15,8 +15,8 @@ from ..core.mesh import Mesh
 from ..core.progress import bar
 from ..cost_models.cluster import Cluster
 from ..ir.plan import Plan, check_plan, read_plan
-from ..passes.rules.notation import Rule, table
-from ..passes.rules.table import RULES
+from ..ops.rules.notation import Rule, table
+from ..ops.rules.table import RULES
 from ..planner.estimate import Estimate
 from ..planner.planning import Planner, PricedCluster, plan_model
 from ..planner.report import PlanReport

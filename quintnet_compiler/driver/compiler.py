@@ -25,10 +25,10 @@ from ..ir.invariants import verify
 from ..ir.plan import Plan
 from ..ir.program import Captured, DistributedProgram, ShardedProgram, StagedProgram
 from ..ops.collectives import COMMUNICATION, all_reduce
+from ..ops.rules.notation import Rule
+from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.generate_ranks import GenerateRanks
-from ..passes.rules.notation import Rule
-from ..passes.rules.table import RULES
 from ..passes.sharding.axis_view import stores_state
 from ..passes.sharding.replicated import unsplit
 from ..passes.sharding.shard_parameters import stored_whole, storing_axes

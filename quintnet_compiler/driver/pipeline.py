@@ -17,6 +17,7 @@ from ..ir.cost_protocol import CostModel
 from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, Program
 from ..ops.collectives import MICROBATCHES
+from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.autodiff.recompute_budget import Budget
@@ -36,13 +37,12 @@ from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
 from ..passes.overlap.async_tp import FuseCollectiveMatmuls
 from ..passes.overlap.overlap import Overlap
-from ..passes.rules.expert_axes import check_experts
-from ..passes.rules.notation import Rule
-from ..passes.rules.strategies import RuleBook
 from ..passes.sharding.axis_view import Wishes
 from ..passes.sharding.choose_sharding import ChooseSharding
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
+from ..passes.strategies.expert_axes import check_experts
+from ..passes.strategies.rule_book import RuleBook
 from ..schedules.schedule import Op, Schedule
 
 Pass = Callable[[Any], Any]

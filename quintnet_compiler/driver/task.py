@@ -12,7 +12,7 @@ from torch import nn
 from ..capture.step_module import LossFn
 from ..core.mesh import Mesh
 from ..ir.plan import Plan
-from ..passes.rules.notation import Rule
+from ..ops.rules.notation import Rule
 
 CHECKS = ("first", "always", "off")
 

@@ -17,7 +17,7 @@ from ..compat.torch import pytree
 from ..core.annotations import leaf, num_bytes, values
 from ..core.errors import CheckWarning, CompileError, QuintNetError
 from ..ir.program import Captured
-from ..passes.rules.notation import Rule
+from ..ops.rules.notation import Rule
 from ..runtime.state.module_parameters import has_values
 from .drawn_blocks import drawn_batch, with_values
 from .free_memory import free_bytes

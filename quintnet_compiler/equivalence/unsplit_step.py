@@ -13,11 +13,11 @@ from ..core.annotations import is_getitem, leaf, origin
 from ..core.rng import Key
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
 from ..ops.collectives import keep_mask, loss_scale
+from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.python_ops import SPELLING
 from ..passes.frontend.normalize import Normalize
 from ..passes.lowering.insert_communication import InsertCommunication
-from ..passes.rules.notation import Rule
 from .reference import whole_mask
 
 Value = tuple[fx.Node, int]

@@ -1,4 +1,4 @@
-"""Torch custom operators: collectives, attention, expert layers, user-defined derivatives.
+"""Operators: torch custom operators, and facts about all of them (sharding rules, prices, precision).
 
 Imports ``core`` only.
 """

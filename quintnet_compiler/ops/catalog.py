@@ -8,7 +8,7 @@ in the list of 16 bits, as their kernels keep statistics in float32 (torch.autoc
 costs passes over memory and gives the same to the last bit of the result); of batch norms, statistics are buffers,
 which stay float32. ``recompute``: ``keep`` if computing it again takes longer than a few passes over memory.
 
-Sharding rules are in :mod:`..passes.rules.table`, proven one by one; derivatives are traced from autograd.
+Sharding rules are in :mod:`.rules.table`, proven one by one; derivatives are traced from autograd.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from ..driver.pipeline import Pass, PassSetting, passed
 from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
+from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
-from ..passes.rules.notation import Rule
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages

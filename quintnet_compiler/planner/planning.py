@@ -21,11 +21,11 @@ from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.plan import Plan, precision_of, read_plan
 from ..ir.program import Captured
 from ..ops.attention import attention
+from ..ops.rules.notation import Rule
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
-from ..passes.rules.expert_axes import dispatched_bytes, expert_parameters
-from ..passes.rules.notation import Rule
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
+from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
 from .bounds import LessSplit
 from .build import Builder
 from .compare import Versus

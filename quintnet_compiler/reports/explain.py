@@ -18,8 +18,8 @@ from ..core.sharding import I, Shard, local_shape
 from ..ir.cost_protocol import RankCosts
 from ..ir.plan import Plan
 from ..ir.program import DistributedProgram, ShardedProgram
-from ..passes.rules.notation import Rule
-from ..passes.rules.strategies import RuleBook
+from ..ops.rules.notation import Rule
+from ..passes.strategies.rule_book import RuleBook
 from ..simulation.priced import ProgramPrices
 from ..simulation.program import simulate_program
 

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from quintnet_compiler.core.annotations import Leaf
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import Axis, Captured, Program, Strategy
-from quintnet_compiler.passes.rules.notation import Factors
-from quintnet_compiler.passes.rules.strategies import RuleBook
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.ops.rules.notation import Factors
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
+from quintnet_compiler.passes.strategies.rule_book import RuleBook
 
 TP, DP, TIME, CP = (
     Axis("tp", 2, "model"), Axis("dp", 2, "data"), Axis("microbatch", 2, "time"), Axis("cp", 2, "context"),

@@ -25,8 +25,8 @@ from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout, stage_layers
 from quintnet_compiler.ops.catalog import facts_of
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.schedules.schedule import Op, chain, simulate
 

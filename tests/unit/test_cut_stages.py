@@ -13,11 +13,11 @@ import quintnet
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.ir.program import ShardedProgram
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.frontend.normalize import Normalize
-from quintnet_compiler.passes.rules.strategies import RuleBook
-from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
 from quintnet_compiler.passes.stages.cut_stages import CutStages, _Loads, boundaries, parameter_stages, staged_operators
+from quintnet_compiler.passes.strategies.rule_book import RuleBook
 
 from ..models import CASES, GPT, build
 

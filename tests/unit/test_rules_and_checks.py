@@ -1,4 +1,4 @@
-"""passes.rules and passes.checks: factors of single operators, and what the checks' own tables say of them."""
+"""ops.rules, passes.strategies, passes.checks: factors of single operators, and what the checks' own tables say."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.collectives import all_gather, all_reduce, lower_conversion, reduce_scatter
 from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.rules import contractions, lookups, reductions, user_derivatives, views
+from quintnet_compiler.ops.rules.node_factors import aligned, argument, chosen_dims
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.user_derivatives import with_tangent
 from quintnet_compiler.passes.checks.derivatives import Derivatives, OperatorCall
 from quintnet_compiler.passes.checks.experts import travels
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
-from quintnet_compiler.passes.rules import contractions, lookups, reductions, user_derivatives, views
-from quintnet_compiler.passes.rules.expert_axes import check_experts, expert_parameters, travelling
-from quintnet_compiler.passes.rules.node_factors import aligned, argument, chosen_dims
-from quintnet_compiler.passes.rules.strategies import strategies
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.passes.strategies.expert_axes import check_experts, expert_parameters, travelling
+from quintnet_compiler.passes.strategies.rule_book import strategies
 
 from .graphs import TP, builder, leaf, linear
 

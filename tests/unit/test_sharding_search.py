@@ -10,8 +10,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, ShardedProgram, Strategy
-from quintnet_compiler.passes.rules.strategies import RuleBook
-from quintnet_compiler.passes.rules.table import RULES
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_search import AxisSearch
 from quintnet_compiler.passes.sharding.axis_view import OperandEdge, Wishes, stores_state
 from quintnet_compiler.passes.sharding.batch_factors import batch_factors, made_of_the_batch
@@ -20,6 +19,7 @@ from quintnet_compiler.passes.sharding.conversion_prices import DISCOURAGED, Con
 from quintnet_compiler.passes.sharding.coupled_rows import coupling
 from quintnet_compiler.passes.sharding.integer_program import FORBIDDEN, IntegerProgram
 from quintnet_compiler.passes.sharding.replicated import unsplit
+from quintnet_compiler.passes.strategies.rule_book import RuleBook
 
 from .graphs import CP, DP, TIME, TP, Prices, View, builder, factors_of, leaf, linear, program
 

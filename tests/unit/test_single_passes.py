@@ -21,6 +21,7 @@ from quintnet_compiler.ir.printer import code_text, program_text
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ops.catalog import facts_of
 from quintnet_compiler.ops.collectives import COMMUNICATION, wait
+from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
@@ -40,13 +41,12 @@ from quintnet_compiler.passes.overlap.async_tp import FuseCollectiveMatmuls
 from quintnet_compiler.passes.overlap.matmul_chains import matmul_of
 from quintnet_compiler.passes.overlap.order import Order
 from quintnet_compiler.passes.overlap.overlap import Overlap
-from quintnet_compiler.passes.rules.strategies import RuleBook
-from quintnet_compiler.passes.rules.table import RULES
 from quintnet_compiler.passes.sharding.choose_sharding import ChooseSharding
 from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters, storing_axes
 from quintnet_compiler.passes.stages.cut_stages import CutStages
 from quintnet_compiler.passes.stages.follow_stages import FollowStages
 from quintnet_compiler.passes.stages.partition import balanced_starts
+from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.kinds import one_f_one_b
 
 from .graphs import DP, TP, builder, leaf, linear, program

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from ...core.annotations import is_float, tensor_inputs, value
-from ...ops.attention import attention
-from ...ops.collectives import cached_attention, dropout, row_nll
-from ...ops.expert_linear import expert_linear
-from ...ops.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ..attention import attention
+from ..collectives import cached_attention, dropout, row_nll
+from ..expert_linear import expert_linear
+from ..user_derivatives import after_gradients, declare_gradient, with_tangent
 from . import contractions as c
 from . import lookups as look
 from . import reductions as red

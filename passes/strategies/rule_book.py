@@ -18,8 +18,8 @@ from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, o
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
-from .node_factors import opaque
-from .notation import Dims, Factors, Rule
+from ...ops.rules.node_factors import opaque
+from ...ops.rules.notation import Dims, Factors, Rule
 
 Value = tuple[fx.Node, int]  # an operator and which of its outputs
 Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start
