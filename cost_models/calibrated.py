@@ -13,7 +13,7 @@ from torch import fx
 
 from ..core.annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
 from ..core.errors import CompileError
-from ..ops.catalog import facts_of
+from ..ops.catalog import work_of
 from ..ops.collectives import (
     embedding_rows,
     embedding_rows_backward,
@@ -92,13 +92,13 @@ class CalibratedCosts:
     def node_seconds(self, node: fx.Node) -> float:
         if node.op != "call_function" or is_getitem(node):
             return 0.0
-        if facts_of(node.target).work == "view" or node.target is shard_slice:
+        if work_of(node.target) == "view" or node.target is shard_slice:
             return self.calibration.view_seconds + (
                 self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0
             )
         if node.target in PRODUCTS:
             return self._matmul(node)
-        if facts_of(node.target).work == "attention":
+        if work_of(node.target) == "attention":
             name = "attention_backward" if "backward" in str(node.target) else "attention"
             return self._curve(name, attention_flops(node))
         family = FAMILIES.get(node.target)

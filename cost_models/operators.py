@@ -10,101 +10,76 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat.torch import schema
 from ..core.annotations import facts, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
-from ..ops.catalog import facts_of
+from ..ops.catalog import work_of
 from ..ops.collectives import (
     all_gather_matmul,
     matmul_reduce_scatter,
     ring_attention,
     ring_attention_backward,
 )
-from ..ops.expert_linear import expert_linear, expert_weight_grad
+from ..ops.expert_linear import expert_weight_grad
+from ..ops.rules.node_factors import argument
+from ..ops.rules.table import RULES
 from .kernels import Kernel
 
 aten = torch.ops.aten
+ProductSize = tuple[int, int, int, int]  # batch, rows, columns, depth: a multiply-add for each of their product
 
 DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp32"}
 )
 
 
-def _gemm(node: fx.Node, depth: int) -> tuple[int, int, int, int]:
-    """(batch, rows, columns, depth) of a matmul whose result is the node's value."""
-    out = shape(node)
-    columns = out[-1] if out else 1
-    return 1, max(1, math.prod(out) // max(1, columns)), max(1, columns), depth
+def _convolution(node: fx.Node) -> ProductSize:
+    """Every element of the result (of a transposed convolution: of the input) meets a filter."""
+    given, weight = shape(tensor_inputs(node)[0]), shape(tensor_inputs(node)[1])
+    if _transposed(node):
+        return 1, _positions(given, weight), math.prod(weight[1:]), weight[0]
+    return 1, _positions(shape(node), weight), weight[0], math.prod(weight[1:])
 
 
-def _linear(node: fx.Node) -> tuple[int, int, int, int]:
-    return _gemm(node, shape(tensor_inputs(node)[0])[-1])
-
-
-def _matmul(node: fx.Node) -> tuple[int, int, int, int]:
-    left, right = (shape(source) for source in tensor_inputs(node)[-2:])
-    if len(left) < 2 or len(right) < 2:
-        return _gemm(node, left[-1])
-    batch = math.prod(shape(node)[:-2])
-    return batch, left[-2], right[-1], left[-1]
-
-
-def _added(node: fx.Node) -> tuple[int, int, int, int]:
-    return _gemm(node, shape(tensor_inputs(node)[1])[-1])
-
-
-def _summed(node: fx.Node) -> tuple[int, int, int, int]:
-    """Everything that is in the operands and not in the result is summed (einsum, bilinear, distances)."""
-    everything = math.prod(shape(source)[-1] for source in tensor_inputs(node)[:1])
-    return _gemm(node, everything)
-
-
-def _convolution(node: fx.Node) -> tuple[int, int, int, int]:
-    out, weight = shape(node), shape(tensor_inputs(node)[1])
-    return 1, math.prod(out) // weight[0] if weight[0] else 1, weight[0], math.prod(weight[1:])
-
-
-def _convolution_backward(node: fx.Node) -> tuple[int, int, int, int]:
+def _convolution_backward(node: fx.Node) -> ProductSize:
     """Two products of the forward's size: for the input, and for the weight."""
-    grad, weight = shape(tensor_inputs(node)[0]), shape(tensor_inputs(node)[2])
-    return 2, math.prod(grad) // max(1, weight[0]), weight[0], math.prod(weight[1:])
+    grad, given, weight = (shape(source) for source in tensor_inputs(node)[:3])
+    return 2, _positions(given if _transposed(node) else grad, weight), weight[0], math.prod(weight[1:])
 
 
-def _expert_weight_grad(node: fx.Node) -> tuple[int, int, int, int]:
+def _positions(image: tuple[int, ...], weight: tuple[int, ...]) -> int:
+    return math.prod(image) // max(1, weight[0])  # without the channels, which are the weight's first dim
+
+
+def _transposed(node: fx.Node) -> bool:
+    return "conv_transpose" in str(node.target) or bool(argument(node, "transposed"))
+
+
+def _expert_weight_grad(node: fx.Node) -> ProductSize:
     grad, rows = (shape(source) for source in tensor_inputs(node)[:2])
     return 1, grad[-1], rows[-1], math.prod(rows[:-1])
 
 
-def _all_gather_matmul(node: fx.Node) -> tuple[int, int, int, int]:
+def _all_gather_matmul(node: fx.Node) -> ProductSize:
     """One product for each slice that travels, with all weights side by side."""
     args: Any = node.args
     x, size, made = shape(args[0]), args[2], values(node)[: len(args[5])]
     return size, math.prod(x[:-1]), sum(value.shape[-1] for value in made), x[-1]
 
 
-def _matmul_reduce_scatter(node: fx.Node) -> tuple[int, int, int, int]:
+def _matmul_reduce_scatter(node: fx.Node) -> ProductSize:
     """One product for each slice that travels, with all terms end to end."""
     args: Any = node.args
     out = shape(node)
     return args[2], math.prod(out[:-1]), out[-1], sum(shape(x)[-1] for x in args[0])
 
 
-# Multiply-adds count 2. Each entry says (batch, rows, columns, depth).
-PRODUCTS: Mapping[Any, Callable[[fx.Node], tuple[int, int, int, int]]] = MappingProxyType(
+# Of products without a rule, and of those with filters, whose places in the image are no factors of a rule
+SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
-        aten.linear.default: _linear,
-        expert_linear: _linear,
         all_gather_matmul: _all_gather_matmul,
         matmul_reduce_scatter: _matmul_reduce_scatter,
         expert_weight_grad: _expert_weight_grad,
         aten.convolution_backward.default: _convolution_backward,
-        **dict.fromkeys([aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default], _matmul),
-        **dict.fromkeys([aten.addmm.default, aten.addmv.default], _added),
-        **dict.fromkeys([aten.baddbmm.default, aten.addbmm.default], _matmul),
-        **dict.fromkeys(
-            [aten.einsum.default, aten.bilinear.default, aten.dot.default, aten.cdist.default,
-             aten._cdist_forward.default], _summed,
-        ),
         **dict.fromkeys(
             [aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
              aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default,
@@ -120,7 +95,6 @@ FLASH_BACKWARD = frozenset(
         aten._scaled_dot_product_cudnn_attention_backward.default,
     }
 )
-TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 
 def traffic(node: fx.Node) -> float:
@@ -153,42 +127,54 @@ def attention_flops(node: fx.Node) -> float:
 
 
 def _causal(node: fx.Node) -> bool:
-    """The argument of that name, wherever the operator has it."""
-    for position, argument in enumerate(schema(node.target).arguments):
-        if argument.name in ("causal", "is_causal"):
-            given = node.args[position] if position < len(node.args) else argument.default_value
-            return bool(node.kwargs.get(argument.name, given))
-    return False
+    return bool(argument(node, "causal") or argument(node, "is_causal"))
+
+
+def product_size(node: fx.Node) -> ProductSize | None:
+    """Of an operator that is a product; None where it sums over nothing that two inputs share (an outer product).
+
+    Raises:
+        CompileError: QN210 for a product without a rule and without an entry in :data:`SIZES`.
+    """
+    if node.target in SIZES:
+        return SIZES[node.target](node)
+    if node.target not in RULES:
+        raise _unpriced(node)
+    return RULES[node.target].factors(node).product
+
+
+def _unpriced(node: fx.Node) -> CompileError:
+    return CompileError(
+        "QN210",
+        f"the operator {node.target} has no price",
+        where=facts(node).where,
+        fix="say what it does: work=... in its sharding rule, or a line in ops/catalog.py; for a product without a "
+        "rule also its size, in cost_models/operators.py",
+    )
 
 
 def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     """The kernel of a call_function node, forward, unsplit.
 
-    ``unknown="memory"``: an operator without an entry costs at least what it reads and writes.
+    ``unknown="memory"``: an operator of which nothing is known costs at least what it reads and writes.
 
     Raises:
-        CompileError: QN210 for an operator that has no entry here: it never costs 0 by default.
+        CompileError: QN210 for an operator of which nothing is known: it never costs 0 by default.
     """
-    target = node.target
-    work = facts_of(target).work
+    target, work = node.target, work_of(node.target)
     if work == "view":
         return Kernel(node.name, "view", launches=0)
     moved = traffic(node)
-    if target in PRODUCTS:
-        batch, rows, columns, depth = PRODUCTS[target](node)
+    if work == "attention":
+        return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
+    if work == "matmul" and (size := product_size(node)) is not None:
+        batch, rows, columns, depth = size
         flops = 2.0 * batch * rows * columns * depth
         launches = batch if target in (all_gather_matmul, matmul_reduce_scatter) else 1
         return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
-    if work == "attention":
-        return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
-    if unknown == "memory" or work == "memory" or TAGS.intersection(getattr(target, "tags", ())):
+    if work is not None or unknown == "memory":
         return Kernel(node.name, "memory", bytes=moved)
-    raise CompileError(
-        "QN210",
-        f"the operator {target} has no price",
-        where=facts(node).where,
-        fix="describe it: a line in ops/catalog.py, and for a matmul its size in cost_models/operators.py",
-    )
+    raise _unpriced(node)
 
 
 def model_flops(graph: fx.Graph) -> float:

@@ -14,7 +14,7 @@ from torch import fx
 from ...core.annotations import facts, leaf, memory_of, num_bytes, origin, values
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
-from ...ops.catalog import facts_of
+from ...ops.catalog import facts_of, work_of
 from ...ops.collectives import COMMUNICATION
 
 aten = torch.ops.aten
@@ -90,8 +90,8 @@ def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> Recomput
 
 def takes_long(node: fx.Node) -> bool:
     """Whether this is more than a pass over memory, on this rank: a matmul, attention, sorting."""
-    known = facts_of(node.target)
-    return known.keep or (known.work == "attention" and node.target not in COMMUNICATION)
+    fused = work_of(node.target) == "attention" and node.target not in COMMUNICATION
+    return fused or facts_of(node.target).keep
 
 
 def _dear(node: fx.Node) -> bool:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
 from ..core.errors import CompileError
+from ..ops.catalog import work_of
 from .canonical import LEAF, WHERE
 
 _aten = torch.ops.aten
-_PACKETS = (_aten.linear, _aten.matmul, _aten.mm, _aten.bmm, _aten.addmm, _aten.baddbmm, _aten.addbmm, _aten.mv)
-_PRODUCTS = frozenset(
-    packet.default for packet in (*_PACKETS, _aten.dot, _aten.convolution, _aten.conv1d, _aten.conv2d, _aten.conv3d)
-)
+
+
+def needs_one_dtype(target: Any) -> bool:
+    """Whether PyTorch refuses factors of two dtypes. An einsum promotes those that it only multiplies."""
+    return getattr(target, "namespace", "") == "aten" and work_of(target) == "matmul" and target != _aten.einsum.default
 
 
 def check_dtypes(graph: fx.Graph) -> None:
     """Raises: CompileError QN101 for a product of tensors of two dtypes in a captured graph."""
     for node in graph.nodes:
-        if node.target not in _PRODUCTS:
+        if not needs_one_dtype(node.target):
             continue
         operands = [n.meta["val"] for n in node.all_input_nodes]
+        if "transpose" in str(node.target) or not str(node.target).endswith(".default"):
+            operands = operands[:2]  # these convolutions convert the bias
         dtypes = list(dict.fromkeys(x.dtype for x in operands if isinstance(x, Tensor)))
         if len(dtypes) > 1:
             given = [

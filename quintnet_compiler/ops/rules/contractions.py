@@ -48,7 +48,7 @@ def added(text: str) -> SpecFn:
 
 
 def einsum(node: fx.Node) -> Factors:
-    """The equation is a rule. One that repeats a letter in a tensor runs unsplit."""
+    """The equation is a rule. One that repeats a letter in a tensor runs unsplit: all letters are whole."""
     equation = argument(node, "equation").replace(" ", "")
     operands = tensor_inputs(node)
     inputs, arrow, output = equation.partition("->")
@@ -60,7 +60,20 @@ def einsum(node: fx.Node) -> Factors:
         notation = Notation.parse(text, linear=[[i] for i in range(len(operands))])
         return notation.fit([shape(n) for n in operands], [shape(node)])
     except ValueError:
-        return opaque(node)
+        terms = [*inputs.split(","), output]
+        sizes: dict[str, int] = {}
+        tensors = [_letters(term, shape(n), sizes) for term, n in zip(terms, (*operands, node), strict=True)]
+        return Factors(tuple(tensors[:-1]), (tensors[-1],), sizes, frozenset(sizes))
+
+
+def _letters(term: str, dims: Sequence[int], sizes: dict[str, int]) -> Dims:
+    """The letter of each dim, whose size goes into ``sizes``; those of ``...`` are b0, b1, ... from its right."""
+    before, dots, behind = term.partition("...")
+    count = len(dims) - len(before) - len(behind)
+    names = [*before, *(f"b{i}" for i in reversed(range(count if dots else 0))), *behind]
+    for name, size in zip(names, dims, strict=True):
+        sizes[name] = max(size, sizes.get(name, 1))
+    return tuple((name,) if size == sizes[name] else () for name, size in zip(names, dims, strict=True))
 
 
 def _spaced(letters: str) -> str:

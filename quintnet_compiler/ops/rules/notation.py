@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
 from ...core.annotations import shape, tensor_inputs, values
 
+# "matmul": a product, whose size follows from the factors; "attention"; "view": moves nothing; "memory": bound by the
+# bytes that it reads and writes
+Work = Literal["matmul", "attention", "view", "memory"]
 Dims = tuple[tuple[str, ...], ...]  # for each dim its factors, outermost first; () for a broadcast dim of size 1
 
 
@@ -58,12 +62,31 @@ class Factors:
         found = (f for dims in (*self.outputs, *self.inputs) for dim in dims for f in dim)
         return tuple(dict.fromkeys(found))
 
+    @property
+    def product(self) -> tuple[int, int, int, int] | None:
+        """(batch, rows, columns, depth) of a product that sums over the factors that two inputs share and no output
+        has; None where there are none. The first of these inputs has the rows, the last the columns."""
+        made = _names(self.outputs)
+        inputs = [_names([dims]) for i, dims in enumerate(self.inputs) if i not in self.additive]
+        shared = {f for i, one in enumerate(inputs) for other in inputs[i + 1 :] for f in one & other}
+        summed = shared - made
+        if not summed:
+            return None
+        first, *_, last = (one for one in inputs if one & summed)
+        batch, rows = made & first & last, (made & first) - last
+        groups = (batch, rows, made - batch - rows, summed)
+        return tuple(math.prod(self.sizes[f] for f in group) for group in groups)  # type: ignore[return-value]
+
     def offset(self, dims: Dims, factor: str) -> tuple[int, int] | None:
         """(dim, product of the factors outside it in that dim) of ``factor``; None where ``dims`` lacks it."""
         for position, dim in enumerate(dims):
             if factor in dim:
                 return position, math.prod(self.sizes[f] for f in dim[: dim.index(factor)])
         return None
+
+
+def _names(tensors: Iterable[Dims]) -> set[str]:
+    return {factor for dims in tensors for dim in dims for factor in dim}
 
 
 SpecFn = Callable[[fx.Node], Factors]
@@ -112,6 +135,18 @@ class Notation:
         return Notation(
             text, inputs, outputs, frozenset(whole.split()), groups, frozenset(additive), frozenset(contiguous.split())
         )
+
+    @property
+    def work(self) -> Work | None:
+        """A product, where it sums over factors that two inputs share and is linear in each of them, or adds a bias.
+        Else a pass over memory; but what an operator does with a dim that it needs whole, a rule does not say: None."""
+        made, last = {f for dims in self.outputs for f in dims}, len(self.inputs)
+        alone = {group[0] for group in self.linear if len(group) == 1}
+        factors = set(range(last)) - self.additive if self.additive else alone
+        times = Counter(f for i in factors for f in set(self.inputs[i]) - made)
+        if any(count > 1 for count in times.values()):
+            return "matmul"
+        return None if self.whole else "memory"
 
     def fit(self, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]]) -> Factors:
         """The factors for tensors of these shapes; inputs that come last in the rule may be missing.
@@ -184,6 +219,7 @@ def _spread(names: frozenset[str], sizes: Mapping[str, int]) -> frozenset[str]:
 class Rule:
     """How ``target`` may be sharded. ``shape_arg``: the position of an argument that is the output's shape, which
     becomes the local shape on each rank. ``text`` and ``options``: what :func:`rule` was given, for rules in notation.
+    ``work``: what it is priced as; None: a line of :mod:`..catalog` or torch's tags say it.
     """
 
     target: Any
@@ -191,6 +227,7 @@ class Rule:
     shape_arg: int | None = None
     text: str = field(default="", compare=False)
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    work: Work | None = None
 
 
 def rule(
@@ -202,6 +239,7 @@ def rule(
     additive: Sequence[int] = (),
     contiguous: str = "",
     shape_arg: int | None = None,
+    work: Work | None = None,
 ) -> Rule:
     """A sharding rule in factor notation, like an einsum: a factor that the result lacks is summed over.
 
@@ -213,6 +251,7 @@ def rule(
         additive: inputs that are added to a contraction (a bias).
         contiguous: factors of which a rank must hold a contiguous range.
         shape_arg: the position of an argument that is the output's shape; ranks get the local shape.
+        work: what it is priced as, where that does not follow: ``"memory"`` for a few passes over memory, ...
 
     >>> rule("mm", "m k, k n -> m n", linear=[[0], [1]]).text
     'm k, k n -> m n'
@@ -226,7 +265,7 @@ def rule(
     def factors(node: fx.Node) -> Factors:
         return notation.fit([shape(n) for n in tensor_inputs(node)], [tuple(v.shape) for v in values(node)])
 
-    return Rule(target, factors, shape_arg, text, options)
+    return Rule(target, factors, shape_arg, text, options, work or notation.work)
 
 
 def table(*rules: Rule | Iterable[Rule]) -> dict[Any, Rule]:

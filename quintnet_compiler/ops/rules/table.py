@@ -21,13 +21,13 @@ from . import reductions as red
 from . import user_derivatives as own
 from . import views as v
 from .node_factors import along, leading, opaque
-from .notation import Factors, Rule, SpecFn, rule, table
+from .notation import Factors, Rule, SpecFn, Work, rule, table
 
 aten = torch.ops.aten
 
 
-def _each(targets: Iterable[Any], factors: SpecFn, shape_arg: int | None = None) -> list[Rule]:
-    return [Rule(target, factors, shape_arg) for target in targets]
+def _each(targets: Iterable[Any], factors: SpecFn, work: Work, shape_arg: int | None = None) -> list[Rule]:
+    return [Rule(target, factors, shape_arg, work=work) for target in targets]
 
 
 def _elementwise(targets: Iterable[Any], inputs: int = 1, *, linear: Sequence[Sequence[int]] = ()) -> list[Rule]:
@@ -94,12 +94,11 @@ RULES = MappingProxyType(
             2,
         ),
         _elementwise([aten.clamp.Tensor, aten.masked_fill.Tensor], 3),
-        _each([aten.prelu.default], red.prelu),
+        _each([aten.prelu.default], red.prelu, "memory"),
         # elementwise, linear
         _elementwise(
             [
-                aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.detach.default, aten.deg2rad.default,
-                aten.rad2deg.default,
+                aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.deg2rad.default, aten.rad2deg.default,
             ],
             linear=[[0]],
         ),
@@ -108,7 +107,7 @@ RULES = MappingProxyType(
         _elementwise([aten.div.Tensor, aten.true_divide.Tensor], 2, linear=[[0]]),
         _elementwise([aten.where.self], 3, linear=[[1, 2]]),
         _elementwise([aten.lerp.Tensor], 3, linear=[[0, 1]]),
-        _each([aten._to_copy.default], _cast),
+        _each([aten._to_copy.default], _cast, "memory"),
         rule(dropout, "... -> ...", linear=[[0]]),  # a mask is the same on every layout
         rule(aten.native_dropout_backward.default, "..., ... -> ...", linear=[[0]]),
         # contractions
@@ -117,12 +116,12 @@ RULES = MappingProxyType(
         rule(aten.mv.default, "m k, k -> m", linear=[[0], [1]]),
         rule(aten.dot.default, "k, k -> ", linear=[[0], [1]]),
         rule(aten.outer.default, "m, n -> m n", linear=[[0], [1]]),
-        _each([aten.addmm.default], c.added("m k, k n -> m n")),
-        _each([aten.addmv.default], c.added("m k, k -> m")),
-        _each([aten.baddbmm.default], c.added("b m k, b k n -> b m n")),
-        _each([aten.addbmm.default], c.added("b m k, b k n -> m n")),
-        _each([aten.matmul.default, aten.mm.default, aten.bmm.default], c.matmul),
-        _each([aten.einsum.default], c.einsum),
+        _each([aten.addmm.default], c.added("m k, k n -> m n"), "matmul"),
+        _each([aten.addmv.default], c.added("m k, k -> m"), "matmul"),
+        _each([aten.baddbmm.default], c.added("b m k, b k n -> b m n"), "matmul"),
+        _each([aten.addbmm.default], c.added("b m k, b k n -> m n"), "matmul"),
+        _each([aten.matmul.default, aten.mm.default, aten.bmm.default], c.matmul, "matmul"),
+        _each([aten.einsum.default], c.einsum, "matmul"),
         _each(
             [
                 aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
@@ -130,42 +129,47 @@ RULES = MappingProxyType(
                 aten.conv_transpose2d.input, aten.conv_transpose3d.input,
             ],
             c.convolution,
+            "matmul",
         ),
-        _each([aten.scaled_dot_product_attention.default], c.attention),
-        _each([attention], c.masked_attention),
-        _each([cached_attention], c.cached_attention),
-        rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k"),
-        rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k"),
+        _each([aten.scaled_dot_product_attention.default], c.attention, "attention"),
+        _each([attention], c.masked_attention, "attention"),
+        _each([cached_attention], c.cached_attention, "attention"),
+        rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
+        rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         # views
-        _each([aten.reshape.default], v.reshape),
-        _each([aten.expand.default], v.expand, shape_arg=1),
-        _each([aten.permute.default, aten.transpose.int, aten.t.default], v.permute),
-        _each([aten.slice.Tensor, aten.diff.default], along(linear=True)),
-        _each([aten.flip.default, aten.roll.default], along("dims", linear=True)),
-        _each([aten.select.int, aten.unbind.int], v.select),
-        _each([aten.diagonal.default], v.diagonal),
-        _each([aten.unfold.default], v.unfold),
-        _each([aten.cat.default], v.cat),
-        _each([aten.stack.default], v.stack),
-        _each([aten.split_with_sizes.default], v.split),
-        _each([aten.repeat_interleave.self_int], v.repeat_interleave),
-        _each([aten.constant_pad_nd.default, aten.pad.default], v.pad),
-        _each([aten.select_scatter.default, aten.slice_scatter.default], v.scatter_view),
-        _each([aten.triu.default, aten.tril.default], leading(-2, linear=True)),
-        _each([aten.col2im.default], leading(-2, linear=True)),
+        rule(aten.detach.default, "... -> ...", linear=[[0]], work="view"),
+        _each([aten.reshape.default], v.reshape, "view"),
+        _each([aten.expand.default], v.expand, "view", shape_arg=1),
+        _each([aten.permute.default, aten.transpose.int, aten.t.default], v.permute, "view"),
+        _each([aten.slice.Tensor], along(linear=True), "view"),
+        _each([aten.diff.default], along(linear=True), "memory"),
+        _each([aten.flip.default, aten.roll.default], along("dims", linear=True), "memory"),
+        _each([aten.select.int, aten.unbind.int], v.select, "view"),
+        _each([aten.diagonal.default], v.diagonal, "view"),
+        _each([aten.unfold.default], v.unfold, "view"),
+        _each([aten.cat.default], v.cat, "memory"),
+        _each([aten.stack.default], v.stack, "memory"),
+        _each([aten.split_with_sizes.default], v.split, "view"),
+        _each([aten.repeat_interleave.self_int], v.repeat_interleave, "memory"),
+        _each([aten.constant_pad_nd.default, aten.pad.default], v.pad, "memory"),
+        _each([aten.select_scatter.default, aten.slice_scatter.default], v.scatter_view, "memory"),
+        _each([aten.triu.default, aten.tril.default], leading(-2, linear=True), "memory"),
+        _each([aten.col2im.default], leading(-2, linear=True), "memory"),
         _each(
             [
                 aten.im2col.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
                 aten.channel_shuffle.default,
             ],
             leading(-3, linear=True),
+            "memory",
         ),
         # reductions
         _each(
             [aten.sum.default, aten.sum.dim_IntList],  # a mean becomes a sum, see Normalize
             red.reduction(sums=True, linear=True),
+            "memory",
         ),
-        _each([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], red.reduction(sums=True)),
+        _each([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], red.reduction(sums=True), "memory"),
         _each(
             [
                 aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.min.default,
@@ -177,9 +181,10 @@ RULES = MappingProxyType(
                 aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
             ],
             red.reduction(),
+            "memory",
         ),
         # along a dim
-        _each([aten.cumsum.default], along(linear=True)),
+        _each([aten.cumsum.default], along(linear=True), "memory"),
         _each(
             [
                 aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default, aten._softmax.default,
@@ -188,15 +193,17 @@ RULES = MappingProxyType(
                 aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.glu.default,
             ],
             along(),
+            "memory",
         ),
         # norms and pooling
-        _each([aten.layer_norm.default, aten.rms_norm.default], red.norm_last),
-        _each([aten.group_norm.default], leading(1)),
-        _each([aten.instance_norm.default], red.instance_norm),
-        _each([aten._weight_norm.default], red.weight_norm),
+        _each([aten.layer_norm.default, aten.rms_norm.default], red.norm_last, "memory"),
+        _each([aten.group_norm.default], leading(1), "memory"),
+        _each([aten.instance_norm.default], red.instance_norm, "memory"),
+        _each([aten._weight_norm.default], red.weight_norm, "memory"),
         _each(
             [aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats],
             red.batch_norm,
+            "memory",
         ),
         _each(
             [
@@ -204,6 +211,7 @@ RULES = MappingProxyType(
                 aten.adaptive_max_pool1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.vec,
             ],
             leading(-1),
+            "memory",
         ),
         _each(
             [
@@ -212,6 +220,7 @@ RULES = MappingProxyType(
                 aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec,
             ],
             leading(-2),
+            "memory",
         ),
         _each(
             [
@@ -219,41 +228,44 @@ RULES = MappingProxyType(
                 aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.vec,
             ],
             leading(-3),
+            "memory",
         ),
         # lookups
-        _each([aten.embedding.default], look.embedding),
-        _each([row_nll], look.row_nll),
-        _each([expert_linear], look.expert_linear),
-        _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss),
-        _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index),
-        _each([aten.index_select.default], look.index_select),
-        _each([aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar], look.index_add),
-        _each([aten.gather.default], look.gather),
-        _each([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], look.scatter),
-        _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor], opaque),
-        rule(aten.view_as_complex.default, "... part -> ...", whole="part"),
-        rule(aten.view_as_real.default, "... -> ... part", whole="part"),
-        rule(aten.one_hot.default, "... -> ... c", whole="c"),
-        rule(aten.bucketize.Tensor, "..., n -> ...", whole="n"),
-        rule(aten.grid_sampler.default, "n c h w, n p q xy -> n c p q", whole="h w xy"),
-        rule(aten.grid_sampler_2d.default, "n c h w, n p q xy -> n c p q", whole="h w xy"),
+        _each([aten.embedding.default], look.embedding, "memory"),
+        _each([row_nll], look.row_nll, "memory"),
+        _each([expert_linear], look.expert_linear, "matmul"),
+        _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss, "memory"),
+        _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index, "memory"),
+        _each([aten.index_select.default], look.index_select, "memory"),
+        _each([aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar], look.index_add, "memory"),
+        _each([aten.gather.default], look.gather, "memory"),
+        _each([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], look.scatter, "memory"),
+        _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor], opaque, "memory"),
+        rule(aten.view_as_complex.default, "... part -> ...", whole="part", work="view"),
+        rule(aten.view_as_real.default, "... -> ... part", whole="part", work="view"),
+        rule(aten.one_hot.default, "... -> ... c", whole="c", work="memory"),
+        rule(aten.bucketize.Tensor, "..., n -> ...", whole="n", work="memory"),
+        rule(aten.grid_sampler.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
+        rule(aten.grid_sampler_2d.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
         # derivatives that the user wrote
-        _each([with_tangent], own.with_tangent),
-        _each([declare_gradient], own.declare_gradient),
-        _each([after_gradients], own.after_gradients),
+        _each([with_tangent], own.with_tangent, "view"),
+        _each([declare_gradient], own.declare_gradient, "view"),
+        _each([after_gradients], own.after_gradients, "view"),
         # constants
         _each(
             [aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default],
             v.factory,
+            "memory",
             shape_arg=1,
         ),
-        _each([aten.ones.default, aten.zeros.default, aten.full.default, aten.empty.memory_format], v.factory, shape_arg=0),
+        _each([aten.ones.default, aten.zeros.default, aten.full.default, aten.empty.memory_format], v.factory, "memory", shape_arg=0),
         _each(
             [
                 aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default,
                 aten.eye.default, aten.triu_indices.default, aten.tril_indices.default, aten.scalar_tensor.default,
             ],
             opaque,
+            "memory",
         ),
     )
 )  # fmt: skip

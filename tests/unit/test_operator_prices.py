@@ -1,0 +1,106 @@
+"""cost_models.operators, ops.catalog and capture.matmul_dtypes: what single operators are, and what they cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from quintnet_compiler.capture.matmul_dtypes import needs_one_dtype
+from quintnet_compiler.core.annotations import Facts, annotate, is_float
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.cost_models.kernels import Kernel
+from quintnet_compiler.cost_models.operators import SIZES, kernel_of
+from quintnet_compiler.ops.catalog import OPERATORS, work_of
+from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.rules.notation import rule
+from quintnet_compiler.ops.rules.table import RULES
+
+from ..one_operator import Sample
+from ..operator_samples import SAMPLES
+
+aten = torch.ops.aten
+PRODUCTS = [s for samples in SAMPLES.values() for s in samples if work_of(s.target) == "matmul"]
+
+
+def _drawn(sample: Sample) -> list[Tensor]:
+    dice = Generator().manual_seed(0)
+    return [one.draw(dice, one.shape) for one in sample.inputs]
+
+
+def _made(sample: Sample, given: list[Tensor]) -> Any:
+    return sample.call(given, lambda target, *args, **kwargs: target(*args, **kwargs))
+
+
+def _kernel(sample: Sample) -> Kernel:
+    graph, given = fx.Graph(), _drawn(sample)
+    leaves = [annotate(graph.placeholder("x"), Facts(x)) for x in given]
+    made = _made(sample, given)
+    node: fx.Node = sample.call(leaves, lambda target, *args, **kwargs: graph.call_function(target, args, kwargs))
+    return kernel_of(annotate(node, Facts(made if isinstance(made, Tensor) else tuple(made))))
+
+
+@pytest.mark.parametrize("target", sorted(SAMPLES, key=str), ids=str)
+def test_every_operator_with_a_rule_has_a_price(target: Any) -> None:
+    for sample in SAMPLES[target]:
+        kernel = _kernel(sample)
+        assert kernel.bytes > 0 or kernel.kind == "view"
+        assert (kernel.flops > 0) == (kernel.kind in ("matmul", "attention"))
+
+
+@pytest.mark.parametrize("sample", PRODUCTS, ids=str)
+def test_sizes_of_products_are_those_that_torch_counts(sample: Sample) -> None:
+    """torch.utils.flop_counter knows some; of the others, a product of all that is named, by hand."""
+    by_hand = {
+        aten._cdist_forward.default: 2 * 2 * 4 * 6 * 6, aten.cdist.default: 2 * 2 * 4 * 6 * 6,
+        aten.addbmm.default: 2 * 4 * 4 * 12 * 6, aten.addmv.default: 2 * 4 * 12, aten.mv.default: 2 * 4 * 12,
+        aten.dot.default: 2 * 12, aten.bilinear.default: 2 * 4 * 4 * 6 * 2,
+    }  # fmt: skip
+    with FlopCounterMode(display=False) as counter:
+        _made(sample, _drawn(sample))
+    counted = counter.get_total_flops() or by_hand.get(sample.target)
+    if sample.target == aten.matmul.default and not counted:  # with a vector
+        counted = {(12,): 24, (6,): 96}[sample.inputs[1].shape]
+    if sample.target is expert_linear:
+        rows, (_, *weight) = sample.inputs[0].shape[0], sample.inputs[2].shape
+        counted = 2 * rows * weight[0] * weight[1]
+    assert _kernel(sample).flops == (counted or 0)
+
+
+def test_what_an_operator_is_priced_as_stands_in_one_place() -> None:
+    ruled = {str(target).split(".")[1] for target in RULES}
+    assert not [name for name, facts in OPERATORS.items() if facts.work is not None and name in ruled]
+    assert all(one.work is not None for one in RULES.values())
+    assert all(work_of(target) == "matmul" for target in SIZES)
+
+
+def test_the_work_of_a_rule_follows_from_its_notation() -> None:
+    assert rule("mm", "m k, k n -> m n", linear=[[0], [1]]).work == "matmul"
+    assert rule("linear", "... i, o i, o -> ... o", additive=[2]).work == "matmul"
+    assert rule("outer", "m, n -> m n", linear=[[0], [1]]).work == "memory"
+    assert rule("sum", "m n -> m", linear=[[0]]).work == "memory"
+    assert rule("a loss of two tensors", "n, n -> ").work == "memory"
+    # what happens to a dim that must be whole may be anything, as the inverse of a matrix
+    assert rule("inverse", "... m n -> ... m n", whole="m n").work is None
+    assert rule("softmax", "... n -> ... n", whole="n", work="memory").work == "memory"
+
+
+def test_what_nobody_described_has_no_price() -> None:
+    for target in (aten.linalg_inv.default, aten.linear.out):
+        graph = fx.Graph()
+        x, y = (annotate(graph.placeholder(name), Facts(torch.ones(2, 2))) for name in "xy")
+        node = annotate(graph.call_function(target, (x, y)), Facts(torch.ones(2, 2)))
+        with pytest.raises(CompileError, match="QN210"):
+            kernel_of(node)
+
+
+@pytest.mark.parametrize("sample", [s for s in PRODUCTS if needs_one_dtype(s.target)], ids=str)
+def test_torch_refuses_products_of_two_dtypes(sample: Sample) -> None:
+    given = _drawn(sample)
+    first = 0 if len(given) == 2 else next(i for i, x in enumerate(given) if is_float(x))
+    given[first] = given[first].to(torch.float32)
+    with pytest.raises(RuntimeError):
+        _made(sample, given)
