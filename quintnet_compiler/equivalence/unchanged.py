@@ -46,8 +46,7 @@ class Untouched:
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> Untouched:
-        devices = sorted({x.device.index or 0 for x in self.tensors.values() if x.device.type == "cuda"})
-        self.stack.enter_context(torch.random.fork_rng(devices=devices))
+        self.stack.enter_context(random_numbers_kept(self.tensors.values()))
         self.drawn = _random_states()
         self.settings = {key: _settings(module) for key, (_, module) in self.parts.items()}
         self.trainable = [(x, x.requires_grad) for x in self.tensors.values()]
@@ -66,7 +65,6 @@ class Untouched:
             drawn = tuple(name for name, state in self.drawn.items() if not _same_state(state, now[name]))
             self.changes = ModuleChanges(self._restore_tensors(), tuple(self._restore_settings()), drawn)
         finally:
-            _set_random_states(self.drawn)
             for x, flag in self.trainable:
                 if x.requires_grad != flag:
                     x.requires_grad_(flag)
@@ -202,10 +200,18 @@ def reseed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    random.setstate(states["python"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
+@contextlib.contextmanager
+def random_numbers_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Afterwards the generators of torch (also of the GPUs on which tensors are), Python and NumPy are as before."""
+    devices = sorted({x.device.index or 0 for x in tensors if x.device.type == "cuda"})
+    before = _random_states()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(before["python"])
+            if "numpy" in before:
+                sys.modules["numpy"].random.set_state(before["numpy"])
 
 
 def _same_state(a: Any, b: Any) -> bool:

@@ -24,6 +24,7 @@ from ..runtime.execute.executor import Run
 from .localize import Culprit, localize
 from .module_copy import module_copy
 from .reference import differs, largest, same_masks
+from .unchanged import random_numbers_kept
 
 # What rounding in another order may do, relative to the largest element; the tests' own limit in float64.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -130,8 +131,9 @@ def verify_program(
     the limit is ``SLACK`` times how far this rank is from it: two programs that round as often, in another order, are
     about as far (on average over many elements; the largest difference of a few may be larger)."""
     start = time.perf_counter()
-    own = {} if unsplit is None or limit is not None else _distances(unsplit, batch, steps)
-    return _compare(subject, batch, steps, Tolerances(limit, own), start, exact=unsplit is not None)
+    with random_numbers_kept(subject.tensors.values()):
+        own = {} if unsplit is None or limit is not None else _distances(unsplit, batch, steps)
+        return _compare(subject, batch, steps, Tolerances(limit, own), start, exact=unsplit is not None)
 
 
 @dataclass(frozen=True)
