@@ -32,6 +32,7 @@ from quintnet_compiler.driver.compiler import Request, Runner, compile_program
 from quintnet_compiler.ir.program import DistributedProgram, RankProgram
 from quintnet_compiler.runtime.execute.engines import ENGINES
 from quintnet_compiler.runtime.execute.executor import Executor, Run
+from quintnet_compiler.runtime.launch.malloc import tune_malloc
 from quintnet_compiler.runtime.state.gradients import GradientStore
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.transport import Wait
@@ -94,6 +95,8 @@ def ours(program: DistributedProgram, part: RankProgram, device: torch.device, s
         for spec in program.inputs
     ]
     store = GradientStore(program, part, transport, device)
+    if device.type == "cpu":
+        tune_malloc()  # as programs do
     executor = Executor(program, part, transport, device, store, ENGINES[engine]())
 
     def step() -> object:

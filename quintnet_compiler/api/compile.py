@@ -40,6 +40,7 @@ def compile(
     backend: Literal["eager", "inductor", "cudagraphs"] = "eager",
     device: torch.device | str | None = None,
     check: Literal["first", "always", "off"] = "first",
+    tune_process: bool = True,
     **options: Unpack[PlanOptions],
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
@@ -73,6 +74,9 @@ def compile(
             ``"first"``: for the first program; ``"always"``: also for those that evaluation, outputs or other batch
             sizes need; ``"off"``: never. Nothing of the module or the batch changes. With one process per rank, rank 0
             compares, and all ranks raise at the first step. See docs/verification.md.
+        tune_process: whether to set, for the rest of this process, how much freed memory malloc keeps, and the
+            scheduling policy of gloo's threads. Both only on CPUs; see docs/process.md. The first program of a module
+            decides.
         options: decisions of the plan, see :class:`Plan`. None leaves one as it is.
 
     Raises:
@@ -100,7 +104,8 @@ def compile(
     enter_world(mesh)
     book = {**RULES, **table(rules)}
     where = default_device(model, device)
-    program = CompiledProgram(Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check))
+    task = Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process)
+    program = CompiledProgram(task)
     return program if batch is None else program.prepare(batch)
 
 

@@ -299,7 +299,16 @@ class CompiledProgram(ProgramReports):
             else:
                 refuse_split(tensors)
                 plan, engine = primary.plan.to_json(), ENGINES[task.backend]()
-                self._backend = open_backend(self.mesh, primary.program, tensors, task.device, plan, engine, slots)
+                self._backend = open_backend(
+                    self.mesh,
+                    primary.program,
+                    tensors,
+                    task.device,
+                    plan,
+                    engine,
+                    slots,
+                    tune_process=task.tune_process,
+                )
                 settle(slots, primary, self._backend)
         return self._backend
 

@@ -20,7 +20,7 @@ CHECKS = ("first", "always", "off")
 @dataclass(frozen=True)
 class Task:
     """What the user asked for: the model, its loss, and the decisions made so far. ``check``: which programs are
-    compared with the module, see :func:`quintnet.compile`."""
+    compared with the module; ``tune_process``: see :func:`quintnet.compile`."""
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -32,6 +32,7 @@ class Task:
     training: bool = True
     backend: str = "eager"
     check: str = "first"
+    tune_process: bool = True
 
     @property
     def primary_kind(self) -> str:

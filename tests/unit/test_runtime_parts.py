@@ -173,9 +173,10 @@ def test_a_module_with_parts_is_not_called_and_saves_its_own() -> None:
 
 def test_where_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
+    monkeypatch.setattr(backends, "tune_malloc", lambda: made.append("malloc"))
     monkeypatch.setattr(backends, "LocalBackend", lambda *_: made.append("here"))
-    monkeypatch.setattr(backends, "ProcessBackend", lambda *_: made.append("processes"))
+    monkeypatch.setattr(backends, "ProcessBackend", lambda *_, **__: made.append("processes"))
     for several in (False, True):
         monkeypatch.setattr(backends, "many", lambda several=several: several)
-        backends.open_backend(Mesh(dp=2), None, {}, torch.device("cpu"))  # type: ignore[arg-type]
-    assert made == ["here", "processes"]
+        backends.open_backend(Mesh(dp=2), None, {}, torch.device("cpu"), tune_process=several)  # type: ignore[arg-type]
+    assert made == ["here", "malloc", "processes"]

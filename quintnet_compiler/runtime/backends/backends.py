@@ -10,6 +10,7 @@ from torch import Tensor
 from ...core.mesh import Mesh
 from ...ir.program import DistributedProgram
 from ..execute.engines import Engine, eager
+from ..launch.malloc import tune_malloc
 from ..launch.world import many
 from ..state.module_parameters import Slots
 from .backend import Backend
@@ -25,15 +26,19 @@ def open_backend(
     plan: str = "",
     engine: Engine = eager,
     slots: Slots | None = None,
+    *,
+    tune_process: bool = True,
 ) -> Backend:
     """One rank per process inside an initialised process group of more than one rank, else all ranks here.
 
     ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions. ``slots``: where modules keep
-    ``tensors``.
+    ``tensors``. ``tune_process``: see :func:`quintnet.compile`.
 
     Raises:
         RunError: QN301 if the process group has another size than the mesh, QN403 if ranks have other programs.
     """
+    if tune_process and device.type == "cpu":
+        tune_malloc()
     if many():
-        return ProcessBackend(mesh, program, tensors, device, plan, engine, slots)
+        return ProcessBackend(mesh, program, tensors, device, plan, engine, slots, tune_process=tune_process)
     return LocalBackend(mesh, program, tensors, device, engine, slots)

@@ -47,6 +47,8 @@ class ProcessBackend:
         plan: str,
         engine: Engine = eager,
         slots: Slots | None = None,
+        *,
+        tune_process: bool = True,
     ) -> None:
         self.mesh, self.device, self.engine = mesh, device, engine
         self.scaler = LossScale.of(program)
@@ -62,7 +64,7 @@ class ProcessBackend:
         self.values = SameValues(mesh, device)
         self.values.see(tensors)
         self.devices = device_mesh(mesh, device.type)
-        self.transport = DistributedTransport(mesh, self.devices)
+        self.transport = DistributedTransport(mesh, self.devices, tune_process=tune_process)
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
         self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
         self.place = mesh.coordinate(rank)

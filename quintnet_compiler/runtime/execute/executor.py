@@ -16,7 +16,6 @@ from ...core.sharding import P, Shard
 from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
-from ..launch.malloc import tune_malloc
 from ..state.gradients import GradientStore
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
@@ -64,8 +63,6 @@ class Executor:
     ) -> None:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
-        if device.type == "cpu":
-            tune_malloc()
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {

@@ -32,14 +32,21 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 
 
 class DistributedTransport:
-    """Axes bound to process groups.
+    """Axes bound to process groups. ``tune_process``: see :func:`quintnet.compile`.
 
     Raises:
         RunError: QN301 if the world has another size than the mesh.
     """
 
-    def __init__(self, mesh: Mesh, devices: DeviceMesh, groups: Iterable[tuple[int, ...]] = ()) -> None:
-        self.mesh, self.rank = mesh, dist.get_rank()
+    def __init__(
+        self,
+        mesh: Mesh,
+        devices: DeviceMesh,
+        groups: Iterable[tuple[int, ...]] = (),
+        *,
+        tune_process: bool = True,
+    ) -> None:
+        self.mesh, self.rank, self.tune_process = mesh, dist.get_rank(), tune_process
         if dist.get_world_size() != mesh.size:
             raise RunError(
                 "QN301",
@@ -69,7 +76,8 @@ class DistributedTransport:
                 made = dist.new_group(list(ranks))
                 if self.rank in ranks:
                     self.group[ranks] = collectives(made)
-        lower_gloo_thread_priority()
+        if self.tune_process:
+            lower_gloo_thread_priority()
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
