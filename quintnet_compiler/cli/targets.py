@@ -31,7 +31,8 @@ def load_target(target: str) -> Loaded:
     module, _, name = target.partition(":")
     if not name or not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
         raise _bad(f"{target!r} is not package.module:builder (nor hf:CONFIG.json)")
-    sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     builder = _explained(f"{target!r} cannot be loaded", lambda: _find(module, name))
     made = _explained(f"{target!r} failed", builder)
     if not isinstance(made, tuple) or len(made) not in (2, 3):

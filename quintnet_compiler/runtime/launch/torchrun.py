@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -50,7 +51,6 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
     if dist.is_initialized():
         results[dist.get_rank()] = job.fn(*job.args)
         return results
-    torch.set_num_threads(job.threads)
     patience = timedelta(seconds=job.patience)
     given, rank, _ = next(rendezvous("env://", timeout=patience))
     while isinstance(given, PrefixStore):
@@ -59,9 +59,14 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
     folder = Path(tempfile.mkdtemp(prefix="quintnet-"))
     silence = min(LONGEST_SILENCE, job.patience)
     neighbours = Neighbours(rank, size, silence)
-    with Heartbeat(
-        lambda: PrefixStore(f"{name}/rows", given.clone()), rank, size, folder, job.patience, neighbours
-    ) as pulse:
+
+    def connect() -> Store:
+        return PrefixStore(f"{name}/rows", given.clone())
+
+    with (
+        torch_threads(job.threads),
+        Heartbeat(connect, rank, size, folder, job.patience, neighbours) as pulse,
+    ):
         Guard(pulse, silence).start()
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -77,6 +82,17 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
         dist.destroy_process_group()
     shutil.rmtree(folder)
     return results
+
+
+@contextlib.contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """While inside, torch computes with this many threads: the process is the user's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def meet(store: Store, rank: int, size: int, patience: float) -> str:
