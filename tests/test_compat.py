@@ -26,7 +26,7 @@ COMPAT = PACKAGE / "compat"
 LIBRARIES = ("torch", "transformers")
 HIDDEN = ("torch.fx.experimental", "transformers.masking_utils", "transformers.modeling_utils")  # as good as private
 SEMI_PUBLIC = frozenset({"_parameters", "_buffers", "_modules"})  # see the docstring of compat
-OF_PYTHON = frozenset({"_getframe", "_exit"})  # of sys and os
+OF_PYTHON = frozenset({"_getframe", "_exit", "_DummyThread"})  # of sys, os and threading
 OPERATORS = ("aten", "torch.ops.aten")
 
 # Private attributes of objects: something that must have them.
@@ -53,6 +53,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_flat_weight_refs": nn.LSTM(1, 1),
         "_ep_plan": _LLAMA,
         "_from_config": _LLAMA,
+        "_global_mapping": transformers.AttentionInterface(),
         "_init_weights": _LLAMA,
         "_keys_to_ignore_on_load_unexpected": _LLAMA,
         "_keys_to_ignore_on_save": _LLAMA,

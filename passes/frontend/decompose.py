@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, composite_definition, composite_in_cpp, get_decompositions, make_fx, pytree
 from ...core.annotations import value
+from ...core.replaced import one_thread
 
 aten = torch.ops.aten
 
@@ -72,11 +73,12 @@ def has_parts(target: Any) -> bool:
 @contextlib.contextmanager
 def _torch_alone() -> Iterator[None]:
     """Without oneDNN, one kernel of which is an LSTM: its derivative needs what only autograd keeps."""
-    (enabled, *_) = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(enabled)  # type: ignore[no-untyped-call]
+    with one_thread():
+        (enabled, *_) = torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            torch.backends.mkldnn.set_flags(enabled)  # type: ignore[no-untyped-call]
 
 
 def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tuple[fx.Graph, list[fx.Node]]:

@@ -13,6 +13,7 @@ from ..capture.step_module import LossFn
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.progress import bar
+from ..core.replaced import one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
@@ -26,6 +27,7 @@ from ..schedules.synthesis import check_schedule
 Given = Plan | Mapping[str, Any] | str | Path | None
 
 
+@one_thread()
 def plan(
     model: nn.Module,
     cluster: Cluster,
@@ -66,6 +68,7 @@ def plan(
         return plan_model(planner, top_k=top_k, objective=objective, effort=SearchEffort(work, seconds), progress=shown)
 
 
+@one_thread()
 def estimate(
     model: nn.Module,
     cluster: Cluster,

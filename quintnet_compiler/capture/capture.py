@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
-import logging
 import re
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +24,13 @@ from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..core.empty_storage import device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
+from ..core.replaced import one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.program import Captured
 from .block_reuse import Skipped, blocks_once
 from .canonical import OWN, canonical, inline_no_grad, module_of
 from .matmul_dtypes import check_dtypes
+from .messages import without_messages_of_torch
 from .modes import evaluating, without_autocast
 from .step_module import Call, LossFn, StepModule
 from .user_derivatives import user_derivatives
@@ -108,13 +107,14 @@ def capture(
     user = user_derivatives(step, trained=trained)
     hollow, plain = hollow_parameters(step), plain_parameters(step.brought())
     with (
+        one_thread(),
         mode,
         flags,
         user as own,
         plain,
         hollow as real,
         without_autocast(),
-        _no_warnings(),
+        without_messages_of_torch(),
         shipped,
         blocks as skipped,
     ):
@@ -189,18 +189,6 @@ def _untrained(step: nn.Module) -> Iterator[None]:
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-
-
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # torch logs whole graphs where it gives up; our error says what matters
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
 
 
 def _user_frame(stack: Any) -> str:

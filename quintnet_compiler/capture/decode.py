@@ -23,6 +23,7 @@ from ..compat.transformers import attention_registries, mask_parts
 from ..core.annotations import Leaf
 from ..core.empty_storage import device_of, hollow_parameters
 from ..core.errors import CompileError
+from ..core.replaced import for_this_thread, one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.program import Captured
 from ..ops.collectives import cached_attention
@@ -95,7 +96,10 @@ def cache_shapes(model: nn.Module) -> tuple[Shape, ...]:
     if not _takes_positions(model):
         raise _refusal("its forward takes no position_ids", "take the positions of tokens as a second argument")
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with evaluating(model), fake, hollow_parameters(model), torch.no_grad(), traced_as_few_nodes(model):
+    changed = evaluating(model), hollow_parameters(model), traced_as_few_nodes(model)
+    with one_thread(), contextlib.ExitStack() as stack, fake, torch.no_grad():
+        for one in changed:
+            stack.enter_context(one)
         ids = torch.zeros(2, 3, dtype=torch.int64, device=device_of(model))
         _logits(model, ids, ids, attend)
     if not found:
@@ -143,8 +147,8 @@ def _attending(attend: Attend) -> Iterator[None]:
         return
     functions, masks = registries
     was, mask_was = functions[_NAME], masks[_NAME]
-    functions.register(_NAME, _hugging_faces(attend))
-    masks.register(_NAME, _window_alone(mask_was))
+    functions.register(_NAME, for_this_thread(_hugging_faces(attend), was))
+    masks.register(_NAME, for_this_thread(_window_alone(mask_was), mask_was))
     try:
         with _Torchs(attend):
             yield

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import BackwardHook
 
 from ..compat.torch import without_torch_function
 from ..compat.torch_hooks import (
@@ -32,6 +33,7 @@ from ..compat.torch_hooks import (
     old_backward_hooks,
 )
 from ..core.errors import CompileError, Where
+from ..core.replaced import for_this_thread
 from .autograd_functions import Joined, follow, follow_hook
 from .canonical import OWN
 from .module_hooks import ModuleHooks
@@ -61,8 +63,8 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
     end = step.register_forward_hook(lambda module, given, made: finder.end(made))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
 
-    def apply(function: Any, *args: Any) -> Any:
-        return finder.apply(function, *args)
+    def usual(function: Any, *args: Any) -> Any:
+        return super(FunctionBase, function).apply(*args)
 
     def saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
         kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) give back what was saved
@@ -71,9 +73,9 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
         enter(hooks)
 
     with (
-        functions_applied_by(apply),
-        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", saving),
-        module_backward_hooks_by(functools.partial(ModuleHooks, finder)),
+        functions_applied_by(for_this_thread(finder.apply, usual)),
+        mock.patch.object(torch.autograd.graph.saved_tensors_hooks, "__enter__", for_this_thread(saving, enter)),
+        module_backward_hooks_by(for_this_thread(functools.partial(ModuleHooks, finder), BackwardHook)),
         _Hooks(finder),
     ):
         try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -36,7 +39,7 @@ __all__ = [
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "implementations_of_aten", "is_functional", "linear", "nn_functions",
     "plain_function", "root_of", "schema", "schema_or_none", "operator_name", "silu", "storage_key", "storage_uses",
-    "version", "without_torch_function", "built_for_xpu", "RNN_WEIGHT_LISTS",
+    "version", "without_printed_graphs", "without_torch_function", "built_for_xpu", "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
 
 # -- tensors
@@ -117,6 +120,21 @@ def implementations_of_aten() -> Iterator[Any]:
     """What registers functions as aten's kernels, until the end; instead: a TorchFunctionMode."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         yield library
+
+
+@contextlib.contextmanager
+def without_printed_graphs() -> Iterator[None]:
+    """Inside, torch.export does not print the graph with which it gave up on stderr; instead: redirecting stderr."""
+    from torch.export import _trace  # imported by the first export
+
+    here = threading.get_ident()
+
+    def say(*values: object, **options: Any) -> None:
+        if threading.get_ident() != here or options.get("file") is not sys.stderr:
+            print(*values, **options)
+
+    with mock.patch.object(_trace, "print", say, create=True):
+        yield
 
 
 # -- graphs

@@ -13,8 +13,8 @@ from typing import Any
 
 __all__ = [
     "EXPERTS_CHOICE", "apply_gate", "attention_registries", "built_on_meta", "causal_class", "conversions",
-    "ignored_on_load", "ignored_on_save", "initialize", "is_conversion", "mask_parts", "norm_after_experts",
-    "parallel_rules", "register_experts", "renamed", "sort_key", "without_packed_documents",
+    "experts_run_by", "ignored_on_load", "ignored_on_save", "initialize", "is_conversion", "mask_parts",
+    "norm_after_experts", "parallel_rules", "renamed", "sort_key", "without_packed_documents",
 ]  # fmt: skip
 
 _MASKS = "transformers.masking_utils"
@@ -33,11 +33,22 @@ def attention_registries() -> tuple[Any, Any] | None:
     return None if functions is None or masks is None else (functions, masks)
 
 
-def register_experts(name: str, function: Callable[..., Any]) -> None:
-    """``function`` runs the experts of models whose choice is ``name``; instead: the models' own loop over experts."""
+@contextlib.contextmanager
+def experts_run_by(name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, ``function`` runs the experts of models whose choice is ``name``; instead: the models' own loop over
+    experts."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+    known = ALL_EXPERTS_FUNCTIONS._global_mapping
+    before = known.get(name)
     ALL_EXPERTS_FUNCTIONS.register(name, function)
+    try:
+        yield
+    finally:
+        if before is None:
+            del known[name]
+        else:
+            known[name] = before
 
 
 def apply_gate(experts: Any, x: Any) -> Any:

@@ -17,6 +17,7 @@ from ..capture.modes import without_autocast
 from ..core.annotations import num_bytes, values
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
+from ..core.replaced import one_thread
 from ..core.sharding import AxisType
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
@@ -104,6 +105,7 @@ class Compiled:
         return runner.programs
 
 
+@one_thread()
 def compile_program(captured: Captured, request: Request, runner: Runner, *, training: bool = True) -> Compiled:
     """Captured model -> programs of all ranks; not ``training``: forwards alone, in the order of the plan's stages.
 
@@ -150,6 +152,7 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
     return Compiled(program, complete, runner.seconds, _stages(staged), whole, again)
 
 
+@one_thread()
 def follow_program(
     captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:

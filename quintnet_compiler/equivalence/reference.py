@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..compat.torch import implementations_of_aten
+from ..core.replaced import for_this_thread, one_thread
 from ..core.rng import Key, keep_mask
+
+aten = torch.ops.aten
 
 
 def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
@@ -23,9 +27,9 @@ def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
 def same_masks(seed: int, step: int) -> Iterator[None]:
     """Inside, torch's dropout (and attention with dropout) draws the masks that compiled programs draw.
 
-    Operators are numbered in the order of the model's own calls, as capture meets them. A call that is made again for
-    the backward (torch.utils.checkpoint) has its number again: like torch's own masks, it is told by the state of the
-    random numbers.
+    Other threads have torch's own. Operators are numbered in the order of the model's own calls, as capture meets them.
+    A call that is made again for the backward (torch.utils.checkpoint) has its number again: like torch's own masks,
+    it is told by the state of the random numbers.
     """
     numbers: dict[tuple[int, int], int] = {}
 
@@ -61,10 +65,14 @@ def same_masks(seed: int, step: int) -> Iterator[None]:
             scores = scores.masked_fill(~attn_mask, float("-inf")) if masked else scores + attn_mask
         return dropout(scores.softmax(-1), dropout_p, True) @ value
 
-    with implementations_of_aten() as library:
-        for device in ("CPU", "CUDA"):
-            library.impl("dropout", dropout, f"Autograd{device}")
-            library.impl("scaled_dot_product_attention", attention, f"Autograd{device}")
+    ours: dict[Any, Callable[..., Tensor]] = {
+        aten.dropout.default: dropout,
+        aten.scaled_dot_product_attention.default: attention,
+    }
+    with one_thread(), implementations_of_aten() as library:
+        for operator, function in ours.items():
+            for device in ("CPU", "CUDA"):
+                library.impl(operator, for_this_thread(function, operator.decompose), f"Autograd{device}")
         yield
 
 

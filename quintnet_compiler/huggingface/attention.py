@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..compat.transformers import attention_registries, mask_parts
+from ..core.replaced import for_this_thread
 from ..ops.attention import attention
 
 _NAME = "sdpa"
@@ -43,8 +44,8 @@ def attention_as_one_operator() -> Iterator[None]:
         return
     functions, masks = found
     was, mask_was = functions[_NAME], masks[_NAME]
-    functions.register(_NAME, _attend(was))
-    masks.register(_NAME, _mask(mask_was))
+    functions.register(_NAME, for_this_thread(_attend(was), was))
+    masks.register(_NAME, for_this_thread(_mask(mask_was), mask_was))
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..compat.transformers import (
     EXPERTS_CHOICE,
     apply_gate,
+    experts_run_by,
     norm_after_experts,
-    register_experts,
     without_packed_documents,
 )
 from ..ops.expert_linear import expert_linear
@@ -34,20 +34,16 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
     configs = _configs(model)
     joined = as_shipped and any(getattr(config, "use_cache", False) for config in configs)
     before = [(c, name, getattr(c, name)) for c in configs for name in _CHOICES if hasattr(c, name)]
-    if configs:
-        register_experts("quintnet", _experts)
-    try:
-        for config, name, _ in before:
-            setattr(config, name, _CHOICES[name])
-        with contextlib.ExitStack() as stack:
-            if joined:
-                stack.enter_context(without_packed_documents())
-            if configs:
-                stack.enter_context(attention_as_one_operator())
-            yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for config, name, was in before:
-            setattr(config, name, was)
+            stack.callback(setattr, config, name, was)
+            setattr(config, name, _CHOICES[name])
+        if joined:
+            stack.enter_context(without_packed_documents())
+        if configs:
+            stack.enter_context(experts_run_by("quintnet", _experts))
+            stack.enter_context(attention_as_one_operator())
+        yield
 
 
 # Attributes of a configuration while it is captured: the name under which a function of ours is registered, and no

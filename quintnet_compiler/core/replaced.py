@@ -1,0 +1,35 @@
+"""What of torch and transformers is replaced for a while: by one thread at a time, and for that thread alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_TURN = threading.RLock()  # one for the process, as the functions that are replaced are
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Only one thread at a time is inside, so that each puts back what was there before; one thread, any number of
+    times. Around compiling as a whole, for torch's own FakeTensorMode replaces a function of the process, too."""
+    with _TURN:
+        yield
+
+
+def for_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is ``ours`` where the calling thread calls it, and ``theirs`` in the program's other threads.
+
+    Threads that Python did not start count as this one: autograd computes in threads of its own for other devices.
+    """
+    owner = threading.current_thread()
+
+    @functools.wraps(theirs, updated=())  # of what is replaced, signatures are asked for
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        now = threading.current_thread()
+        mine = now is owner or isinstance(now, threading._DummyThread)
+        return (ours if mine else theirs)(*args, **kwargs)
+
+    return chosen
