@@ -84,14 +84,17 @@ def mask_parts(function: Any) -> list[tuple[str, Any]] | None:
 
 
 @contextlib.contextmanager
-def without_packed_documents() -> Iterator[None]:
-    """Inside, position_ids that begin again are no documents of their own; instead: passing a mask that says so."""
+def without_packed_documents(chosen: Callable[[Callable[..., Any], Callable[..., Any]], Any]) -> Iterator[None]:
+    """Inside, position_ids that begin again are no documents of their own; instead: passing a mask that says so.
+
+    ``chosen``: what is made of our function and the usual one is called.
+    """
     masks: Any = sys.modules.get(_MASKS)
     documents = getattr(masks, "find_packed_sequence_indices", None)
     if documents is None:
         yield
         return
-    masks.find_packed_sequence_indices = lambda position_ids: None
+    masks.find_packed_sequence_indices = chosen(lambda position_ids: None, documents)
     try:
         yield
     finally:

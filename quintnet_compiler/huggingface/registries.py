@@ -20,6 +20,7 @@ from ..compat.transformers import (
     norm_after_experts,
     without_packed_documents,
 )
+from ..core.replaced import for_this_thread
 from ..ops.expert_linear import expert_linear
 from .attention import attention_as_one_operator
 
@@ -39,7 +40,7 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
             stack.callback(setattr, config, name, was)
             setattr(config, name, _CHOICES[name])
         if joined:
-            stack.enter_context(without_packed_documents())
+            stack.enter_context(without_packed_documents(for_this_thread))
         if configs:
             stack.enter_context(experts_run_by("quintnet", _experts))
             stack.enter_context(attention_as_one_operator())
