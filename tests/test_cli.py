@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import quintnet
 from quintnet_compiler.cli import answer, app
-from quintnet_compiler.cli.verbs import VERBS
+from quintnet_compiler.cli.verbs import VERBS, loaded
 from quintnet_compiler.core.error_help import ErrorHelp, error_help
 from quintnet_compiler.core.error_table import ERRORS
 from quintnet_compiler.core.errors import (
@@ -142,6 +142,16 @@ def test_a_configuration_is_a_target() -> None:
     assert found["ranks"] == 4
     done = _run("verify", "hf:llama.json,rows=4,sequence=16", "--mesh", "tp=2")
     assert done.exit_code == 4 and "QN604" in done.stderr
+
+
+def test_every_verb_that_takes_a_plan_takes_its_decisions() -> None:
+    options = {name: {one.name for one in loaded(name).params} for name in VERBS}
+    assert [name for name, known in options.items() if ("plan" in known) != ("settings" in known)] == ["train"]
+    assert "settings" in options["train"]
+    found = _document("simulate", *PLAIN, "--set", "schedule=gpipe", "--set", "zero=0")
+    assert found["schedule"] == "gpipe"
+    found = _document("simulate", *PLAIN, "--set", "zero=7", code=answer.USAGE)
+    assert "zero=7: zero is one of 0, 1, 2, 3" in found["error"]["message"]
 
 
 def test_exit_codes() -> None:

@@ -125,5 +125,5 @@ def _planned(
     if isinstance(where, Mesh):
         known["mesh"] = {axis: where[axis] for axis in AXES}
         where = Cluster("h100", nodes=-(-where.size // 8), gpus_per_node=min(8, where.size))
-    pinned = Plan.model_validate({**read_plan(plan).model_dump(exclude_unset=True), **known})
+    pinned = read_plan(plan).changed(known, keep_open=True)
     return make_plan(model, where, batch, loss_fn=loss_fn, plan=pinned, rules=rules, top_k=1).best

@@ -11,7 +11,18 @@ import typer
 from ..core.progress import working
 from ..simulation.timeline import Timeline
 from .answer import Answer
-from .options import CalibrationOption, Json, MeshOption, Microbatches, PlanOption, Target, compiled, costs_of
+from .options import (
+    CalibrationOption,
+    Json,
+    MeshOption,
+    Microbatches,
+    PlanOption,
+    ProgramOptions,
+    Set,
+    Target,
+    compiled,
+    costs_of,
+)
 
 
 def dump(
@@ -20,6 +31,7 @@ def dump(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
+    settings: Set = None,
     measured: Annotated[Path | None, typer.Option(help="a step of quintnet measure, to show beside")] = None,
     calibration: CalibrationOption = None,
     json: Json = False,
@@ -33,7 +45,7 @@ def dump(
     Example: quintnet dump mymodel:build --mesh pp=2,tp=2 --out out --measured step.json --calibration machine.json
     """
     costs, real = costs_of(calibration), Timeline.load(measured) if measured else None
-    program = compiled(target, mesh, plan, microbatches)
+    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
     with working("writing"):
         folder = program.dump(out, costs=costs, measured=real)
     manifest = json_module.loads((folder / "manifest.json").read_text(encoding="utf-8"))

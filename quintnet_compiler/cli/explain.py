@@ -9,7 +9,7 @@ import typer
 
 from ..core.error_help import ErrorHelp, error_help, error_page
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, compiled
+from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
 
 def explain(
@@ -18,6 +18,7 @@ def explain(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
+    settings: Set = None,
     why_not: Annotated[
         str | None, typer.Option(help='another way: column, row, replicated, or types by axis: {"tp": "S(0)"}')
     ] = None,
@@ -34,7 +35,7 @@ def explain(
     """
     if name is None:
         return _error(what)
-    program = compiled(what, mesh, plan, microbatches)
+    program = compiled(what, ProgramOptions.of(mesh, plan, microbatches, settings))
     return Answer.of(program.explain(name, why_not=_way(why_not)))
 
 

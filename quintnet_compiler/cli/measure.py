@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from ..core.mesh import Mesh
 from ..core.progress import working
-from ..ir.plan import read_plan
 from ..runtime.launch.launch import launch
 from ..simulation.timeline import Timeline
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, Target, compiled, parse_mesh
+from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
 from .targets import load_target
 
 
@@ -22,6 +20,7 @@ def measure(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
+    settings: Set = None,
     steps: Annotated[int, typer.Option(min=1, help="steps before the one that counts")] = 3,
     out: Annotated[Path | None, typer.Option(help="write the timeline here, for quintnet dump --measured")] = None,
     html: Annotated[Path | None, typer.Option(help="write a page with a picture here")] = None,
@@ -31,14 +30,15 @@ def measure(
 
     Starts local processes; under torchrun this process is one rank. Nothing is trained for good.
 
-    Exit code: 0, 2 usage, 4 the model or the layout is not supported, 6 a rank failed, 8 a value is not finite.
+    Exit code: 0, 2 usage, 4 the model or the options is not supported, 6 a rank failed, 8 a value is not finite.
 
     Example: quintnet measure mymodel:build --mesh pp=2,tp=2 --microbatches 8 --out step.json
     """
-    size = _size(mesh, plan)
+    options = ProgramOptions.of(mesh, plan, microbatches, settings)
+    size = options.mesh.size
     load_target(target)  # what is wrong with it is said here, once
     with working(f"running {steps + 1} steps on {size} ranks"):
-        found: list[Timeline | None] = launch(_rank, size, (target, mesh, plan, microbatches, steps))
+        found: list[Timeline | None] = launch(_rank, size, (target, options, steps))
     timeline = next(one for one in found if one is not None)
     if out:
         timeline.save(out)
@@ -47,15 +47,8 @@ def measure(
     return Answer.of(timeline)
 
 
-def _size(mesh: str | None, plan: Path | None) -> int:
-    decided = read_plan(plan)
-    if mesh is None and not decided.mesh:
-        raise typer.BadParameter("give one, or a plan that has one", param_hint="--mesh")
-    return (parse_mesh(mesh) if mesh is not None else Mesh(**decided.mesh)).size
-
-
-def _rank(target: str, mesh: str | None, plan: Path | None, microbatches: int | None, steps: int) -> Timeline:
-    program, batch = compiled(target, mesh, plan, microbatches), load_target(target)[1]
+def _rank(target: str, options: ProgramOptions, steps: int) -> Timeline:
+    program, batch = compiled(target, options), load_target(target)[1]
     for _ in range(steps):
         program.step(batch)
         program.zero_grad()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..api.compile import compile as compile_model
 from ..api.compiled_program import CompiledProgram
+from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.progress import working
 from ..cost_models.calibrated import CalibratedCosts
 from ..cost_models.calibration import Calibration
-from ..ir.plan import read_plan
+from ..ir.plan import Plan, read_plan
+from ..ir.plan_options import PlanOptions, read_options
 from .targets import load_target
 
 Target = Annotated[
@@ -29,6 +32,14 @@ MeshOption = Annotated[
 ]
 PlanOption = Annotated[Path | None, typer.Option(help="a plan file; without it, the default rules")]
 Microbatches = Annotated[int | None, typer.Option(min=1, help="parts of the batch in time")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help=f"a decision in place of the plan's, as zero=3; repeatable; {', '.join(PlanOptions.__annotations__)}",
+    ),
+]
 CalibrationOption = Annotated[Path | None, typer.Option(help="of quintnet calibrate; without it, H100 GPUs")]
 Gpu = Annotated[str, typer.Option(help="kind of device: h100, a100-80, b200, ...")]
 Nodes = Annotated[int, typer.Option(min=1, help="nodes of the cluster")]
@@ -63,17 +74,48 @@ def costs_of(calibration: Path | None) -> CalibratedCosts | None:
     return CalibratedCosts(Calibration.load(calibration)) if calibration else None
 
 
-def compiled(target: str, mesh: str | None, plan: Path | None, microbatches: int | None) -> CompiledProgram:
+def settings_of(texts: list[str] | None) -> dict[str, Any]:
+    """The decisions that ``--set`` makes, with values that a plan can have.
+
+    Raises:
+        typer.BadParameter: with what is possible.
+    """
+    try:
+        found = read_options(texts or ())
+        Plan().changed(found)
+    except (ValueError, CompileError) as error:
+        said = error.message if isinstance(error, CompileError) else str(error)
+        raise typer.BadParameter(said, param_hint="--set") from None
+    return found
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What the options of a verb say about a program: a mesh and a plan."""
+
+    mesh: Mesh
+    plan: Plan
+
+    @classmethod
+    def of(
+        cls, mesh: str | None, plan: Path | None, microbatches: int | None = None, settings: list[str] | None = None
+    ) -> ProgramOptions:
+        """Raises: typer.BadParameter if an option is not as it should be, or there is no mesh."""
+        given, decided = settings_of(settings), read_plan(plan)
+        if microbatches is not None and given.setdefault("microbatches", microbatches) != microbatches:
+            raise typer.BadParameter("says another number than --set microbatches", param_hint="--microbatches")
+        if mesh is None and not decided.mesh:
+            raise typer.BadParameter("give one, or a plan that has one", param_hint="--mesh")
+        return cls(parse_mesh(mesh) if mesh is not None else Mesh(**decided.mesh), decided.changed(given))
+
+
+def compiled(target: str, options: ProgramOptions) -> CompiledProgram:
     """The program of a target.
 
     Raises:
-        typer.BadParameter: if there is no such target, or no mesh.
+        typer.BadParameter: if there is no such target.
         CompileError: see :func:`quintnet.compile`.
     """
-    decided = read_plan(plan)
-    if mesh is None and not decided.mesh:
-        raise typer.BadParameter("give one, or a plan that has one", param_hint="--mesh")
-    chosen = parse_mesh(mesh) if mesh is not None else Mesh(**decided.mesh)
     model, batch, loss_fn = load_target(target)
-    with working(f"compiling for {chosen}"):
-        return compile_model(model, chosen, batch, loss_fn=loss_fn, plan=decided, microbatches=microbatches)
+    with working(f"compiling for {options.mesh}"):
+        return compile_model(model, options.mesh, batch, loss_fn=loss_fn, plan=options.plan)

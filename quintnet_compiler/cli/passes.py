@@ -13,7 +13,7 @@ from ..core.progress import working
 from ..driver.pipeline import PIPELINE
 from ..ir.printer import program_text
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, compiled
+from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
 Step = tuple[str, str, str]  # a pass, the program before it, and after it
 
@@ -25,6 +25,7 @@ def passes(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
+    settings: Set = None,
     until: Annotated[str | None, typer.Option(metavar="PASS", help="print the program after this pass")] = None,
     only: Annotated[str | None, typer.Option(metavar="PASS", help="print the program before and after it")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="with --only: the lines that the pass changes")] = False,
@@ -51,7 +52,7 @@ def passes(
         if asked is not None:
             raise typer.BadParameter("needs a TARGET", param_hint="--until --only")
         return _all()
-    program = compiled(target, mesh, plan, microbatches)
+    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
     with working("compiling again"):
         steps = _steps(program.passes())
     if asked is None:

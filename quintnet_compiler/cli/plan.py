@@ -9,8 +9,9 @@ import typer
 
 from ..api.plan import plan as make_plan
 from ..cost_models.cluster import Cluster
+from ..ir.plan import read_plan
 from .answer import Answer
-from .options import Gpu, GpusPerNode, Json, Nodes, Target
+from .options import Gpu, GpusPerNode, Json, Nodes, Set, Target, settings_of
 from .targets import load_target
 
 
@@ -20,6 +21,7 @@ def plan(
     nodes: Nodes = 1,
     gpus_per_node: GpusPerNode = None,
     plan: Annotated[Path | None, typer.Option(help="a plan file with decisions that are made already")] = None,
+    settings: Set = None,
     top: Annotated[int, typer.Option(min=1, help="how many plans to show")] = 5,
     seconds: Annotated[float, typer.Option(help="when to stop searching")] = 35.0,
     out: Annotated[Path | None, typer.Option(help="write the best plan here, for compile(plan=...)")] = None,
@@ -30,10 +32,13 @@ def plan(
     Exit code: 0, 2 usage, 3 nothing fits the cluster, 4 the model is not supported.
 
     Example: quintnet plan mymodel:build --gpu h100 --nodes 8 --out plan.json
+
+    Example: quintnet plan mymodel:build --nodes 8 --set precision=bf16 --set zero=3
     """
+    pinned = read_plan(plan).changed(settings_of(settings), keep_open=True)
     cluster = Cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
-    report = make_plan(model, cluster, batch, loss_fn=loss_fn, plan=plan, top_k=top, seconds=seconds)
+    report = make_plan(model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, seconds=seconds)
     if out:
         report.best.save(out)
     return Answer.of(report)

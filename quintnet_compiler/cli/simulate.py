@@ -9,7 +9,18 @@ import typer
 
 from ..core.progress import working
 from .answer import Answer
-from .options import CalibrationOption, Json, MeshOption, Microbatches, PlanOption, Target, compiled, costs_of
+from .options import (
+    CalibrationOption,
+    Json,
+    MeshOption,
+    Microbatches,
+    PlanOption,
+    ProgramOptions,
+    Set,
+    Target,
+    compiled,
+    costs_of,
+)
 
 
 def simulate(
@@ -17,6 +28,7 @@ def simulate(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
+    settings: Set = None,
     calibration: CalibrationOption = None,
     html: Annotated[Path | None, typer.Option(help="write a page with a picture here")] = None,
     trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto here")] = None,
@@ -29,7 +41,7 @@ def simulate(
     Example: quintnet simulate mymodel:build --mesh pp=4,tp=2 --microbatches 16 --html step.html
     """
     costs = costs_of(calibration)
-    program = compiled(target, mesh, plan, microbatches)
+    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
     with working("simulating"):
         report = program.simulate(costs)
     if html:

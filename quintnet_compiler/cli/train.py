@@ -14,12 +14,13 @@ from ..runtime.launch.launch import launch
 from ..training.config import TrainConfig
 from ..training.run import run as run_training
 from .answer import Answer
-from .options import Json
+from .options import Json, Set, settings_of
 
 
 def train(
     config: Annotated[Path, typer.Argument(help="a YAML file with the keys of quintnet.TrainConfig")],
     changes: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="in place of the file's")] = None,
+    settings: Set = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="processes here; without it, as many as the mesh")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="start again after a fault, from the newest checkpoint")] = 0,
     json: Json = False,
@@ -32,11 +33,15 @@ def train(
     8 a value is not finite.
 
     Example: quintnet train examples/vit_digits.yaml num_epochs=5
+
+    Example: quintnet train examples/vit_digits.yaml --set zero=1
     """
     given = [one.partition("=") for one in changes or ()]
     if any(not sign for _, sign, _ in given):
         raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")
     found = TrainConfig.read(config, **{key: yaml.safe_load(value) for key, _, value in given})
+    decided = settings_of(settings)
+    found = found.model_copy(update={"plan": {**found.plan, **decided}})
     ranks = nproc or found.mesh.size
     histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,), restarts=restarts)
     history = next(one for one in histories if one is not None)

@@ -8,7 +8,7 @@ import typer
 
 from ..core.progress import working
 from .answer import NOT_EQUAL, Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, Target, compiled
+from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
 
 
 def verify(
@@ -16,6 +16,7 @@ def verify(
     mesh: MeshOption = None,
     plan: PlanOption = None,
     microbatches: Microbatches = None,
+    settings: Set = None,
     steps: Annotated[int, typer.Option(min=1, help="training steps to compare")] = 2,
     float64: Annotated[bool, typer.Option("--float64", help="compare in float64")] = False,
     limit: Annotated[float | None, typer.Option(help="the relative error that counts as equal")] = None,
@@ -27,7 +28,7 @@ def verify(
 
     Example: quintnet verify mymodel:build --mesh dp=2,tp=2 --float64
     """
-    program = compiled(target, mesh, plan, microbatches)
+    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
     with working(f"comparing {steps} steps"):
         report = program.verify(steps=steps, float64=float64, limit=limit)
     return Answer.of(report, 0 if report.ok else NOT_EQUAL)

@@ -146,15 +146,16 @@ class Plan(BaseModel):
             json.loads(found, object_pairs_hook=_no_repeats, parse_constant=_no_constant)
             return cls.model_validate_json(found, strict=True)
 
-    def changed(self, decisions: Mapping[str, Any]) -> Plan:
-        """This plan with ``decisions`` in place of its own; None leaves one as it is.
+    def changed(self, decisions: Mapping[str, Any], *, keep_open: bool = False) -> Plan:
+        """This plan with ``decisions`` in place of its own; None leaves one as it is. ``keep_open``: what neither sets
+        stays open for a planner; else it is decided by its default.
 
         Raises:
             CompileError: QN207 for a value that a plan cannot have.
         """
         given = {name: value for name, value in decisions.items() if value is not None}
         with _explained():
-            return Plan.model_validate({**self.model_dump(), **given}, strict=True)
+            return Plan.model_validate({**self.model_dump(exclude_unset=keep_open), **given}, strict=True)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a file that :func:`quintnet.compile` reads: at once, in place of what was there."""

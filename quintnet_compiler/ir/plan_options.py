@@ -1,11 +1,13 @@
-"""Decisions of a plan as keyword arguments: what ``compile(..., zero=3)`` takes, and how that is read."""
+"""Decisions of a plan as keyword arguments, ``compile(..., zero=3)``, and as texts, ``--set zero=3``."""
 
 from __future__ import annotations
 
+import collections.abc
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 from ..core.axes import DataAxis
 
@@ -65,3 +67,58 @@ def lists_options(function: Callable[P, R]) -> Callable[P, R]:
     listed = [inspect.Parameter(name, keyword, default=None, annotation=hint) for name, hint in hints.items()]
     function.__dict__["__signature__"] = own.replace(parameters=[*kept, *listed])
     return function
+
+
+def read_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Options from texts ``name=value``, each value read as the type that :class:`PlanOptions` gives it: elements of a
+    list are separated by commas, ``parameters`` is JSON.
+
+    Raises:
+        ValueError: for a name or a value that is not possible, with those that are.
+    """
+    kinds, found = get_type_hints(PlanOptions), dict[str, Any]()
+    for text in texts:
+        name, sign, value = (part.strip() for part in text.partition("="))
+        if not sign:
+            raise ValueError(f"{text!r} is not NAME=VALUE; write for example zero=3")
+        if name not in kinds:
+            close = difflib.get_close_matches(name, kinds, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(f"there is no option {name!r}; {hint}the options are {', '.join(kinds)}")
+        if name in found:
+            raise ValueError(f"{name} is given twice")
+        kind = next(one for one in get_args(kinds[name]) if one is not type(None))
+        try:
+            found[name] = _value(kind, value)
+        except ValueError:
+            raise ValueError(f"{name}={value}: {name} is {_possible(kind)}") from None
+    return found
+
+
+def _value(kind: Any, text: str) -> Any:
+    """Raises: ValueError if ``text`` is no value of ``kind``."""
+    if get_origin(kind) is collections.abc.Mapping:
+        return json.loads(text)
+    if get_origin(kind) is collections.abc.Sequence:
+        return tuple(_value(get_args(kind)[0], part.strip()) for part in text.split(",") if part.strip())
+    if kind in (int, float, str):
+        return kind(text)
+    choices = _choices(kind)
+    if text.lower() not in choices:
+        raise ValueError(text)
+    return choices[text.lower()]
+
+
+def _choices(kind: Any) -> dict[str, Any]:
+    return {"true": True, "false": False} if kind is bool else {str(value): value for value in get_args(kind)}
+
+
+def _possible(kind: Any) -> str:
+    """What :func:`_value` takes, for people."""
+    if get_origin(kind) is collections.abc.Mapping:
+        return 'JSON, such as {"*.up_proj.weight": {"tp": "S(0)"}}'
+    if get_origin(kind) is collections.abc.Sequence:
+        return f"a list, separated by commas; each element is {_possible(get_args(kind)[0])}"
+    if kind in (int, float, str):
+        return {int: "an integer", float: "a number", str: "a text"}[kind]
+    return f"one of {', '.join(_choices(kind))}"

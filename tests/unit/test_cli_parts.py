@@ -20,14 +20,14 @@ from quintnet_compiler.cli.dump import dump
 from quintnet_compiler.cli.estimate import estimate
 from quintnet_compiler.cli.explain import explain
 from quintnet_compiler.cli.measure import measure
-from quintnet_compiler.cli.options import compiled, costs_of, parse_mesh
+from quintnet_compiler.cli.options import ProgramOptions, compiled, costs_of, parse_mesh, settings_of
 from quintnet_compiler.cli.plan import plan
 from quintnet_compiler.cli.simulate import simulate
 from quintnet_compiler.cli.targets import load_target
 from quintnet_compiler.cli.train import train
 from quintnet_compiler.cli.verify import verify
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.ir.plan import read_plan
+from quintnet_compiler.ir.plan import Plan, read_plan
 from quintnet_compiler.reports import doctor as examining
 
 TARGET = f"{__name__}:small"
@@ -84,9 +84,31 @@ def test_hugging_face_configurations(tmp_path: Path) -> None:
 
 def test_a_target_needs_a_mesh_or_a_plan_with_one() -> None:
     with pytest.raises(typer.BadParameter, match="give one, or a plan that has one"):
-        compiled(TARGET, None, None, None)
-    program = compiled(TARGET, "dp=2", None, 2)
+        ProgramOptions.of(None, None)
+    program = compiled(TARGET, ProgramOptions.of("dp=2", None, 2))
     assert program.mesh == Mesh(dp=2) and program.plan.microbatches == 2
+
+
+def test_decisions_are_set_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    Plan(mesh={"dp": 2}, zero=1, seed=3).save(file)
+    program = compiled(TARGET, ProgramOptions.of(None, file, None, ["zero=2", "microbatches=2"]))
+    assert program.mesh == Mesh(dp=2)
+    assert (program.plan.zero, program.plan.seed, program.plan.microbatches) == (2, 3, 2)
+    with pytest.raises(typer.BadParameter, match="says another number"):
+        ProgramOptions.of(None, file, 4, ["microbatches=2"])
+    for text, told in (
+        ("zero=4", "zero=4: zero is one of 0, 1, 2, 3"),
+        ("zer=1", "there is no option 'zer'; did you mean zero"),
+        ("microbatches=0", "microbatches: Input should be greater than or equal to 1"),
+    ):
+        with pytest.raises(typer.BadParameter, match=told) as refused:
+            settings_of([text])
+        assert refused.value.param_hint == "--set"
+    found = json.loads(plan(TARGET, gpus_per_node=2, settings=["zero=0", "precision=bf16"], top=1).document)
+    assert found["plans"][0]["plan"]["precision"] == "bf16" and found["plans"][0]["plan"]["zero"] == 0
+    priced = json.loads(estimate(TARGET, file, gpus_per_node=2, settings=["microbatches=2"]).document)
+    assert priced["layout"].startswith("dp=2, 2 x 1 rows")
 
 
 def test_verbs_about_one_program(tmp_path: Path) -> None:

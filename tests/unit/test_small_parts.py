@@ -43,7 +43,7 @@ from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.ir.plan_options import PlanOptions, decided, lists_options
+from quintnet_compiler.ir.plan_options import PlanOptions, decided, lists_options, read_options
 from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention import attention, visible
@@ -265,3 +265,38 @@ def test_options_of_a_plan_as_keyword_arguments() -> None:
 
     assert list(inspect.signature(function).parameters) == ["x", *PlanOptions.__annotations__]
     assert set(PlanOptions.__annotations__) == set(Plan.model_fields) - {"version", "mesh"}
+
+
+def test_decisions_are_read_from_texts() -> None:
+    plan = Plan(
+        microbatches=4, stages=("a", "b"), experts=("dp", "ep"), zero=3, overlap=False, async_tp=True,
+        recompute="auto", activation_memory_budget=2.5, parameters={"*.w": {"tp": "S(0)"}}, loss_scale=8.0,
+    )  # fmt: skip
+    texts = []
+    for name in PlanOptions.__annotations__:
+        value = getattr(plan, name)
+        text = json.dumps(value) if isinstance(value, dict) else ",".join(value) if isinstance(value, tuple) else value
+        texts.append(f"{name}={text}")
+    assert Plan().changed(read_options(texts)) == plan
+    assert read_options(["overlap=true", " stages = "]) == {"overlap": True, "stages": ()}
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (["zero"], "'zero' is not NAME=VALUE; write for example zero=3"),
+        (["mesh=dp"], "there is no option 'mesh'; the options are microbatches, schedule, "),
+        (["overlapp=true"], "there is no option 'overlapp'; did you mean overlap? the options are "),
+        (["zero=1", "zero=2"], "zero is given twice"),
+        (["overlap=1"], "overlap=1: overlap is one of true, false"),
+        (["recompute=half"], "recompute=half: recompute is one of none, selective, full, auto"),
+        (["microbatches=2.5"], "microbatches=2.5: microbatches is an integer"),
+        (["loss_scale=x"], "loss_scale=x: loss_scale is a number"),
+        (["experts=dp,tp"], "experts is a list, separated by commas; each element is one of dp, ep, cp"),
+        (["parameters=w"], 'parameters is JSON, such as {"*.up_proj.weight": {"tp": "S(0)"}}'),
+    ],
+)
+def test_a_text_that_is_no_decision_is_refused_with_what_is_possible(texts: list[str], told: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        read_options(texts)
+    assert told in str(refused.value)
