@@ -20,7 +20,8 @@ LEGEND = {
     "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients",
     "meeting": "all stages, or all ranks",
 }  # fmt: skip
-_ORDER = {**{axis: lane for lane, axis in enumerate(reversed(AXES))}, "all": len(AXES)}  # of lanes
+# of lanes; those of several axes ("dp+tp") come before the last
+_ORDER = {**{axis: lane for lane, axis in enumerate(reversed(AXES))}, "all": len(AXES) + 1}
 IN_BOX = frozenset({"F", "B", "I", "W", "once"})
 
 

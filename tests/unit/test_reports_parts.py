@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -168,6 +169,14 @@ def test_a_timeline_is_drawn_saved_and_read(tmp_path: Path) -> None:
         (tmp_path / "wrong.json").write_text(json.dumps(wrong))
         with pytest.raises(CompileError, match="is no timeline"):
             read_timeline(tmp_path / "wrong.json")
+
+
+def test_lanes_go_from_the_innermost_axis_to_all_ranks() -> None:
+    axes = ("all", "dp+tp", "dp", "pp", "tp")
+    events = tuple(Event(0.0, 1.0, "sum", "g", -1, -1, axis) for axis in axes)
+    timeline = Timeline("a step", "1f1b", 1, 8, 1.0, (RankTimeline(0, {"dp": 0}, 8, events, 1.0, 0.0, {}),))
+    lanes = re.findall(r'text-anchor="end">([a-z+]+)<', chart.svg(timeline))
+    assert lanes[:5] == ["tp", "dp", "pp", "dp+tp", "all"]
 
 
 # -- the textbook
