@@ -18,6 +18,7 @@ from ...ir.program import DifferentiatedProgram, DistributedProgram, Piece, Stag
 from ...ops.collectives import RANKED, SIZED, microbatch, share
 from ...schedules.check import verify_schedule
 from .overlap import check_pairs
+from .source import check_source_slices
 from .tables import dtypes_of_gradient, spellings
 
 aten = torch.ops.aten
@@ -94,6 +95,7 @@ class _Stage:
         env: dict[fx.Node, fx.Node] = {}
         names = iter([*piece.static, *piece.dynamic])
         check_pairs(piece.module.graph.nodes)
+        check_source_slices(piece.module.code.strip(), piece.module.graph)
         for position, node in enumerate(piece.module.graph.nodes):
             if node.op == "placeholder":
                 if position:

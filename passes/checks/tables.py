@@ -58,10 +58,11 @@ _TORCH = frozenset(
     {
         "add", "sub", "mul", "div", "neg", "rsqrt", "pow", "tanh", "sigmoid", "relu", "exp", "mm", "bmm", "addmm",
         "matmul", "t", "transpose", "permute", "reshape", "split_with_sizes", "select", "cat", "sum", "mean",
-        "native_layer_norm", "embedding", "where", "masked_fill",
+        "native_layer_norm", "embedding", "where", "masked_fill", "log", "sqrt", "cos", "sin", "eq", "ne", "ge", "gt",
+        "le", "lt", "logical_and", "logical_or", "logical_not", "detach", "unsqueeze", "squeeze", "amax", "any",
     }
 )  # fmt: skip
-_NN = frozenset({"linear", "silu"})
+_NN = frozenset({"linear", "silu", "gelu"})
 
 
 def forward_call(before: AxisType, after: AxisType, *, stored: bool) -> Call | None:

@@ -31,6 +31,7 @@ from ...ops.collectives import RANKED, SIZED, microbatch, share
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
 from .python_ops import SPELLING
+from .source_lines import WIDTH, in_lines, written
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,7 @@ def _piece(
             graph.call_method("accumulate", (comm, env[node], name))
     graph.output(tuple(env[n] for n in returned))
     graph.set_codegen(_Boxed())
+    graph.on_generate_code(lambda _: written)
     module = fx.GraphModule({}, graph)
     names = {n for n in ordered if n in static}
     return Piece(
@@ -313,6 +315,8 @@ class _Boxed(fx.graph.CodeGen):
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
         names = [v.split(":")[0].split("=")[0].strip() for v in free_vars if v != "self"]
         unpack = f"{', '.join(names)}, = args" if names else "pass"
+        if len(unpack) > WIDTH:
+            unpack = f"{in_lines(names)} = args".replace("\n", "\n    ")
         return f"def {function_name(self)}(self, args):\n    {unpack}\n    args.clear()"
 
 

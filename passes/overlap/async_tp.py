@@ -76,7 +76,7 @@ def _rebuilt(program: DifferentiatedProgram, fused: Sequence[Fused]) -> Differen
             made = [value(p.node).reshape(*whole[:-1], shape(p.node)[-1]) for p in one.products]
         several = (*made, value(node)) if keep else tuple(made)
         x, *where = (new.get(a, a) if isinstance(a, fx.Node) else a for a in node.args)
-        both = put(node, all_gather_matmul, (x, *where, *given, keep), f"{node.name}_products", several)
+        both = put(node, all_gather_matmul, (x, *where, *given, keep), f"{node.name}_matmul", several)
         for index, (product, result) in enumerate(zip(one.products, made, strict=True)):
             old = product.node
             same = tuple(result.shape) == shape(old)

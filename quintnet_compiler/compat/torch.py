@@ -37,7 +37,7 @@ __all__ = [
     "BatchNorm",  # the base class, for isinstance; instead: the public classes, lazy and synchronised ones too
     "InstanceNorm",  # likewise
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
-    "foreach_norm", "function_name", "implementations_of_aten", "is_functional", "linear", "nn_functions",
+    "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
     "plain_function", "root_of", "schema", "schema_or_none", "operator_name", "silu", "storage_key", "storage_uses",
     "version", "without_printed_graphs", "without_torch_function", "built_for_xpu", "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
@@ -99,7 +99,7 @@ def operator_name(target: object) -> str:
 
 # Generated code calls them as C++ functions, without the wrappers of torch.nn.functional; instead: torch.ops.aten.
 nn_functions = torch._C._nn
-linear, silu = torch._C._nn.linear, torch._C._nn.silu
+gelu, linear, silu = torch._C._nn.gelu, torch._C._nn.linear, torch._C._nn.silu
 
 
 def composite_definition(target: Any) -> Callable[..., Any] | None:

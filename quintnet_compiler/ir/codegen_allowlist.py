@@ -21,7 +21,8 @@ _SPELLED = frozenset(
     for name in re.findall(
         r"\S+",
         "add sub mul div neg rsqrt pow tanh sigmoid relu exp mm bmm addmm matmul _C._nn.linear _C._nn.silu t transpose "
-        "permute reshape split_with_sizes select cat sum mean native_layer_norm embedding where masked_fill",
+        "permute reshape split_with_sizes select cat sum mean native_layer_norm embedding where masked_fill log sqrt "
+        "cos sin eq ne ge gt le lt logical_and logical_or logical_not _C._nn.gelu detach unsqueeze squeeze amax any",
     )
 )
 _COMM = frozenset({f"comm.{str(op).split('.')[1]}" for op in RANKED} | {"comm.accumulate", "comm.accumulate_matmul"})
@@ -99,7 +100,7 @@ class _Function:
         self.bound.add(target.id)
 
     def _assign(self, node: ast.stmt) -> None:
-        """``x = y = None``, ``x = y[0]`` or ``x = operator(...)``"""
+        """``x = y = None``, ``x = y[0]``, ``x = y[:, 2:5]`` or ``x = operator(...)``"""
         if not isinstance(node, ast.Assign):
             return self._refuse(node)
         value = node.value
@@ -109,8 +110,9 @@ class _Function:
             return None
         if isinstance(value, ast.Subscript):
             index = value.slice
-            self._require(isinstance(value.value, ast.Name) and value.value.id in self.bound, value)
-            self._require(isinstance(index, ast.Constant) and type(index.value) is int, value)
+            self._require(isinstance(value.value, ast.Name) and value.value.id in self.bound - {"comm"}, value)
+            cuts = index.elts if isinstance(index, ast.Tuple) else [index]
+            self._require(_is_integer(index) or (bool(cuts) and all(map(_is_slice, cuts))), value)
         elif isinstance(value, ast.Call):
             self._call(value)
         else:
@@ -182,6 +184,15 @@ def _is_operator(path: str) -> bool:
 def _is_torch_constant(path: str) -> bool:
     module, _, name = path.partition(".")
     return module == "torch" and isinstance(vars(torch).get(name), (torch.dtype, torch.layout, torch.memory_format))
+
+
+def _is_integer(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+def _is_slice(node: ast.expr) -> bool:
+    """``:``, ``2:``, ``2:5`` or ``0:8:2``, as in ``x[:, 2:5]``."""
+    return isinstance(node, ast.Slice) and all(n is None or _is_integer(n) for n in (node.lower, node.upper, node.step))
 
 
 def _is_number(node: ast.expr) -> bool:
