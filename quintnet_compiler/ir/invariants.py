@@ -123,7 +123,7 @@ def _is_cache(node: Any) -> bool:
 @verify.register
 def _(program: DistributedProgram) -> None:
     """Every stage gets each value it reads from itself, from state, or from a transfer; code is what we generate."""
-    for code in {p.code for stage in program.stages for p in stage.pieces.values()}:
+    for code in {p.module.code for stage in program.stages for p in stage.pieces.values()}:
         check_source(code)
     for stage in program.stages:
         whole = {*stage.state, *stage.inputs, *stage.once.outputs}

@@ -10,9 +10,12 @@ from typing import Any
 from torch import fx
 
 from ..core.annotations import facts, is_getitem, leaf, num_bytes, values
+from ..core.errors import Where
+from ..core.name_patterns import by_pattern
 from ..core.names import one_line
 from ..ops.collectives import wait
 from ..schedules.schedule import grid
+from .headings import heading
 from .program import (
     Captured,
     DifferentiatedProgram,
@@ -23,6 +26,7 @@ from .program import (
     RankProgram,
     ShardedProgram,
     StagedProgram,
+    StateSpec,
 )
 
 
@@ -63,14 +67,19 @@ class Listing:
         return f"%{node.name}: {_type(node)} = {_call(node)}" + (f"  {note}" if note else "")
 
     def __str__(self) -> str:
-        """One line per node, under a comment whenever the place in the user's model changes."""
-        lines: list[str] = []
-        last = ""
-        for node in self.graph.nodes if self.graph is not None else ():
-            where = one_line(str(facts(node).where)) if node.op != "output" else last
-            if where != last and where:
-                lines.append(f"# {where}")
-            last = where
+        """Parameters and buffers by pattern, then one line per node, under a comment whenever the place in the user's
+        model changes."""
+        nodes = list(self.graph.nodes) if self.graph is not None else []
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        state = {n: found for n in placeholders if (found := leaf(n)) is not None and found.kind != "input"}
+        lines = by_pattern((found.name, self.line(node)) for node, found in state.items())
+        last: Where | None = None
+        for node in nodes:
+            if node in state:
+                continue
+            if node.op != "output" and str(where := facts(node).where):
+                lines += [text] if (text := heading(last, where)) else []
+                last = where
             lines.append(self.line(node))
         return self.head + "".join(f"{line}\n" for line in lines)
 
@@ -147,26 +156,46 @@ def _(program: DistributedProgram) -> Listing:
         for t in program.transfers
     ]
     lines += ["", "state:"]
-    for spec in program.state.values():
-        kinds = ", ".join(f"{a.name}: {k}" for a, k in zip(program.axes, spec.sharding, strict=True))
-        lines.append(f"  {spec.kind} {spec.name!r} {list(spec.shape)} {{{kinds}}} stages {list(spec.stages)}")
+    lines += by_pattern(
+        (spec.name, f"  {spec.kind} {spec.name!r} {_layout(program, spec)} stages {list(spec.stages)}")
+        for spec in program.state.values()
+    )
     return Listing("\n".join(lines) + "\n")
 
 
+def _layout(program: DistributedProgram, spec: StateSpec) -> str:
+    kinds = ", ".join(f"{a.name}: {k}" for a, k in zip(program.axes, spec.sharding, strict=True))
+    dtype = str(spec.dtype).removeprefix("torch.")
+    return f"{dtype}{list(spec.shape)} {{{kinds}}}"
+
+
 def _function(name: str, piece: Piece) -> str:
-    """A generated function, each line under the place in the user's model that it comes from."""
-    return (
-        f"# {name}: static {list(piece.static)}; per microbatch {list(piece.dynamic)}; returns {list(piece.outputs)}\n"
-        + (piece.code.strip().replace("def forward(", f"def {name}(").replace("torch.ops.", "ops.") + "\n")
-    )
+    """A generated function, under how many values it takes and gives."""
+    takes = f"comm, values of the step ({len(piece.static)}), of the microbatch ({len(piece.dynamic)})"
+    code = piece.code.strip().replace("def forward(", f"def {name}(").replace("torch.ops.", "ops.")
+    return f"# {name} takes {takes}; returns {len(piece.outputs)}\n{code}\n"
 
 
 def code_text(program: DistributedProgram, part: RankProgram) -> str:
     """What one rank runs: its functions and its actions."""
     place = ", ".join(f"{axis}={index}" for axis, index in part.coordinate.items())
     lines = [f"# rank {part.rank} of {program.mesh}: {place}", f"# actions: {' '.join(map(str, part.actions))}", ""]
+    sites: set[int] = {len(program.sites) - 1}
     for stage in part.stages:
-        lines += [f"# ---- stage {stage.index}", f"# state: {dict(stage.state)}", f"# batch: {dict(stage.inputs)}"]
+        lines += [f"# ---- stage {stage.index}", "# state (shapes of the whole model):"]
+        held = (
+            (name, f"{value}: {name} {_layout(program, program.state[name])}") for value, name in stage.state.items()
+        )
+        lines += [*(f"#   {line}" for line in by_pattern(held)), f"# batch: {dict(stage.inputs)}"]
         lines += [_function(name, piece) for name, piece in stage.pieces.items()]
-    places = [f"#   {number}: {one_line(site)}" for number, site in enumerate(program.sites)]
+        sites.update(site for piece in stage.pieces.values() for site in _sites(piece))
+    places = [f"#   {number}: {one_line(program.sites[number])}" for number in sorted(sites)]
     return "\n".join([*lines, "# communication:", *places]) + "\n"
+
+
+def _sites(piece: Piece) -> list[int]:
+    """The numbers at its communication calls."""
+    calls = [
+        n for n in piece.module.graph.nodes if n.op == "call_method" and not str(n.target).startswith("accumulate")
+    ]
+    return [n.args[-1] for n in calls]

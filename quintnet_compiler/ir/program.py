@@ -19,6 +19,7 @@ from ..core.precision import Precision
 from ..core.sharding import AxisType, Shard, Sharding
 from ..guards.guards import Guards
 from ..schedules.schedule import Action, Schedule, StageEdge
+from .headings import with_headings
 
 
 @dataclass(frozen=True)
@@ -236,8 +237,8 @@ class Piece:
 
     @property
     def code(self) -> str:
-        """The generated Python source."""
-        return self.module.code
+        """The generated Python source, with a comment where the module path changes."""
+        return with_headings(self.module.code, self.module.graph)
 
 
 @dataclass(frozen=True)

@@ -206,4 +206,4 @@ def test_code_of_every_rank_is_checked_and_runs_on_shapes() -> None:
     check_ranks(program)
     text = code_text(program, program.rank(1))
     assert "# rank 1 of Mesh(tp=2): tp=1" in text and "comm.accumulate_matmul(" in text
-    assert "parameter 'w' [4, 6] {tp: S(1)} stages [0]" in program_text(program)
+    assert "parameter 'w' float32[4, 6] {tp: S(1)} stages [0]" in program_text(program)
