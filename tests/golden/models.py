@@ -34,10 +34,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 1) -> None:
         super().__init__()
         self.embed = nn.Embedding(16, 8)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
+import quintnet
 from quintnet_compiler.api.moe import expert_linear
 from quintnet_compiler.checkpoint.manifest import (
     Damaged,
@@ -52,7 +53,8 @@ from quintnet_compiler.weights.files import open_weights
 from quintnet_compiler.weights.names import assign, misread_names
 from quintnet_compiler.weights.sources import Join, Stack, runs_of
 
-from ..golden.programs import golden_passes
+from ..golden.models import Transformer
+from ..golden.programs import TOKENS
 from .graphs import TP, builder, leaf, linear
 
 # -- names and errors
@@ -193,7 +195,8 @@ def test_invariants_name_the_node() -> None:
 
 def test_blocks_of_a_graph() -> None:
     assert as_block("model.layers.3") == ("model.layers.", "3")
-    name, normalized = golden_passes("transformer")[0]
+    compiled = quintnet.compile(Transformer(depth=2), Mesh(dp=1), TOKENS, loss_fn=F.mse_loss, check="off")
+    name, normalized = compiled.passes()[0]
     members = block_members(normalized.graph)
     assert name == "Normalize" and list(members) == [("blocks.", "0"), ("blocks.", "1")]
     assert len(members["blocks.", "0"]) == len(members["blocks.", "1"])
