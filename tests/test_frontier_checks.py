@@ -21,7 +21,8 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.precision import narrows
 from quintnet_compiler.core.sharding import I, P, R, S, gradient
-from quintnet_compiler.driver.compiler import Request, Runner, compile_program
+from quintnet_compiler.driver.compiler import Runner, compile_program
+from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ops.collectives import lower_conversion
 from quintnet_compiler.ops.rules.table import RULES

@@ -13,7 +13,8 @@ import torch
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.driver.compiler import Request, Runner, compile_program
+from quintnet_compiler.driver.compiler import Runner, compile_program
+from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.equivalence.verify import VerifySubject, verify_program
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import Captured, DifferentiatedProgram, DistributedProgram

@@ -16,8 +16,8 @@ from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..driver.task import CHECKS, Task
 from ..huggingface.parallel_plan import hf_plan
-from ..ir.plan import Plan, check_plan, read_plan
-from ..ir.plan_options import PlanOptions, decided, lists_options
+from ..ir.plan import Plan, PlanOptions, check_plan, read_plan
+from ..ir.plan_options import decided, lists_options
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
 from ..runtime.execute.engines import ENGINES

@@ -14,7 +14,8 @@ from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.operators import model_flops
-from ..driver.compiler import Request, Runner, compile_program
+from ..driver.compiler import Runner, compile_program
+from ..driver.pipeline import Request
 from ..dump.folder import dump_program
 from ..dump.page import Extras
 from ..ir.cost_protocol import RankCosts

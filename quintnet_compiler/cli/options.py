@@ -15,8 +15,8 @@ from ..core.mesh import Mesh
 from ..core.progress import working
 from ..cost_models.calibrated import CalibratedCosts
 from ..cost_models.calibration import Calibration
-from ..ir.plan import Plan, read_plan
-from ..ir.plan_options import PlanOptions, read_options
+from ..ir.plan import Plan, PlanOptions, read_plan
+from ..ir.plan_options import read_options
 from .targets import load_target
 
 Target = Annotated[

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, fx
 
 from ..capture.modes import without_autocast
@@ -26,7 +25,6 @@ from ..ir.invariants import verify
 from ..ir.plan import Plan
 from ..ir.program import Captured, DistributedProgram, ShardedProgram, StagedProgram
 from ..ops.collectives import COMMUNICATION, all_reduce
-from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.generate_ranks import GenerateRanks
@@ -38,7 +36,7 @@ from ..passes.stages.follow_stages import FollowStages
 from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
 from ..schedules.synthesis import StageTimes, schedule_of
-from .pipeline import PassSetting, expert_axes, passed
+from .pipeline import PassSetting, Request, expert_axes, passed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -68,18 +66,6 @@ class Runner:
         prove(*given)
         name = prove.__name__
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already."""
-
-    mesh: Mesh
-    plan: Plan
-    batch_size: int
-    device: torch.device
-    rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
-    held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -219,11 +205,7 @@ def _prices(request: Request) -> Roofline:
 
 
 def _setting(request: Request, microbatches: int, *, training: bool) -> PassSetting:
-    return PassSetting(
-        request.mesh, request.plan, request.rules, microbatches, _prices(request),
-        training=training, batch_size=request.batch_size, device=request.device, held=request.held,
-        node_seconds=_node_seconds(request), differentiate=Differentiate(training),
-    )  # fmt: skip
+    return PassSetting(request, microbatches, _prices(request), _node_seconds(request), Differentiate(training))
 
 
 def _stages(staged: StagedProgram) -> dict[str, tuple[int, ...]]:

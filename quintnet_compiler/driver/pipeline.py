@@ -18,6 +18,7 @@ from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, Program
 from ..ops.collectives import MICROBATCHES
 from ..ops.rules.notation import Rule
+from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.autodiff.recompute_budget import Budget
@@ -58,32 +59,42 @@ class PassRunner(Protocol):
 
 
 @dataclass(frozen=True)
-class PassSetting:
-    """What passes are made from: everything but the program that they get.
-
-    ``cut``: how stages are cut, where it is not for the first time. ``schedule``: known after stages are cut.
-    ``node_seconds``: the time of a node of a rank's graph. ``held``: (cache, axis) -> the type that it has already.
-    ``repeats``: how many operators a node of a folded program stands for.
-    """
+class Request:
+    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already."""
 
     mesh: Mesh
     plan: Plan
-    rules: Mapping[Any, Rule]
+    batch_size: int
+    device: torch.device
+    rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
+    held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PassSetting:
+    """What passes are made from: everything but the program that they get.
+
+    ``node_seconds``: the time of a node of a rank's graph. ``differentiate``: says whether there is a backward, too.
+    ``cut``: how stages are cut, where it is not for the first time. ``schedule``: known after stages are cut.
+    ``repeats``: how many operators a node of a folded program stands for.
+    """
+
+    request: Request
     microbatches: int
     cost: CostModel
-    training: bool = True
-    batch_size: int = 0
-    device: torch.device = torch.device("cpu")
-    held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+    node_seconds: Callable[[fx.Node], float]
+    differentiate: Differentiate
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
-    node_seconds: Callable[[fx.Node], float] = lambda node: 0.0
     cut: Pass | None = None
     schedule: Schedule | None = None
-    differentiate: Differentiate = field(default_factory=Differentiate)
+
+    @property
+    def plan(self) -> Plan:
+        return self.request.plan
 
     @property
     def book(self) -> RuleBook:
-        return RuleBook(self.rules, self.plan.unknown_ops)
+        return RuleBook(self.request.rules, self.plan.unknown_ops)
 
 
 @dataclass(frozen=True)
@@ -121,13 +132,13 @@ def expert_axes(plan: Plan) -> tuple[str, ...]:
 def fixed(setting: PassSetting, program: Program) -> dict[tuple[str, str], AxisType]:
     """(parameter, axis) -> the type that the plan, or another program on the same parameters, gives it."""
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
-    return {**fixed_types(setting.plan, names, setting.mesh), **setting.held}
+    return {**fixed_types(setting.plan, names, setting.request.mesh), **setting.request.held}
 
 
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
-    return ChooseSharding(axes_of(s.mesh, s.microbatches), s.book, s.cost, constraints, s.repeats)
+    return ChooseSharding(axes_of(s.request.mesh, s.microbatches), s.book, s.cost, constraints, s.repeats)
 
 
 def _store(s: PassSetting, sharded: Any) -> Pass:
@@ -137,7 +148,7 @@ def _store(s: PassSetting, sharded: Any) -> Pass:
 
 def _recompute(s: PassSetting, program: Any) -> Pass | None:
     plan = s.plan
-    if not s.training or (plan.recompute == "none" and not plan.reshard_after_forward):
+    if not s.differentiate.training or (plan.recompute == "none" and not plan.reshard_after_forward):
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
@@ -161,7 +172,7 @@ def _scheduled(s: PassSetting) -> Schedule:
 
 def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
     return [
-        (check_notation, (before.sharded.program.graph, s.rules)),
+        (check_notation, (before.sharded.program.graph, s.request.rules)),
         (check_types, (after, s.book)),
         (check_reductions, (after,)),
     ]
@@ -170,7 +181,7 @@ def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
 PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
-        lambda s, p: Normalize(s.batch_size, s.device),
+        lambda s, p: Normalize(s.request.batch_size, s.request.device),
     ),
     PassSpec(
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",
@@ -187,15 +198,15 @@ PIPELINE: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         CutStages, "StagedProgram", "which pipeline stage each operator belongs to: dynamic programming over costs",
-        lambda s, p: s.cut or CutStages(s.mesh["pp"] * s.plan.virtual_stages, s.cost, s.plan.stages),
+        lambda s, p: s.cut or CutStages(s.request.mesh["pp"] * s.plan.virtual_stages, s.cost, s.plan.stages),
     ),
     PassSpec(
         InsertCommunication, "LocalProgram", "local shapes; every change of sharding is a `convert` node",
-        lambda s, p: InsertCommunication(dict(s.rules), s.plan.context_load_balance), _typed,
+        lambda s, p: InsertCommunication(dict(s.request.rules), s.plan.context_load_balance), _typed,
     ),
     PassSpec(
         FuseTokenDispatch, "LocalProgram", "tokens that would be combined and dispatched again stay where they are",
-        lambda s, p: FuseTokenDispatch(s.rules),
+        lambda s, p: FuseTokenDispatch(s.request.rules),
     ),
     PassSpec(
         Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",
@@ -204,7 +215,7 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Recompute, "DifferentiatedProgram", "what the backward computes, or gathers, again (activation checkpointing)",
         _recompute,
-        lambda s, before, after: [(check_backward, (after, s.training, s.differentiate.templates))],
+        lambda s, before, after: [(check_backward, (after, s.differentiate.training, s.differentiate.templates))],
     ),
     PassSpec(
         CoalesceCollectives, "DifferentiatedProgram", "which slices of parameters travel as one message",
@@ -222,7 +233,7 @@ PIPELINE: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
-        lambda s, p: GenerateRanks(s.mesh, _scheduled(s)),
+        lambda s, p: GenerateRanks(s.request.mesh, _scheduled(s)),
         lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
     ),
 )  # fmt: skip

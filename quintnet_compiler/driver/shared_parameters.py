@@ -7,7 +7,8 @@ from functools import partial
 from ..core.mesh import Mesh
 from ..ir.program import Captured, DistributedProgram, StateSpec
 from ..runtime.backends.split_parameters import Home, refuse_other
-from .compiler import Compiled, Request, Runner, follow_program
+from .compiler import Compiled, Runner, follow_program
+from .pipeline import Request
 from .task import Task
 
 PLACES = ("stages", "virtual_stages", "zero", "zero_axes", "experts")  # what of a plan says where parameters live

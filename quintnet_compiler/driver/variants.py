@@ -21,8 +21,9 @@ from ..equivalence.verify import model_inputs
 from ..ir.program import Captured, DistributedProgram
 from ..runtime.backends.split_parameters import home_of
 from ..runtime.state.module_parameters import Slots
-from .compiler import Compiled, Request, Runner, compile_program, follow_program
+from .compiler import Compiled, Runner, compile_program, follow_program
 from .generation import Held
+from .pipeline import Request
 from .shared_parameters import join_program
 from .task import Task, modules_of
 

@@ -6,9 +6,9 @@ import contextlib
 import difflib
 import fnmatch
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -162,6 +162,33 @@ class Plan(BaseModel):
         path = Path(path)
         with open_folder(path.parent) as folder:
             write_file(folder, path.name, self.to_json())
+
+
+class PlanOptions(TypedDict, total=False):
+    """The fields of :class:`Plan` but ``version`` and ``mesh`` as keyword arguments, for type checkers and editors."""
+
+    microbatches: int | None
+    schedule: str | None
+    virtual_stages: int | None
+    sequence_parallel: bool | None
+    parameters: Mapping[str, Mapping[str, str]] | None
+    stages: Sequence[str] | None
+    context: Literal["all_gather", "ulysses", "ring"] | None
+    context_load_balance: bool | None
+    experts: Sequence[DataAxis] | None
+    zero: Literal[0, 1, 2, 3] | None
+    zero_axes: Sequence[DataAxis] | None
+    reshard_after_forward: bool | None
+    overlap: bool | None
+    async_tp: bool | None
+    recompute: Literal["none", "selective", "full", "auto"] | None
+    activation_memory_budget: float | None
+    precision: Literal["model", "bf16", "fp16"] | None
+    loss_scale: float | None
+    reduce_dtype: Literal["parameter", "float32", "bfloat16"] | None
+    sum_dtype: Literal["value", "float32"] | None
+    seed: int | None
+    unknown_ops: Literal["error", "replicate"] | None
 
 
 def _malformed(message: str) -> CompileError:

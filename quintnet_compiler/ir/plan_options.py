@@ -7,39 +7,12 @@ import difflib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
-from ..core.axes import DataAxis
+from .plan import PlanOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class PlanOptions(TypedDict, total=False):
-    """The fields of :class:`.plan.Plan` but ``version`` and ``mesh``, as type checkers and editors see them."""
-
-    microbatches: int | None
-    schedule: str | None
-    virtual_stages: int | None
-    sequence_parallel: bool | None
-    parameters: Mapping[str, Mapping[str, str]] | None
-    stages: Sequence[str] | None
-    context: Literal["all_gather", "ulysses", "ring"] | None
-    context_load_balance: bool | None
-    experts: Sequence[DataAxis] | None
-    zero: Literal[0, 1, 2, 3] | None
-    zero_axes: Sequence[DataAxis] | None
-    reshard_after_forward: bool | None
-    overlap: bool | None
-    async_tp: bool | None
-    recompute: Literal["none", "selective", "full", "auto"] | None
-    activation_memory_budget: float | None
-    precision: Literal["model", "bf16", "fp16"] | None
-    loss_scale: float | None
-    reduce_dtype: Literal["parameter", "float32", "bfloat16"] | None
-    sum_dtype: Literal["value", "float32"] | None
-    seed: int | None
-    unknown_ops: Literal["error", "replicate"] | None
 
 
 def decided(function: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import fx
 
 from ..core.annotations import is_getitem
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..driver.pipeline import Pass, PassSetting, passed
+from ..driver.pipeline import Pass, PassSetting, Request, passed
 from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
@@ -27,6 +28,7 @@ from ..schedules.schedule import Action, Op, Schedule
 from .layouts import Layout
 from .stage_units import StageUnit, unit_boundaries, unit_work
 
+CPU = torch.device("cpu")  # on which the model was normalised
 AGAIN = 0.3  # the share of compiling that what is recomputed changes
 Made = TypeVar("Made")
 
@@ -96,10 +98,11 @@ class Builder:
         return found
 
     def _setting(self, plan: Plan, mesh: Mesh, microbatches: int) -> PassSetting:
+        program = self.folded.program
+        request = Request(mesh, plan, program.batch_size, CPU, self.rules)
         return PassSetting(
-            mesh, plan, self.rules, microbatches, self.cost,
-            repeats=self.folded.repeats, differentiate=self.differentiate,
-        )  # fmt: skip
+            request, microbatches, self.cost, self.costs.node_seconds, self.differentiate, self.folded.repeats
+        )
 
     def _passed(self, setting: PassSetting) -> DifferentiatedProgram:
         """The folded model behind the compiler's passes. What slices of ZeRO cost is priced without a graph, from the
