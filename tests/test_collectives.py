@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import quintnet
+from quintnet_compiler.ops.collectives import COLLECTIVES
 from quintnet_compiler.runtime.transport.collectives import Exchanges, Native, collectives
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 
@@ -75,6 +76,22 @@ def _bundles() -> None:
     for x, dim, n, whole, part in zip(xs, dims, parts, joined, scattered, strict=True):
         assert torch.equal(whole, transport.run("all_gather", x, "dp", dim, n, 0))
         assert torch.equal(part, transport.run("reduce_scatter", x, "dp", dim, n, 0))
+
+
+def _meanings() -> str:
+    """A collective by its meaning is what the transport's own method makes."""
+    mesh = quintnet.Mesh(dp=2)
+    transport = DistributedTransport(mesh, device_mesh(mesh, "cpu"))
+    x = torch.arange(16.0).view(4, 4) + 100 * dist.get_rank()
+    for name, how in {"all_to_all": (0, 1, 1, 2)}.items():
+        own = transport.run(name, x, "dp", *how, 0)
+        for later in (False, True):
+            assert torch.equal(own, transport._meant(COLLECTIVES[name], x, "dp", *how, 0, later=later)())
+    return "equal"
+
+
+def test_a_collective_without_a_method_is_carried_out_by_its_meaning() -> None:
+    assert quintnet.launch(_meanings, 2, timeout=100) == ["equal"] * 2
 
 
 def test_exchanges_equal_gloo() -> None:

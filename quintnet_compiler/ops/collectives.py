@@ -8,7 +8,7 @@ axes to groups. Here they only know shapes (for tracing); a transport gives them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compat.torch import OpOverload, schema
+from ..core import slices
 from ..core.sharding import AxisType, P, Shard, plain
 
 _library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
@@ -248,6 +249,10 @@ def _start_of(collective: OpOverload) -> OpOverload:
     return define_operator(f"start_{str(schema(collective)).removeprefix('quintnet::')}", collective)
 
 
+def _moved_slices(xs: Sequence[Tensor], place: int, dim: int, parts: int, to_dim: int, to_parts: int) -> Tensor:
+    return slices.take(slices.join(xs, dim, parts), to_dim, to_parts, len(xs), place)
+
+
 Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring", "matmul"]
 
 
@@ -259,7 +264,9 @@ class CollectiveSpec:
     ``"matmul"``: as the computation that its messages travel beside. ``start``: what begins it, where it can run beside
     other work until ``wait`` hands out its result (nothing else may read a start: until then it is no value).
     ``opaque``: its result depends on data that only a run has. ``transpose``: the collective of the gradient, where it
-    takes the same arguments; that of a conversion follows from its types instead.
+    takes the same arguments; that of a conversion follows from its types instead. ``meaning``: what all ranks give, a
+    rank's place among them, and the arguments behind ``size`` -> what that rank gets. A transport without a method for
+    the collective carries it out by that.
     """
 
     op: OpOverload
@@ -267,6 +274,7 @@ class CollectiveSpec:
     start: OpOverload | None = None
     opaque: bool = False
     transpose: OpOverload | None = None
+    meaning: Callable[..., Tensor] | None = None
 
     @property
     def name(self) -> str:
@@ -279,7 +287,7 @@ _TABLE = (
     CollectiveSpec(all_gather, "all_gather", _start_of(all_gather)),
     CollectiveSpec(gather_state, "all_gather"),
     CollectiveSpec(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),
-    CollectiveSpec(all_to_all, "all_to_all", _start_of(all_to_all)),
+    CollectiveSpec(all_to_all, "all_to_all", _start_of(all_to_all), meaning=_moved_slices),
     CollectiveSpec(gather_together, "all_gather", _start_of(gather_together)),
     CollectiveSpec(scatter_together, "reduce_scatter", _start_of(scatter_together)),
     CollectiveSpec(dispatch_plan, "all_to_all", opaque=True),

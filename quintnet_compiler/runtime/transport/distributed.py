@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...core import slices
 from ...core.axes import AXES
 from ...core.errors import RunError
 from ...core.mesh import Mesh
+from ...ops.collectives import COLLECTIVES, CollectiveSpec
 from ..launch.gloo_threads import lower_gloo_thread_priority
 from .collectives import Native, collectives, pending
 from .symmetric import Kernels, kernels_of
@@ -82,11 +84,22 @@ class DistributedTransport:
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
     def run(self, collective: str, *args: Any) -> Any:
-        return getattr(self, f"_{collective}")(*args)()
+        return self._begin(collective)(*args)()
 
     def start(self, collective: str, *args: Any) -> Pending:
-        begin: Callable[..., Pending] = getattr(self, f"_{collective}")
-        return begin(*args, later=True)
+        return self._begin(collective)(*args, later=True)
+
+    def _begin(self, collective: str) -> Callable[..., Pending]:
+        own: Callable[..., Pending] | None = getattr(self, f"_{collective}", None)
+        return own or partial(self._meant, COLLECTIVES[collective])
+
+    def _meant(self, spec: CollectiveSpec, x: Tensor, axis: str, *how: Any, later: bool = False) -> Pending:
+        """A collective without a method of its own: this rank's result of what all ranks give, which it gathers."""
+        group, meaning = self.axis[axis], spec.meaning
+        assert meaning is not None, f"{spec.name} has neither a method nor a meaning"
+        flat = x.contiguous().view(-1)
+        gathered = group.all_gather(flat, flat.new_empty(group.size * flat.numel()), later)
+        return lambda: meaning(gathered().view(group.size, *x.shape).unbind(), group.rank, *how[:-1])
 
     def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
         return self.axis[axis].all_reduce(x.contiguous(), later)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...core import slices
 from ...core.errors import RunError
 from ...core.mesh import Mesh
+from ...ops.collectives import COLLECTIVES
 from .transport import Pending, Wait
 
 
@@ -158,10 +159,11 @@ def _carry_out(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
             total = total + x
         dim, parts = detail
         return [slices.take(total, dim, parts, count, index).clone() for index in wanted]
-    if kind == "exchange":
-        dim, parts, to_dim, to_parts = detail
-        whole = slices.join(xs, dim, parts)
-        return [slices.take(whole, to_dim, to_parts, count, index).clone() for index in wanted]
+    if kind == "meant":
+        name, *how = detail
+        meaning = COLLECTIVES[name].meaning
+        assert meaning is not None, f"{name} has neither a method nor a meaning"
+        return [meaning(xs, index, *how).clone() for index in wanted]
     if kind == "rows":
         if any(m.runs is None for m in meetings):  # shapes alone
             return [xs[index].clone() for index in wanted]
@@ -224,9 +226,6 @@ class LocalTransport:
     ) -> tuple[Tensor, ...]:
         return tuple(self._reduce_scatter(x, axis, d, n, at) for x, d, n in zip(xs, dims, parts, strict=True))
 
-    def _all_to_all(self, x: Tensor, axis: str, dim: int, parts: int, to_dim: int, to_parts: int, at: int) -> Tensor:
-        return self._meet("exchange", x, self.peers[axis], self._site(at), dim, parts, to_dim, to_parts)
-
     def _exchange_rows(
         self, x: Tensor, sends: list[int] | None, receives: list[int] | None, axis: str, at: int
     ) -> Tensor:
@@ -234,7 +233,11 @@ class LocalTransport:
         return self._meet("rows", x, self.peers[axis], self._site(at), runs=runs)
 
     def run(self, collective: str, *args: Any) -> Any:
-        return getattr(self, f"_{collective}")(*args)
+        own = getattr(self, f"_{collective}", None)
+        if own is not None:
+            return own(*args)
+        x, axis, *how, at = args
+        return self._meet("meant", x, self.peers[axis], self._site(at), collective, *how)
 
     def start(self, collective: str, *args: Any) -> Pending:
         made = self.run(collective, *args)
