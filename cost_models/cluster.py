@@ -11,7 +11,6 @@ from ..core.errors import CompileError
 from .hardware import Hardware, hardware
 
 # From the innermost axis, whose neighbours are closest, to the outermost: Megatron's order.
-MESH_ORDER = ("tp", "cp", "ep", "dp", "pp")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Layout:
     zero_axes: tuple[str, ...]
 
     def size(self, axis: str) -> int:
-        return int(getattr(self, axis))
+        """1 for an axis that the planner does not search over, because a layout has no field for it."""
+        return int(getattr(self, axis, 1))
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -96,7 +97,7 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        parts = [f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1] or ["1 device"]
+        parts = [f"{name}={self.size(name)}" for name in AXES if self.size(name) > 1] or ["1 device"]
         more = [f"{self.microbatches} x {self.rows} rows"]
         more += [self.context] if self.cp > 1 else []
         more += [f"experts over {' and '.join(self.experts)}"] if self.experts else []

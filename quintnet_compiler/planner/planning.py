@@ -102,6 +102,9 @@ class Planner:
             "pp": divisors(devices),
             "dp": divisors(devices),
         }
+        if not pinned.mesh.keys() <= ways.keys():
+            other = ", ".join(pinned.mesh.keys() - ways.keys())
+            raise CompileError("QN201", f"the planner does not search over {other}", fix="compile on a mesh instead")
         if pinned.mesh:
             ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
         spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()

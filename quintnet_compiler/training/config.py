@@ -5,30 +5,33 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..core.axes import AXES
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.names import one_line
 from ..ir.plan import Plan
 
-STRATEGIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "dp": ("dp",),
-        "tp": ("tp",),
-        "pp": ("pp",),
-        "dp_tp": ("dp", "tp"),
-        "dp_pp": ("dp", "pp"),
-        "tp_pp": ("tp", "pp"),
-        "3d": ("dp", "tp", "pp"),
-    }
-)
-"""The axes that a strategy may split a model over, by its name."""
-
+ALL_THREE = "3d"  # the other name of dp_tp_pp
 SCHEDULES = {"afab": "gpipe"}  # all forward, all backward: the other name of it
+
+
+def strategy_axes(name: str) -> tuple[str, ...]:
+    """The axes that a strategy may split a model over.
+
+    >>> strategy_axes("dp_tp"), strategy_axes("3d")
+    (('dp', 'tp'), ('dp', 'tp', 'pp'))
+
+    Raises:
+        ValueError: if the name is not made of axes.
+    """
+    axes = ("dp", "tp", "pp") if name == ALL_THREE else tuple(name.split("_"))
+    if not {*axes} <= {*AXES} or len({*axes}) != len(axes):
+        raise ValueError(f"strategy_name {name}: join axes of {', '.join(AXES)} by _, or give {ALL_THREE}")
+    return axes
 
 
 class TrainConfig(BaseModel):
@@ -37,7 +40,7 @@ class TrainConfig(BaseModel):
     Attributes:
         model: ``package.module:function`` or ``path/to/file.py:function``, which returns a :class:`quintnet.TrainTask`.
         model_args: keyword arguments of that function.
-        strategy_name: the axes that the run uses, such as ``dp_tp``; the others must have size 1.
+        strategy_name: the axes that the run uses, such as ``dp_tp``, or ``3d`` for ``dp_tp_pp``; others have size 1.
         mesh_dim: sizes of the mesh's axes, outermost first.
         mesh_name: names of the mesh's axes, in the same order.
         schedule: as in a :class:`quintnet.Plan`, or ``afab`` (for ``gpipe``).
@@ -72,7 +75,7 @@ class TrainConfig(BaseModel):
 
     model: str
     model_args: dict[str, Any] = Field(default_factory=dict)
-    strategy_name: Literal["dp", "tp", "pp", "dp_tp", "dp_pp", "tp_pp", "3d"] | None = None
+    strategy_name: str | None = None
     mesh_dim: tuple[int, ...] = (1,)
     mesh_name: tuple[str, ...] = ("dp",)
     schedule: str = "1f1b"
@@ -109,7 +112,7 @@ class TrainConfig(BaseModel):
         if self.measure_step is not None and self.log_dir is None:
             raise ValueError("measure_step needs a log_dir to write to")
         if self.strategy_name is not None:
-            allowed = STRATEGIES[self.strategy_name]
+            allowed = strategy_axes(self.strategy_name)
             extra = [f"{n}={size}" for n, size in zip(self.mesh_name, self.mesh_dim, strict=True) if size > 1]
             wrong = [text for text in extra if text.partition("=")[0] not in allowed]
             lacking = [name for name in allowed if name not in self.mesh_name]

@@ -10,7 +10,7 @@ import torch
 
 from quintnet_compiler.core.errors import CompileError, InputError
 from quintnet_compiler.training.batches import BatchSampler
-from quintnet_compiler.training.config import STRATEGIES, TrainConfig
+from quintnet_compiler.training.config import TrainConfig, strategy_axes
 from quintnet_compiler.training.measures import accuracy, device_flops, memory_gib
 from quintnet_compiler.training.records import ConsoleRecord, JsonRecord
 
@@ -20,7 +20,10 @@ def test_a_configuration_is_read_and_changed(tmp_path: Path) -> None:
     file.write_text("model: a.b:c\nbatch_size: 8\nmesh_dim: [2, 2]\nmesh_name: [dp, tp]\nstrategy_name: dp_tp\n")
     found = TrainConfig.read(file, max_steps=3)
     assert (found.batch_size, found.max_steps, found.mesh_dim) == (8, 3, (2, 2))
-    assert STRATEGIES["3d"] == ("dp", "tp", "pp")
+    assert strategy_axes("3d") == ("dp", "tp", "pp") and strategy_axes("pp_dp") == ("pp", "dp")
+    for wrong in ("4d", "dp_xp", "dp_dp", ""):
+        with pytest.raises(ValueError, match="join axes"):
+            strategy_axes(wrong)
 
 
 def test_keys_that_are_not_known_are_refused_with_the_near_one(tmp_path: Path) -> None:
