@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -15,6 +15,7 @@ from ...ir.repeated_blocks import block_of
 from ...ops.collectives import all_gather, gather_together, reduce_scatter, scatter_together
 
 
+@dataclass(frozen=True)
 class CoalesceCollectives:
     """One collective for the gathers of a block's parameters, before the first of them is used, and one for the
     scatters of its gradients, when the last of them is there.

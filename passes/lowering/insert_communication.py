@@ -49,14 +49,14 @@ class InsertCommunication:
 
     A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
     slices), else to the stage of the user. What gathers a stored parameter comes before all its other conversions, and
-    runs once a step where the program says so. ``balance``: see :class:`.lower_attention.LowerAttention`.
+    runs once a step where the program says so. ``context_load_balance``: see :class:`.lower_attention.LowerAttention`.
     """
 
     rules: dict[Any, Rule]
-    balance: bool = True
+    context_load_balance: bool = True
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
-        return _CommunicationLowering(staged, self.rules, self.balance).run()
+        return _CommunicationLowering(staged, self.rules, self.context_load_balance).run()
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .matmul_chains import ChainFinder, Fused, Matmul
 aten = torch.ops.aten
 
 
+@dataclass(frozen=True)
 class FuseCollectiveMatmuls:
     """A gather and the products of what it gathers become one node, and so do products and the scatter of their sum:
     while a slice travels, another is multiplied (Wang et al. 2023).

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -46,6 +46,7 @@ from ..passes.strategies.expert_axes import check_experts
 from ..passes.strategies.rule_book import RuleBook
 from ..schedules.schedule import Op, Schedule
 
+T = TypeVar("T")
 Pass = Callable[[Any], Any]
 Check = tuple[Callable[..., None], tuple[Any, ...]]  # a function that raises, and its arguments
 
@@ -135,15 +136,21 @@ def fixed(setting: PassSetting, program: Program) -> dict[tuple[str, str], AxisT
     return {**fixed_types(setting.plan, names, setting.request.mesh), **setting.request.held}
 
 
+def _planned(kind: type[T], s: PassSetting, *given: Any, **named: Any) -> T:
+    """A pass from what it is ``given``, and from the plan's options of which it has fields of the same names."""
+    options = {field.name for field in fields(kind)[len(given) :]} & Plan.model_fields.keys()  # type: ignore[arg-type]
+    return kind(*given, **{name: getattr(s.plan, name) for name in options - named.keys()}, **named)
+
+
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
-    return ChooseSharding(axes_of(s.request.mesh, s.microbatches), s.book, s.cost, constraints, s.repeats)
+    return _planned(ChooseSharding, s, axes_of(s.request.mesh, s.microbatches), s.book, s.cost, constraints, s.repeats)
 
 
 def _store(s: PassSetting, sharded: Any) -> Pass:
     axes = s.plan.zero_axes if s.plan.zero else ()
-    return ShardParameters(s.plan.zero, axes, fixed(s, sharded.program), expert_axes(s.plan))
+    return _planned(ShardParameters, s, s.plan.zero, axes, fixed(s, sharded.program), expert_axes(s.plan))
 
 
 def _recompute(s: PassSetting, program: Any) -> Pass | None:
@@ -153,7 +160,7 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
         budget = Budget(int(gib * 2**30), _scheduled(s), s.node_seconds)
-    return Recompute(plan.recompute, plan.reshard_after_forward, budget)
+    return _planned(Recompute, s, plan.recompute, budget=budget)
 
 
 def _overlap(s: PassSetting, program: Any) -> Pass | None:
@@ -161,7 +168,7 @@ def _overlap(s: PassSetting, program: Any) -> Pass | None:
         return None
     rows = _scheduled(s).actions
     halves = {action.stage for row in rows for action in row if action.op is Op.BACKWARD_WEIGHT}
-    return Overlap(s.node_seconds, frozenset(halves))
+    return _planned(Overlap, s, s.node_seconds, frozenset(halves))
 
 
 def _scheduled(s: PassSetting) -> Schedule:
@@ -181,11 +188,11 @@ def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
 PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
-        lambda s, p: Normalize(s.request.batch_size, s.request.device),
+        lambda s, p: _planned(Normalize, s, s.request.batch_size, s.request.device),
     ),
     PassSpec(
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",
-        lambda s, p: LowerPrecision(precision_of(s.plan)),
+        lambda s, p: _planned(LowerPrecision, s, precision_of(s.plan)),
         lambda s, before, after: [(check_experts, (after.graph, s.plan.experts))],
     ),
     PassSpec(
@@ -198,15 +205,17 @@ PIPELINE: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         CutStages, "StagedProgram", "which pipeline stage each operator belongs to: dynamic programming over costs",
-        lambda s, p: s.cut or CutStages(s.request.mesh["pp"] * s.plan.virtual_stages, s.cost, s.plan.stages),
+        lambda s, p: s.cut or _planned(
+            CutStages, s, s.request.mesh["pp"] * s.plan.virtual_stages, s.cost, s.plan.stages
+        ),
     ),
     PassSpec(
         InsertCommunication, "LocalProgram", "local shapes; every change of sharding is a `convert` node",
-        lambda s, p: InsertCommunication(dict(s.request.rules), s.plan.context_load_balance), _typed,
+        lambda s, p: _planned(InsertCommunication, s, dict(s.request.rules)), _typed,
     ),
     PassSpec(
         FuseTokenDispatch, "LocalProgram", "tokens that would be combined and dispatched again stay where they are",
-        lambda s, p: FuseTokenDispatch(s.request.rules),
+        lambda s, p: _planned(FuseTokenDispatch, s, s.request.rules),
     ),
     PassSpec(
         Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",
@@ -219,7 +228,7 @@ PIPELINE: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         CoalesceCollectives, "DifferentiatedProgram", "which slices of parameters travel as one message",
-        lambda s, p: CoalesceCollectives() if p.local.staged.sharded.gathered else None,
+        lambda s, p: _planned(CoalesceCollectives, s) if p.local.staged.sharded.gathered else None,
     ),
     PassSpec(
         Overlap, "DifferentiatedProgram", "when communication starts, and what is computed until it is waited for",
@@ -228,12 +237,12 @@ PIPELINE: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         FuseCollectiveMatmuls, "DifferentiatedProgram", "which collectives run slice by slice with matmuls (async TP)",
-        lambda s, p: FuseCollectiveMatmuls() if s.plan.async_tp else None,
+        lambda s, p: _planned(FuseCollectiveMatmuls, s) if s.plan.async_tp else None,
         lambda s, before, after: [(check_fused, (before, after))] if after is not before else [],
     ),
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
-        lambda s, p: GenerateRanks(s.request.mesh, _scheduled(s)),
+        lambda s, p: _planned(GenerateRanks, s, s.request.mesh, _scheduled(s)),
         lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
     ),
 )  # fmt: skip

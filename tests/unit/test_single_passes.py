@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.precision import Precision
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.cost_models.roofline import Roofline
+from quintnet_compiler.driver.pipeline import PIPELINE, PassSetting, Request
 from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.ir.invariants import verify
+from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.printer import code_text, program_text
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ops.catalog import facts_of
@@ -207,3 +210,13 @@ def test_code_of_every_rank_is_checked_and_runs_on_shapes() -> None:
     text = code_text(program, program.rank(1))
     assert "# rank 1 of Mesh(tp=2): tp=1" in text and "comm.accumulate_matmul(" in text
     assert "parameter 'w' float32[4, 6] {tp: S(1)} stages [0]" in program_text(program)
+
+
+def test_a_pass_gets_the_options_of_a_plan_that_it_has_fields_for() -> None:
+    plan = Plan(context_load_balance=False, reshard_after_forward=False, recompute="full")
+    request = Request(Mesh(tp=2), plan, 4, torch.device("cpu"))
+    setting = PassSetting(request, 1, Roofline(), lambda node: 0.0, Differentiate())
+    passes = {spec.kind: spec.make for spec in PIPELINE}
+    assert all(is_dataclass(kind) for kind in passes)
+    assert passes[InsertCommunication](setting, None) == InsertCommunication(dict(RULES), False)
+    assert passes[Recompute](setting, None) == Recompute("full", False)
