@@ -38,7 +38,8 @@ class Normalize:
     After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss``, ``sum``, ``div``
     Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
 
-    ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run.
+    ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run, of
+    which the type alone enters the program.
 
     Raises:
         CompileError: QN105 for random operators other than dropout; QN106 if the model's code runs with other numbers
@@ -108,7 +109,7 @@ class Normalize:
             )
         sizes = [self.batch_size if isinstance(s, SymInt) else int(s) for s in traced.shape]
         with builder.mode:
-            fake = torch.empty(sizes, dtype=traced.dtype, device=self.device)
+            fake = torch.empty(sizes, dtype=traced.dtype, device=self.device.type)
         return builder.placeholder(node.name, fake, leaf, needs_grad=leaf.trainable)
 
     def _node(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

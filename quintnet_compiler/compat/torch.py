@@ -38,8 +38,9 @@ __all__ = [
     "InstanceNorm",  # likewise
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
-    "plain_function", "root_of", "schema", "schema_or_none", "operator_name", "silu", "storage_key", "storage_uses",
-    "version", "without_printed_graphs", "without_torch_function", "built_for_xpu", "RNN_WEIGHT_LISTS",
+    "plain_function", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name", "silu",
+    "storage_key", "storage_uses", "version", "without_printed_graphs", "without_torch_function", "built_for_xpu",
+    "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
 
 # -- tensors
@@ -65,6 +66,10 @@ def storage_key(x: Tensor) -> int:
 def storage_uses(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     """How many tensors share each memory: whether somebody kept a result; instead: weak references to results."""
     return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+
+
+# Whether ``x.data = y`` may be written; nn.Module.to asks it too. Instead: trying, and the RuntimeError.
+same_implementation: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 
 
 def is_functional(x: Tensor) -> bool:

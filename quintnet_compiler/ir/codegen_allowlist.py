@@ -151,11 +151,11 @@ class _Function:
             self._require((isinstance(node, ast.Constant) and node.value is None) or _is_number(node), node)
 
     def _device(self, node: ast.Call) -> None:
-        """``device(type='cuda', index=0)``"""
+        """``device(type='cuda')``: of which kind, and never which one, as all ranks run the same code."""
         self._require(isinstance(node.func, ast.Name) and node.func.id == "device" and not node.args, node)
         for option in node.keywords:
-            kind = {"type": str, "index": int}.get(option.arg or "")
-            self._require(isinstance(option.value, ast.Constant) and type(option.value.value) is kind, node)
+            named = isinstance(option.value, ast.Constant) and type(option.value.value) is str
+            self._require(option.arg == "type" and named, node)
             self._value(option.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -88,6 +89,13 @@ class Backend(Protocol):
     def first(self) -> bool:
         """Whether this process is the one that writes files."""
         ...
+
+
+def running_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """While inside, generated code makes its tensors on ``device``: it names a kind of device, never which one."""
+    if device.type == "cpu" or device.index is None:
+        return contextlib.nullcontext()
+    return torch.accelerator.device_index(device.index)
 
 
 def total_norm(gradients: Sequence[Tensor], program: DistributedProgram, device: torch.device) -> Tensor:

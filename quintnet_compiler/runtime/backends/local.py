@@ -22,10 +22,10 @@ from ..execute.record import Recorder
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore
 from ..state.local_values import StoredPart
-from ..state.module_parameters import Slots, WholeTensor, check_fits, like, whole_parameter
+from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
-from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, total_norm
+from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
 
 
 class LocalBackend:
@@ -60,8 +60,8 @@ class LocalBackend:
         elif x.is_meta:
             self.tensors[name] = torch.empty_like(x, device=self.device)
         else:
-            if spec is not None and spec.kind == "buffer" and x.device != self.device:
-                x.data = x.data.to(self.device)
+            if spec is not None and spec.kind == "buffer":
+                x = moved(x, self.device)
             self.tensors[name] = x.detach().to(self.device)
 
     def _follow_module(self) -> None:
@@ -104,7 +104,7 @@ class LocalBackend:
         refuse_unset(self.unset, program)
         how = self.scaler.run(program, how)
         # here and not in each rank: ranks take turns in one thread, and would undo each other's mode
-        with torch.no_grad():
+        with torch.no_grad(), running_on(self.device):
             ready = self._world(program, how.train)
             old = ready.handover.take() if how.train else None
             if how.train and ready.handover.kept:
@@ -184,7 +184,7 @@ class LocalBackend:
         program, place = ready.program, ready.executor.part.coordinate
 
         def part(x: Tensor, spec: StateSpec | ValueSpec) -> Tensor:
-            return part_of(x, spec.sharding, program.axes, place)
+            return part_of(x, spec.sharding, program.axes, place).to(self.device)
 
         def work(_: LocalTransport) -> tuple[list[Tensor], bool]:
             cut = {name: part(self.tensors[name], program.state[name]) for name in world.cut}

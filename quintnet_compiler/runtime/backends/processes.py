@@ -28,11 +28,11 @@ from ..state.buckets import reduced_axes, scattered_axes
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore, shared_by
 from ..state.local_values import StageGradient, StoredPart
-from ..state.module_parameters import Slots, check_fits, local_of, retire
+from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.same_values import SameValues
 from ..state.state import new_caches, part_of, sharded_dtensor
 from ..transport.distributed import DistributedTransport, device_mesh, gradient_groups
-from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, total_norm
+from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
 
 
 class ProcessBackend:
@@ -89,7 +89,7 @@ class ProcessBackend:
         spec = self.specs[name]
         if spec.kind != "parameter":
             if spec.kind == "buffer" and not x.is_meta:
-                x.data = x.data.to(self.device)
+                x = moved(x, self.device)
                 self.state[name] = part_of(x.detach(), spec.sharding, self.axes, self.place)  # the module's own memory
                 return x
             self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
@@ -163,7 +163,7 @@ class ProcessBackend:
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
         state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
-        with torch.no_grad():
+        with torch.no_grad(), running_on(self.device):
             old = ready.handover.take() if how.train else None
             if how.train and ready.handover.kept:
                 ready = self.ready[id(program)] = self._made(program, how.train)

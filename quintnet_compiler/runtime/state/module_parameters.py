@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import getitem, is_, methodcaller
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...compat.distributed import local_tensor
-from ...compat.torch import plain_function
+from ...compat.torch import plain_function, same_implementation
 from ...core.errors import RunError
 from ...ir.program import StateSpec
 
@@ -79,11 +79,23 @@ def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool) -> nn.P
     found = x if isinstance(x, nn.Parameter) else nn.Parameter(x.detach(), requires_grad=trainable)
     if found.is_meta:
         found = nn.Parameter(torch.empty_like(found, device=device), requires_grad=found.requires_grad)
-    elif found.device != device:
-        found.data = found.data.to(device)
+    else:
+        found = cast(nn.Parameter, moved(found, device))
     if type(found) is nn.Parameter:
         found.__class__ = WholeParameter
     return found
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A module's own tensor on another device: the same object where PyTorch can do that, so that whoever has it (an
+    optimizer, say) keeps it; a new one where it cannot, as with ``nn.Module.to``."""
+    if x.device == device:
+        return x
+    there = x.data.to(device)
+    if same_implementation(x, there):
+        x.data = there
+        return x
+    return nn.Parameter(there, x.requires_grad) if isinstance(x, nn.Parameter) else there
 
 
 def local_of(x: Tensor) -> Tensor:
@@ -194,13 +206,14 @@ class Slots:
         return dict(zip(self.names, self._there, strict=True))
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put these parameters where modules have others, and buffers where they have some without values."""
+        """Put these parameters where modules have others, and buffers where they have some without values or
+        on another device."""
         replaced: dict[int, nn.Parameter] = {}
         for name, owner, key in zip(self.names, self._owners, self._keys, strict=True):
             new, old = tensors.get(name), owner[key]
             if isinstance(new, nn.Parameter) and new is not old:
                 replaced[id(old)] = new
-            elif new is not None and old.is_meta and not isinstance(old, nn.Parameter):
+            elif new is not None and old.device != new.device and not isinstance(old, nn.Parameter):
                 owner[key] = new
         for root in self.modules.values():
             for module in root.modules():
