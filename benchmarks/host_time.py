@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import quintnet
 from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.transport.connections import Connection
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 from quintnet_compiler.runtime.transport.transport import GRADIENTS, VALUES
 
@@ -101,7 +102,11 @@ def _transfers(ranks: int) -> Calls:
     rank, other = transport.rank, transport.rank ^ 1
     there, back = (VALUES, GRADIENTS) if other > rank else (GRADIENTS, VALUES)
     x, got = torch.zeros(SIZE, SIZE), torch.zeros(SIZE, SIZE)
-    out, into = transport.channel[there][other > rank], transport.channel[back][rank > other]
+    transport.connect(sorted(Connection(way, a, b) for a, b in ((0, 1), (1, 0)) for way in (VALUES, GRADIENTS)))
+    out, into = (
+        transport.connections.group[Connection(there, rank, other)],
+        transport.connections.group[Connection(back, other, rank)],
+    )
 
     def ours() -> object:
         sent = transport.send(x, other, there, "")

@@ -19,7 +19,9 @@ from torch import Tensor
 from ..core.mesh import Mesh
 from ..cost_models.calibration import Calibration, MeasuredCollective, MeasuredMatmul, Point
 from ..runtime.launch.launch import launch
+from ..runtime.transport.connections import Connection
 from ..runtime.transport.distributed import DistributedTransport, device_mesh
+from ..runtime.transport.transport import VALUES
 
 aten = torch.ops.aten
 SIDES = (32, 128, 512, 2048)  # of matrix products
@@ -246,6 +248,7 @@ def _collectives(effort: CalibrationEffort, count: int) -> list[MeasuredCollecti
     device = _device()
     mesh = Mesh(pp=count, tp=1)
     transport = DistributedTransport(mesh, device_mesh(mesh, device.type))
+    transport.connect([Connection(VALUES, 0, 1), Connection(VALUES, 1, 0)])
     found = []
     for name in COLLECTIVES:
         points = [
@@ -289,11 +292,11 @@ def _send(transport: DistributedTransport, size: int, effort: CalibrationEffort)
     def there_and_back() -> None:
         other = 1 - transport.rank
         if transport.rank == 0:
-            transport.send(x, other, 0, "")()
-            transport.receive(tuple(x.shape), x.dtype, other, 0, "")()
+            transport.send(x, other, VALUES, "")()
+            transport.receive(tuple(x.shape), x.dtype, other, VALUES, "")()
         elif transport.rank == 1:
-            transport.receive(tuple(x.shape), x.dtype, other, 0, "")()
-            transport.send(x, other, 0, "")()
+            transport.receive(tuple(x.shape), x.dtype, other, VALUES, "")()
+            transport.send(x, other, VALUES, "")()
 
     pairs = 2.0 if transport.mesh.size == 2 else 2.0 * 2 / transport.mesh.size  # the mean counts those that do nothing
     return max(1e-7, _met(transport, there_and_back, 10, effort) / pairs)

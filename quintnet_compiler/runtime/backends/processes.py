@@ -31,6 +31,7 @@ from ..state.local_values import StageGradient, StoredPart
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.same_values import SameValues
 from ..state.state import new_caches, part_of, sharded_dtensor
+from ..transport.connections import connections_of
 from ..transport.distributed import DistributedTransport, device_mesh, gradient_groups
 from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
 
@@ -269,6 +270,7 @@ class ProcessBackend:
             agree({"program": program.digest}, self.device)
             self.values.require(program, inputs, self.state, local=how.local)
             self.transport.add_groups(_groups(program, self.mesh))
+            self.transport.connect(connections_of(program.schedule, self.mesh))
             found = self.ready[id(program)] = self._made(program, how.train)
         else:
             where = f"step {how.step}" if how.train else "a run without training"

@@ -19,8 +19,9 @@ from ...core.mesh import Mesh
 from ...ops.collectives import COLLECTIVES, CollectiveSpec
 from ..launch.gloo_threads import lower_gloo_thread_priority
 from .collectives import Native, collectives, pending
+from .connections import Connection, Connections
 from .symmetric import Kernels, kernels_of
-from .transport import GRADIENTS, VALUES, Pending, Wait
+from .transport import Pending, Wait
 
 # The order of a DeviceMesh's dims: the pipeline outermost, then the axes in the order in which shardings nest.
 
@@ -65,9 +66,7 @@ class DistributedTransport:
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
         self.known = set(self.group)
         self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
-        # Values and their gradients, up and down the ranks, travel on channels of their own, so that none waits for
-        # another: NCCL takes all transfers of a group between two ranks in order, whichever way they go.
-        self.channel = [(dist.new_group(), dist.new_group()) for _ in (VALUES, GRADIENTS)] if mesh["pp"] > 1 else []
+        self.connections = Connections(self._device())
         self.add_groups(groups)
 
     def add_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
@@ -80,6 +79,11 @@ class DistributedTransport:
                     self.group[ranks] = collectives(made)
         if self.tune_process:
             lower_gloo_thread_priority()
+
+    def connect(self, connections: Iterable[Connection]) -> None:
+        """Connect what stages send over. Every rank must call this with the same ones in the same order."""
+        self.connections.add(connections)
+        lower_gloo_thread_priority()
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
@@ -222,7 +226,7 @@ class DistributedTransport:
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
         x = x.contiguous()
-        work = dist.isend(x, to, group=self.channel[channel][to > self.rank])
+        work = dist.isend(x, to, group=self.connections.group[Connection(channel, self.rank, to)])
 
         def wait() -> Tensor:
             if work is not None:
@@ -233,7 +237,7 @@ class DistributedTransport:
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
         x = torch.empty(shape, dtype=dtype, device=self._device())
-        work = dist.irecv(x, source, group=self.channel[channel][self.rank > source])
+        work = dist.irecv(x, source, group=self.connections.group[Connection(channel, source, self.rank)])
 
         def wait() -> Tensor:
             if work is not None:
