@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ...compat.distributed import PrefixStore, TCPStore
 from ...core.errors import QuintNetError, RunError
+from .accelerator import take_accelerator
 from .faults import Fault, RankError, Scene, stopped
 from .heartbeat import GRACE, PERIOD, VERDICT, Heartbeat
 from .rank_status import RankStatus, first_line, of_communication, read_rows
@@ -180,12 +181,9 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
             return TCPStore(LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=LOST))
 
         with Heartbeat(connect, seat.rank, seat.size, seat.folder, job.patience):
-            nccl = torch.cuda.is_available() and torch.cuda.device_count() >= seat.slots  # alike on all ranks
-            if nccl:
-                torch.cuda.set_device(seat.slot)
             patience = timedelta(seconds=job.patience)
             dist.init_process_group(
-                "nccl" if nccl else "gloo",
+                **take_accelerator(seat.slot, seat.slots),  # alike on all ranks
                 store=PrefixStore("group", store),
                 rank=seat.rank,
                 world_size=seat.size,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.errors import RunError
+from .accelerator import take_accelerator
 
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -43,10 +44,10 @@ class Started:
     environment: Mapping[str, str]
 
     def join(self) -> None:
-        """Make the process group of all that were started; NCCL where there is a GPU, else gloo.
+        """Make the process group of all that were started; on accelerators where the machine has some, else gloo.
 
         Raises:
-            RunError: QN301 if the environment does not say where they meet.
+            RunError: QN301 if the environment does not say where they meet, or if there are more than accelerators.
         """
         launcher, known = self.launcher, self.environment
         missing = [name for name in (launcher.rank, *MEETING) if name not in known]
@@ -57,10 +58,8 @@ class Started:
                 f"process group and no {', '.join(missing)} to make one with",
                 fix=f"set {' and '.join(missing)} for every process, or start them with torchrun",
             )
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(known.get(launcher.local_rank, known[launcher.rank])) % torch.cuda.device_count())
         dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
+            **take_accelerator(self._place()),
             init_method=f"tcp://{known['MASTER_ADDR']}:{known['MASTER_PORT']}"
             if launcher.size != "WORLD_SIZE"
             else None,
@@ -68,6 +67,12 @@ class Started:
             world_size=self.size,
         )
         atexit.register(_leave)
+
+    def _place(self) -> int:
+        """The number of this process on its machine. A launcher that does not say it fills machines in order."""
+        if self.launcher.local_rank in self.environment:
+            return int(self.environment[self.launcher.local_rank])
+        return int(self.environment[self.launcher.rank]) % max(1, torch.accelerator.device_count())
 
 
 def started() -> Started | None:

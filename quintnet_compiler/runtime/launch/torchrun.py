@@ -25,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...compat.distributed import PrefixStore, Store
 from ...core.errors import QuintNetError, RunError
+from .accelerator import take_accelerator
 from .attempt import Job
 from .faults import stopped
 from .heartbeat import PERIOD, VERDICT, Heartbeat, dump_stacks
@@ -68,11 +69,9 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
         Heartbeat(connect, rank, size, folder, job.patience, neighbours) as pulse,
     ):
         Guard(pulse, silence).start()
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         store = PrefixStore(f"{name}/group", given)
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+        accelerator = take_accelerator(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(**accelerator, store=store, rank=rank, world_size=size, timeout=patience)
         try:
             results[rank] = job.fn(*job.args)
         except RuntimeError as error:  # outside of a program's run: in a save, or in communication of the user's own

@@ -9,6 +9,7 @@ from torch import nn
 from ...compat.torch import built_for_xpu
 from ...core.errors import CompileError, RunError
 from ...core.mesh import Mesh
+from .accelerator import group_accelerator
 from .launchers import started
 
 
@@ -46,8 +47,8 @@ def default_device(model: nn.Module, given: torch.device | str | None) -> torch.
                 fix=f"install a build of PyTorch for {wanted.type}, or leave device out",
             )
         return wanted
-    if dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
+    if (accelerator := group_accelerator()) is not None:
+        return accelerator
     found = next((p.device for p in model.parameters()), torch.device("cpu"))
     return torch.device("cpu") if found.type == "meta" else found
 
