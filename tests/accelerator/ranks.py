@@ -1,0 +1,148 @@
+"""Programs on several emulated accelerators, one process each, beside the unsplit module."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import quintnet
+
+from ..models import CASES, build, reference, worst_error
+from .device import NAME, install
+from .faults import FAULTS
+from .process_group import register
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model of the tests on a layout."""
+
+    model: str
+    axes: dict[str, int]
+    options: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float64
+
+    def __str__(self) -> str:
+        layout = "x".join(f"{axis}{size}" for axis, size in self.axes.items())
+        return f"{self.model}-{layout}" + "".join(f"-{name}={value}" for name, value in self.options.items())
+
+
+@dataclass(frozen=True)
+class World:
+    """How emulated accelerators behave. ``eager``: one communicator for each group, as with ``device_id=``; otherwise
+    they are made at first use. ``seed``: of the delays of kernels and transfers; 0 for none."""
+
+    size: int
+    eager: bool = False
+    seed: int = 0
+    timeout: float = 60.0  # seconds, of hosts that wait for each other
+
+
+def run(work: Callable[..., Any], world: World, *args: Any, limit: float = 300.0) -> list[Any]:
+    """What ``work(*args)`` gives on each rank of ``world``.
+
+    Raises:
+        RuntimeError: what a rank raised, or that one was not done after ``limit`` seconds.
+    """
+    install()  # built once, before the ranks need it
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = mp.start_processes(
+            _rank, (world, port, folder, work, args), nprocs=world.size, join=False, start_method="spawn"
+        )
+        end, found = time.monotonic() + limit, {}
+        try:
+            while len(found) < world.size:
+                gone = not any(process.is_alive() for process in ranks.processes)
+                for path in Path(folder).glob("*.done"):
+                    found.setdefault(int(path.stem), pickle.loads(path.read_bytes()))
+                for rank, (ok, value) in found.items():
+                    if not ok:
+                        raise RuntimeError(f"rank {rank}: {value}")
+                if len(found) < world.size and (gone or time.monotonic() > end):
+                    why = "ended" if gone else f"was not done after {limit:.0f} s"
+                    raise RuntimeError(f"a rank {why}: done are {sorted(found)} of {world.size}")
+                time.sleep(0.05)
+        finally:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+    return [found[rank][1] for rank in range(world.size)]
+
+
+def _rank(rank: int, world: World, port: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    register()
+    device = install()
+    device.set_device(rank)
+    device.delay(world.seed, share=0.1 if world.seed else 0.0)
+    options = {"device_id": torch.device(NAME, rank)} if world.eager else {}
+    dist.init_process_group(
+        NAME,
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=world.size,
+        timeout=datetime.timedelta(seconds=world.timeout),
+        **options,
+    )
+    try:
+        found = True, work(*args)
+    except BaseException:
+        found = False, traceback.format_exc()
+    path = Path(folder) / f"{rank}.made"
+    path.write_bytes(pickle.dumps(found))
+    path.rename(path.with_suffix(".done"))
+    os._exit(0)  # its streams' threads have no orderly end
+
+
+def train(job: Job) -> str:
+    """Three steps of AdamW, an evaluation, and a step of another batch size, beside the unsplit module on the CPU.
+
+    Returns "" if everything is equal, or what is not.
+    """
+    case = CASES[job.model]
+    batch, other = case.batch(8), case.batch(16)
+    options = {"loss_fn": case.loss_fn, "device": torch.device(NAME, dist.get_rank()), **job.options}
+    program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
+    whole = build(job.model, job.dtype)
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (program, whole))
+    wrong = []
+    for rows in (batch, batch, other):
+        loss = program.step(rows)
+        expected, gradients = reference(whole, rows, case.loss_fn)
+        found = {n: p.grad.full_tensor().cpu() for n, p in program.named_parameters() if p.grad is not None}
+        worst, name = worst_error(found, {n: gradients[n] for n in found})
+        if abs(float(loss) - float(expected)) > case.tolerance * max(1.0, abs(float(expected))):
+            wrong.append(f"loss {float(loss)}, not {float(expected)}")
+        if worst > case.tolerance * 100:
+            wrong.append(f"gradient of {name}: {worst:.1e}")
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    return "; ".join(wrong)
+
+
+def train_all(jobs: Sequence[Job]) -> dict[str, str]:
+    """Of each job what :func:`train` says."""
+    return {str(job): train(job) for job in jobs}
+
+
+def train_with(fault: str, jobs: Sequence[Job]) -> dict[str, str]:
+    """The same with a fault of :mod:`.faults`."""
+    FAULTS[fault]()
+    return train_all(jobs)

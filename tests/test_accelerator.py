@@ -1,0 +1,170 @@
+"""Programs on emulated accelerators: exact whatever time kernels and transfers take, and never waiting forever."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import quintnet
+
+from .accelerator.build import missing
+from .accelerator.device import Emulated, install
+from .accelerator.faults import FAULTS
+from .accelerator.ranks import Job, World, run, train_all, train_with
+from .models import CASES, build, reference, worst_error
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"the emulated accelerator: {missing()}")
+
+JOBS = (
+    Job("mlp", {"tp": 2}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2}),
+    Job("gpt", {"pp": 2}),
+    Job("mixture", {"ep": 2}),
+    Job("gpt", {"cp": 2}, {"context": "ring"}),
+)
+MORE_JOBS = (
+    *JOBS,
+    Job("mlp", {"dp": 2}),
+    Job("mlp", {"dp": 2}, {"zero": 1, "microbatches": 2}),
+    Job("gpt", {"dp": 2}, {"zero": 2}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "reshard_after_forward": True}),
+    Job("gpt", {"tp": 2}, {"sequence_parallel": True}),
+    Job("gpt", {"tp": 2}, {"sequence_parallel": True, "async_tp": True}),
+    Job("gpt", {"tp": 2}, {"overlap": False, "microbatches": 2}),
+    Job("gpt", {"cp": 2}, {"context": "ulysses"}),
+    Job("gpt", {"cp": 2}, {"context": "all_gather"}),
+    Job("gpt", {"pp": 2}, {"microbatches": 4}),
+    Job("gpt", {"pp": 2}, {"microbatches": 4, "schedule": "gpipe"}),
+    Job("gpt", {"pp": 2}, {"microbatches": 4, "schedule": "zb-h1"}),
+    Job("cnn", {"pp": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 3}),
+    Job("mlp", {"pp": 2}, {"microbatches": 4, "schedule": "zb-v", "virtual_stages": 2}),
+    Job("mlp", {"pp": 2}, {"microbatches": 4, "schedule": "dualpipe-v", "virtual_stages": 2}),
+    Job("mixture", {"dp": 2}, {"zero": 3, "experts": ("dp",), "microbatches": 2}),
+    Job("mixture", {"tp": 2}),
+    Job("cnn", {"tp": 2}),
+    Job("vit", {"dp": 2}, {"recompute": "full"}),
+    Job("encoder", {"tp": 2}, {"recompute": "selective"}),
+)
+
+
+@pytest.fixture(scope="module")
+def device() -> Emulated:
+    return install()
+
+
+# -- the device itself: what a GPU would do wrong shows
+
+
+def test_a_stream_that_does_not_wait_reads_poison(device: Emulated) -> None:
+    device.set_device(0)
+    other = torch.Stream(device="emulated:0")
+    for waits in (False, True):
+        go = threading.Event()
+        device.launch(lambda go=go: go.wait(60))  # the default stream stands here until then
+        started, x = torch.Event(), torch.zeros(1000, device="emulated:0") + 1
+        started.record()
+        with other:
+            if waits:
+                other.wait_event(started)
+            y = x + 1
+        if waits:
+            go.set()
+        other.synchronize()
+        go.set()
+        device.synchronize(0)
+        assert bool((y.cpu() == 2).all()) is waits
+
+
+def test_memory_is_poison_after_it_is_freed(device: Emulated) -> None:
+    x = torch.ones(1000, device="emulated:0")
+    view = device.host_view(x)  # does not keep it
+    device.synchronize(0)
+    assert bool((view == 1).all())
+    del x
+    device.synchronize(0)
+    assert bool(view.isnan().all())
+
+
+def test_devices_do_not_mix(device: Emulated) -> None:
+    x, y = torch.ones(2, device="emulated:0"), torch.ones(2, device="emulated:1")
+    for other in (y, torch.ones(2)):
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.mm(x[None], other[:, None])
+
+
+def test_what_a_host_asks_for_is_counted(device: Emulated) -> None:
+    with device.counting() as found:
+        x = torch.ones(4).to("emulated:0")
+        y = torch.relu(x @ x)
+        y.item()
+        torch.nonzero(x)
+        y.cpu()
+    assert (found.to_device, found.to_host) == (1, 1)
+    assert found.kernels["aten::relu"] == 1
+    assert found.waits == {"aten::_local_scalar_dense": 1, "aten::nonzero": 1, "copy to the host": 1}
+
+
+# -- all ranks in one process, on one device
+
+
+@pytest.mark.parametrize("index", [0, 2], ids=["current device", "another device"])
+@pytest.mark.parametrize(
+    ("name", "axes", "options"),
+    [("gpt", {"dp": 2, "tp": 2}, {"zero": 1}), ("cnn", {"pp": 2}, {"microbatches": 2}), ("mixture", {"ep": 2}, {})],
+)
+def test_one_process(device: Emulated, name: str, axes: dict[str, int], options: dict[str, int], index: int) -> None:
+    """A model and a batch on the CPU are moved; code runs on the device that was asked for."""
+    device.set_device(0)
+    case = CASES[name]
+    batch = case.batch(8)
+    where = torch.device("emulated", index)
+    program = quintnet.compile(
+        build(name),
+        quintnet.Mesh(**axes),
+        batch,
+        loss_fn=case.loss_fn,
+        device=where,
+        **options,  # type: ignore[arg-type]
+    )
+    loss = program.step(batch)
+    expected, gradients = reference(build(name), batch, case.loss_fn)
+    found = {n: p.grad.full_tensor().cpu() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    assert loss.device == where
+    assert float(loss) == pytest.approx(float(expected), rel=1e-12)
+    assert worst_error(found, {n: gradients[n] for n in found})[0] < 1e-10
+
+
+# -- a process for each rank
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["communicators at first use", "one for each group"])
+def test_a_sample_on_two_devices(eager: bool) -> None:
+    for found in run(train_all, World(2, eager=eager, seed=1), JOBS):
+        assert found == dict.fromkeys(map(str, JOBS), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("eager", [False, True], ids=["communicators at first use", "one for each group"])
+@pytest.mark.parametrize("seed", range(20))
+def test_all_on_two_devices(eager: bool, seed: int) -> None:
+    for found in run(train_all, World(2, eager=eager, seed=seed), MORE_JOBS, limit=900):
+        assert found == dict.fromkeys(map(str, MORE_JOBS), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_seen(fault: str) -> None:
+    """In at least one of the modes of communicators, by an error or by wrong numbers."""
+    interleaved = {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 3}
+    jobs = (Job("gpt", {"tp": 2}), Job("gpt", {"pp": 2}), Job("gpt", {"pp": 2}, interleaved))
+    seen = []
+    for job in jobs:
+        for eager in (False, True):
+            try:
+                found = run(train_with, World(2, eager=eager, seed=1, timeout=8), fault, [job], limit=120)
+                seen += [text for rank in found for text in rank.values() if text]
+            except RuntimeError as error:
+                seen.append(str(error))
+    assert seen, fault
