@@ -45,7 +45,7 @@ class TrainConfig(BaseModel):
         mesh_name: names of the mesh's axes, in the same order.
         schedule: as in a :class:`quintnet.Plan`, or ``afab`` (for ``gpipe``).
         grad_acc_steps: the number of microbatches.
-        plan: keys of a plan, such as ``zero: 3``; they override ``schedule`` and ``grad_acc_steps``.
+        plan: keys of a plan, such as ``zero: 3``; they override ``schedule``, ``grad_acc_steps`` and ``seed``.
         batch_size: rows of the global batch.
         num_epochs: passes over the data after which the run ends.
         max_steps: steps after which the run ends, if that is sooner.
@@ -132,7 +132,9 @@ class TrainConfig(BaseModel):
     def decisions(self) -> Plan:
         """The plan of these keys."""
         schedule = SCHEDULES.get(self.schedule, self.schedule)
-        return Plan().changed({"schedule": schedule, "microbatches": self.grad_acc_steps, **self.plan})
+        return Plan().changed(
+            {"schedule": schedule, "microbatches": self.grad_acc_steps, "seed": self.seed, **self.plan}
+        )
 
     @classmethod
     def read(cls, path: str | Path, **changes: Any) -> TrainConfig:

@@ -26,6 +26,14 @@ def test_a_configuration_is_read_and_changed(tmp_path: Path) -> None:
             strategy_axes(wrong)
 
 
+def test_a_plan_overrides_the_keys_that_it_shares_with_a_run() -> None:
+    given = {"model": "a:b", "batch_size": 8, "grad_acc_steps": 2, "seed": 3}
+    found = TrainConfig.make(given).decisions
+    assert (found.seed, found.microbatches) == (3, 2)
+    found = TrainConfig.make({**given, "plan": {"seed": 5, "microbatches": 4}}).decisions
+    assert (found.seed, found.microbatches) == (5, 4)
+
+
 def test_keys_that_are_not_known_are_refused_with_the_near_one(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"bath_size: .* \(did you mean batch_size\?\)"):
         TrainConfig.make({"model": "a:b", "batch_size": 1, "bath_size": 2})
