@@ -48,20 +48,18 @@ class Alone(LocalTransport):
     """A rank whose peers are made up: they have what it has."""
 
     def __init__(self, program: DistributedProgram, rank: int, device: torch.device) -> None:
-        super().__init__(LocalWorld(program.mesh, program.sites), rank)
+        world = LocalWorld(program.mesh, program.sites)
+        world.present = frozenset([rank])
+        super().__init__(world, rank)
         self.device = device
         self.made: dict[tuple[Any, ...], Tensor] = {}
 
     def _meet(self, kind: str, x: Tensor, ranks: tuple[int, ...], label: str, *detail: Any, runs: Any = None) -> Tensor:
-        count = len(ranks)
-        if kind == "gather":
-            return slices.join([x] * count, *detail)
+        if kind == "sum":  # others add up meanwhile
+            return x.clone()
         if kind == "scatter":
-            return slices.take(x, *detail, count, ranks.index(self.rank)).clone()
-        if kind == "exchange":
-            dim, parts, to_dim, to_parts = detail
-            return slices.join(slices.pieces(x, to_dim, to_parts, count), dim, parts)
-        return x if kind == "broadcast" else x.clone()
+            return slices.take(x, *detail, len(ranks), ranks.index(self.rank)).clone()
+        return super()._meet(kind, x, ranks, label, *detail, runs=runs)
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         return lambda: x
@@ -117,7 +115,7 @@ class Blocks(nn.Module):
         for block in self.layers:
             at = block.attention
             for name, heads in (("q", size.heads), ("k", size.kv_heads), ("v", size.kv_heads)):
-                setattr(at, name, nn.Linear(size.dim, heads // tensor * size.head_dim, bias=False))
+                setattr(at, name, nn.Linear(size.dim, max(1, heads // tensor) * size.head_dim, bias=False))
             at.o = nn.Linear(size.heads // tensor * size.head_dim, size.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

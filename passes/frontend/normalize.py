@@ -129,7 +129,9 @@ class Normalize:
         except CompileError:
             raise
         except Exception as error:
-            raise _Fails(str(target), str(error).strip().partition("\n")[0][:200], builder.where) from error
+            raise _Fails(
+                str(target), str(error).strip().partition("\n")[0][:200] or type(error).__name__, builder.where
+            ) from error
 
     def _rewritten(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = node.target
