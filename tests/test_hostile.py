@@ -470,7 +470,7 @@ ALLOWED = (
     "y = x[0];  comm = x = None",
     "y = comm.all_gather(x, 'tp', 1, 1, 0)",
     "y = comm.accumulate(x, 'p_layers_weight');  y = None",
-    "y = torch.ops.aten.full.default([2, -1], -inf, dtype = torch.float32, device = device(type='cuda', index=0))",
+    "y = torch.ops.aten.full.default([2, -1], -inf, dtype = torch.float32, device = device(type='cuda'))",
     "y = torch.ops.aten.gelu.default(x, approximate = 'tanh')",
     "y = torch.mul(x, 1e-05)",
     "y = torch.mul(x, (1+2j))",
@@ -530,6 +530,7 @@ REFUSED = (
     "y = torch.t(self)",
     "y = torch.t(device)",
     "y = torch.t(device(type=x))",
+    "y = torch.ops.aten.ones.default([2], device = device(type='cuda', index=0))",  # ranks have devices of their own
     "y = torch.t(device('cpu'))",
     "y = torch.t(y := x)",
     "y = torch.t(2 ** 99999999)",

@@ -77,13 +77,16 @@ class DistributedTransport:
                 made = dist.new_group(list(ranks))
                 if self.rank in ranks:
                     self.group[ranks] = collectives(made)
-        if self.tune_process:
-            lower_gloo_thread_priority()
+        self._tune()
 
     def connect(self, connections: Iterable[Connection]) -> None:
         """Connect what stages send over. Every rank must call this with the same ones in the same order."""
         self.connections.add(connections)
-        lower_gloo_thread_priority()
+        self._tune()
+
+    def _tune(self) -> None:
+        if self.tune_process:
+            lower_gloo_thread_priority()
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
