@@ -12,7 +12,7 @@ import quintnet
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
-from .accelerator.ranks import Job, World, run, train_all, train_with
+from .accelerator.ranks import Job, World, count_all, run, train_all, train_with
 from .models import CASES, build, reference, worst_error
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"the emulated accelerator: {missing()}")
@@ -143,6 +143,18 @@ def test_one_process(device: Emulated, name: str, axes: dict[str, int], options:
 def test_a_sample_on_two_devices(eager: bool) -> None:
     for found in run(train_all, World(2, eager=eager, seed=1), JOBS):
         assert found == dict.fromkeys(map(str, JOBS), "")
+
+
+def test_a_step_of_a_dense_model_makes_the_host_wait_once() -> None:
+    """For whether all gradients are finite. Nothing is copied to the device."""
+    jobs = (
+        Job("gpt", {"tp": 2}, {"sequence_parallel": True, "microbatches": 2}),
+        Job("gpt", {"cp": 2}, {"context": "all_gather"}),
+    )
+    for found in run(count_all, World(2), jobs):
+        for job, counted in found.items():
+            assert (counted.to_device, counted.to_host) == (0, 0), job
+            assert counted.waits == {"aten::_local_scalar_dense": 1}, job
 
 
 @pytest.mark.slow

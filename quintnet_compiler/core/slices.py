@@ -79,14 +79,19 @@ def take_all(x: Tensor, sharding: Sharding, ranks: Sequence[int], coordinate: Se
 
 
 def positions(
-    sizes: Sequence[int], sharding: Sharding, ranks: Sequence[int], coordinate: Sequence[int]
+    sizes: Sequence[int],
+    sharding: Sharding,
+    ranks: Sequence[int],
+    coordinate: Sequence[int],
+    device: torch.device | str = "cpu",
 ) -> list[Tensor]:
-    """For each dim of a tensor of global shape ``sizes``, the global indices that one rank's part holds.
+    """For each dim of a tensor of global shape ``sizes``, the global indices that one rank's part holds, made on
+    ``device``.
 
     >>> positions((4, 2), (Shard(0),), (2,), (1,))
     [tensor([2, 3]), tensor([0, 1])]
     """
-    found = [torch.arange(size) for size in sizes]
+    found = [torch.arange(size, device=device) for size in sizes]
     for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
         if isinstance(kind, Shard):
             found[kind.dim] = take(found[kind.dim], 0, kind.parts, count, index)

@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import quintnet
+from quintnet_compiler.compat.torch import pytree
 
 from ..models import CASES, build, reference, worst_error
-from .device import NAME, install
+from .device import NAME, Counted, install
 from .faults import FAULTS
 from .process_group import register
 
@@ -140,6 +141,26 @@ def train(job: Job) -> str:
 def train_all(jobs: Sequence[Job]) -> dict[str, str]:
     """Of each job what :func:`train` says."""
     return {str(job): train(job) for job in jobs}
+
+
+def count(job: Job) -> Counted:
+    """What a training step asks of the device, with a batch that is there. The seventh: until then ranks compare what
+    they have in most steps (:func:`quintnet_compiler.runtime.state.same_values.due`)."""
+    case, here = CASES[job.model], torch.device(NAME, dist.get_rank())
+    batch = pytree.tree_map(lambda x: x.to(here), case.batch(8))
+    options = {"loss_fn": case.loss_fn, "device": here, **job.options}
+    program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
+    for _ in range(6):
+        program.step(batch)
+        program.zero_grad()
+    with install().counting() as found:
+        program.step(batch)
+    return found
+
+
+def count_all(jobs: Sequence[Job]) -> dict[str, Counted]:
+    """Of each job what :func:`count` says."""
+    return {str(job): count(job) for job in jobs}
 
 
 def train_with(fault: str, jobs: Sequence[Job]) -> dict[str, str]:

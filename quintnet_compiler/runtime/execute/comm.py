@@ -141,7 +141,7 @@ class Comm:
         """The global positions of this rank's part of a dim."""
         kinds = tuple(Shard(0, count) for count in parts)
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        return slices.positions([whole], kinds, sizes, places)[0].to(x.device)
+        return slices.positions([whole], kinds, sizes, places, x.device)[0]
 
     def ring_attention(
         self,
@@ -255,5 +255,5 @@ class Comm:
         """Which elements of ``x``, a part of a value of shape ``whole``, a dropout keeps: the same on every layout."""
         kinds = tuple(Shard(dim, count) for dim, count in zip(dims, parts, strict=True))
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        positions = [p.to(x.device) for p in slices.positions(whole, kinds, sizes, places)]
+        positions = slices.positions(whole, kinds, sizes, places, x.device)
         return keep_mask(positions, whole, p, Key(self.seed, self.step, op))

@@ -165,7 +165,7 @@ class _Told:
 
     def differences(self) -> list[ValueDifference]:
         self.work.wait()
-        return _batches([row.tolist() for row in self.rows], self.paths, self.groups, self.local)
+        return _batches(torch.stack(list(self.rows)).tolist(), self.paths, self.groups, self.local)
 
 
 def _gather(mine: Sequence[int], device: torch.device) -> list[list[int]]:
