@@ -22,7 +22,7 @@ golden: setup
 	$(BIN)/python -m pytest -p no:xdist -q tests/unit/test_golden.py --update-golden
 
 test: setup
-	$(PYTEST)
+	$(PYTEST) --durations=25 --durations-min=5
 
 test-all: setup
 	$(PYTEST) -m ""

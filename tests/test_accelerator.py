@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -139,10 +140,12 @@ def test_one_process(device: Emulated, name: str, axes: dict[str, int], options:
 # -- a process for each rank
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["communicators at first use", "one for each group"])
-def test_a_sample_on_two_devices(eager: bool) -> None:
-    for found in run(train_all, World(2, eager=eager, seed=1), JOBS):
-        assert found == dict.fromkeys(map(str, JOBS), "")
+@pytest.mark.parametrize(
+    ("eager", "jobs"), [(False, JOBS), (True, JOBS[1:3])], ids=["communicators at first use", "one for each group"]
+)
+def test_a_sample_on_two_devices(eager: bool, jobs: Sequence[Job]) -> None:
+    for found in run(train_all, World(2, eager=eager, seed=1), jobs):
+        assert found == dict.fromkeys(map(str, jobs), "")
 
 
 def test_a_step_of_a_dense_model_makes_the_host_wait_once() -> None:
