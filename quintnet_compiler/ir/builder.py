@@ -55,8 +55,8 @@ class GraphBuilder:
         """
         if target is operator.getitem:
             return self.getitem(args[0], args[1])
-        if "device" in kwargs:  # every rank runs the same code, on the device that is its own
-            kwargs["device"] = torch.device(kwargs["device"].type)
+        if (device := kwargs.get("device")) is not None:  # every rank runs the same code, on its own device
+            kwargs["device"] = torch.device(torch.device(device).type)
         key = (target, repr((args, kwargs)), self.scope, self.backward)
         if self.scope is not None and key in self.shared:
             return self.shared[key]

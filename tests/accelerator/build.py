@@ -7,20 +7,24 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch.utils.cpp_extension import get_default_build_root, load
 
+# with what is installed beside this Python, whose environment may not be activated
+PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 SOURCES = Path(__file__).parent / "csrc"
 NAME = "quintnet_emulated_accelerator"
 
 
 def missing() -> str | None:
     """Why the extension cannot be built here, if it cannot."""
-    return next((f"there is no {tool}" for tool in ("c++", "ninja") if shutil.which(tool) is None), None)
+    return next((f"there is no {tool}" for tool in ("c++", "ninja") if shutil.which(tool, path=PATH) is None), None)
 
 
 def built() -> ModuleType:
@@ -47,7 +51,7 @@ def _folder() -> Path:
 
 def _compile(library: Path) -> None:
     """Compile elsewhere and move the result here whole, so that an interrupted build leaves no half."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as made:
+    with tempfile.TemporaryDirectory(dir=library.parent) as made, mock.patch.dict(os.environ, PATH=PATH):
         load(
             NAME,
             [str(SOURCES / "extension.cpp")],

@@ -33,16 +33,16 @@ def _index_in_code() -> None:
 
 def _first_use() -> None:
     """Nothing connects the communicators of a pipeline before its first step."""
-    Connections._connect = lambda self, link: None  # type: ignore[method-assign]
+    Connections._connect = lambda self, one, device: None  # type: ignore[method-assign]
 
 
 def _one_group() -> None:
     """All ways of a pipeline share one group of ranks."""
     plain = Connections.add
 
-    def add(self: Connections, links: Any) -> None:
+    def add(self: Connections, links: Any, device: torch.device) -> None:
         links = list(links)
-        plain(self, links[:1])
+        plain(self, links[:1], device)
         shared = dist.group.WORLD
         assert shared is not None
         self.group |= dict.fromkeys((link for link in links if self.rank in link[1:]), shared)

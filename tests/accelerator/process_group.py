@@ -26,7 +26,7 @@ HALF = (torch.float16, torch.bfloat16)
 class Exchange:
     """Carries out what the streams of a group's communicators come to. Tensors are host memory.
 
-    Collectives run in float32 where values have 16 bits.
+    Sums of 16-bit values are computed in float32.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -118,7 +118,7 @@ def train(job: Job) -> str:
     """
     case = CASES[job.model]
     batch, other = case.batch(8), case.batch(16)
-    options = {"loss_fn": case.loss_fn, "device": torch.device(NAME, dist.get_rank()), **job.options}
+    options = {"loss_fn": case.loss_fn, **job.options}  # on the accelerator of the process group
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
     whole = build(job.model, job.dtype)
     mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (program, whole))

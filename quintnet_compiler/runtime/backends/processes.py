@@ -155,7 +155,8 @@ class ProcessBackend:
     ) -> list[Tensor]:
         self._follow_module()
         refuse_unset(self.unset, program)
-        ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
+        with running_on(self.device):
+            ready, how = self._ready(program, inputs, how), self.scaler.run(program, how)
         # rows that are already this data rank's are not split again
         axes = [replace(a, size=1) if how.local and a.role == "data" else a for a in program.axes]
         place = {**self.place, **({"dp": 0, "ep": 0} if how.local else {})}

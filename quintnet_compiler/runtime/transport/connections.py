@@ -53,15 +53,15 @@ def connections_of(schedule: Schedule, mesh: Mesh) -> list[Connection]:
 
 
 class Connections:
-    """Those of one rank. ``device``: where the tensors are that travel."""
+    """Those of one rank."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.rank = device, dist.get_rank()
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
         self.known: set[Connection] = set()
         self.group: dict[Connection, dist.ProcessGroup] = {}
 
-    def add(self, connections: Iterable[Connection]) -> None:
-        """Connect these. Every rank must call this with the same connections in the same order."""
+    def add(self, connections: Iterable[Connection], device: torch.device) -> None:
+        """Connect these, for tensors on ``device``. Every rank must call this with the same ones in the same order."""
         for one in connections:
             if one in self.known:
                 continue
@@ -69,10 +69,10 @@ class Connections:
             group = dist.new_group([one.source, one.target])
             if self.rank in (one.source, one.target):
                 self.group[one] = group
-                self._connect(one)
+                self._connect(one, device)
 
-    def _connect(self, one: Connection) -> None:
-        first = torch.zeros(1, device=self.device)
+    def _connect(self, one: Connection, device: torch.device) -> None:
+        first = torch.zeros(1, device=device)
         if self.rank == one.source:
             work = dist.isend(first, one.target, group=self.group[one])
         else:

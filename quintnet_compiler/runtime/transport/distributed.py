@@ -66,7 +66,7 @@ class DistributedTransport:
             self.group.setdefault(tuple(range(mesh.size)), collectives(dist.group.WORLD))
         self.known = set(self.group)
         self.fused: dict[tuple[str, torch.device], Kernels | None] = {}
-        self.connections = Connections(self._device())
+        self.connections = Connections()
         self.add_groups(groups)
 
     def add_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
@@ -81,7 +81,7 @@ class DistributedTransport:
 
     def connect(self, connections: Iterable[Connection]) -> None:
         """Connect what stages send over. Every rank must call this with the same ones in the same order."""
-        self.connections.add(connections)
+        self.connections.add(connections, self._device())
         self._tune()
 
     def _tune(self) -> None:
