@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ JOBS = (
     Job("mixture", {"ep": 2}),
     Job("gpt", {"cp": 2}, {"context": "ring"}),
 )
+SEEDS = 20  # of delays
 MORE_JOBS = (
     *JOBS,
     Job("mlp", {"dp": 2}),
@@ -140,6 +142,13 @@ def test_one_process(device: Emulated, name: str, axes: dict[str, int], options:
 # -- a process for each rank
 
 
+def test_the_page_counts_what_there_is() -> None:
+    page = " ".join((Path(__file__).parent.parent / "docs" / "verification.md").read_text().split())
+    words = {6: "six"}
+    told = f"adds {len(MORE_JOBS)} layouts with {SEEDS} seeds of delays, and puts {words[len(FAULTS)]} faults back"
+    assert told in page
+
+
 @pytest.mark.parametrize(
     ("eager", "jobs"), [(False, JOBS), (True, JOBS[1:3])], ids=["communicators at first use", "one for each group"]
 )
@@ -162,7 +171,7 @@ def test_a_step_of_a_dense_model_makes_the_host_wait_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("eager", [False, True], ids=["communicators at first use", "one for each group"])
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_all_on_two_devices(eager: bool, seed: int) -> None:
     for found in run(train_all, World(2, eager=eager, seed=seed), MORE_JOBS, limit=900):
         assert found == dict.fromkeys(map(str, MORE_JOBS), "")
