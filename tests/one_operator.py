@@ -31,7 +31,8 @@ from quintnet_compiler.ir.program import (
     StagedProgram,
     Strategy,
 )
-from quintnet_compiler.ops.collectives import RANKED, SIZED, share
+from quintnet_compiler.ops.collectives import SIZED, share
+from quintnet_compiler.ops.rank_local import RANKED
 from quintnet_compiler.ops.rules.notation import Factors, Rule
 from quintnet_compiler.passes.autodiff.differentiate import _Tape
 from quintnet_compiler.passes.lowering.insert_communication import _CommunicationLowering

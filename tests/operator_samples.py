@@ -17,8 +17,9 @@ import torch
 from torch import Generator, Tensor
 
 from quintnet_compiler.ops.attention import attention
-from quintnet_compiler.ops.collectives import cached_attention, row_nll
+from quintnet_compiler.ops.cross_entropy import row_nll
 from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.kv_cache_attention import cached_attention
 
 from .one_operator import Input, Sample, call
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import aten
-from quintnet_compiler.ops.collectives import dropout
+from quintnet_compiler.ops.rank_local import dropout
 from quintnet_compiler.ops.rules import contractions as contraction_rules
 from quintnet_compiler.ops.rules import lookups as lookup_rules
 from quintnet_compiler.ops.rules import views as view_rules

@@ -10,7 +10,8 @@ from torch import fx
 from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.collectives import all_gather, microbatch
+from ...ops.collectives import all_gather
+from ...ops.rank_local import microbatch
 from .recompute_budget import Budget, within_budget
 from .recompute_cut import cheap_values
 

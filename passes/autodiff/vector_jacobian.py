@@ -15,16 +15,10 @@ from torch import Tensor, fx
 
 from ...core.annotations import facts, shape
 from ...ir.builder import GraphBuilder
-from ...ops.collectives import (
-    COLLECTIVES,
-    embedding_rows,
-    embedding_rows_backward,
-    nll_terms,
-    nll_terms_backward,
-    ring_attention,
-    ring_attention_backward,
-)
+from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
+from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.expert_linear import expert_bias_grad, expert_linear, expert_weight_grad
+from ...ops.rank_local import embedding_rows, embedding_rows_backward
 from .operator_trace import VIEWS, Template, trace
 from .row_strides import rows_are_neighbours
 

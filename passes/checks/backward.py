@@ -31,7 +31,8 @@ from ...core.errors import REPORT, CompileError
 from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, outputs
-from ...ops.collectives import convert, loss_scale
+from ...ops.collectives import convert
+from ...ops.rank_local import loss_scale
 from ...ops.user_derivatives import after_gradients, arrives, declare_gradient, derivatives, of_tangents, with_tangent
 from .derivatives import Derivatives, OperatorCall, Pattern
 from .tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call

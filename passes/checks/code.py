@@ -15,7 +15,8 @@ from ...compat.torch import operator_name
 from ...core.annotations import facts, leaf, shape, value
 from ...core.errors import REPORT, CompileError
 from ...ir.program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
-from ...ops.collectives import RANKED, SIZED, microbatch, share
+from ...ops.collectives import SIZED, share
+from ...ops.rank_local import RANKED, microbatch
 from ...schedules.check import verify_schedule
 from .overlap import check_pairs
 from .source import check_source_slices

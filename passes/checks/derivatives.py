@@ -22,17 +22,10 @@ from ...compat.torch import FakeTensorMode, schema_or_none
 from ...core.annotations import value
 from ...core.errors import REPORT, CompileError
 from ...ir.builder import GraphBuilder
-from ...ops.collectives import (
-    combine,
-    dispatch,
-    embedding_rows,
-    embedding_rows_backward,
-    nll_terms,
-    nll_terms_backward,
-    ring_attention,
-    ring_attention_backward,
-)
+from ...ops.collectives import combine, dispatch, ring_attention, ring_attention_backward
+from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.expert_linear import expert_linear
+from ...ops.rank_local import embedding_rows, embedding_rows_backward
 from ..autodiff.vector_jacobian import VectorJacobian
 
 MOST = 1 << 13  # elements of all operands together: more are made fewer

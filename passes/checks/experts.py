@@ -9,8 +9,9 @@ from torch import fx
 from ...core.annotations import tensor_inputs
 from ...core.sharding import Shard
 from ...ir.program import Axis, Strategy
-from ...ops.collectives import combine, dispatch, dispatch_plan, local_experts
+from ...ops.collectives import combine, dispatch, dispatch_plan
 from ...ops.expert_linear import expert_linear
+from ...ops.rank_local import local_experts
 
 
 def travels(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:

@@ -30,8 +30,9 @@ from ...core.annotations import (
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
-from ...ops.collectives import COMMUNICATION, convert, microbatch, share
+from ...ops.collectives import COMMUNICATION, convert, share
 from ...ops.expert_linear import expert_linear
+from ...ops.rank_local import microbatch
 from ...ops.rules.notation import Factors
 from .experts import travels, wrong_way
 from .strategies import Reading

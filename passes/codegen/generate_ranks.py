@@ -27,7 +27,8 @@ from ...ir.program import (
     ValueSpec,
     outputs,
 )
-from ...ops.collectives import RANKED, SIZED, microbatch, share
+from ...ops.collectives import SIZED, share
+from ...ops.rank_local import RANKED, microbatch
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
 from .python_ops import SPELLING

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from ...core.annotations import shape, value
 from ...ir.builder import GraphBuilder
 from ...ops.attention import attention
-from ...ops.collectives import dropout
+from ...ops.rank_local import dropout
 
 aten = torch.ops.aten
 

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from ...core.annotations import shape, value
+from ...core.precision import widened
 from ...ir.builder import GraphBuilder
-from ...ops.collectives import row_nll, widened
+from ...ops.cross_entropy import row_nll
 from ..lowering.reductions import cast
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from ...core.annotations import is_float, shape, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
 from ...ops.attention import attention
-from ...ops.collectives import dropout
+from ...ops.rank_local import dropout
 from .attention_rewrites import dropouts, masked_attention, scaled_dot_product
 from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
 

@@ -11,7 +11,8 @@ from torch import fx
 
 from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ir.program import LocalProgram
-from ...ops.collectives import RANKED, combine, convert, dispatch, microbatch, share
+from ...ops.collectives import combine, convert, dispatch, share
+from ...ops.rank_local import RANKED, microbatch
 from ...ops.rules.notation import Factors, Rule
 
 aten = torch.ops.aten

@@ -16,22 +16,10 @@ from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path
 from ...ir.builder import GraphBuilder
 from ...ir.program import Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
 from ...ops.attention import attention
-from ...ops.collectives import (
-    MICROBATCHES,
-    combine,
-    convert,
-    dispatch,
-    dispatch_plan,
-    dropout,
-    embedding_rows,
-    keep_mask,
-    local_experts,
-    microbatch,
-    nll_terms,
-    row_nll,
-    share,
-)
+from ...ops.collectives import combine, convert, dispatch, dispatch_plan, share
+from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.expert_linear import expert_linear
+from ...ops.rank_local import MICROBATCHES, dropout, embedding_rows, keep_mask, local_experts, microbatch
 from ...ops.rules.notation import Rule
 from ..strategies.expert_axes import hops
 from .lower_attention import LowerAttention

@@ -14,7 +14,8 @@ from ...core.errors import CompileError
 from ...core.sharding import Shard
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
-from ...ops.collectives import ring_attention, rows_of
+from ...ops.collectives import ring_attention
+from ...ops.rank_local import rows_of
 from ...ops.rules.node_factors import argument
 
 aten = torch.ops.aten

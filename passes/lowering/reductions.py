@@ -10,7 +10,8 @@ from ...core.precision import Precision
 from ...core.sharding import AxisType, gradient
 from ...ir.builder import GraphBuilder
 from ...ir.program import LocalProgram
-from ...ops.collectives import all_reduce, convert, loss_scale, lower_conversion, reduce_scatter
+from ...ops.collectives import all_reduce, convert, lower_conversion, reduce_scatter
+from ...ops.rank_local import loss_scale
 
 aten = torch.ops.aten
 

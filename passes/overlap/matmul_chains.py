@@ -14,7 +14,8 @@ from torch import fx
 from ...core.annotations import copied_from, facts, leaf, shape
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.collectives import RANKED, STARTS, all_gather, reduce_scatter, wait
+from ...ops.collectives import STARTS, all_gather, reduce_scatter, wait
+from ...ops.rank_local import RANKED
 
 aten = torch.ops.aten
 _BESIDE = frozenset({*STARTS.values(), wait})

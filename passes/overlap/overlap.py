@@ -10,7 +10,8 @@ from torch import fx
 
 from ...core.annotations import annotate, facts
 from ...ir.program import DifferentiatedProgram
-from ...ops.collectives import STARTS, microbatch, wait
+from ...ops.collectives import STARTS, wait
+from ...ops.rank_local import microbatch
 from ..codegen.generate_ranks import before_others
 from .order import Item, Order, Seconds, Start
 

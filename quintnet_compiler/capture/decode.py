@@ -26,7 +26,7 @@ from ..core.errors import CompileError
 from ..core.replaced import for_this_thread, one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.program import Captured
-from ..ops.collectives import cached_attention
+from ..ops.kv_cache_attention import cached_attention
 from .canonical import LEAF
 from .capture import capture
 from .modes import evaluating

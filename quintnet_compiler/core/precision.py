@@ -12,6 +12,11 @@ DTYPES = MappingProxyType(
 )
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which to add up values of ``dtype``."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 @dataclass(frozen=True)
 class Precision:
     """``compute``: of operators that gain from few bits, where the model has float32. ``reduce``: of sums of gradients

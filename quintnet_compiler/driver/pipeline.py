@@ -16,7 +16,7 @@ from ..equivalence.dry_run import check_ranks
 from ..ir.cost_protocol import CostModel
 from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, Program
-from ..ops.collectives import MICROBATCHES
+from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate

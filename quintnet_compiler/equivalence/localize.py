@@ -16,7 +16,7 @@ from ..core.annotations import facts, is_getitem, leaf, needs_grad, origin, valu
 from ..core.rng import Key
 from ..core.sharding import P, Shard, Sharding, gradient
 from ..ir.program import DifferentiatedProgram, DistributedProgram, ShardedProgram, StageProgram, outputs
-from ..ops.collectives import dropout
+from ..ops.rank_local import dropout
 from ..ops.user_derivatives import with_tangent
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ..core.annotations import is_getitem, leaf, origin
 from ..core.rng import Key
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
-from ..ops.collectives import keep_mask, loss_scale
+from ..ops.rank_local import keep_mask, loss_scale
 from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.python_ops import SPELLING

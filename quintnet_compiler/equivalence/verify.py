@@ -18,7 +18,7 @@ from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
 from ..core.errors import CompileError, QuintNetError
 from ..ir.program import DistributedProgram
-from ..ops.collectives import keep_mask
+from ..ops.rank_local import keep_mask
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from .localize import Culprit, localize

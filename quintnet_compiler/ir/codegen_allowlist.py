@@ -13,7 +13,7 @@ import torch
 from ..compat.torch import OpOverload, schema
 from ..core.errors import REPORT, CompileError
 from ..core.names import one_line
-from ..ops.collectives import RANKED
+from ..ops.rank_local import RANKED
 
 # What passes/codegen/python_ops.py calls; everything else goes by its full name, torch.ops.namespace.operator.overload.
 _SPELLED = frozenset(

@@ -12,7 +12,9 @@ from ..core.annotations import facts, is_getitem, origin, shape, tensor_inputs, 
 from ..core.errors import REPORT, CompileError
 from ..core.precision import narrows
 from ..core.sharding import P, Shard, local_shape
-from ..ops.collectives import cached_attention, convert, microbatch
+from ..ops.collectives import convert
+from ..ops.kv_cache_attention import cached_attention
+from ..ops.rank_local import microbatch
 from ..ops.user_derivatives import declare_gradient
 from .codegen_allowlist import check_source
 from .program import DifferentiatedProgram, DistributedProgram, LocalProgram, Program, ShardedProgram, StagedProgram

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .collectives import define_composite
+from .define import define_composite
 
 
 def visible(

@@ -11,51 +11,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..compat.torch import OpOverload, schema
 from ..core import slices
-from ..core.sharding import AxisType, P, Shard, plain
-
-_library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
-
-
-def define_operator(schema: str, shape: Callable[..., Any], compute: Callable[..., Tensor] | None = None) -> OpOverload:
-    """An operator of this package. ``shape`` makes an empty result; ``compute``: the result, where no transport or
-    rank is needed for it."""
-    _library.define(schema)  # type: ignore[no-untyped-call]
-    name = schema.partition("(")[0]
-    torch.library.register_fake(f"quintnet::{name}", shape, lib=_library)
-    if compute is not None:
-        _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    overload: OpOverload = getattr(torch.ops.quintnet, name).default
-    return overload
-
-
-def define_composite(schema: str, function: Callable[..., Tensor]) -> OpOverload:
-    """An operator that is one node in a graph and ``function`` wherever it runs, gradients included."""
-    _library.define(schema)  # type: ignore[no-untyped-call]
-    name = schema.partition("(")[0]
-    _library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-    overload: OpOverload = getattr(torch.ops.quintnet, name).default
-    return overload
-
-
-def _resized(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:
-    return x.new_empty([n * times // over if d == dim else n for d, n in enumerate(x.shape)])
+from ..core.precision import widened
+from ..core.sharding import AxisType, P, Shard, parse_type, plain
+from .define import define_operator, resized
 
 
 def _convert_shape(x: Tensor, axis: str, size: int, source: str, target: str) -> Tensor:
-    from ..core.sharding import parse_type
-
     a, b = parse_type(source), parse_type(target)
     if isinstance(a, Shard):
-        x = _resized(x, a.dim, times=size)
+        x = resized(x, a.dim, times=size)
     if isinstance(b, Shard):
-        x = _resized(x, b.dim, over=size)
+        x = resized(x, b.dim, over=size)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -63,77 +36,44 @@ def _same(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which to add up values of ``dtype``."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _row_nll(logits: Tensor, labels: Tensor, ignore: int) -> Tensor:
-    return torch.nn.functional.cross_entropy(logits, labels, reduction="none", ignore_index=ignore)
-
-
-# the negative log-likelihood of each row's label, 0 for ``ignore``: cross entropy without a reduction
-row_nll = define_composite("row_nll(Tensor logits, Tensor labels, int ignore) -> Tensor", _row_nll)
-
 convert = define_operator("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)
 all_reduce = define_operator("all_reduce(Tensor x, str axis, int size) -> Tensor", _same)
 all_gather = define_operator(
     "all_gather(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
-    lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
+    lambda x, axis, size, dim, parts: resized(x, dim, times=size),
 )
 # as all_gather, of what this rank stores of a parameter: that may lie in memory that has room for the result
 gather_state = define_operator(
     "gather_state(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
-    lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
+    lambda x, axis, size, dim, parts: resized(x, dim, times=size),
 )
 reduce_scatter = define_operator(
     "reduce_scatter(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
-    lambda x, axis, size, dim, parts: _resized(x, dim, over=size),
+    lambda x, axis, size, dim, parts: resized(x, dim, over=size),
 )
 # several values as one message; each as all_gather and reduce_scatter
 gather_together = define_operator(
     "gather_together(Tensor[] xs, str axis, int size, int[] dims, int[] parts) -> Tensor[]",
-    lambda xs, axis, size, dims, parts: [_resized(x, dim, times=size) for x, dim in zip(xs, dims, strict=True)],
+    lambda xs, axis, size, dims, parts: [resized(x, dim, times=size) for x, dim in zip(xs, dims, strict=True)],
 )
 scatter_together = define_operator(
     "scatter_together(Tensor[] xs, str axis, int size, int[] dims, int[] parts) -> Tensor[]",
-    lambda xs, axis, size, dims, parts: [_resized(x, dim, over=size) for x, dim in zip(xs, dims, strict=True)],
+    lambda xs, axis, size, dims, parts: [resized(x, dim, over=size) for x, dim in zip(xs, dims, strict=True)],
 )
 all_to_all = define_operator(
     "all_to_all(Tensor x, str axis, int size, int dim, int parts, int to_dim, int to_parts) -> Tensor",
-    lambda x, axis, size, dim, parts, to_dim, to_parts: _resized(_resized(x, dim, times=size), to_dim, over=size),
+    lambda x, axis, size, dim, parts, to_dim, to_parts: resized(resized(x, dim, times=size), to_dim, over=size),
 )
 shard_slice = define_operator(
     "shard_slice(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
-    lambda x, axis, size, dim, parts: _resized(x, dim, over=size),
+    lambda x, axis, size, dim, parts: resized(x, dim, over=size),
 )
 shard_pad = define_operator(
     "shard_pad(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
-    lambda x, axis, size, dim, parts: _resized(x, dim, times=size),
+    lambda x, axis, size, dim, parts: resized(x, dim, times=size),
 )
 # an equal share of a value that all ranks hold: a term of a sum
 share = define_operator("share(Tensor x, str axis, int size) -> Tensor", _same)
-# a lookup in this rank's rows of a table, which ``axes`` split (outermost first): ids of other ranks' rows give zeros
-embedding_rows = define_operator(
-    "embedding_rows(Tensor weight, Tensor ids, int padding_idx, str[] axes, int[] sizes) -> Tensor",
-    lambda weight, ids, padding_idx, axes, sizes: weight.new_empty((*ids.shape, weight.shape[1])),
-)
-embedding_rows_backward = define_operator(
-    "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
-    lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
-)
-# this rank's terms of a cross entropy whose classes ``axes`` split: of each row its largest logit (top, a constant of
-# the derivative), the sum of exp(logits - top), and the label's logit
-nll_terms = define_operator(
-    "nll_terms(Tensor logits, Tensor labels, str[] axes, int[] sizes) -> Tensor",
-    lambda logits, labels, axes, sizes: logits.new_empty([1, 3, logits.shape[0]], dtype=widened(logits.dtype)),
-)
-nll_terms_backward = define_operator(
-    "nll_terms_backward(Tensor grad, Tensor logits, Tensor terms, Tensor labels, str[] axes, int[] sizes) -> Tensor",
-    lambda grad, logits, terms, labels, axes, sizes: torch.empty_like(logits),
-)
-# ids counted from this rank's first expert, of ``experts`` that ``axes`` split: those of other ranks fall outside
-local_experts = define_operator("local_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", _same)
 # Rows on their way to the ranks that hold their experts, and back. A plan is the order in which a rank's rows leave
 # it, then how many it sends to each rank of the axis, then how many it gets. ``outer``: the ways in which earlier axes
 # split the experts. How many rows a rank gets is known when it runs; as shapes, as many as it sends.
@@ -143,46 +83,6 @@ dispatch_plan = define_operator(
 )
 dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
 combine = define_operator("combine(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
-# the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts``
-rows_of = define_operator(
-    "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
-    lambda x, dim, whole, axes, sizes, parts: x.new_empty([x.shape[dim]], dtype=torch.int64),
-)
-
-
-def _cached_attention(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: Tensor, seen: Tensor, *how: Any
-) -> Tensor:
-    """With caches of its own: only a rank's program writes to those that it is given."""
-    from .kv_cache_attention import attend_kept
-
-    return attend_kept((q, k, v), (keys.clone(), values.clone()), int(start), seen, *how)
-
-
-# Causal attention [B, H, S, E] of S positions from ``start`` on to all up to themselves, whose keys and values a rank
-# keeps in ``keys`` [B, G, L, D] and ``values`` [B, G, L, E]: first it writes ``k`` and ``v`` there. ``seen`` [B, L]:
-# whether a position holds a token (one that does not sees itself alone). ``window``: how far back a query sees, or 0.
-cached_attention = define_operator(
-    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor start, Tensor seen, "
-    "float scale, int window) -> Tensor",
-    lambda q, k, v, *_: q.new_empty([*q.shape[:3], v.shape[3]]),
-    _cached_attention,
-)
-# ``x`` times the factor of a scaled loss, which the runtime chooses (see :mod:`..runtime.execute.loss_scale`)
-loss_scale = define_operator("loss_scale(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
-# dropout as the model has it: ``op`` numbers the model's random operators in order
-dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
-# this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
-# splits one of ``dims`` in ``parts``
-keep_mask = define_operator(
-    "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts) -> Tensor",
-    lambda x, p, op, whole, axes, sizes, dims, parts: x.new_empty(x.shape, dtype=torch.bool),
-)
-# one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
-microbatch = define_operator(
-    "microbatch(Tensor x, int size, int dim, int parts) -> Tensor",
-    lambda x, size, dim, parts: _resized(x, dim, over=size),
-)
 
 
 def _ring_shape(q: Tensor, axis: str, size: int, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -216,7 +116,7 @@ def _all_gather_matmul_shapes(
     x: Tensor, axis: str, size: int, dim: int, parts: int, weights: list[Tensor], biases: object,
     transposed: list[bool], keep: bool,
 ) -> list[Tensor]:  # fmt: skip
-    whole = _resized(x, dim, times=size)
+    whole = resized(x, dim, times=size)
     columns = [w.shape[0] if turn else w.shape[1] for w, turn in zip(weights, transposed, strict=True)]
     return [*(whole.new_empty([*whole.shape[:-1], n]) for n in columns), *([whole] if keep else [])]
 
@@ -226,7 +126,7 @@ def _matmul_reduce_scatter_shape(
     transposed: list[bool],
 ) -> Tensor:  # fmt: skip
     columns = weights[0].shape[0] if transposed[0] else weights[0].shape[1]
-    return _resized(xs[0].new_empty([*xs[0].shape[:-1], columns]), dim, over=size)
+    return resized(xs[0].new_empty([*xs[0].shape[:-1], columns]), dim, over=size)
 
 
 # Collectives fused with matmuls that need them, or that they need (Wang et al. 2023): while a slice travels, another
@@ -312,17 +212,7 @@ STARTS: Mapping[OpOverload, OpOverload] = MappingProxyType(
 wait = define_operator("wait(Tensor x) -> Tensor", _same)
 
 COMMUNICATION = frozenset({*STARTS.values(), *(one.op for one in _TABLE)})
-# depend on the rank's coordinate or on the step, move nothing
-LOCAL = frozenset(
-    {
-        shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        rows_of, local_experts, cached_attention, loss_scale,
-    }
-)  # fmt: skip
-RANKED = COMMUNICATION | LOCAL | {wait}
 SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
-
-MICROBATCHES = "mb"  # the axis in time
 
 
 def lower_conversion(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import define_operator
+from .define import define_operator
 
 aten = torch.ops.aten
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import visible
+from .define import define_operator
 
 
 def attend_kept(
@@ -33,3 +36,21 @@ def attend_kept(
     return F.scaled_dot_product_attention(
         q, keys[:, :, :end], values[:, :, :end], mask, scale=scale, enable_gqa=grouped
     )
+
+
+def _cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: Tensor, seen: Tensor, *how: Any
+) -> Tensor:
+    """With caches of its own: only a rank's program writes to those that it is given."""
+    return attend_kept((q, k, v), (keys.clone(), values.clone()), int(start), seen, *how)
+
+
+# Causal attention [B, H, S, E] of S positions from ``start`` on to all up to themselves, whose keys and values a rank
+# keeps in ``keys`` [B, G, L, D] and ``values`` [B, G, L, E]: first it writes ``k`` and ``v`` there. ``seen`` [B, L]:
+# whether a position holds a token (one that does not sees itself alone). ``window``: how far back a query sees, or 0.
+cached_attention = define_operator(
+    "cached_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor start, Tensor seen, "
+    "float scale, int window) -> Tensor",
+    lambda q, k, v, *_: q.new_empty([*q.shape[:3], v.shape[3]]),
+    _cached_attention,
+)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from ..core.annotations import is_getitem, origin, tensor_inputs
-from .collectives import define_operator
+from .define import define_operator
 
 
 def _as_made(x: Tensor, *_: object) -> Tensor:

@@ -16,8 +16,9 @@ from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.attention import attention
-from quintnet_compiler.ops.collectives import all_reduce, dropout
+from quintnet_compiler.ops.collectives import all_reduce
 from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.rank_local import dropout
 from quintnet_compiler.passes.frontend.attention_rewrites import dropouts, masked_attention, scaled_dot_product
 from quintnet_compiler.passes.frontend.decompose import decompose, has_parts
 from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, mean, nll

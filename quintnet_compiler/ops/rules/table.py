@@ -12,8 +12,10 @@ from torch import fx
 
 from ...core.annotations import is_float, tensor_inputs, value
 from ..attention import attention
-from ..collectives import cached_attention, dropout, row_nll
+from ..cross_entropy import row_nll
 from ..expert_linear import expert_linear
+from ..kv_cache_attention import cached_attention
+from ..rank_local import dropout
 from ..user_derivatives import after_gradients, declare_gradient, with_tangent
 from . import contractions as c
 from . import lookups as look

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ...core import slices
 from ...core.mesh import Mesh
+from ...core.precision import widened
 from ...core.rng import Key, keep_mask
 from ...core.sharding import Shard
-from ...ops.collectives import COLLECTIVES, widened
+from ...ops.collectives import COLLECTIVES
 from ...ops.kv_cache_attention import attend_kept
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.precision import widened
 from ...ops.attention import visible
-from ...ops.collectives import widened
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...ops.collectives import widened
+from ...core.precision import widened
 from .attention_blocks import Block, Mask, backward, forward, merge
 from .transport import Transport
 

@@ -1,0 +1,39 @@
+"""How this package defines operators of its own: all of them are in one library, ``torch.ops.quintnet``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.torch import OpOverload
+
+_library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define_operator(schema: str, shape: Callable[..., Any], compute: Callable[..., Tensor] | None = None) -> OpOverload:
+    """An operator of this package. ``shape`` makes an empty result; ``compute``: the result, where no transport or
+    rank is needed for it."""
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    name = schema.partition("(")[0]
+    torch.library.register_fake(f"quintnet::{name}", shape, lib=_library)
+    if compute is not None:
+        _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    overload: OpOverload = getattr(torch.ops.quintnet, name).default
+    return overload
+
+
+def define_composite(schema: str, function: Callable[..., Tensor]) -> OpOverload:
+    """An operator that is one node in a graph and ``function`` wherever it runs, gradients included."""
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    name = schema.partition("(")[0]
+    _library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    overload: OpOverload = getattr(torch.ops.quintnet, name).default
+    return overload
+
+
+def resized(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:
+    """A value like ``x`` without content, ``times`` as large in ``dim``, or one part of it ``over`` many."""
+    return x.new_empty([n * times // over if d == dim else n for d, n in enumerate(x.shape)])

@@ -1,0 +1,58 @@
+"""Operators that move no data, and whose result depends on the rank's coordinate, the step or the microbatch.
+
+A program calls them by the names of mesh axes, as it calls collectives; the runtime knows where its rank is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .collectives import COMMUNICATION, shard_pad, shard_slice, wait
+from .cross_entropy import nll_terms, nll_terms_backward
+from .define import define_operator, resized
+from .kv_cache_attention import cached_attention
+
+MICROBATCHES = "mb"  # the axis in time
+
+# a lookup in this rank's rows of a table, which ``axes`` split (outermost first): ids of other ranks' rows give zeros
+embedding_rows = define_operator(
+    "embedding_rows(Tensor weight, Tensor ids, int padding_idx, str[] axes, int[] sizes) -> Tensor",
+    lambda weight, ids, padding_idx, axes, sizes: weight.new_empty((*ids.shape, weight.shape[1])),
+)
+embedding_rows_backward = define_operator(
+    "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
+    lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),
+)
+# ids counted from this rank's first expert, of ``experts`` that ``axes`` split: those of other ranks fall outside
+local_experts = define_operator(
+    "local_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", lambda ids, *_: torch.empty_like(ids)
+)
+# the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts``
+rows_of = define_operator(
+    "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
+    lambda x, dim, whole, axes, sizes, parts: x.new_empty([x.shape[dim]], dtype=torch.int64),
+)
+# ``x`` times the factor of a scaled loss, which the runtime chooses (see :mod:`..runtime.execute.loss_scale`)
+loss_scale = define_operator("loss_scale(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
+# dropout as the model has it: ``op`` numbers the model's random operators in order
+dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
+# this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
+# splits one of ``dims`` in ``parts``
+keep_mask = define_operator(
+    "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts) -> Tensor",
+    lambda x, p, op, whole, axes, sizes, dims, parts: x.new_empty(x.shape, dtype=torch.bool),
+)
+# one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
+microbatch = define_operator(
+    "microbatch(Tensor x, int size, int dim, int parts) -> Tensor",
+    lambda x, size, dim, parts: resized(x, dim, over=size),
+)
+
+# depend on the rank's coordinate or on the step, move nothing
+LOCAL = frozenset(
+    {
+        shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
+        rows_of, local_experts, cached_attention, loss_scale,
+    }
+)  # fmt: skip
+RANKED = COMMUNICATION | LOCAL | {wait}
