@@ -1,6 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+# tests of processes wait for each other, so that there is work for more workers than cores
+WORKERS ?= 4
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup demo smoke golden test test-all matrix check docs screenshots
 

@@ -120,7 +120,9 @@ def test_a_loss_curve_of_mixtral_with_spread_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    "axes", [{"dp": 2, "tp": 2}, pytest.param({"ep": 2, "pp": 2}, marks=pytest.mark.slow)], ids=str
+    "axes",
+    [{"dp": 2}, *(pytest.param(axes, marks=pytest.mark.slow) for axes in ({"dp": 2, "tp": 2}, {"ep": 2, "pp": 2}))],
+    ids=str,
 )
 def test_the_loss_that_balances_experts_has_global_statistics(axes: dict[str, int]) -> None:
     balanced = replace(ZOO["Mixtral"], config={**ZOO["Mixtral"].config, "output_router_logits": True})

@@ -64,11 +64,12 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
 @pytest.mark.parametrize(
     ("name", "axes", "microbatches", "options"),
     [
-        ("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2, {}),
+        pytest.param("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2, {}, marks=pytest.mark.slow),
         ("vit", {"tp": 2, "pp": 2}, 4, {}),
         ("cnn", {"dp": 2}, 2, {}),
         ("mixture", {"dp": 2}, 2, {"zero": 3, "experts": ("dp",)}),
-        ("gpt", {"cp": 4}, 1, {"context": "ring"}),
+        pytest.param("gpt", {"cp": 4}, 1, {"context": "ring"}, marks=pytest.mark.slow),
+        ("gpt", {"cp": 2}, 1, {"context": "ring"}),
         ("gpt", {"tp": 2}, 2, {"async_tp": True, "overlap": False}),
         # values go up and down between two ranks, and skip stages
         ("cnn", {"pp": 2}, 4, {"schedule": "interleaved", "virtual_stages": 3}),
