@@ -38,6 +38,7 @@ check: setup
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -p no:xdist -q tests/test_structure.py tests/test_compat.py tests/test_docs_claims.py
 
 screenshots: setup
 	$(BIN)/python docs/screenshots.py
