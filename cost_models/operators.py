@@ -19,7 +19,7 @@ from ..ops.collectives import (
     ring_attention,
     ring_attention_backward,
 )
-from ..ops.expert_linear import expert_weight_grad
+from ..ops.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from .kernels import Kernel
@@ -54,7 +54,12 @@ def _transposed(node: fx.Node) -> bool:
     return "conv_transpose" in str(node.target) or bool(argument(node, "transposed"))
 
 
-def _expert_weight_grad(node: fx.Node) -> ProductSize:
+def _grouped_linear(node: fx.Node) -> ProductSize:
+    rows, out = shape(tensor_inputs(node)[0]), shape(node)
+    return 1, out[0], out[1], rows[1]
+
+
+def _grouped_weight_grad(node: fx.Node) -> ProductSize:
     grad, rows = (shape(source) for source in tensor_inputs(node)[:2])
     return 1, grad[-1], rows[-1], math.prod(rows[:-1])
 
@@ -78,7 +83,8 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
         all_gather_matmul: _all_gather_matmul,
         matmul_reduce_scatter: _matmul_reduce_scatter,
-        expert_weight_grad: _expert_weight_grad,
+        grouped_linear: _grouped_linear,
+        grouped_weight_grad: _grouped_weight_grad,
         aten.convolution_backward.default: _convolution_backward,
         **dict.fromkeys(
             [aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,

@@ -261,7 +261,7 @@ FAULTS = [
     Fault(vector_jacobian.VectorJacobian, "_linear", "twice the weight's gradient", _linear(_scaled(1, 2.0))),
     Fault(vector_jacobian.VectorJacobian, "_linear", "half the bias' gradient", _linear(_scaled(2, 0.5))),
     Fault(vector_jacobian.VectorJacobian, "_linear", "the negative gradient", _linear(_scaled(0, -1.0))),
-    Fault(vector_jacobian.VectorJacobian, "_expert_linear", "twice the rows' gradient",
+    Fault(vector_jacobian.VectorJacobian, "_grouped_linear", "twice the rows' gradient",
           lambda right: lambda self, args: _linear(_scaled(0, 2.0))(lambda s, a, k: right(s, a))(self, args, {})),
     Fault(vector_jacobian.VectorJacobian, "_inline", "one operand gets the other's gradient", _dropped),
     Fault(vector_jacobian.VectorJacobian, "_inline", "twice the gradient of norms", _doubled),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from quintnet_compiler.core.annotations import facts, shape, value
+from quintnet_compiler.core.annotations import facts, is_getitem, shape, value
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.sharding import I, R, Shard, parse_type
 from quintnet_compiler.equivalence.dry_run import check_ranks
@@ -27,6 +27,7 @@ from quintnet_compiler.ir.program import (
     StageProgram,
 )
 from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, combine, convert, dispatch, dispatch_plan, share
+from quintnet_compiler.ops.grouped_rows import group_plan, group_rows, grouped_linear
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.checks.backward import check_backward
@@ -156,8 +157,9 @@ def typed(program: LocalProgram, dice: Dice) -> Iterator[Change]:
 def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     moves = [n for n in nodes if n.target in COMMUNICATION or n.target in SIZED]
-    rings, moves = [n for n in moves if _several(n)], [n for n in moves if not _several(n)]
     plans = [n for n in moves if n.target is dispatch_plan]
+    rings = [n for n in moves if _several(n) and n not in plans]
+    moves = [n for n in moves if not _several(n)]
     axes = [a.name for a in program.local.staged.sharded.axes if a.role != "time"]
 
     def at(node: fx.Node) -> tuple[DifferentiatedProgram, fx.Node, dict[fx.Node, fx.Node]]:
@@ -194,14 +196,28 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
         yield Change("swap keys and values", node.name, mutant)
     for node in moves:
         for plan in plans if node.target in (dispatch, combine) else []:
-            if plan is not node.args[3] and _early(plan, node):
+            parts = sorted((n for n in plan.users if is_getitem(n)), key=lambda n: n.args[1])
+            if parts[0] is not node.args[3] and _early(parts[1], node):
                 mutant, here, new = at(node)
-                here.args = (*here.args[:3], new[plan])
+                here.args = (*here.args[:3], *(new[part] for part in parts))
                 yield Change("travel by another plan", node.name, mutant)
+    for node in nodes:
         if node.target is dispatch_plan:
             mutant, here, _ = at(node)
             here.args = (*here.args[:4], here.args[4] * 2)
             yield Change("plan for other experts", node.name, mutant)
+        if node.target is group_plan:
+            mutant, here, _ = at(node)
+            here.args = (here.args[0], here.args[1] - 1, *here.args[2:])
+            yield Change("group for other experts", node.name, mutant)
+        if node.target is group_rows:
+            mutant, here, _ = at(node)
+            here.replace_all_uses_with(here.args[0])
+            yield Change("leave rows as they are", node.name, _renamed(mutant, here, here.args[0]))
+        if node.target is grouped_linear and shape(node) == shape(node.args[0]):
+            mutant, here, _ = at(node)
+            here.args = (*here.args[:4], not here.args[4])
+            yield Change("turn the matrices of experts", node.name, mutant)
     same: dict[Any, list[fx.Node]] = {}
     for node in moves:
         same.setdefault((node.target, node.args[1:], _look(node.args[0]), program.stage.get(node)), []).append(node)

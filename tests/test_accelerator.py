@@ -10,12 +10,21 @@ import pytest
 import torch
 
 import quintnet
+from quintnet_compiler.ops.grouped_rows import (
+    group_plan,
+    group_rows,
+    grouped_bias_grad,
+    grouped_linear,
+    grouped_weight_grad,
+    ungroup_rows,
+)
 
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
 from .accelerator.ranks import Job, World, count_all, run, train_all, train_with
-from .models import CASES, build, reference, worst_error
+from .models import CASES, WIDTH, build, reference, worst_error
+from .test_experts import Capacity
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"the emulated accelerator: {missing()}")
 
@@ -167,6 +176,64 @@ def test_a_step_of_a_dense_model_makes_the_host_wait_once() -> None:
         for job, counted in found.items():
             assert (counted.to_device, counted.to_host) == (0, 0), job
             assert counted.waits == {"aten::_local_scalar_dense": 1}, job
+
+
+def test_a_mixture_makes_the_host_wait_once_where_rows_travel() -> None:
+    """For each layer and microbatch: for how many rows go where, or how many each expert has where there is no grouped
+    matmul. All products read one plan, forward and backward."""
+    half = {"precision": "bf16"}  # in which the device has grouped matmuls
+    copies = (
+        (1, Job("mixture", {"ep": 2})),
+        (2, Job("mixture", {"ep": 2}, {"microbatches": 2, **half}, torch.float32)),
+        (1, Job("mixture", {"ep": 2}, {"recompute": "full"})),
+        (2, Job("mixture", {"dp": 2}, {"microbatches": 2})),
+        (0, Job("mixture", {"dp": 2}, {"microbatches": 2, **half}, torch.float32)),
+        (0, Job("mixture", {"tp": 2}, half, torch.float32)),
+    )
+    wanted = {str(job): {"aten::_local_scalar_dense": 1, "copy to the host": n} for n, job in copies}
+    for found in run(count_all, World(2), [job for _, job in copies]):
+        assert {job: {"copy to the host": 0, **counted.waits} for job, counted in found.items()} == wanted
+        assert {job: counted.to_device for job, counted in found.items()} == dict.fromkeys(wanted, 0)
+
+
+def test_experts_of_a_given_capacity_make_no_host_wait(device: Emulated) -> None:
+    device.set_device(0)
+    where = torch.device("emulated", 0)
+    batch = torch.randn(8, 12, WIDTH, dtype=torch.float64, device=where), torch.randint(8, (8, 12), device=where)
+    plan = {"parameters": {"up": {"ep": "S(0)"}}}
+    program = quintnet.compile(Capacity().double(), quintnet.Mesh(ep=2), batch, plan=plan, device=where)
+    program.step(batch)
+    with device.counting() as counted:
+        program.step(batch)
+    assert counted.waits == {"aten::_local_scalar_dense": 2}  # whether gradients are finite, on each rank
+    assert counted.to_device == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_grouped_matmuls_of_experts(device: Emulated, transposed: bool) -> None:
+    """As loops over experts on the CPU; with experts that have no rows, and rows that have no expert."""
+    device.set_device(0)
+    ids = torch.tensor([2, -1, 0, 2, 4, 0, 2])
+    rows, grad, weight, bias = (torch.randn(*size).bfloat16() for size in ((7, 8), (7, 16), (4, 16, 8), (4, 16)))
+    weight = weight.mT.contiguous() if transposed else weight
+
+    def products(*given: torch.Tensor, on_host: bool) -> tuple[torch.Tensor, ...]:
+        ids, rows, grad, weight, bias = given
+        order, ends = group_plan(ids, 4, None, on_host)
+        rows, grad = group_rows(rows, order, ends), group_rows(grad, order, ends)
+        made = (
+            grouped_linear(rows, ends, weight, bias, transposed),
+            grouped_linear(grad, ends, weight, None, not transposed),
+        )
+        gradients = grouped_weight_grad(grad, rows, ends, transposed), grouped_bias_grad(grad, ends)
+        return *(ungroup_rows(x, order, ends) for x in made), *gradients
+
+    given = [x.to("emulated:0") for x in (ids, rows, grad, weight, bias)]
+    with device.counting() as counted:
+        found = products(*given, on_host=False)
+    assert counted.waits == {} and counted.to_device == 0 and counted.kernels["aten::_grouped_mm"] == 3
+    for mine, theirs in zip(found, products(ids, rows, grad, weight, bias, on_host=True), strict=True):
+        assert torch.allclose(mine.cpu().float(), theirs.float(), atol=0.05, rtol=0.02)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from .models import CASES, build
 from .zoo import ZOO
 
 KINDS = ("none", "selective", "full")
-DEAR = ("linear", "mm", "bmm", "attention", "expert_linear", "convolution")
+DEAR = ("linear", "mm", "bmm", "attention", "grouped_linear", "convolution")
 
 
 def _compiled(name: str, recompute: str, mesh: Mesh, **plan: object) -> tuple[quintnet.CompiledProgram, object]:

@@ -7,9 +7,10 @@ from typing import Literal
 
 from torch import fx
 
-from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of
+from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of, origin
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
+from ...ops.catalog import facts_of
 from ...ops.collectives import all_gather
 from ...ops.rank_local import microbatch
 from .recompute_budget import Budget, within_budget
@@ -22,8 +23,9 @@ class Recompute:
 
     Before: %h = linear(%x, %w);  ...;  %g = gelu_backward(%gy, %h)
     After:  %h = linear(%x, %w);  ...;  %h_1 = linear(%x, %w);  %g = gelu_backward(%gy, %h_1)
-    Ensures: no value inside a block is saved; a copy stands right before its first use, and equals the original bit
-    by bit: communication is repeated, and random masks depend on nothing but their place (Chen et al. 2016).
+    Ensures: no value inside a block is saved, but the plans of mixtures (small, and the host waits for them); a copy
+    stands right before its first use, and equals the original bit by bit: communication is repeated, and random masks
+    depend on nothing but their place (Chen et al. 2016).
 
     ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
     ``"auto"`` for what makes the rest fit a ``budget``, or ``"none"``.
@@ -98,6 +100,8 @@ def _in_blocks(program: DifferentiatedProgram) -> set[fx.Node]:
     found = set()
     for node in program.graph.nodes:
         if node.op != "call_function" or _backward(node) or node.target is microbatch or node in program.once:
+            continue
+        if facts_of(origin(node)[0].target).save:
             continue
         block, stage = block_of(node), program.stage.get(node)
         forward = [user for user in node.users if user.op == "call_function" and not _backward(user)]

@@ -17,13 +17,17 @@ from ...core.annotations import facts, shape
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
-from ...ops.expert_linear import expert_bias_grad, expert_linear, expert_weight_grad
+from ...ops.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward
 from .operator_trace import VIEWS, Template, trace
 from .row_strides import rows_are_neighbours
 
 aten = torch.ops.aten
-_TRANSPOSES = {one.op: one.transpose for one in COLLECTIVES.values()}
+_TRANSPOSES = {
+    **{one.op: one.transpose for one in COLLECTIVES.values()},
+    group_rows: ungroup_rows,
+    ungroup_rows: group_rows,
+}
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
 # gradients of its tensor inputs (None where there is none).
 Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
@@ -54,8 +58,8 @@ class VectorJacobian:
             return self._embedding_rows(args)
         if target is nll_terms:
             return self._nll_terms(args)
-        if target is expert_linear:
-            return self._expert_linear(args)
+        if target is grouped_linear:
+            return self._grouped_linear(args)
         if (back := _TRANSPOSES.get(target)) is not None:
             return self._transposed(target, back, args)
         if target is ring_attention:
@@ -145,24 +149,24 @@ class VectorJacobian:
 
         return [terms], pullback
 
-    def _expert_linear(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        rows, ids, weight, bias, transposed = args
+    def _grouped_linear(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
+        rows, ends, weight, bias, transposed = args
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-            call, grad, experts = self.builder.call, tangents[0], shape(weight)[0]
+            call, grad = self.builder.call, tangents[0]
             found: list[fx.Node | None] = [None] * (3 if bias is None else 4)
             if facts(rows).needs_grad:
-                found[0] = call(expert_linear, grad, ids, weight, None, not transposed)
+                found[0] = call(grouped_linear, grad, ends, weight, None, not transposed)
             if facts(weight).needs_grad:
-                found[2] = call(expert_weight_grad, grad, rows, ids, experts, transposed)
+                found[2] = call(grouped_weight_grad, grad, rows, ends, transposed)
             if bias is not None and facts(bias).needs_grad:
-                found[3] = call(expert_bias_grad, grad, ids, experts)
+                found[3] = call(grouped_bias_grad, grad, ends)
             return found
 
-        return [self.builder.call(expert_linear, *args)], pullback
+        return [self.builder.call(grouped_linear, *args)], pullback
 
     def _transposed(self, target: Any, back: Any, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        """A collective of its first argument whose transpose takes the same others."""
+        """An operator on its first argument whose transpose takes the same others."""
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             others = sum(isinstance(x, fx.Node) for x in args[1:])

@@ -24,7 +24,7 @@ from ...core.errors import REPORT, CompileError
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import combine, dispatch, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
-from ...ops.expert_linear import expert_linear
+from ...ops.grouped_rows import group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward
 from ..autodiff.vector_jacobian import VectorJacobian
 
@@ -162,6 +162,7 @@ def _check_numbers(call: OperatorCall, pattern: Pattern) -> None:
         draw: list[Tensor] = []
         for x, first in zip(call.operands, call.same, strict=True):  # one value that is read twice is drawn once
             draw.append(draw[first] if first < len(draw) else _drawn(x, generator, bound, positive))
+        draw = _PLANNED[call.target](draw) if call.target in _PLANNED else draw
         arrives = [None if t is None else _drawn(t, generator, bound, False) for t in call.tangents]
         try:
             expected = _eager(call, draw, arrives)
@@ -227,18 +228,38 @@ def _difference(have: Tensor | None, want: Tensor | None) -> float | None:
     return None if gap <= TOLERANCE.get(want.dtype, 5e-2) * max(size, 1e-3) else gap / max(size, 1e-30)
 
 
-def _experts(rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+def _experts(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
     """Each row times the matrix of its expert, one by one."""
-    mine = (ids >= 0) & (ids < weight.shape[0])
-    chosen = ids.where(mine, 0)
+    chosen = (torch.arange(rows.shape[0]).unsqueeze(1) >= ends).sum(1)
     matrix = weight[chosen] if transposed else weight[chosen].transpose(1, 2)
     made = (rows.unsqueeze(1) @ matrix).squeeze(1)
-    made = made if bias is None else made + bias[chosen]
-    return made * mine.unsqueeze(1)
+    return made if bias is None else made + bias[chosen]
 
 
-# operators of this package whose own autograd formula is that of the templates
-_REFERENCES: Mapping[Any, Callable[..., Any]] = MappingProxyType({expert_linear: _experts})
+# operators of this package that autograd knows nothing of
+_REFERENCES: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        grouped_linear: _experts,
+        group_rows: lambda x, order, ends: x[order],
+        ungroup_rows: lambda x, order, ends: x[order.argsort()],
+    }
+)
+
+
+def _ending(x: Tensor, ends: Tensor) -> Tensor:
+    """Drawn ``ends`` of groups as there may be: in order, and the last where the rows of ``x`` end."""
+    return torch.cat([ends.sort().values[:-1], ends.new_full([1], x.shape[0])])
+
+
+# what takes a plan, and one made of drawn operands
+_PLANNED: Mapping[Any, Callable[[list[Tensor]], list[Tensor]]] = MappingProxyType(
+    {
+        grouped_linear: lambda draw: [draw[0], _ending(draw[0], draw[1]), *draw[2:]],
+        **dict.fromkeys(
+            (group_rows, ungroup_rows), lambda draw: [draw[0], draw[1].argsort(), _ending(draw[0], draw[2])]
+        ),
+    }
+)
 
 
 # -- operands

@@ -1,17 +1,21 @@
-"""Check of an ``expert_linear`` whose rows travel: to the ranks that hold their experts, and back as they went."""
+"""Check of an ``expert_linear`` on ranks: its rows travel to the ranks that hold their experts, are grouped by expert
+there, and go back as they came."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import fx
 
-from ...core.annotations import tensor_inputs
+from ...core.annotations import is_getitem, origin, shape, tensor_inputs
 from ...core.sharding import Shard
 from ...ir.program import Axis, Strategy
 from ...ops.collectives import combine, dispatch, dispatch_plan
-from ...ops.expert_linear import expert_linear
+from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import local_experts
+
+Plan = tuple[fx.Node, fx.Node]  # the two parts of a plan
 
 
 def travels(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:
@@ -26,32 +30,56 @@ def travels(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis
     return found
 
 
-def wrong_way(made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], experts: int) -> str:
-    """What is wrong with rows that travel to an ``expert_linear`` of so many experts, and back as ``made``; empty where
+def wrong_way(
+    made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], experts: int, transposed: bool
+) -> str:
+    """What is wrong with rows that travel to a linear layer of so many experts, and back as ``made``; empty where
     nothing is."""
-    rows, ids, *_ = reads
-    plans = []
+    rows, ids = reads[:2]
+    plans, counts = list[tuple[fx.Node, Plan]](), None
     for axis, ways in way:
-        planned = (n for n in ids.users if n.target is dispatch_plan and n.args[1:3] == (axis.name, axis.size))
-        for plan in planned:
-            routed = [_routed(x, plan) for x in (ids, rows)]
-            if routed[0] is not None and routed[1] is not None and plan.args[3:] == (experts, ways):
+        for planned in (n for n in ids.users if n.target is dispatch_plan and n.args[1:3] == (axis.name, axis.size)):
+            plan = _parts(planned)
+            routed = [_routed(x, planned, plan) for x in (ids, rows)] if plan else [None]
+            if routed[0] is not None and routed[1] is not None and planned.args[3:] == (experts, ways):
+                assert plan is not None
                 ids, rows = routed[0], routed[1]
-                plans.append(plan)
+                plans.append((planned, plan))
+                counts = plan[1]
                 break
         else:
             return f"rows and their experts do not travel together over {axis.name}"
-    for plan in plans:
-        if made.target is not combine or made.args[1:] != (*plan.args[1:3], plan):
-            return f"rows do not return over {plan.args[1]} as they went"
+    for planned, plan in plans:
+        if made.target is not combine or made.args[1:] != (*planned.args[1:3], *plan):
+            return f"rows do not return over {planned.args[1]} as they went"
         made = made.args[0]  # type: ignore[assignment]
-    mine = [ids, *(n for n in ids.users if n.target is local_experts)]
-    if made.target is not expert_linear or tensor_inputs(made)[0] is not rows or made.args[1] not in mine:
-        return f"{made.name} reads {made.all_input_nodes}"
-    if tensor_inputs(made)[2:] != list(reads[2:]):
-        return f"{made.name} reads other weights"
+    product = made.args[0]
+    if made.target is not ungroup_rows or not isinstance(product, fx.Node) or product.target is not grouped_linear:
+        return f"{made.name} is no product of grouped rows"
+    grouped, ends = tensor_inputs(product)[:2]
+    if grouped.target is not group_rows or grouped.args != (rows, *made.args[1:]) or ends is not made.args[2]:
+        return f"{product.name} reads rows in another order than {made.name} gives back"
+    planned, weights = origin(ends)[0], list(reads[2:])
+    if planned.target is not group_plan or _parts(planned) != made.args[1:]:
+        return f"{made.name} is not grouped by a plan"
+    if tensor_inputs(product)[2:] != weights or product.args[4] is not transposed:
+        return f"{product.name} reads other weights"
+    mine, own, told, _ = planned.args
+    here = [n for n in ids.users if n.target is local_experts and n.args[1] == experts]
+    if own != shape(weights[0])[0] or not (mine in here or (mine is ids and own == experts)):
+        return f"{planned.name} is for other rows or experts"
+    # what came with the rows counts those of no expert of this rank, too, where experts are split on another axis
+    elsewhere = shape(weights[0])[0] * math.prod(axis.size for axis, _ in way) != experts
+    if told is not None and (told is not counts or elsewhere):
+        return f"{planned.name} takes the counts of other rows"
     return ""
 
 
-def _routed(x: fx.Node, plan: fx.Node) -> fx.Node | None:
-    return next((n for n in x.users if n.target is dispatch and n.args == (x, *plan.args[1:3], plan)), None)
+def _parts(planned: fx.Node) -> Plan | None:
+    """The parts of a plan, each a node."""
+    found = {int(n.args[1]): n for n in planned.users if is_getitem(n)}  # type: ignore[arg-type]
+    return (found[0], found[1]) if len(found) == 2 else None
+
+
+def _routed(x: fx.Node, planned: fx.Node, plan: Plan) -> fx.Node | None:
+    return next((n for n in x.users if n.target is dispatch and n.args == (x, *planned.args[1:3], *plan)), None)

@@ -178,6 +178,10 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
     if not made or node not in local.reads:
         return None
     reads, todo, seen = local.reads[node], list(made), set[fx.Node]()
+    if node.target is expert_linear:
+        way = travels(local.staged.sharded.axes, local.staged.sharded.strategies[node])
+        if why := wrong_way(made[0], reads, way, shape(tensor_inputs(node)[2])[0], bool(node.args[4])):
+            raise _fail(f"{node.name}: {why}", node)
     while todo:
         here = todo.pop()
         if here in reads or here in seen:
@@ -187,11 +191,7 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
             raise _fail(f"{node.name} reads {here.name}, which is none of its inputs", node)
         if here.target in _MOVES and here.args[1] not in own:
             raise _fail(f"{here.name} communicates over {here.args[1]} within {node.name}", node)
-        if here.target is expert_linear:
-            way = travels(local.staged.sharded.axes, local.staged.sharded.strategies[node])
-            if why := wrong_way(made[0], reads, way, shape(tensor_inputs(node)[2])[0]):
-                raise _fail(f"{node.name}: {why}", node)
-        elif here.target is node.target and tensor_inputs(here)[: len(reads)] != list(reads):
+        if here.target is node.target and tensor_inputs(here)[: len(reads)] != list(reads):
             raise _fail(f"{node.name} reads {here.all_input_nodes} where {list(reads)} stand for its inputs", node)
         todo += here.all_input_nodes
     return reads

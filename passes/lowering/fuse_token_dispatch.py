@@ -1,9 +1,10 @@
-"""LocalProgram -> LocalProgram: rows that come home only to leave again stay where they are."""
+"""LocalProgram -> LocalProgram: rows that come back only to leave again stay as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,15 +13,18 @@ from torch import fx
 from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ir.program import LocalProgram
 from ...ops.collectives import combine, convert, dispatch, share
+from ...ops.grouped_rows import group_rows, ungroup_rows
 from ...ops.rank_local import RANKED, microbatch
 from ...ops.rules.notation import Factors, Rule
 
 aten = torch.ops.aten
+UNDONE_BY: Mapping[Any, Any] = MappingProxyType({dispatch: combine, group_rows: ungroup_rows})
 
 
 @dataclass(frozen=True)
 class FuseTokenDispatch:
-    """Cancel ``dispatch(f(combine(x)))`` to ``f(x)`` where ``f`` treats every row alone.
+    """Cancel ``dispatch(f(combine(x)))``, and ``group_rows(f(ungroup_rows(x)))``, to ``f(x)`` where ``f`` treats every
+    row alone.
 
     Before: %y = combine(%x, plan);  %h = silu(%y);  %z = dispatch(%h, plan)
     After:  %h = silu(%x), whose rows are in the order of ``plan``
@@ -31,13 +35,14 @@ class FuseTokenDispatch:
     rules: Mapping[Any, Rule]
 
     def __call__(self, program: LocalProgram, /) -> LocalProgram:
-        while inside := self._inside(program):  # once for each axis on the way
+        while inside := self._inside(program):  # once for each axis on the way, and for the experts of a rank
             program = _rewritten(program, inside)
         return program
 
     def _inside(self, program: LocalProgram) -> dict[fx.Node, fx.Node]:
-        """Each operator between a ``combine`` and a ``dispatch`` of the same plan, and that ``dispatch``."""
-        ends = [node for node in program.graph.nodes if node.target is dispatch and len(shape(node)) > 1]
+        """Each operator between a ``combine`` and a ``dispatch`` of the same plan (or the like), and that
+        ``dispatch``."""
+        ends = [node for node in program.graph.nodes if node.target in UNDONE_BY and len(shape(node)) > 1]
         return {node: end for end in ends for node in self._between(end) or ()}
 
     def _between(self, end: fx.Node) -> set[fx.Node] | None:
@@ -45,7 +50,7 @@ class FuseTokenDispatch:
         todo, starts = [end.all_input_nodes[0]], 0
         while todo:
             node = todo.pop()
-            if node.target is combine and node.args[1:] == end.args[1:]:
+            if _undoes(node, end):
                 starts += 1
             elif node not in found:
                 if not self._by_rows(node):
@@ -72,6 +77,10 @@ class FuseTokenDispatch:
         return rule.shape_arg is None and _pointwise(rule.factors(node))
 
 
+def _undoes(node: fx.Node, end: fx.Node) -> bool:
+    return node.target is UNDONE_BY[end.target] and node.args[1:] == end.args[1:]
+
+
 def _pointwise(factors: Factors) -> bool:
     return all(dims == factors.outputs[0] for dims in (*factors.inputs, *factors.outputs))
 
@@ -81,7 +90,7 @@ def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> Loca
 
     def moved(user: fx.Node, source: fx.Node) -> fx.Node:
         """What ``user`` reads: inside, what ``combine`` was given."""
-        stays = user in inside and source.target is combine and source.args[1:] == inside[user].args[1:]
+        stays = user in inside and _undoes(source, inside[user])
         return new[source.args[0]] if stays else new[source]  # type: ignore[index]
 
     for node in program.graph.nodes:
@@ -92,7 +101,7 @@ def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> Loca
         else:
             new[node] = graph.node_copy(node, lambda n, user=node: moved(user, n))  # type: ignore[misc]
     for node in reversed(list(graph.nodes)):
-        if node.target is combine and not node.users:
+        if node.target in UNDONE_BY.values() and not node.users:
             graph.erase_node(node)
     graph.lint()
     kept = set(graph.nodes)

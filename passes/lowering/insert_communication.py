@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +11,16 @@ import torch
 from torch import fx
 
 from ...compat.torch import pytree
-from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, values
+from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value, values
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
 from ...ir.builder import GraphBuilder
-from ...ir.program import Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
+from ...ir.program import Axis, Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
 from ...ops.attention import attention
 from ...ops.collectives import combine, convert, dispatch, dispatch_plan, share
 from ...ops.cross_entropy import nll_terms, row_nll
-from ...ops.expert_linear import expert_linear
+from ...ops.expert_linear import counts_on_host, expert_linear
+from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import MICROBATCHES, dropout, embedding_rows, keep_mask, local_experts, microbatch
 from ...ops.rules.notation import Rule
 from ..strategies.expert_axes import hops
@@ -61,7 +63,7 @@ class _CommunicationLowering:
         self.axes = self.sharded.axes
         self.builder = GraphBuilder(self.sharded.program.mode)
         self.local: dict[tuple[fx.Node, int], fx.Node] = {}
-        self.planned: dict[tuple[fx.Node, str, int | None], tuple[fx.Node, fx.Node]] = {}
+        self.planned: dict[tuple[Any, ...], tuple[fx.Node, ...]] = {}
         self.reads: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.at_start: set[fx.Node] = set()
         self.deferred: dict[fx.Node, fx.Node] = {}
@@ -204,23 +206,43 @@ class _CommunicationLowering:
     def _expert_linear(
         self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool
     ) -> fx.Node:
-        """Rows go to the ranks of their experts, axis by axis, and what became of them returns."""
-        call, experts = self.builder.call, shape(tensor_inputs(node)[2])[0]
-        way = []
+        """Rows go to the ranks of their experts, axis by axis, and are grouped there; what became of them returns.
+        Layers of the same ids share these plans."""
+        call, experts, stage = self.builder.call, shape(tensor_inputs(node)[2])[0], self.staged.stage.get(node)
+        way: list[tuple[Axis, tuple[fx.Node, ...]]] = []
         for axis, ways in hops(self.axes, self.sharded.strategies[node]):
-            known = (ids, axis.name, self.staged.stage.get(node))
-            if known not in self.planned:  # layers of the same experts share the way
-                plan = call(dispatch_plan, ids, axis.name, axis.size, experts, ways)
-                self.planned[known] = plan, call(dispatch, ids, axis.name, axis.size, plan)
-            plan, ids = self.planned[known]
-            rows = call(dispatch, rows, axis.name, axis.size, plan)
+            known = (ids, axis.name, stage)
+            if known not in self.planned:
+                plan = self._parts(call(dispatch_plan, ids, axis.name, axis.size, experts, ways))
+                self.planned[known] = *plan, call(dispatch, ids, axis.name, axis.size, *plan)
+            plan, ids = self.planned[known][:-1], self.planned[known][-1]
+            rows = call(dispatch, rows, axis.name, axis.size, *plan)
             way.append((axis, plan))
-        if axes := self._split_on(node, 2, 0):
-            ids = call(local_experts, ids, experts, [axis.name for axis in axes], [axis.size for axis in axes])
-        rows = call(expert_linear, rows, ids, weight, bias, transposed)
+        grouped = self._group_plan(node, ids, way, on_host=counts_on_host(value(rows), value(weight)))
+        rows = call(grouped_linear, call(group_rows, rows, *grouped), grouped[1], weight, bias, transposed)
+        rows = call(ungroup_rows, rows, *grouped)
         for axis, plan in reversed(way):
-            rows = call(combine, rows, axis.name, axis.size, plan)
+            rows = call(combine, rows, axis.name, axis.size, *plan)
         return rows
+
+    def _group_plan(
+        self, node: fx.Node, ids: fx.Node, way: Sequence[tuple[Axis, tuple[fx.Node, ...]]], *, on_host: bool
+    ) -> tuple[fx.Node, ...]:
+        """The plan of the rows of this rank's experts. Where the host needs to know how many each gets, and that has
+        travelled with the rows, it is not counted again."""
+        experts, axes = shape(tensor_inputs(node)[2])[0], self._split_on(node, 2, 0)
+        known = (ids, *axes, on_host, self.staged.stage.get(node))
+        if known not in self.planned:
+            if axes:
+                names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
+                ids = self.builder.call(local_experts, ids, experts, names, sizes)
+            counts = way[-1][1][1] if on_host and way and len(way) == len(axes) else None
+            own = experts // math.prod(axis.size for axis in axes)
+            self.planned[known] = self._parts(self.builder.call(group_plan, ids, own, counts, on_host))
+        return self.planned[known]
+
+    def _parts(self, made: fx.Node) -> tuple[fx.Node, ...]:
+        return tuple(self.builder.getitem(made, i) for i in range(len(values(made))))
 
     def _cast(self, x: fx.Node, like: fx.Node) -> fx.Node:
         wanted = values(like)[0].dtype

@@ -8,7 +8,8 @@ it reads and writes); ``-`` where a rule (:mod:`.rules.table`) or torch's own ta
 (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference); ``-``: in those that it is given. Norms are
 in the list of 16 bits, as their kernels keep statistics in float32 (torch.autocast has them in the other list, which
 costs passes over memory and gives the same to the last bit of the result); of batch norms, statistics are buffers,
-which stay float32. ``recompute``: ``keep`` if computing it again takes longer than a few passes over memory.
+which stay float32. ``recompute``: ``keep`` if computing it again takes longer than a few passes over memory; ``save``:
+it never is, as it is small and the host may have to wait for it.
 
 Derivatives are traced from autograd.
 """
@@ -31,11 +32,12 @@ _TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction})
 
 @dataclass(frozen=True)
 class OperatorFacts:
-    """A line of the table. ``autocast``: 16, 32, or None."""
+    """A line of the table. ``autocast``: 16, 32, or None; ``keep``: not cheap to compute again; ``save``: never is."""
 
     work: Work | None = None
     autocast: int | None = None
     keep: bool = False
+    save: bool = False
 
 
 def facts_of(target: Any) -> OperatorFacts:
@@ -68,7 +70,10 @@ def _read(table: str) -> Mapping[str, OperatorFacts]:
     return MappingProxyType(
         {
             name: OperatorFacts(
-                None if work == "-" else cast(Work, work), None if bits == "-" else int(bits), again == "keep"
+                None if work == "-" else cast(Work, work),
+                None if bits == "-" else int(bits),
+                again in ("keep", "save"),
+                again == "save",
             )
             for name, work, bits, again in rows
         }
@@ -84,7 +89,8 @@ OPERATORS = _read(
     """
     all_gather_matmul                                     matmul     -   -
     convolution_backward                                  matmul     -   -
-    expert_weight_grad                                    matmul     -   -
+    grouped_linear                                        matmul     -   keep
+    grouped_weight_grad                                   matmul     -   -
     matmul_reduce_scatter                                 matmul     -   -
     ring_attention                                        attention  -   -
     ring_attention_backward                               attention  -   -
@@ -111,14 +117,16 @@ OPERATORS = _read(
     copy                                                  memory     -   -
     cross_entropy_loss                                    memory     -   -
     dispatch                                              memory     -   -
-    dispatch_plan                                         memory     -   -
+    dispatch_plan                                         memory     -   save
     embedding_dense_backward                              memory     -   -
     embedding_rows                                        memory     -   -
     embedding_rows_backward                               memory     -   -
-    expert_bias_grad                                      memory     -   -
     _fused_rms_norm                                       memory     -   -
     _fused_rms_norm_backward                              memory     -   -
     gelu_backward                                         memory     -   -
+    grouped_bias_grad                                     memory     -   -
+    group_plan                                            memory     -   save
+    group_rows                                            memory     -   -
     index_put_                                            memory     -   -
     keep_mask                                             memory     -   -
     local_experts                                         memory     -   -
@@ -149,6 +157,7 @@ OPERATORS = _read(
     _softmax_backward_data                                memory     -   -
     tanh_backward                                         memory     -   -
     threshold_backward                                    memory     -   -
+    ungroup_rows                                          memory     -   -
     _weight_norm_interface                                memory     -   -
     acos                                                  -          32  -
     addbmm                                                -          16  -

@@ -74,15 +74,23 @@ shard_pad = define_operator(
 )
 # an equal share of a value that all ranks hold: a term of a sum
 share = define_operator("share(Tensor x, str axis, int size) -> Tensor", _same)
-# Rows on their way to the ranks that hold their experts, and back. A plan is the order in which a rank's rows leave
-# it, then how many it sends to each rank of the axis, then how many it gets. ``outer``: the ways in which earlier axes
-# split the experts. How many rows a rank gets is known when it runs; as shapes, as many as it sends.
+
+
+def _dispatch_plan_shapes(ids: Tensor, axis: str, size: int, experts: int, outer: int) -> tuple[Tensor, Tensor]:
+    counts = torch.empty([2, size, experts // (outer * size) + 1], dtype=torch.int64, device="cpu")
+    return ids.new_empty(ids.shape, dtype=torch.int64), counts
+
+
+# Rows on their way to the ranks that hold their experts, and back. A plan is the order in which a rank's rows leave it
+# [N], and counts [2, size, experts of a rank + 1]: how many rows it sends to each rank of the axis, and how many it
+# gets from each, by the experts of the rank that gets them (the last: of no expert). Counts lie on the host, as the
+# collective takes sizes from there. ``outer``: the ways in which earlier axes split the experts. How many rows a rank
+# gets is known when it runs; as shapes, as many as it sends.
 dispatch_plan = define_operator(
-    "dispatch_plan(Tensor ids, str axis, int size, int experts, int outer) -> Tensor",
-    lambda ids, axis, size, experts, outer: ids.new_empty([ids.shape[0] + 2 * size], dtype=torch.int64),
+    "dispatch_plan(Tensor ids, str axis, int size, int experts, int outer) -> (Tensor, Tensor)", _dispatch_plan_shapes
 )
-dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
-combine = define_operator("combine(Tensor x, str axis, int size, Tensor plan) -> Tensor", _same)
+dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)
+combine = define_operator("combine(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)
 
 
 def _ring_shape(q: Tensor, axis: str, size: int, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:

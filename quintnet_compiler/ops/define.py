@@ -13,7 +13,7 @@ from ..compat.torch import OpOverload
 _library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
 
 
-def define_operator(schema: str, shape: Callable[..., Any], compute: Callable[..., Tensor] | None = None) -> OpOverload:
+def define_operator(schema: str, shape: Callable[..., Any], compute: Callable[..., Any] | None = None) -> OpOverload:
     """An operator of this package. ``shape`` makes an empty result; ``compute``: the result, where no transport or
     rank is needed for it."""
     _library.define(schema)  # type: ignore[no-untyped-call]

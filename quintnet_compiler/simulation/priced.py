@@ -265,7 +265,7 @@ def whole_bytes(source: fx.Node, known: CollectiveSpec, ranks: int) -> int:
         return sum(map(num_bytes, values(source)))
     given = sum(num_bytes(values(x)[0]) for x in _moved(source))
     if known.op is dispatch_plan:
-        given = 8 * ranks  # how many rows go to each rank
+        given = num_bytes(values(source)[1]) // 2  # how many rows go to each rank
     return given * ranks if known.price == "all_to_all" else given
 
 

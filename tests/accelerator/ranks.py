@@ -147,7 +147,7 @@ def count(job: Job) -> Counted:
     """What a training step asks of the device, with a batch that is there. The seventh: until then ranks compare what
     they have in most steps (:func:`quintnet_compiler.runtime.state.same_values.due`)."""
     case, here = CASES[job.model], torch.device(NAME, dist.get_rank())
-    batch = pytree.tree_map(lambda x: x.to(here), case.batch(8))
+    batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
     for _ in range(6):

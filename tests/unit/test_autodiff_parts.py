@@ -12,6 +12,7 @@ from quintnet_compiler.core.annotations import facts, shape
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ops.collectives import combine, dispatch
+from quintnet_compiler.ops.grouped_rows import grouped_bias_grad, grouped_linear, grouped_weight_grad
 from quintnet_compiler.passes.autodiff.operator_trace import trace
 from quintnet_compiler.passes.autodiff.recompute_budget import Budget, within_budget
 from quintnet_compiler.passes.autodiff.recording import record
@@ -96,9 +97,23 @@ def test_a_batch_gets_no_gradient() -> None:
 
 def test_what_is_dispatched_is_combined_on_its_way_back() -> None:
     to = builder()
-    x, plan = leaf(to, "parameter", "x", 4, 3), leaf(to, "input", "plan", 8, dtype=torch.int64)
-    _, (gradient, nothing) = _with_backward(to, dispatch, x, "ep", 2, plan)
-    assert nothing is None and gradient is not None and gradient.target is combine and gradient.args[3] is plan
+    x, order = leaf(to, "parameter", "x", 4, 3), leaf(to, "input", "order", 4, dtype=torch.int64)
+    counts = leaf(to, "input", "counts", 2, 2, 3, dtype=torch.int64)
+    _, (gradient, *nothing) = _with_backward(to, dispatch, x, "ep", 2, order, counts)
+    assert nothing == [None, None] and gradient is not None and gradient.target is combine
+    assert gradient.args[3:] == (order, counts)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_one_plan_serves_a_product_of_experts_and_its_gradients(transposed: bool) -> None:
+    to = builder()
+    rows, ends = leaf(to, "parameter", "rows", 6, 4), leaf(to, "input", "ends", 3, dtype=torch.int32)
+    weight, bias = leaf(to, "parameter", "w", 3, 4, 4), leaf(to, "parameter", "b", 3, 4)
+    _, gradients = _with_backward(to, grouped_linear, rows, ends, weight, bias, transposed)
+    made = [None if g is None else g.target for g in gradients]
+    assert made == [grouped_linear, None, grouped_weight_grad, grouped_bias_grad]
+    assert all(ends in g.args for g in gradients if g is not None)
+    assert gradients[0] is not None and gradients[0].args[4] is not transposed
 
 
 def test_a_trace_is_made_once_for_equal_calls() -> None:

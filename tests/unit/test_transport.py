@@ -55,13 +55,24 @@ def test_rows_travel_to_their_experts_and_back() -> None:
         router = Router(t, Mesh(ep=2))
         plan = router.dispatch_plan(ids[rank], "ep", 2, 1, 0)
         rows = torch.tensor([[1.0], [2.0], [3.0]]) + 10 * rank
-        here = router.dispatch(rows, "ep", plan, 0)
-        back = router.combine(here * (rank + 2), "ep", plan, 0)
+        here = router.dispatch(rows, "ep", *plan, 0)
+        back = router.combine(here * (rank + 2), "ep", *plan, 0)
         return here.flatten().tolist(), back.flatten().tolist()
 
     first, second = _run(work, axis="ep")
     assert first[0] == [2, 11, 12] and second[0] == [1, 3, 13]
     assert first[1] == [3, 4, 9] and second[1] == [22, 24, 39]  # times 2 on rank 0, times 3 on rank 1
+
+
+def test_ranks_tell_each_other_how_many_rows_each_expert_gets() -> None:
+    ids = [torch.tensor([3, 0, 3, -1]), torch.tensor([0, 1, 2, 3])]  # experts 0 and 1 live on rank 0; -1 is none
+
+    def work(t: LocalTransport, rank: int) -> list[list[list[int]]]:
+        return Router(t, Mesh(ep=2)).dispatch_plan(ids[rank], "ep", 4, 1, 0)[1].tolist()
+
+    first, second = _run(work, axis="ep")
+    assert first == [[[1, 0, 0], [0, 2, 1]], [[1, 0, 0], [1, 1, 0]]]  # what leaves, what comes; the last: of none
+    assert second == [[[1, 1, 0], [1, 1, 0]], [[0, 2, 1], [1, 1, 0]]]
 
 
 def test_blocks_of_keys_add_up_to_attention() -> None:

@@ -6,60 +6,69 @@ import torch
 from torch import Tensor
 
 from ...core.mesh import Mesh
+from ...ops.grouped_rows import sort_into
 from .transport import Pending, Transport
+
+Sizes = list[int] | None
 
 
 class Router:
-    """One rank's side. How many rows go where is only known now: ranks tell each other first, in the plan."""
+    """One rank's side. How many rows go where is only known now: ranks tell each other first, in the plan, and the host
+    waits for that once. All that travels by the plan, forward and backward, takes its sizes from there."""
 
     def __init__(self, transport: Transport, mesh: Mesh) -> None:
         self.transport, self.mesh = transport, mesh
 
-    def dispatch_plan(self, ids: Tensor, axis: str, experts: int, outer: int, at: int) -> Tensor:
-        """The order in which rows with the experts ``ids`` leave, how many go to each rank of the axis, and how many
-        come from each. ``outer``: the ways in which axes before this one split the experts."""
+    def dispatch_plan(self, ids: Tensor, axis: str, experts: int, outer: int, at: int) -> tuple[Tensor, Tensor]:
+        """The order in which rows with the experts ``ids`` leave, and their counts on the host: how many go to each
+        rank of the axis and how many come from each, by expert. ``outer``: the ways in which axes before this one
+        split the experts. Rows of no expert go to the last rank."""
         size = self.mesh[axis]
+        own = experts // (outer * size)
         if ids.is_meta:
-            return ids.new_empty([ids.shape[0] + 2 * size], dtype=torch.int64)
-        owner = ids.long() // (experts // (outer * size)) % size
-        sends = torch.bincount(owner, minlength=size)
+            return ids.new_empty(ids.shape, dtype=torch.int64), ids.new_empty([2, size, own + 1], dtype=torch.int64)
+        local = ids.long() % (own * size)
+        bins = torch.where((ids >= 0) & (ids < experts), local + local // own, size * (own + 1) - 1)
+        order, ends = sort_into(bins, size * (own + 1))
+        sends = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(size, own + 1)
         receives = self.transport.run("exchange_rows", sends, [1] * size, [1] * size, axis, at)
-        return torch.cat([owner.argsort(stable=True), sends, receives])
+        return order, torch.stack([sends, receives]).cpu()
 
-    def dispatch(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
+    def dispatch(self, x: Tensor, axis: str, order: Tensor, counts: Tensor, at: int) -> Tensor:
         """The rows that belong to this rank, in the order of the ranks that they come from."""
-        rows: Tensor = self.transport.run("exchange_rows", *self._outgoing(x, axis, plan), axis, at)
+        rows: Tensor = self.transport.run("exchange_rows", *_outgoing(x, order, counts), axis, at)
         return rows
 
-    def start_dispatch(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
-        return self.transport.start("exchange_rows", *self._outgoing(x, axis, plan), axis, at)
+    def start_dispatch(self, x: Tensor, axis: str, order: Tensor, counts: Tensor, at: int) -> Pending:
+        return self.transport.start("exchange_rows", *_outgoing(x, order, counts), axis, at)
 
-    def combine(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Tensor:
+    def combine(self, x: Tensor, axis: str, order: Tensor, counts: Tensor, at: int) -> Tensor:
         """What became of a rank's own rows, in their order."""
-        return self._in_order(
-            self.transport.run("exchange_rows", *self._returning(x, axis, plan), axis, at), plan, axis
-        )
+        return _in_order(self.transport.run("exchange_rows", *_returning(x, counts), axis, at), order)
 
-    def start_combine(self, x: Tensor, axis: str, plan: Tensor, at: int) -> Pending:
-        begun = self.transport.start("exchange_rows", *self._returning(x, axis, plan), axis, at)
-        return lambda: self._in_order(begun(), plan, axis)
+    def start_combine(self, x: Tensor, axis: str, order: Tensor, counts: Tensor, at: int) -> Pending:
+        begun = self.transport.start("exchange_rows", *_returning(x, counts), axis, at)
+        return lambda: _in_order(begun(), order)
 
-    def _outgoing(self, x: Tensor, axis: str, plan: Tensor) -> tuple[Tensor, list[int] | None, list[int] | None]:
-        if x.is_meta:
-            return x, None, None
-        sends, receives = self._counts(plan, axis)
-        return x[plan[: -2 * self.mesh[axis]]], sends, receives
 
-    def _returning(self, x: Tensor, axis: str, plan: Tensor) -> tuple[Tensor, list[int] | None, list[int] | None]:
-        if x.is_meta:
-            return x, None, None
-        sends, receives = self._counts(plan, axis)
-        return x, receives, sends
+def _outgoing(x: Tensor, order: Tensor, counts: Tensor) -> tuple[Tensor, Sizes, Sizes]:
+    if x.is_meta:
+        return x, None, None
+    sends, receives = _sizes(counts)
+    return x.index_select(0, order), sends, receives
 
-    def _in_order(self, back: Tensor, plan: Tensor, axis: str) -> Tensor:
-        return back if back.is_meta else torch.empty_like(back).index_copy_(0, plan[: -2 * self.mesh[axis]], back)
 
-    def _counts(self, plan: Tensor, axis: str) -> tuple[list[int], list[int]]:
-        size = self.mesh[axis]
-        sends, receives = plan[-2 * size :].view(2, size).tolist()
-        return sends, receives
+def _returning(x: Tensor, counts: Tensor) -> tuple[Tensor, Sizes, Sizes]:
+    if x.is_meta:
+        return x, None, None
+    sends, receives = _sizes(counts)
+    return x, receives, sends
+
+
+def _in_order(back: Tensor, order: Tensor) -> Tensor:
+    return back if back.is_meta else torch.empty_like(back).index_copy_(0, order, back)
+
+
+def _sizes(counts: Tensor) -> tuple[list[int], list[int]]:
+    sends, receives = counts.sum(-1).tolist()
+    return sends, receives

@@ -428,7 +428,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
   // where PyTorch would compute a new device's result from smaller operators
-  for (const char* name : {"native_layer_norm", "native_group_norm", "native_group_norm_backward"})
+  for (const char* name : {"native_layer_norm", "native_group_norm", "native_group_norm_backward", "_grouped_mm"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

@@ -1,0 +1,149 @@
+"""Rows in the order of their experts, and products of such rows.
+
+A plan is made once for the ids of a mixture and read by all of its products, forward and backward. It has two parts:
+``order`` [N] (int64), the rows by expert, in the model's order within each, those of no expert last; and ``ends`` [E]
+(int32), where each expert's rows end. ``ends`` lie on the device if grouped matmuls read them there, so that the host
+never waits for them; for loops over experts they lie on the host, which waits for them once.
+
+Rows of no expert have no defined values in this order, as grouped matmuls do not write them. Nothing may add rows up
+here but the gradients below, which skip them; ``ungroup_rows`` makes them zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.precision import widened
+from .define import define_operator
+
+aten = torch.ops.aten
+
+
+def has_grouped_matmul(device: torch.device, dtype: torch.dtype, features: Sequence[int]) -> bool:
+    """Whether ``_grouped_mm`` is one kernel on ``device`` for matrices of these sizes; elsewhere it is a loop, too."""
+    return device.type != "cpu" and dtype is torch.bfloat16 and not any(n * dtype.itemsize % 16 for n in features)
+
+
+def sort_into(bins: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The places of ``bins`` (numbers from 0 on) in their stable order, and where each of the first ``count`` ends
+    (int32). Nothing makes the host wait."""
+    narrow = bins.to(torch.int16 if count < 2**15 else torch.int32)  # fewer passes of a radix sort
+    ordered, places = narrow.sort(stable=True)
+    numbers = torch.arange(count, dtype=narrow.dtype, device=bins.device)
+    return places, torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+
+
+def plan_groups(ids: Tensor, experts: int, counts: Tensor | None, on_host: bool) -> tuple[Tensor, Tensor]:
+    """``order`` and ``ends`` of rows with the experts ``ids``; ids outside of 0 to ``experts`` - 1 are of no expert.
+    ``counts``: see ``dispatch_plan``, of these very rows: what the host knows already of how many each expert gets."""
+    order, ends = sort_into(torch.where((ids >= 0) & (ids < experts), ids, experts), experts)
+    if counts is not None:
+        ends = counts[1, :, :experts].sum(0).cumsum(0).to(torch.int32)
+    return order, ends.cpu() if on_host else ends
+
+
+def _group(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    return x.index_select(0, order)
+
+
+def _ungroup(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    if ends.device.type == "cpu":
+        known = int(ends[-1])
+        if known == x.shape[0]:
+            return torch.empty_like(x).index_copy_(0, order, x)
+        return torch.zeros_like(x).index_copy_(0, order[:known], x[:known])
+    rows = x.shape[0]
+    behind = torch.arange(rows, dtype=torch.int32, device=x.device) >= ends[-1]
+    out = x.new_zeros([rows + 1, *x.shape[1:]])  # the last takes all rows of no expert
+    return out.index_copy_(0, order.masked_fill(behind, rows), x)[:rows]
+
+
+def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            yield expert, slice(start, end)
+        start = end
+
+
+def _experts(ends: Tensor, rows: int) -> Tensor:
+    """The expert of each row in order, and for rows of none their number."""
+    return torch.searchsorted(ends, torch.arange(rows, dtype=torch.int32, device=ends.device), right=True)
+
+
+def _linear(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    right = weight if transposed else weight.transpose(1, 2)
+    if ends.device.type == "cpu" or not rows.shape[0]:
+        out = rows.new_empty([rows.shape[0], right.shape[2]])
+        for expert, run in _runs(ends) if rows.shape[0] else ():
+            torch.mm(rows[run], right[expert], out=out[run])
+            if bias is not None:
+                out[run] += bias[expert]
+        return out
+    made: Tensor = aten._grouped_mm.default(rows.contiguous(), right, ends)
+    if bias is not None:
+        made += bias.index_select(0, _experts(ends, rows.shape[0]).clamp_(max=bias.shape[0] - 1))
+    return made
+
+
+def _weight_grad(grad: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    left, right = (rows, grad) if transposed else (grad, rows)
+    if ends.device.type == "cpu" or not rows.shape[0]:
+        found = rows.new_zeros([ends.shape[0], left.shape[1], right.shape[1]])
+        for expert, run in _runs(ends) if rows.shape[0] else ():
+            torch.mm(left[run].t(), right[run], out=found[expert])
+        return found
+    made: Tensor = aten._grouped_mm.default(left.contiguous().t(), right.contiguous(), ends)
+    # on some GPUs the product of no rows is not 0 (pytorch#172439)
+    empty = ends == torch.cat([ends.new_zeros(1), ends[:-1]])
+    return made.masked_fill_(empty[:, None, None], 0.0)
+
+
+def _bias_grad(grad: Tensor, ends: Tensor) -> Tensor:
+    experts = ends.shape[0]
+    if ends.device.type == "cpu":
+        found = grad.new_zeros([experts, grad.shape[1]])
+        for expert, run in _runs(ends):
+            torch.sum(grad[run], 0, out=found[expert])
+        return found
+    wide = grad.to(widened(grad.dtype))
+    sums = wide.new_zeros([experts + 1, grad.shape[1]])  # the last is that of rows of no expert
+    return sums.index_add_(0, _experts(ends, grad.shape[0]), wide)[:-1].to(grad.dtype)
+
+
+def _plan_shapes(ids: Tensor, experts: int, counts: Tensor | None, on_host: bool) -> tuple[Tensor, Tensor]:
+    where = torch.device("cpu") if on_host else ids.device
+    return ids.new_empty(ids.shape, dtype=torch.int64), torch.empty([experts], dtype=torch.int32, device=where)
+
+
+group_plan = define_operator(
+    "group_plan(Tensor ids, int experts, Tensor? counts, bool on_host) -> (Tensor, Tensor)", _plan_shapes, plan_groups
+)
+# rows in the order of a plan, and back; each is the other's transpose
+group_rows = define_operator(
+    "group_rows(Tensor x, Tensor order, Tensor ends) -> Tensor", lambda x, order, ends: x.new_empty(x.shape), _group
+)
+ungroup_rows = define_operator(
+    "ungroup_rows(Tensor x, Tensor order, Tensor ends) -> Tensor", lambda x, order, ends: x.new_empty(x.shape), _ungroup
+)
+# Of rows in order: each times the matrix of its expert, [E, O, I] (``transposed``: [E, I, O])
+grouped_linear = define_operator(
+    "grouped_linear(Tensor rows, Tensor ends, Tensor weight, Tensor? bias, bool transposed) -> Tensor",
+    lambda rows, ends, weight, bias, transposed: rows.new_empty([rows.shape[0], weight.shape[2 if transposed else 1]]),
+    _linear,
+)
+grouped_weight_grad = define_operator(
+    "grouped_weight_grad(Tensor grad, Tensor rows, Tensor ends, bool transposed) -> Tensor",
+    lambda grad, rows, ends, transposed: rows.new_empty(
+        [ends.shape[0], *((rows.shape[1], grad.shape[1]) if transposed else (grad.shape[1], rows.shape[1]))]
+    ),
+    _weight_grad,
+)
+grouped_bias_grad = define_operator(
+    "grouped_bias_grad(Tensor grad, Tensor ends) -> Tensor",
+    lambda grad, ends: grad.new_empty([ends.shape[0], grad.shape[1]]),
+    _bias_grad,
+)
