@@ -175,6 +175,7 @@ def _compare(
         module.to(subject.device)
         if exact:
             module.double()
+    batch = pytree.tree_map(lambda x: x.to(subject.device) if isinstance(x, Tensor) else x, batch)
     asked = _in_float64(batch) if exact else batch
     tensors = {name: x.detach().clone() for name, x in subject.tensors.items()}
     program = subject.program
