@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..core.mesh import Mesh
 from ..cost_models.calibration import Calibration, MeasuredCollective, MeasuredMatmul, Point
+from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.launch import launch
 from ..runtime.transport.connections import Connection
 from ..runtime.transport.distributed import DistributedTransport, device_mesh
@@ -34,13 +35,16 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class CalibrationEffort:
-    """How much to measure: ``trials`` of at least ``seconds`` each, of which the median counts."""
+    """How much to measure: ``trials`` of at least ``seconds`` each, of which the median counts; products of all
+    ``sides`` with at most ``most_flops``, everything in ``dtype``."""
 
     trials: int = TRIALS
     seconds: float = TRIAL_SECONDS
     sides: tuple[int, ...] = SIDES
     rows: tuple[int, ...] = ROWS
     messages: tuple[int, ...] = MESSAGES
+    most_flops: float = MOST_FLOPS
+    dtype: torch.dtype = torch.float32
 
 
 def calibrate(
@@ -65,7 +69,7 @@ def calibrate(
         machine=torch.cuda.get_device_name() if gpu else f"{platform.machine()}, {cores} cores",
         torch=torch.__version__,
         device="cuda" if gpu else "cpu",
-        dtype="float32",
+        dtype=str(effort.dtype).removeprefix("torch."),
         cores=0 if gpu else cores,
         overlaps=gpu,
         action_seconds=operators["action"][0].seconds,
@@ -142,6 +146,11 @@ def _trial(call: Callable[[], object], count: int, device: torch.device) -> floa
     return time.perf_counter() - start
 
 
+def _group_device() -> torch.device:
+    """Where processes communicate: with fewer accelerators than processes, on the CPU."""
+    return group_accelerator() or torch.device("cpu")
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -151,16 +160,16 @@ Case = tuple[Sample, Callable[[], object]]
 
 
 def _calls(effort: CalibrationEffort, device: torch.device) -> list[Case]:
-    small = torch.randn(8, 8, device=device)
+    small, dtype = torch.randn(8, 8, device=device), effort.dtype
     found: list[Case] = [(Sample("view"), lambda: torch.transpose(small, 0, 1)), _action(small)]
     for m in effort.sides:
         for k in effort.sides:
             for n in effort.sides:
-                if 2.0 * m * k * n <= MOST_FLOPS:
-                    found += _products(m, k, n, device)
+                if 2.0 * m * k * n <= effort.most_flops:
+                    found += _products(m, k, n, device, dtype)
     for rows in effort.rows:
-        found += _elementwise(rows, 256, device)
-    return found + _attentions(device, max(effort.rows))
+        found += _elementwise(rows, 256, device, dtype)
+    return found + _attentions(device, dtype, max(effort.rows))
 
 
 def _action(x: Tensor, arguments: int = 64) -> Case:
@@ -177,10 +186,9 @@ def _action(x: Tensor, arguments: int = 64) -> Case:
     return Sample("action", float(arguments)), call
 
 
-def _products(m: int, k: int, n: int, device: torch.device) -> list[Case]:
-    a, b = torch.randn(m, k, device=device), torch.randn(k, n, device=device)
-    at, bt = torch.randn(k, m, device=device), torch.randn(n, k, device=device)
-    bias = torch.randn(n, device=device)
+def _products(m: int, k: int, n: int, device: torch.device, dtype: torch.dtype) -> list[Case]:
+    shapes = (m, k), (k, n), (k, m), (n, k), (n,)
+    a, b, at, bt, bias = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
     return [
         (Sample("nn", sides=(m, k, n)), lambda: torch.mm(a, b)),
         (Sample("nt", sides=(m, k, n)), lambda: F.linear(a, bt, bias)),
@@ -188,9 +196,9 @@ def _products(m: int, k: int, n: int, device: torch.device) -> list[Case]:
     ]
 
 
-def _elementwise(rows: int, columns: int, device: torch.device) -> list[Case]:
-    x, y = (torch.randn(rows, columns, device=device) for _ in range(2))
-    scale = torch.randn(columns, device=device)
+def _elementwise(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> list[Case]:
+    x, y = (torch.randn(rows, columns, device=device, dtype=dtype) for _ in range(2))
+    scale = torch.randn(columns, device=device, dtype=dtype)
     ids = torch.randint(0, rows, (rows,), device=device)
     size = float(x.nbytes)
     _, mean, rstd = torch.native_layer_norm(x, [columns], scale, scale, 1e-5)
@@ -218,13 +226,13 @@ def _elementwise(rows: int, columns: int, device: torch.device) -> list[Case]:
     ]
 
 
-def _attentions(device: torch.device, most: int) -> list[Case]:
+def _attentions(device: torch.device, dtype: torch.dtype, most: int) -> list[Case]:
     """Forward and backward, by arithmetic; causal, which counts half of the keys."""
     found: list[Case] = []
     for batch, length in ((1, 32), (4, 64), (4, 128), (8, 256), (16, 256)):
         if batch * length > most:
             continue
-        q, k, v = (torch.randn(batch, 4, length, 32, device=device) for _ in range(3))
+        q, k, v = (torch.randn(batch, 4, length, 32, device=device, dtype=dtype) for _ in range(3))
         flops = 2.0 * batch * 4 * length * length * 64 * 0.5
         found.append((Sample("attention", flops), _attend(q, k, v)))
         found.append((Sample("attention_backward", 2.5 * flops), _attend_backward(q, k, v)))
@@ -245,7 +253,7 @@ def _attend_backward(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
 
 def _collectives(effort: CalibrationEffort, count: int) -> list[MeasuredCollective]:
     """Over all processes, through the transport that programs use. Times of several are told apart by a meeting."""
-    device = _device()
+    device = _group_device()
     mesh = Mesh(pp=count, tp=1)
     transport = DistributedTransport(mesh, device_mesh(mesh, device.type))
     transport.connect([Connection(VALUES, 0, 1), Connection(VALUES, 1, 0)])
@@ -262,7 +270,7 @@ def _collectives(effort: CalibrationEffort, count: int) -> list[MeasuredCollecti
 def _collective(transport: DistributedTransport, name: str, size: int, count: int, effort: CalibrationEffort) -> float:
     """``size``: of the full tensor."""
     rows = max(count, size // (4 * 64) // count * count)
-    whole = torch.zeros(rows, 64, device=_device())
+    whole = torch.zeros(rows, 64, device=_group_device())
     part = whole[: rows // count].contiguous()
     calls: dict[str, Callable[[], Tensor]] = {
         "all_reduce": lambda: transport.run("all_reduce", whole, "pp", 0),
@@ -274,20 +282,20 @@ def _collective(transport: DistributedTransport, name: str, size: int, count: in
 
 
 def _met(transport: DistributedTransport, call: Callable[[], object], repeats: int, effort: CalibrationEffort) -> float:
-    meet = torch.zeros(1, device=_device())
+    meet = torch.zeros(1, device=_group_device())
     everyone = tuple(range(transport.mesh.size))
     call()
     times = []
     for _ in range(effort.trials):
         transport.start_sum(meet, everyone, "start")()
-        times.append(_trial(call, repeats, _device()) / repeats)
-    taken = torch.tensor([statistics.median(times)], device=_device())
+        times.append(_trial(call, repeats, _group_device()) / repeats)
+    taken = torch.tensor([statistics.median(times)], device=_group_device())
     return float(transport.start_sum(taken, everyone, "mean")()) / len(everyone)
 
 
 def _send(transport: DistributedTransport, size: int, effort: CalibrationEffort) -> float:
     """There and back between the first two ranks; the others only meet."""
-    x = torch.zeros(size // 4, device=_device())
+    x = torch.zeros(size // 4, device=_group_device())
 
     def there_and_back() -> None:
         other = 1 - transport.rank
