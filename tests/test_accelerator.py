@@ -22,7 +22,7 @@ from quintnet_compiler.ops.grouped_rows import (
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
-from .accelerator.ranks import Job, World, count_all, run, train_all, train_with
+from .accelerator.ranks import Job, World, count_all, run, train_all, train_alone, train_with
 from .models import CASES, WIDTH, build, reference, worst_error
 from .test_experts import Capacity
 
@@ -148,6 +148,14 @@ def test_one_process(device: Emulated, name: str, axes: dict[str, int], options:
     assert worst_error(found, {n: gradients[n] for n in found})[0] < 1e-10
 
 
+def test_verify_moves_the_batch_with_the_module(device: Emulated) -> None:
+    case = CASES["mlp"]
+    options = {"loss_fn": case.loss_fn, "device": "emulated:0"}
+    program = quintnet.compile(build("mlp"), quintnet.Mesh(dp=2), case.batch(8), **options)  # type: ignore[arg-type]
+    report = program.verify(case.batch(8), steps=1)
+    assert report.ok, str(report)
+
+
 # -- a process for each rank
 
 
@@ -164,6 +172,11 @@ def test_the_page_counts_what_there_is() -> None:
 def test_a_sample_on_two_devices(eager: bool, jobs: Sequence[Job]) -> None:
     for found in run(train_all, World(2, eager=eager, seed=1), jobs):
         assert found == dict.fromkeys(map(str, jobs), "")
+
+
+def test_one_rank_runs_as_one_of_many_does() -> None:
+    job = Job("gpt", {"dp": 1}, {"microbatches": 2})
+    assert run(train_alone, World(1, eager=True, seed=1), job) == [("", "ProcessBackend")]
 
 
 def test_a_step_of_a_dense_model_makes_the_host_wait_once() -> None:

@@ -31,7 +31,7 @@ from ..runtime.execute.engines import ENGINES
 from ..runtime.execute.executor import Run
 from ..runtime.execute.record import Recorder
 from ..runtime.launch.heartbeat import running
-from ..runtime.launch.world import many
+from ..runtime.launch.world import has_process
 from ..runtime.state.computed_loss import SettledLoss
 from ..runtime.state.module_parameters import check_fits
 from ..simulation.measured import measured_timeline, shown_ranks
@@ -280,7 +280,7 @@ class CompiledProgram(ProgramReports):
     @property
     def _spread(self) -> bool:
         """Whether each rank is a process."""
-        return self.mesh.size > 1 and many()
+        return has_process(self.mesh, self._task.device)
 
     def _state(self) -> Backend:
         if self._closed:

@@ -13,13 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import quintnet
+from quintnet_compiler.api import compiled_program
 from quintnet_compiler.compat.torch import pytree
+from quintnet_compiler.runtime.backends import backends
 
 from ..models import CASES, build, reference, worst_error
 from .device import NAME, Counted, install
@@ -161,6 +164,21 @@ def count(job: Job) -> Counted:
 def count_all(jobs: Sequence[Job]) -> dict[str, Counted]:
     """Of each job what :func:`count` says."""
     return {str(job): count(job) for job in jobs}
+
+
+def train_alone(job: Job) -> tuple[str, str]:
+    """What :func:`train` says of a job of one rank, and the class of what ran its program."""
+    made: list[str] = []
+    plain = backends.open_backend
+
+    def opened(*args: Any, **options: Any) -> Any:
+        found = plain(*args, **options)
+        made.append(type(found).__name__)
+        return found
+
+    with mock.patch.object(compiled_program, "open_backend", opened):
+        wrong = train(job)
+    return wrong, ", ".join(made)
 
 
 def train_with(fault: str, jobs: Sequence[Job]) -> dict[str, str]:

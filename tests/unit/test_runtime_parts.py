@@ -19,6 +19,7 @@ from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.runtime.execute.finite import WORDS, badness
 from quintnet_compiler.runtime.execute.interpreter_trace import run_watched
 from quintnet_compiler.runtime.execute.loss_scale import LossScale
+from quintnet_compiler.runtime.launch import world
 from quintnet_compiler.runtime.state.buckets import GradientSlice, by_rank
 from quintnet_compiler.runtime.state.computed_loss import SettledLoss
 from quintnet_compiler.runtime.state.digests import BLOCK, digests, together
@@ -180,3 +181,15 @@ def test_where_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(backends, "many", lambda several=several: several)
         backends.open_backend(Mesh(dp=2), None, {}, torch.device("cpu"), tune_process=several)  # type: ignore[arg-type]
     assert made == ["here", "malloc", "processes"]
+
+
+def test_one_rank_is_a_process_where_accelerators_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, accelerator = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(world.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(world.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(world, "group_accelerator", lambda: accelerator)
+    assert world.has_process(Mesh(dp=1), accelerator)
+    assert not world.has_process(Mesh(dp=1), cpu)
+    assert not world.has_process(Mesh(dp=2), accelerator)  # all ranks in this process
+    monkeypatch.setattr(world, "group_accelerator", lambda: None)  # gloo
+    assert not world.has_process(Mesh(dp=1), cpu)

@@ -11,7 +11,7 @@ from ...core.mesh import Mesh
 from ...ir.program import DistributedProgram
 from ..execute.engines import Engine, eager
 from ..launch.malloc import tune_malloc
-from ..launch.world import many
+from ..launch.world import has_process, many
 from ..state.module_parameters import Slots
 from .backend import Backend
 from .local import LocalBackend
@@ -29,7 +29,8 @@ def open_backend(
     *,
     tune_process: bool = True,
 ) -> Backend:
-    """One rank per process inside an initialised process group of more than one rank, else all ranks here.
+    """One rank per process inside an initialised process group of more than one rank, or of an accelerator's backend
+    (NCCL); else all ranks here.
 
     ``plan``: as text, for ranks to compare. ``engine``: what runs generated functions. ``slots``: where modules keep
     ``tensors``. ``tune_process``: see :func:`quintnet.compile`.
@@ -39,6 +40,6 @@ def open_backend(
     """
     if tune_process and device.type == "cpu":
         tune_malloc()
-    if many():
+    if many() or has_process(mesh, device):
         return ProcessBackend(mesh, program, tensors, device, plan, engine, slots, tune_process=tune_process)
     return LocalBackend(mesh, program, tensors, device, engine, slots)

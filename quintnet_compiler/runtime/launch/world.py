@@ -61,6 +61,15 @@ def _built_for(kind: str) -> bool:
     return backend is None or bool(backend.is_built())
 
 
+def has_process(mesh: Mesh, device: torch.device) -> bool:
+    """Whether each rank of ``mesh`` is a process, of which this is one. That of a mesh of one rank is, if its process
+    group communicates between accelerators: it then runs as one of many does."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() != mesh.size:
+        return False
+    accelerator = group_accelerator()
+    return mesh.size > 1 or (accelerator is not None and accelerator.type == device.type)
+
+
 def many() -> bool:
     """Whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
