@@ -1,12 +1,14 @@
 """One rank's program of a large plan, alone on one device: model FLOP utilisation against what products reach there.
 
 python benchmarks/one_rank.py [--model llama-70b|tiny|small|medium] [--mesh tp=8,pp=8] [--microbatches 8] [--rows 8]
-                              [--rank R] [--steps 5] [--peers eager,inductor,plain,compiled] [--json]
+                              [--rank R] [--steps 5] [--peers eager,inductor,plain,compiled]
+                              [--precision model|bf16] [--json]
 
 Nothing is sent: what other ranks would send is made up, with the copies that a real transfer makes on this rank. So
 this is the time of everything but communication. ``plain`` is one device's module with this rank's share of heads and
 hidden units, under autograd; ``compiled`` is the same under torch.compile. FLOPs are those of products and attention
-(counted whole, as it is written) by torch's own counter.
+(counted whole, as it is written) by torch's own counter. ``--precision bf16`` is how users train: float32 parameters
+and sums of gradients, computing in bf16; ``model`` has one dtype for everything, as ``plain`` and ``compiled`` have.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,10 +87,11 @@ def ours(program: DistributedProgram, part: RankProgram, device: torch.device, s
     """Steps of one rank. Parameters have random values."""
     transport = Alone(program, part.rank, device)
     sizes = [axis.size for axis in program.axes]
+    mine = {name for stage in part.stages for name in stage.state.values()}
     state = {
         spec.name: _random(tuple(local_shape(spec.shape, spec.sharding, sizes)), spec.dtype, device)
         for spec in program.state.values()
-        if {stage.index for stage in part.stages} & set(spec.stages)
+        if spec.name in mine
     }
     inputs = [
         _random(tuple(local_shape(spec.shape, spec.sharding, sizes)), spec.dtype, device, size.vocab)
@@ -169,53 +173,72 @@ def ceiling(device: torch.device, side: int) -> float:
     return float(2 * side**3 / statistics.median(found[2:]))
 
 
+def program_of(
+    size: Size, mesh: quintnet.Mesh, plan: quintnet.Plan, rows: int, device: torch.device
+) -> DistributedProgram:
+    """The program for batches of ``rows`` sequences. The model has no values, and the plan's dtypes."""
+    with torch.device("meta"):
+        model = Llama(size).to(torch.float32 if plan.precision != "model" else _dtype(device))
+        tokens = torch.zeros(rows, size.sequence, dtype=torch.long)
+    request = Request(mesh, plan, rows, device)
+    return compile_program(capture(model, (tokens, tokens), loss_fn), request, Runner()).program
+
+
+def blocks_of(part: RankProgram) -> int:
+    """How many of the model's blocks a rank has."""
+    names = [name for stage in part.stages for name in stage.state.values()]
+    return len({name.split(".")[1] for name in names if name.startswith("layers.")})
+
+
+def builders(
+    program: DistributedProgram, part: RankProgram, size: Size, rows: int, device: torch.device
+) -> dict[str, Callable[[], Step]]:
+    """What makes the steps of each peer: the engines of a program, and torch's own two."""
+    mesh, times = program.mesh, program.schedule.num_microbatches
+    shape = (rows // times // mesh["dp"], size.sequence, size.dim)
+    blocks = blocks_of(part)
+    found: dict[str, Callable[[], Step]] = {name: partial(ours, program, part, device, size, name) for name in ENGINES}
+    for name in ("plain", "compiled"):
+        compiled = name == "compiled"
+        found[name] = partial(plain, size, mesh["tp"], blocks, shape, device, compiled=compiled, times=times)
+    return found
+
+
+def flops_of(name: str, step: Step, peers: Mapping[str, Callable[[], Step]]) -> int:
+    """FLOPs of a step of the peer ``name``: of code that is compiled or captured, those of what it was made from."""
+    with FlopCounterMode(display=False) as counter:
+        (step if name in ("eager", "plain") else peers["eager" if name in ENGINES else "plain"]())()
+    return int(counter.get_total_flops())
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds and utilisation of each peer."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = torch.device(kind.type, 0) if kind is not None else torch.device("cpu")
     size, mesh = MODELS[given.model], quintnet.Mesh(**{k: int(n) for k, n in (a.split("=") for a in given.mesh)})
-    with torch.device("meta"):
-        model = Llama(size).to(_dtype(device))
-        tokens = torch.zeros(given.rows, size.sequence, dtype=torch.long)
     start = time.perf_counter()
-    plan = quintnet.Plan(microbatches=given.microbatches)
-    request = Request(mesh, plan, given.rows, device)
-    program = compile_program(capture(model, (tokens, tokens), loss_fn), request, Runner()).program
+    plan = quintnet.Plan(microbatches=given.microbatches, precision=given.precision)
+    program = program_of(size, mesh, plan, given.rows, device)
     compile_seconds = time.perf_counter() - start
-    rank = mesh.rank({"pp": mesh["pp"] // 2}) if given.rank is None else given.rank
-    part = program.rank(rank)
-    names = [name for stage in part.stages for name in stage.state.values()]
-    blocks = len({name.split(".")[1] for name in names if name.startswith("layers.")})
-    shape = (given.rows // given.microbatches // mesh["dp"], size.sequence, size.dim)
-    tensor = mesh["tp"]
-    builders: dict[str, Callable[[], Step]] = {
-        name: lambda name=name: ours(program, part, device, size, name)
-        for name in ENGINES  # type: ignore[misc]
-    } | {
-        name: lambda name=name: plain(  # type: ignore[misc]
-            size, tensor, blocks, shape, device, compiled=name == "compiled", times=given.microbatches
-        )
-        for name in ("plain", "compiled")
-    }
+    part = program.rank(mesh.rank({"pp": mesh["pp"] // 2}) if given.rank is None else given.rank)
+    peers = builders(program, part, size, given.rows, device)
     top = ceiling(device, 8192 if device.type != "cpu" else 512)
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "torch": torch.__version__,
         "model": given.model,
         "mesh": str(mesh),
-        "rank": rank,
-        "blocks": blocks,
+        "rank": part.rank,
+        "blocks": blocks_of(part),
         "compile_seconds": compile_seconds,
         "ceiling_tflops": top / 1e12,
         "peers": {},
     }
     for name in given.peers.split(","):
-        step = builders[name]()
+        step = peers[name]()
         first = _seconds(step, device)
-        with FlopCounterMode(display=False) as counter:
-            (step if name in ("eager", "plain") else builders["eager" if name in ENGINES else "plain"]())()
+        flops = flops_of(name, step, peers)
         found = statistics.median([_seconds(step, device) for _ in range(given.steps)])
-        flops = counter.get_total_flops()
         report["peers"][name] = {
             "ms": 1e3 * found,
             "first_step_seconds": first,
@@ -234,6 +257,7 @@ if __name__ == "__main__":
     options.add_argument("--rank", type=int)
     options.add_argument("--steps", type=int, default=5)
     options.add_argument("--peers", default="eager,inductor,plain,compiled")
+    options.add_argument("--precision", choices=("model", "bf16"), default="model")
     options.add_argument("--json", action="store_true")
     given = options.parse_args()
     found = measure(given)
