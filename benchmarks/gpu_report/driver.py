@@ -1,0 +1,140 @@
+"""Runs parts in processes of their own, one after the other, and writes the report after each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .entries import Check, Entry, Figures, NotRun, entry_of
+from .page import page
+from .parts import Part
+
+TAIL = 4000  # characters of what a failed part printed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a part. ``why``: of one that failed; ``tail``: the end of what it printed."""
+
+    part: Part
+    verdict: str  # passed, failed, not run
+    seconds: float
+    entries: tuple[Entry, ...] = ()
+    why: str = ""
+    tail: str = ""
+
+    @property
+    def checks(self) -> list[Check]:
+        return [one for one in self.entries if isinstance(one, Check)]
+
+    @property
+    def not_run(self) -> list[NotRun]:
+        return [one for one in self.entries if isinstance(one, NotRun)]
+
+    @property
+    def tables(self) -> dict[str, list[Figures]]:
+        found: dict[str, list[Figures]] = {}
+        for one in self.entries:
+            if isinstance(one, Figures):
+                found.setdefault(one.table, []).append(one)
+        return found
+
+
+def run_parts(parts: Sequence[Part], folder: Path, *, emulated: bool) -> list[Outcome]:
+    """All of ``parts``; ``folder`` has report.json and index.html of those that are done, and what each printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found: list[Outcome] = []
+    for part in parts:
+        found.append(run_part(part, folder, emulated=emulated))
+        waiting = [Outcome(other, "not run", 0.0, why="it has not begun") for other in parts[len(found) :]]
+        write([*found, *waiting], folder, emulated=emulated)
+        print(f"{part.name:<16}{found[-1].verdict:<10}{found[-1].seconds:6.1f} s  {found[-1].why}", flush=True)
+    return found
+
+
+def run_part(part: Part, folder: Path, *, emulated: bool) -> Outcome:
+    entries, log = folder / f"{part.name}.jsonl", folder / f"{part.name}.log"
+    entries.unlink(missing_ok=True)
+    script = Path(__file__).parent.parent / "first_gpu.py"
+    command = [sys.executable, str(script), "--out", str(folder), "--part", part.name]
+    start, why = time.monotonic(), ""
+    with log.open("wb") as printed:
+        process = subprocess.Popen(
+            [*command, *(["--emulated"] if emulated else [])],
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that processes which it started end with it
+        )
+        try:
+            code = process.wait(part.seconds)
+            why = "" if code == 0 else _ended(code)
+        except subprocess.TimeoutExpired:
+            why = f"it was not done after {part.seconds} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = entries.read_text().splitlines() if entries.exists() else []
+    made = tuple(entry_of(line) for line in lines)
+    tail = log.read_text(errors="replace")[-TAIL:]
+    if why:
+        why = f"{why}: {last_error(tail)}" if last_error(tail) else why
+    bad = [one.what for one in made if isinstance(one, Check) and not one.good]
+    if bad and not why:
+        why = f"{len(bad)} of {sum(isinstance(one, Check) for one in made)} checks"
+    run = any(not isinstance(one, NotRun) for one in made)
+    verdict = "failed" if why else "passed" if run else "not run"
+    return Outcome(part, verdict, time.monotonic() - start, made, why, tail if why else "")
+
+
+def _ended(code: int) -> str:
+    if code > 0:
+        return f"it ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"it was ended by {signal.Signals(-code).name}"
+    return f"it was ended by signal {-code}"
+
+
+def last_error(text: str) -> str:
+    """The last line of a traceback, if there is one.
+
+    >>> last_error("Traceback (most recent call last):\\n  File ...\\nValueError: no\\n")
+    'ValueError: no'
+    """
+    _, there, after = text.rpartition("Traceback (most recent call last):")
+    lines = [line for line in after.splitlines() if line and not line.startswith(" ")]
+    return lines[0] if there and lines else ""
+
+
+def write(found: Sequence[Outcome], folder: Path, *, emulated: bool) -> None:
+    """report.json and index.html."""
+    document = {
+        "emulated": emulated,
+        "seconds": sum(one.seconds for one in found),
+        "parts": [
+            {
+                **asdict(one.part),
+                "limit": one.part.seconds,
+                "verdict": one.verdict,
+                "seconds": round(one.seconds, 1),
+                "why": one.why,
+                "tail": one.tail,
+                "checks": [asdict(check) for check in one.checks],
+                "tables": {name: [dict(row.cells) for row in rows] for name, rows in one.tables.items()},
+                "not_run": [asdict(what) for what in one.not_run],
+            }
+            for one in found
+        ],
+    }
+    for name, text in (("report.json", json.dumps(document, indent=1) + "\n"), ("index.html", page(document))):
+        new = folder / f"{name}.new"
+        new.write_text(text, encoding="utf-8")
+        new.replace(folder / name)  # what is there is whole, whenever this is interrupted

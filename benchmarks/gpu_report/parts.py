@@ -1,0 +1,97 @@
+"""The parts, in the order in which they run: what is cheap and tells most first."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .entries import Entry
+
+if TYPE_CHECKING:
+    from .setting import Setting
+
+
+@dataclass(frozen=True)
+class Part:
+    """``name``: of the module in this package. ``seconds``: its limit."""
+
+    name: str
+    title: str
+    proves: str
+    seconds: int
+
+    def work(self) -> Callable[[Setting], Iterator[Entry]]:
+        """What it does, in this process."""
+        found: Callable[[Setting], Iterator[Entry]] = importlib.import_module(f"{__package__}.{self.name}").run
+        return found
+
+
+PARTS = (
+    Part(
+        "machine",
+        "Versions and ceilings",
+        "What the device reaches by itself: what other figures are shares of.",
+        60,
+    ),
+    Part(
+        "layouts",
+        "Models on layouts, all ranks in one process",
+        "Every kind of generated program computes here what the unsplit module computes on the CPU: in float64 "
+        "exactly, in 16 bits as closely as one rank does.",
+        300,
+    ),
+    Part(
+        "process_group",
+        "The accelerator's process group, one rank",
+        "NCCL connects, and each collective runs through the code that a rank of many runs; programs do not depend on "
+        "the device's number.",
+        90,
+    ),
+    Part(
+        "shared_device",
+        "Several processes on one device",
+        "One process per rank trains exactly, on device tensors: everything that many devices need but NCCL, as values "
+        "travel through host memory.",
+        210,
+    ),
+    Part(
+        "races",
+        "Communication that is late",
+        "Nothing is read before it is there, or freed while it is read: steps whose communication is late, on another "
+        "stream, give the same bits. And how often the host waits.",
+        150,
+    ),
+    Part(
+        "memory",
+        "Memory, predicted and measured",
+        "The simulation's peak of a rank is what the allocator counts, for six plans and over twenty steps.",
+        120,
+    ),
+    Part(
+        "slices",
+        "One rank of 64 of Llama-3 70B",
+        "The share of the device's matmul ceiling that generated code reaches without communication, kernels, and how "
+        "long the device is idle between them; beside plain PyTorch and torch.compile.",
+        570,
+    ),
+    Part(
+        "mixture",
+        "A layer of a mixture of experts",
+        "The same for routing and grouped products, and how often they make the host wait.",
+        120,
+    ),
+    Part(
+        "graphs",
+        "TorchInductor and CUDA graphs",
+        "Programs that are compiled, and captured in CUDA graphs, train as the generated Python does.",
+        90,
+    ),
+    Part(
+        "prices",
+        "Prices of operators",
+        "Steps predicted from operators as they were measured here, beside steps as they take.",
+        90,
+    ),
+)

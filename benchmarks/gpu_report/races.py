@@ -1,0 +1,94 @@
+"""Steps whose communication is late, bit by bit beside steps whose communication is not; and what makes hosts wait."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import quintnet
+from tests.models import CASES, build
+
+from .entries import Check, Entry
+from .late import late_worlds
+from .layouts import Job, narrow_batch
+from .setting import Setting
+
+STEPS = 2
+JOBS = (
+    Job("gpt", {"tp": 2}, {"sequence_parallel": True, "microbatches": 2}, sample=True),
+    Job("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2}, sample=True),
+    Job("gpt", {"pp": 2}, {"microbatches": 4}, sample=True),
+    Job("gpt", {"cp": 2}, {"context": "ring"}),
+    Job("gpt", {"tp": 2}, {"sequence_parallel": True, "async_tp": True}),
+    Job("gpt", {"dp": 2}, {"zero": 1, "microbatches": 2}),
+    Job("gpt", {"dp": 2}, {"zero": 2}),
+    Job("gpt", {"pp": 2}, {"microbatches": 4, "schedule": "zb-h1"}),
+    Job("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "zero": 3}),
+    Job("mixture", {"ep": 2}),
+)
+DENSE = Job("gpt", {"dp": 1}, {"microbatches": 2})
+
+
+def run(setting: Setting) -> Iterator[Entry]:
+    for job in JOBS:
+        if job.sample or not setting.emulated:
+            yield _late(setting, job)
+    yield from _waits(setting)
+
+
+def _program(setting: Setting, job: Job, dtype: torch.dtype = torch.float32) -> quintnet.CompiledProgram:
+    case = CASES[job.model]
+    options = {"loss_fn": case.loss_fn, "device": setting.device, "check": "off", **job.options}
+    return quintnet.compile(build(job.model, dtype), quintnet.Mesh(**job.axes), case.batch(8), **options)
+
+
+def _steps(program: quintnet.CompiledProgram, job: Job) -> list[Tensor]:
+    """Loss and gradients of all steps, on the host."""
+    found: list[Tensor] = []
+    for _ in range(STEPS):
+        found.append(program.step(narrow_batch(job)).detach().cpu())
+        found += [p.grad.full_tensor().cpu() for _, p in program.named_parameters() if p.grad is not None]  # type: ignore[attr-defined]
+        program.zero_grad()
+    return found
+
+
+def _late(setting: Setting, job: Job) -> Check:
+    expected = _steps(_program(setting, job), job)
+    with late_worlds(setting) as worlds:
+        found = _steps(_program(setting, job), job)
+    equal = sum(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    waited = sum(world.waited for world in worlds)
+    told = f"{equal} of {len(expected)} tensors equal bit by bit, {waited} waits for what was started"
+    return Check(f"late communication: {job}", equal == len(expected) and waited > 0, told)
+
+
+def _waits(setting: Setting) -> Iterator[Entry]:
+    """A step of a dense model makes the host wait once: for whether all gradients are finite."""
+    program = _program(setting, DENSE)
+    batch = tuple(x.to(setting.device) for x in narrow_batch(DENSE))
+    for _ in range(3):
+        program.step(batch)
+        program.zero_grad()
+    found = host_waits(setting, lambda: program.step(batch))
+    yield Check("the host waits once in a step of a dense model", len(found) == 1, "; ".join(found))
+
+
+def host_waits(setting: Setting, work: Callable[[], object]) -> list[str]:
+    """What makes the host wait for the device while ``work`` runs."""
+    if setting.emulated:
+        from tests.accelerator.device import install
+
+        with install().counting() as counted:
+            work()
+        return [name for name, count in counted.waits.items() for _ in range(count)]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in said if "synchroniz" in str(w.message)]

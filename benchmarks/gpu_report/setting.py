@@ -1,0 +1,59 @@
+"""Where the parts run: on this machine's accelerator, or on the emulated one of the tests."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``device``: what programs are compiled for. ``emulated``: it is host memory (``tests/accelerator``), so times say
+    nothing, and whatever needs CUDA itself is left out."""
+
+    device: torch.device
+    emulated: bool
+
+    @classmethod
+    def here(cls, *, emulated: bool) -> Setting:
+        """Raises: RuntimeError if there is no accelerator."""
+        if emulated:
+            from tests.accelerator.device import NAME, install
+
+            install().set_device(0)
+            return cls(torch.device(NAME, 0), emulated=True)
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if found is None:
+            raise RuntimeError("torch finds no accelerator on this machine")
+        torch.accelerator.set_device_index(0)
+        return cls(torch.device(found.type, 0), emulated=False)
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def wait(self) -> None:
+        """Until the device has done everything that was launched."""
+        torch.accelerator.synchronize(self.device)
+
+    def free(self) -> None:
+        """Give memory that nothing uses back to the device."""
+        gc.collect()
+        if not self.emulated:  # which keeps none
+            torch.accelerator.empty_cache()
+
+    def seconds(self, work: Callable[[], object], times: int = 10, warm: int = 3) -> float:
+        """The median of ``times`` runs, each until the device is done, after ``warm`` others."""
+        found = []
+        for _ in range(warm + times):
+            self.wait()
+            start = time.perf_counter()
+            work()
+            self.wait()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found[warm:])
