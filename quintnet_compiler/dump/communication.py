@@ -44,13 +44,14 @@ def exchanges(program: DistributedProgram, piece: Piece) -> Iterator[Exchange]:
 
 def moved_bytes(node: fx.Node) -> int:
     """Of a collective: what a rank holds before or after it, whichever is more."""
+    given = tensor_inputs(node)[:1]
     if str(node.target).partition(".")[2].startswith("start_") and node.users:
         node = next(iter(node.users))  # what is under way has no value yet, but its wait has
     if node.target in (all_gather_matmul, matmul_reduce_scatter):
         slice_ = tensor_inputs(node)[0] if node.target is all_gather_matmul else node
         return num_bytes(values(slice_)[0]) * node.args[2]  # type: ignore[operator,return-value]
     after = sum(num_bytes(x) for x in values(node) if x is not None)
-    return max(after, sum(num_bytes(x) for n in tensor_inputs(node)[:1] for x in values(n) if x is not None))
+    return max(after, sum(num_bytes(x) for n in given for x in values(n) if x is not None))
 
 
 def transfer_bytes(program: DistributedProgram, transfer: Transfer) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from quintnet_compiler.api.visualize import visualize
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.dump.code_view import stages_code
-from quintnet_compiler.dump.communication import exchanges, schedule_document, transfer_bytes
+from quintnet_compiler.dump.communication import exchanges, moved_bytes, schedule_document, transfer_bytes
 from quintnet_compiler.dump.compare import compare_folders, compare_plans
 from quintnet_compiler.dump.drawing import boxes, dot, edges, svg
 from quintnet_compiler.dump.fold import fold
@@ -24,6 +24,7 @@ from quintnet_compiler.dump.model_graph import operators, units
 from quintnet_compiler.dump.page import counted
 from quintnet_compiler.dump.pass_view import passes_view
 from quintnet_compiler.ir.plan import Plan
+from quintnet_compiler.ops.collectives import COLLECTIVES, reduce_scatter, wait
 from quintnet_compiler.reports.explain import Explanation
 from quintnet_compiler.reports.explain_gradient import prove
 from quintnet_compiler.reports.tensor_picture import picture_of_state, picture_of_types
@@ -36,6 +37,7 @@ from quintnet_compiler.textbook.programs import data_parallel, one_device, pipel
 from quintnet_compiler.textbook.steps import Collective, Compute, Hold, Receive, Release, Send
 
 from ..golden.programs import golden_passes, golden_program
+from .graphs import builder, leaf
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,15 @@ def test_what_ranks_exchange(compiled: CompiledProgram) -> None:
     assert {one.axis for one in found} == {"tp"} and all(one.ranks == 2 and one.bytes > 0 for one in found)
     document = schedule_document(program)
     assert document["actions"] == [[str(a) for a in row] for row in program.schedule.actions]
+
+
+def test_a_collective_that_is_started_exchanges_as_much_as_one_that_is_not() -> None:
+    to = builder()
+    x = leaf(to, "input", "x", 8, 4)
+    whole = to.call(reduce_scatter, x, "tp", 2, 0, 1)
+    begun = to.call(COLLECTIVES["reduce_scatter"].start, x, "tp", 2, 0, 1)
+    to.call(wait, begun)
+    assert moved_bytes(whole) == moved_bytes(begun) == 8 * 4 * 4
 
 
 def test_code_is_folded_and_equal_stages_are_told_once(compiled: CompiledProgram) -> None:
