@@ -6,6 +6,7 @@ as a wrong gradient, as it would on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable
@@ -209,6 +210,33 @@ def test_what_cannot_be_captured_runs_as_it_is_with_one_warning(monkeypatch: pyt
     with pytest.warns(quintnet.BackendWarning, match="as inductor alone runs it: .*not permitted when") as seen:
         assert _worst("mlp", program) < LIMIT
     assert len([one for one in seen if issubclass(one.category, quintnet.BackendWarning)]) == 1
+
+
+def test_what_failed_in_a_capture_is_raised_and_not_that_the_capture_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ending such a capture fails, too; then the allocator may ask the graph later, which has to live."""
+
+    class Graph:
+        def capture_begin(self, pool: Any, **_: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None: ...
+
+    for name, fake in {
+        "CUDAGraph": Graph, "Stream": Stream, "current_stream": Stream, "graph_pool_handle": lambda: (0, 1),
+        "stream": lambda _: contextlib.nullcontext(),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def work(given: list[Tensor]) -> None:
+        raise NotImplementedError("no kernel")
+
+    capture = graphs.CudaGraphs()
+    with pytest.raises(NotImplementedError, match="no kernel"):
+        capture(work, [])
+    assert [type(one) for one in capture.failed] == [Graph]
 
 
 def test_without_a_gpu_it_is_inductor_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

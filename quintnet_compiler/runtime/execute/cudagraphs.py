@@ -23,9 +23,11 @@ MOST_CAPTURES = 64  # of one segment and layout: as many microbatches can be ali
 @dataclass(frozen=True)
 class CudaGraphs:
     """They run one after the other, so what is temporary in one may lie where it does in another (``pool``). Inputs
-    and results lie elsewhere."""
+    and results lie elsewhere. ``failed``: graphs that could not be ended, which must not die before the process does.
+    """
 
     device: str = "cuda"
+    failed: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
     def pool(self) -> Any:
@@ -44,8 +46,13 @@ class CudaGraphs:
             graph.capture_begin(self.pool, capture_error_mode="thread_local")  # NCCL's thread may ask for its events
             try:
                 work(given)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                try:
+                    graph.capture_end()
+                except RuntimeError:  # says again that the capture failed, and leaves the allocator asking this graph
+                    self.failed.append(graph)
+                raise
+            graph.capture_end()
         here.wait_stream(self.stream)
         return lambda _: graph.replay()
 
