@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from ..core.absent_gpu import AbsentGpu
 from ..core.errors import CompileError
 
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
@@ -45,7 +46,8 @@ class Hardware:
     ``flops``: dense multiply-add throughput (2 per pair) per dtype, FLOP/s. ``multiprocessors`` and ``tile``: what
     large products are cut for. ``launch_seconds``: the shortest a kernel takes on the device. ``domain``: how many
     devices share the fast links. ``attention_generation``: the newest FlashAttention made for the device.
-    ``network_*``: of one device's share of its node's adapters, unless a cluster says otherwise.
+    ``network_*``: of one device's share of its node's adapters, unless a cluster says otherwise. ``gpu``: what PyTorch
+    chooses kernels by; None for a CPU.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Hardware:
     domain: int = 8
     attention_generation: int = 2
     efficiency: Efficiency = Efficiency()
+    gpu: AbsentGpu | None = AbsentGpu()
 
     def flops_per_second(self, dtype: str) -> float:
         """Datasheet throughput; 4-bit and 8-bit products fall back to the next wider type that the device has.
@@ -92,18 +95,22 @@ V100 = Hardware(
     "V100-SXM2-32GB", _rates(15.7, 125), 32 * GIB, 0.9 * TB, 150 * GB, 12.5 * GB, 80, (128, 128),
     attention_generation=1,
     efficiency=Efficiency(matmul=0.58, attention=0.3, memory=0.8, link=0.75, network=0.5, host_seconds=30e-6),
+    gpu=AbsentGpu((7, 0), cudnn=False),
 )  # fmt: skip
 # NVIDIA A100 datasheet: 312 TFLOP/s bf16, 156 tf32, 19.5 fp32; 1555 GB/s (40 GB) and 2039 GB/s (80 GB); NVLink 600
 # GB/s both ways; 108 SMs. DGX A100: one HDR 200 Gb/s adapter per GPU.
+_AMPERE = AbsentGpu((8, 0), cudnn=False)
 _A100 = Efficiency(
     matmul=0.77, attention=0.57, memory=0.67, link=0.70, network=0.72, host_seconds=56e-6, contention=0.65
 )
 A100_40 = Hardware(
-    "A100-SXM-40GB", _rates(19.5, 312, tf32=156), 40 * GIB, 1.555 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100
-)
+    "A100-SXM-40GB", _rates(19.5, 312, tf32=156), 40 * GIB, 1.555 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100,
+    gpu=_AMPERE,
+)  # fmt: skip
 A100_80 = Hardware(
-    "A100-SXM-80GB", _rates(19.5, 312, tf32=156), 80 * GIB, 2.039 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100
-)
+    "A100-SXM-80GB", _rates(19.5, 312, tf32=156), 80 * GIB, 2.039 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100,
+    gpu=_AMPERE,
+)  # fmt: skip
 # NVIDIA H100 datasheet (SXM5): 989.4 TFLOP/s bf16, 1978.9 fp8, 494.7 tf32, 66.9 fp32; 3.35 TB/s HBM3; NVLink 900 GB/s
 # both ways; 132 SMs. DGX H100: one NDR 400 Gb/s adapter per GPU.
 _HOPPER = Efficiency(
@@ -140,19 +147,19 @@ _BLACKWELL = Efficiency(
 )
 B200 = Hardware(
     "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, attention_generation=3,
-    efficiency=_BLACKWELL,
+    efficiency=_BLACKWELL, gpu=AbsentGpu((10, 0)),
 )  # fmt: skip
 B300 = Hardware(
     "B300-SXM-288GB", _rates(80, 2250, 4500, 13500), 288e9, 8 * TB, 900 * GB, 100 * GB, 148, attention_generation=3,
-    efficiency=_BLACKWELL,
+    efficiency=_BLACKWELL, gpu=AbsentGpu((10, 3)),
 )  # fmt: skip
 GB200 = Hardware(
     "GB200-NVL72", _rates(80, 2450, 4900, 9800), 186e9, 8 * TB, 900 * GB, 50 * GB, 152, domain=72,
-    attention_generation=3, efficiency=_BLACKWELL,
+    attention_generation=3, efficiency=_BLACKWELL, gpu=AbsentGpu((10, 0)),
 )  # fmt: skip
 GB300 = Hardware(
     "GB300-NVL72", _rates(80, 2450, 4900, 14700), 288e9, 8 * TB, 900 * GB, 100 * GB, 152, domain=72,
-    attention_generation=3, efficiency=_BLACKWELL,
+    attention_generation=3, efficiency=_BLACKWELL, gpu=AbsentGpu((10, 3)),
 )  # fmt: skip
 # The export parts: A800 is A100 with NVLink at 400 GB/s both ways, H800 is H100 with the same (datasheets; H100's
 # 64-bit rate is not used here).
@@ -162,13 +169,13 @@ H800 = replace(H100, name="H800-SXM-80GB", link_bytes_per_second=200 * GB)
 # links of 64 GB/s one way; 304 compute units. 400 Gb/s per GPU is the usual build.
 MI300X = Hardware(
     "MI300X-192GB", _rates(163.4, 1307.4, 2614.9), 192e9, 5.3 * TB, 448 * GB, 50 * GB, 304,
-    efficiency=Efficiency(matmul=0.5, attention=0.3),
+    efficiency=Efficiency(matmul=0.5, attention=0.3), gpu=AbsentGpu((9, 4), cudnn=False),
 )  # fmt: skip
 # One core of an x86 server with AVX2 at about 3 GHz: 2 units x 8 lanes x 2 x 3 GHz; one core's share of memory;
 # loopback between processes. A placeholder: `quintnet calibrate` measures the machine at hand.
 CPU = Hardware(
     "CPU-core", (("fp32", 96e9), ("bf16", 48e9), ("fp16", 24e9)), 4 * GIB, 12 * GB, 2 * GB, 1 * GB, 1, (16, 16),
-    link_seconds=30e-6, network_seconds=60e-6, launch_seconds=3e-6, domain=64,
+    link_seconds=30e-6, network_seconds=60e-6, launch_seconds=3e-6, domain=64, gpu=None,
 )  # fmt: skip
 
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(

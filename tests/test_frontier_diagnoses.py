@@ -274,12 +274,6 @@ def test_an_operator_without_a_price_is_named_at_once() -> None:
     assert error.value.where is not None
 
 
-@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this PyTorch was built for it")
-def test_a_device_that_pytorch_was_built_without() -> None:
-    with pytest.raises(quintnet.CompileError, match=r"QN108 [\s\S]*built without cuda"):
-        quintnet.compile(nn.Linear(4, 4), Mesh(dp=2), (X, LABELS), loss_fn=F.cross_entropy, device="cuda")
-
-
 def test_the_rows_that_an_error_names_work() -> None:
     def pairs(net: Net, x: Tensor) -> Tensor:
         return net.hidden(x).reshape(2, -1, 4).square().mean()

@@ -59,7 +59,7 @@ class _Tape:
         self.precision, self.parameters = local.staged.sharded.program.precision, of_parameters(local)
         self.deferring = _between(local)  # their transposes stand at the end of the step, where gradients settle
         self.builder = GraphBuilder(local.mode)
-        self.operators = VectorJacobian(self.builder, templates)
+        self.operators = VectorJacobian(self.builder, templates, absent=local.staged.sharded.program.absent)
         self.value: dict[Value, fx.Node] = {}
         self.stage: dict[fx.Node, int] = {}
         self.once: set[fx.Node] = set()

@@ -5,6 +5,10 @@ a backward kernel reads its gradient as contiguous memory, and composite operato
 that is contiguous such a call leaves nothing in a trace, and the trace would be wrong for any other tensor. Therefore
 operators are traced with tensors that are contiguous in no memory format. What autograd makes contiguous stands in the
 trace as ``contiguous``, which costs nothing at run time where the tensor is contiguous already.
+
+Autograd works on tensors of a device only where PyTorch has it (without, it ends the process). Operators for a GPU that
+this machine does not have are traced on the CPU, with the operators that the GPU would run in the place of those that
+PyTorch chooses by device.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, schema_or_none
+from ...core.absent_gpu import CPU, CUDA, AbsentGpu, on_device
 from ...core.annotations import facts, value
+from ...ops.cuda_attention import on_gpu
 from .recording import record
 
 aten = torch.ops.aten
@@ -63,9 +69,10 @@ def trace(
     tensors: list[fx.Node],
     wanted: Sequence[int],
     mode: FakeTensorMode,
+    absent: AbsentGpu | None = None,
 ) -> Template:
     """Trace ``target(*args, **kwargs)``, whose tensors are ``tensors``, and the pullback of its outputs ``wanted``."""
-    call = _OperatorCall(target, args, kwargs, tensors, wanted, mode)
+    call = _OperatorCall(target, args, kwargs, tensors, wanted, mode, absent)
     try:
         template = call.traced(dense=False)
         if not any(node.target in (*_BY_STRIDE, *_BY_FORMAT) for node in template.graph.nodes):
@@ -83,15 +90,21 @@ class _OperatorCall:
     tensors: list[fx.Node]
     wanted: Sequence[int]
     mode: FakeTensorMode
+    absent: AbsentGpu | None
 
     def _run(self, given: list[Tensor]) -> list[Any]:
         source = iter(given)
         args, kwargs = fx.map_arg((tuple(self.args), self.kwargs), lambda _: next(source))
-        out = self.target(*args, **kwargs)
+        target = self.target
+        if self.absent is not None:
+            target, (args, kwargs) = on_gpu(target, self.absent), on_device((args, kwargs), CPU)
+        out = target(*args, **kwargs)
         return list(out) if isinstance(out, (tuple, list)) else [out]
 
-    def _joint(self, takes: Callable[[Callable[[], Tensor]], Tensor], like: Callable[[Tensor], Tensor]) -> list[Any]:
+    def _joint(self, takes: Callable[[Callable[[], Tensor]], Tensor], like: Callable[..., Tensor]) -> list[Any]:
         """Outputs, then gradients."""
+        if self.absent is not None:
+            like = partial(like, device=CPU)
         flags = [facts(n).needs_grad for n in self.tensors]
         # Values may be shared between nodes, and recording tells its inputs apart by identity.
         leaves = [takes(partial(like, value(n))).requires_grad_(f) for n, f in zip(self.tensors, flags, strict=True)]
@@ -112,6 +125,9 @@ class _OperatorCall:
                 pure = torch.func.functionalize(fx.GraphModule({}, graph), remove="mutations")
                 with torch.no_grad():
                     graph = record(lambda takes: pure(*map(takes, given)))
+        if self.absent is not None:
+            for node in graph.nodes:
+                node.args, node.kwargs = on_device((node.args, node.kwargs), CUDA)
         _simplify(graph)
         places, count = graph.find_nodes(op="placeholder"), len(self.tensors)
         returned = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -135,7 +151,7 @@ class _OperatorCall:
         )
 
 
-def _spaced(x: Tensor) -> Tensor:
+def _spaced(x: Tensor, device: torch.device | None = None) -> Tensor:
     """A tensor like ``x`` that is contiguous in no memory format: a slice of a larger one.
 
     Its last dim has stride 1 wherever another dim makes it a slice: fused attention is for such tensors alone.
@@ -146,11 +162,11 @@ def _spaced(x: Tensor) -> Tensor:
     for dim in reversed(range(x.dim())):
         strides.append(step)
         step *= max(x.shape[dim], 1) * (2 if len(wide) > 1 and dim == wide[-1] else 1)
-    return torch.empty_strided(x.shape, strides[::-1], dtype=x.dtype, device=x.device)
+    return torch.empty_strided(x.shape, strides[::-1], dtype=x.dtype, device=device or x.device)
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _contiguous(x: Tensor, device: torch.device | None = None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format, device=device or x.device)
 
 
 def _mutable(node: fx.Node) -> bool:

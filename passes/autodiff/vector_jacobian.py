@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...core.annotations import facts, shape
+from ...core.absent_gpu import CUDA, AbsentGpu
+from ...core.annotations import facts, shape, value
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
@@ -35,15 +36,17 @@ Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
 
 class VectorJacobian:
     """Appends operators to a builder together with what their backward needs. ``templates``: those traced already;
-    ``even``: whether the last dim of a node surely has stride 1."""
+    ``even``: whether the last dim of a node surely has stride 1; ``absent``: the GPU that the operators are for, where
+    this machine has none."""
 
     def __init__(
         self,
         builder: GraphBuilder,
         templates: dict[Hashable, Template],
         even: Callable[[fx.Node], bool] = rows_are_neighbours,
+        absent: AbsentGpu | None = None,
     ) -> None:
-        self.builder, self.templates, self.even = builder, templates, even
+        self.builder, self.templates, self.even, self.absent = builder, templates, even, absent
 
     def apply(
         self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
@@ -64,12 +67,16 @@ class VectorJacobian:
             return self._transposed(target, back, args)
         if target is ring_attention:
             return self._ring_attention(args)
+        if target is aten.rms_norm.default and self.absent is not None and _fuses(*args, **kwargs):
+            return self._rms_norm(*args, **kwargs)
         tensors: list[fx.Node] = []
         fx.map_arg((tuple(args), kwargs), tensors.append)
         key = (id(self.builder.mode), _key(target, args, kwargs, tensors, wanted))
         template = self.templates.get(key)
         if template is None:
-            template = self.templates[key] = trace(target, args, kwargs, tensors, wanted, self.builder.mode)
+            template = self.templates[key] = trace(
+                target, args, kwargs, tensors, wanted, self.builder.mode, self.absent
+            )
         return self._inline(template, tensors)
 
     def _inline(self, template: Template, tensors: list[fx.Node]) -> tuple[list[fx.Node | None], Pullback]:
@@ -89,9 +96,8 @@ class VectorJacobian:
                 tangent = tangents[index]
                 if tangent is None:
                     known = place.meta["val"]
-                    tangent = self.builder.call(
-                        aten.zeros.default, list(known.shape), dtype=known.dtype, device=known.device
-                    )
+                    device = known.device if self.absent is None else CUDA
+                    tangent = self.builder.call(aten.zeros.default, list(known.shape), dtype=known.dtype, device=device)
                 env[place] = self.builder.call(aten.contiguous.default, tangent) if template.dense else tangent
             for node in template.graph.nodes:
                 if node.op == "call_function" and node not in template.forward and node not in env:
@@ -186,6 +192,27 @@ class VectorJacobian:
             return [*terms, *(None for x in (padding, segments) if x is not None)]
 
         return [out, lse], pullback
+
+    def _rms_norm(
+        self, x: fx.Node, sizes: Sequence[int], weight: fx.Node | None = None, eps: float | None = None
+    ) -> tuple[list[fx.Node | None], Pullback]:
+        """As CUDA builds run it; others have no such kernel, and autograd would differentiate the formula."""
+        made = self.builder.call(aten._fused_rms_norm.default, x, list(sizes), weight, eps)
+        out, rstd = (self.builder.getitem(made, i) for i in range(2))
+        inputs = [x] if weight is None else [x, weight]
+
+        def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
+            wanted = [n is not None and facts(n).needs_grad for n in (x, weight)]
+            given = (tangents[0], x, list(sizes), rstd, weight, wanted)
+            found = self.builder.call(aten._fused_rms_norm_backward.default, *given)
+            return [self.builder.getitem(found, i) if wanted[i] else None for i in range(len(inputs))]
+
+        return [out], pullback
+
+
+def _fuses(x: fx.Node, sizes: Sequence[int], weight: fx.Node | None = None, eps: float | None = None) -> bool:
+    """Whether the fused kernel takes a norm's operands; PyTorch computes others by the formula."""
+    return not value(x).is_complex() and (weight is None or value(weight).dtype is value(x).dtype)
 
 
 def _key(

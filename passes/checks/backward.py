@@ -75,7 +75,8 @@ class _Check:
         self.reaching = _reaching(self.local.graph)
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
-        self.operators = Derivatives(self.scratch, dict(self.templates))
+        absent = self.local.staged.sharded.program.absent
+        self.operators = Derivatives(self.scratch, dict(self.templates), absent)
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
     def run(self) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from ...compat.torch import FakeTensorMode, schema_or_none
+from ...core.absent_gpu import CPU, AbsentGpu, call_fake, on_device
 from ...core.annotations import value
 from ...core.errors import REPORT, CompileError
 from ...ir.builder import GraphBuilder
@@ -27,6 +28,7 @@ from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.grouped_rows import group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward
 from ..autodiff.vector_jacobian import VectorJacobian
+from .device_kernels import on_cpu
 
 MOST = 1 << 13  # elements of all operands together: more are made fewer
 SMALL = 8  # sizes up to this one stay
@@ -68,8 +70,8 @@ class OperatorCall:
 class Derivatives:
     """Patterns of operators with their backward, in the graph of ``scratch``. ``templates``: those traced already."""
 
-    def __init__(self, scratch: GraphBuilder, templates: dict[Hashable, Any]) -> None:
-        self.scratch, self.operators = scratch, VectorJacobian(scratch, templates, _rows)
+    def __init__(self, scratch: GraphBuilder, templates: dict[Hashable, Any], absent: AbsentGpu | None = None) -> None:
+        self.scratch, self.operators = scratch, VectorJacobian(scratch, templates, _rows, absent)
 
     def pattern(self, call: OperatorCall) -> Pattern:
         """What ``call`` and its backward are.
@@ -191,7 +193,7 @@ def _eager(call: OperatorCall, draw: Sequence[Tensor], arrives: Sequence[Tensor 
     """The outputs that the backward may need, then the gradient of each operand."""
     with torch.inference_mode(False), torch.enable_grad():
         leaves = [x.detach().requires_grad_(flag) for x, flag in zip(draw, call.grads, strict=True)]
-        args, kwargs = _on_cpu(call.filled(leaves))
+        args, kwargs = on_device(call.filled(leaves), CPU)
         made = _REFERENCES.get(call.target, call.target)(*args, **kwargs)
         outs = list(made) if isinstance(made, (tuple, list)) else [made]
         pairs = [(o, t) for o, t in zip(outs, arrives, strict=True) if t is not None and o.requires_grad]
@@ -202,13 +204,9 @@ def _eager(call: OperatorCall, draw: Sequence[Tensor], arrives: Sequence[Tensor 
 
 def _run(node: fx.Node, env: dict[fx.Node, Any]) -> Any:
     if node not in env:
-        args, kwargs = _on_cpu(fx.map_arg((node.args, node.kwargs), lambda n: _run(n, env)))
-        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = on_device(fx.map_arg((node.args, node.kwargs), lambda n: _run(n, env)), CPU)
+        env[node] = on_cpu(node.target)(*args, **kwargs)
     return env[node]
-
-
-def _on_cpu(given: Any) -> Any:
-    return map_aggregate(given, lambda x: torch.device("cpu") if isinstance(x, torch.device) else x)
 
 
 def _difference(have: Tensor | None, want: Tensor | None) -> float | None:
@@ -332,7 +330,7 @@ def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
         operands = [fake(x, [sizes.get(n, n) for n in x.shape]) for x in call.operands]
         filled, named = new.filled(operands)
         try:
-            made = call.target(*filled, **named)
+            made = call_fake(call.target, filled, named)
         except (RuntimeError, IndexError, ValueError, TypeError):
             return None
         outs = made if isinstance(made, (tuple, list)) else (made,)

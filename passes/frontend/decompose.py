@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, composite_definition, composite_in_cpp, get_decompositions, make_fx, pytree
+from ...core.absent_gpu import stand_in
 from ...core.annotations import value
 from ...core.replaced import one_thread
 
@@ -87,6 +88,7 @@ def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tupl
     ``args`` and ``kwargs`` may hold nodes, nested in lists; nothing is computed.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = [stand_in(leaf) if isinstance(leaf, torch.device) else leaf for leaf in leaves]
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     python = _python(target)
 
@@ -98,7 +100,7 @@ def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tupl
 
     # tensors of their own, by which the trace tells them apart: nodes may share a value
     with mode, _torch_alone():
-        given = [torch.empty_like(value(node)) for node in nodes]
+        given = [torch.empty_like(x, device=stand_in(x.device)) for x in map(value, nodes)]
         if python is not None:  # what it calls stays as it is
             return make_fx(call, pre_dispatch=True)(*given).graph, nodes
         # torch's own definition may change what it made in place

@@ -11,6 +11,7 @@ from torch import SymInt, Tensor, fx
 
 from ...capture.canonical import LEAF, WHERE
 from ...compat.torch import FakeTensorMode, OpOverload, pytree
+from ...core.absent_gpu import AbsentGpu
 from ...core.annotations import Leaf, shape, value
 from ...core.errors import CompileError, Where
 from ...ir.builder import GraphBuilder
@@ -39,7 +40,7 @@ class Normalize:
     Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
 
     ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run, of
-    which the type alone enters the program.
+    which the type alone enters the program; ``absent``: what it is, where this machine has none.
 
     Raises:
         CompileError: QN105 for random operators other than dropout; QN106 if the model's code runs with other numbers
@@ -48,6 +49,7 @@ class Normalize:
 
     batch_size: int
     device: torch.device
+    absent: AbsentGpu | None = None
 
     def __call__(self, captured: Captured, /) -> Program:
         if captured.only_rows not in (None, self.batch_size):
@@ -96,7 +98,7 @@ class Normalize:
                 kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
                 env[node] = self._node(builder, node, args, kwargs)
         _drop_unused(builder.graph)
-        return Program(captured, builder.graph, mode, self.batch_size)
+        return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent)
 
     def _leaf(self, builder: GraphBuilder, node: fx.Node) -> fx.Node:
         leaf: Leaf = node.meta[LEAF]

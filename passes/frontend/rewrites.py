@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ...compat.torch import OpOverload, operator_name
+from ...core.absent_gpu import call_fake
 from ...core.annotations import is_float, shape, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
@@ -33,7 +34,8 @@ def _reshape(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict
     """Any view that only regroups dims becomes reshape (strides differ on each rank anyway)."""
     others, named = fx.map_arg((args[1:], kwargs), value)
     with builder.mode:
-        after = node.target(value(args[0]).contiguous(), *others, **named).shape  # type: ignore[operator]
+        whole = call_fake(aten.contiguous.default, (value(args[0]),), {})
+        after = call_fake(node.target, (whole, *others), named).shape  # type: ignore[arg-type]
     return builder.reshape(args[0], [int(s) for s in after])
 
 

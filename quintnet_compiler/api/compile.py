@@ -21,7 +21,7 @@ from ..ir.plan_options import decided, lists_options
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
 from ..runtime.execute.engines import ENGINES
-from ..runtime.launch.world import default_device, enter_world
+from ..runtime.launch.world import device_for, enter_world
 from .compiled_program import CompiledProgram
 from .plan import plan as make_plan
 
@@ -69,6 +69,10 @@ def compile(
             ``"cudagraphs"``: as ``"inductor"``, and segments are captured in CUDA graphs where a replay does the same;
             others run as with ``"inductor"``, with a BackendWarning.
         device: where ranks run. By default the model's device; with an accelerator process group, this rank's.
+            ``"cuda"`` on a machine without CUDA: the program that H100 GPUs would run is made, to be dumped, explained
+            and simulated. It cannot run; the module's parameters stay as and where they are. A cluster of GPUs as
+            ``mesh`` means its kind of GPU, if neither a device nor a process group says where to run, the model is on
+            the CPU, and this machine has no CUDA; ``device="cpu"`` runs the plan here.
         check: whether the captured program is compared with the module itself before anything trains: the loss, every
             gradient, and what forward changes, on a few rows of the batch, with the module's own modes and hooks.
             ``"first"``: for the first program; ``"always"``: also for those that evaluation, outputs or other batch
@@ -93,6 +97,7 @@ def compile(
         raise CompileError("QN108", f"there is no backend {backend!r}", fix=f"use one of {', '.join(ENGINES)}")
     if check not in CHECKS:
         raise CompileError("QN108", f"there is no check {check!r}", fix=f"use one of {', '.join(CHECKS)}")
+    gpu = mesh.device.gpu if isinstance(mesh, Cluster) else None
     if isinstance(mesh, Cluster) or plan == "auto":
         chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules)
         mesh = Mesh(**chosen.mesh)
@@ -103,8 +108,8 @@ def compile(
     check_plan(chosen, mesh)
     enter_world(mesh)
     book = {**RULES, **table(rules)}
-    where = default_device(model, device)
-    task = Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process)
+    where, absent = device_for(model, device, gpu)
+    task = Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process, absent)
     program = CompiledProgram(task)
     return program if batch is None else program.prepare(batch)
 

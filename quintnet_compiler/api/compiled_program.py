@@ -24,6 +24,7 @@ from ..equivalence.verify import VerifyReport, VerifySubject, model_inputs, veri
 from ..ir.plan import Plan, precision_of
 from ..ir.program import DistributedProgram
 from ..passes.frontend.normalize import dtypes_of_results
+from ..runtime.backends.absent import AbsentBackend, refuse_absent
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.backends.backends import open_backend
 from ..runtime.backends.split_parameters import home_of, refuse_split, settle
@@ -156,6 +157,7 @@ class CompiledProgram(ProgramReports):
             CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
             InputError: QN102 or QN106 if the prompts do not fit.
         """
+        self._require_device("generate")
         self._primary()
         sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
@@ -187,6 +189,7 @@ class CompiledProgram(ProgramReports):
             CompileError: QN102 if there is no batch yet, QN604 if the module is on the meta device.
         """
         self._require_training("verify")
+        self._require_device("verify")
         batch = self._batch if batch is None else plain_batch(batch)
         if batch is None:
             raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
@@ -272,6 +275,10 @@ class CompiledProgram(ProgramReports):
 
     # -- how
 
+    def _require_device(self, what: str) -> None:
+        if self._task.absent is not None:
+            refuse_absent(what, self._task.absent)
+
     def _require_training(self, what: str) -> None:
         if not self._task.training:
             message = f"{what} was called, and the program has no backward"
@@ -291,7 +298,11 @@ class CompiledProgram(ProgramReports):
             for name, x in slots.changed().items():
                 check_fits(name, x, primary.program.state[name], x.device)
             slots.look()
-            tensors = with_buffers(task.model, self._programs.now(self._programs.captured[task.primary_kind].tensors))
+            now = self._programs.now(self._programs.captured[task.primary_kind].tensors)
+            if task.absent is not None:
+                self._backend = AbsentBackend(primary.program, now, task.absent)
+                return self._backend
+            tensors = with_buffers(task.model, now)
             home = home_of(task.model)
             if home is not None:
                 self._backend = home.join(slots)
@@ -327,6 +338,7 @@ class CompiledProgram(ProgramReports):
         self._backend, self._closed = None, True
 
     def _run(self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None) -> list[Tensor]:
+        self._require_device({"train": "a step", "evaluate": "evaluate", "outputs": "calling the program"}[kind])
         if self._apart is not None:
             raise RunError(
                 "QN401",

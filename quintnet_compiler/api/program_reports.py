@@ -171,7 +171,7 @@ class ProgramReports(ProgramState):
 
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
             rows = primary.program.source.local.staged.sharded.program.batch_size
-            request = Request(task.mesh, plan, rows, task.device, task.rules)
+            request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent)
             other = compile_program(
                 self._programs.captured[task.primary_kind], request, Runner(), training=task.training
             )

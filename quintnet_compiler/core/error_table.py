@@ -206,6 +206,13 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "The run took longer than launch's timeout, which limits the whole run.",
             "Give a longer timeout, or none; collective_timeout is how long ranks wait for each other.",
         ),
+        "QN305": ErrorEntry(
+            "the program is for a GPU that is not here",
+            'A program was compiled for a kind of GPU that this machine does not have, because device="cuda" or a '
+            "cluster of GPUs was asked for. It can be dumped, explained and simulated, and cannot run. The module's "
+            "parameters stay as they were.",
+            'Run it on a machine with such GPUs; or compile with device="cpu" for a program that runs here.',
+        ),
         "QN401": ErrorEntry(
             "ranks disagree about communication",
             "Two ranks called different collectives, or the same one with different shapes or dtypes (a desync).",

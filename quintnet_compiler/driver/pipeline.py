@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import fx
 
+from ..core.absent_gpu import AbsentGpu
 from ..core.axes import DATA_AXES, SHARDED
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType
@@ -61,7 +62,8 @@ class PassRunner(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already."""
+    """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already;
+    ``absent``: what ``device`` is, where this machine has none."""
 
     mesh: Mesh
     plan: Plan
@@ -69,6 +71,7 @@ class Request:
     device: torch.device
     rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
     held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
+    absent: AbsentGpu | None = None
 
 
 @dataclass(frozen=True)
@@ -188,7 +191,7 @@ def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
 PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
-        lambda s, p: _planned(Normalize, s, s.request.batch_size, s.request.device),
+        lambda s, p: _planned(Normalize, s, s.request.batch_size, s.request.device, s.request.absent),
     ),
     PassSpec(
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..capture.step_module import LossFn
+from ..core.absent_gpu import AbsentGpu
 from ..core.mesh import Mesh
 from ..ir.plan import Plan
 from ..ops.rules.notation import Rule
@@ -20,7 +21,8 @@ CHECKS = ("first", "always", "off")
 @dataclass(frozen=True)
 class Task:
     """What the user asked for: the model, its loss, and the decisions made so far. ``check``: which programs are
-    compared with the module; ``tune_process``: see :func:`quintnet.compile`."""
+    compared with the module; ``tune_process``: see :func:`quintnet.compile`; ``absent``: what ``device`` is, where
+    this machine has none: programs are made, and do not run."""
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -33,6 +35,7 @@ class Task:
     backend: str = "eager"
     check: str = "first"
     tune_process: bool = True
+    absent: AbsentGpu | None = None
 
     @property
     def primary_kind(self) -> str:

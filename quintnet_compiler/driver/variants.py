@@ -92,7 +92,7 @@ class Programs:
     ) -> DistributedProgram:
         """A program of another kind, on the parameters where the leader has them."""
         task, primary = self.task, self.primary
-        request = Request(task.mesh, primary.plan, size, task.device, task.rules, held)
+        request = Request(task.mesh, primary.plan, size, task.device, task.rules, held, task.absent)
         with without_autocast():
             return follow_program(captured, request, primary, Runner(), training=training)
 
@@ -113,7 +113,7 @@ class Programs:
         version = self._capture(task.primary_kind, batch)
         with without_autocast():
             if home is None:
-                request = Request(task.mesh, task.plan, size, task.device, task.rules)
+                request = Request(task.mesh, task.plan, size, task.device, task.rules, absent=task.absent)
                 primary = compile_program(version.captured, request, Runner(), training=task.training)
             else:
                 primary = join_program(version.captured, task, size, home)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compat.torch import FakeTensorMode
+from ..core.absent_gpu import call_fake
 from ..core.annotations import Facts, Leaf, Value, annotate, facts, is_float, value
 from ..core.errors import Where
 from ..ops.user_derivatives import declare_gradient, is_tangent, with_tangent
@@ -90,8 +91,11 @@ class GraphBuilder:
         if key not in self.results:
             fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
             with self.mode:
-                made = target(*fake_args, **fake_kwargs)
-            self.results[key] = tuple(made) if isinstance(made, list) else made
+                made = call_fake(target, fake_args, fake_kwargs)
+            # fused attention also returns lengths, and None for what it did not make
+            if isinstance(made, (tuple, list)):
+                made = tuple(x if isinstance(x, Tensor) else None for x in made)
+            self.results[key] = made
         return self.results[key]
 
     def getitem(self, source: fx.Node, index: int) -> fx.Node:

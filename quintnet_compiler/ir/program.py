@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compat.torch import FakeTensorMode, pytree
+from ..core.absent_gpu import AbsentGpu
 from ..core.annotations import Leaf, leaf
 from ..core.axes import Role
 from ..core.mesh import Mesh
@@ -48,7 +49,8 @@ class Captured:
 class Program:
     """A captured program for one global batch size: functional, canonical operators, concrete global shapes.
 
-    ``precision``: in which dtypes gradients and other partial sums are added up.
+    ``precision``: in which dtypes gradients and other partial sums are added up. ``absent``: the GPU that the program
+    is for, where this machine has none.
     Invariants: every node carries facts; only the output node has no users; the output is a tuple of nodes.
     """
 
@@ -57,6 +59,7 @@ class Program:
     mode: FakeTensorMode
     batch_size: int
     precision: Precision = Precision()
+    absent: AbsentGpu | None = None
 
     @property
     def leaves(self) -> dict[fx.Node, Leaf]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,7 +40,7 @@ def visible(
     return seen
 
 
-def _attention(
+def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,17 +50,19 @@ def _attention(
     scale: float,
     causal: bool,
     window: int,
+    kernel: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
+    """What :data:`attention` computes, by ``kernel``."""
     grouped = q.shape[1] != k.shape[1]
     if padding is None and segments is None and not window:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return kernel(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     rows, cols = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
     documents = None if segments is None else (segments, segments)
     mask = visible(rows, cols, causal=causal, window=window, padding=padding, segments=documents)
     if padding is None:
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
+        return kernel(q, k, v, mask, scale=scale, enable_gqa=grouped)
     blind = ~mask.any(-1, keepdim=True)
-    found = F.scaled_dot_product_attention(q, k, v, mask | blind, scale=scale, enable_gqa=grouped)
+    found = kernel(q, k, v, mask | blind, scale=scale, enable_gqa=grouped)
     return found.masked_fill(blind, 0.0)
 
 
@@ -68,5 +72,5 @@ def _attention(
 attention = define_composite(
     "attention(Tensor q, Tensor k, Tensor v, Tensor? padding=None, Tensor? segments=None, *, "
     "float scale, bool causal, int window) -> Tensor",
-    _attention,
+    attend,
 )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from ..core.absent_gpu import CPU, CUDA, AbsentGpu
 from ..core.annotations import is_getitem
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
@@ -28,7 +29,6 @@ from ..schedules.schedule import Action, Op, Schedule
 from .layouts import Layout
 from .stage_units import StageUnit, unit_boundaries, unit_work
 
-CPU = torch.device("cpu")  # on which the model was normalised
 AGAIN = 0.3  # the share of compiling that what is recomputed changes
 Made = TypeVar("Made")
 
@@ -99,7 +99,7 @@ class Builder:
 
     def _setting(self, plan: Plan, mesh: Mesh, microbatches: int) -> PassSetting:
         program = self.folded.program
-        request = Request(mesh, plan, program.batch_size, CPU, self.rules)
+        request = Request(mesh, plan, program.batch_size, device_of(program.absent), self.rules, absent=program.absent)
         return PassSetting(
             request, microbatches, self.cost, self.costs.node_seconds, self.differentiate, self.folded.repeats
         )
@@ -138,6 +138,11 @@ def _all_priced(nodes: Iterable[fx.Node], price: Callable[[fx.Node], float]) -> 
             where=first.where,
             fix=first.fix,
         )
+
+
+def device_of(gpu: AbsentGpu | None) -> torch.device:
+    """Where programs of a cluster run: on its GPUs, whatever this machine has."""
+    return CPU if gpu is None else CUDA
 
 
 def _one_of(microbatches: int, stages: int) -> Schedule:

@@ -27,7 +27,7 @@ from ..passes.frontend.normalize import Normalize
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
 from .bounds import LessSplit
-from .build import CPU, Builder
+from .build import Builder, device_of
 from .compare import Versus
 from .estimate import Estimate
 from .evaluate import evaluate
@@ -85,7 +85,8 @@ class Planner:
         cls, captured: Captured, batch_size: int, machine: PricedCluster, pinned: Plan, rules: Mapping[Any, Rule]
     ) -> Planner:
         """Fix the batch size and fold repeated blocks."""
-        program = LowerPrecision(precision_of(pinned))(Normalize(batch_size, CPU)(captured))
+        gpu = machine.cluster.device.gpu
+        program = LowerPrecision(precision_of(pinned))(Normalize(batch_size, device_of(gpu), gpu)(captured))
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
         marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
         return cls(FoldBlocks(marks)(program), machine, pinned, rules)

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from ..compat.torch import pytree, storage_key
 from ..core import slices
+from ..core.absent_gpu import CPU, on_device
 from ..core.annotations import facts, values
 from ..core.mesh import Mesh
 from ..ir.program import DistributedProgram, RankProgram, StageProgram
@@ -50,7 +51,8 @@ def storage(x: Tensor) -> int:
 class Footprints:
     """The memory of every function of a program, and of the slices of microbatches.
 
-    The functions run once, in the order of the first microbatch, so that each sees its arguments as the ranks would.
+    The functions run once, in the order of the first microbatch, so that each sees its arguments as the ranks would;
+    those for a GPU that this machine does not have, with fake tensors of the CPU, which are as large.
     """
 
     def __init__(self, program: DistributedProgram) -> None:
@@ -58,6 +60,7 @@ class Footprints:
         self.calls: dict[tuple[int, str], FunctionMemory] = {}
         self.sliced: dict[tuple[int, str], Output] = {}
         self.mode = program.source.local.mode
+        self.device = None if program.source.local.staged.sharded.program.absent is None else CPU
         self.crossing: dict[str, Tensor] = {}
         known: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad(), self.mode:
@@ -72,10 +75,10 @@ class Footprints:
                     self._run(stage, "weight", here)
 
     def _forward(self, stage: StageProgram) -> dict[str, Tensor]:
-        known = {n.name: fake(values(n)[0]) for n in stage_inputs(stage)}
+        known = {n.name: self._fake(values(n)[0]) for n in stage_inputs(stage)}
         known |= self._run(stage, "once", known)
         for name, cut in stage.slices.items():
-            whole = known[cut.source] if cut.source in known else fake(self._source(cut.source))
+            whole = known[cut.source] if cut.source in known else self._fake(self._source(cut.source))
             known[name] = slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
             shared = storage(known[name]) == storage(whole)
             self.sliced[stage.index, name] = _output(known[name], 0 if shared else -1, 0)
@@ -92,7 +95,7 @@ class Footprints:
         names = [*piece.static, *piece.dynamic]
         given = [known[name] if name in known else self._received(name) for name in names]
         lent = [x for name, x in zip(names, given, strict=True) if name in piece.static or name in later]
-        made, working, releases = interpret(piece.module, given, _comm(self.program, stage), lent)
+        made, working, releases = interpret(piece.module, given, _comm(self.program, stage), lent, self.device)
         places = {storage(x): index for index, x in reversed(list(enumerate(given)))}
         fresh: dict[int, int] = {}
         outputs = []
@@ -107,16 +110,19 @@ class Footprints:
 
     def _received(self, name: str) -> Tensor:
         """From another stage: as that one made it, in memory of its own."""
-        return fake(self.crossing.get(name, self._source(name)))
+        return self._fake(self.crossing.get(name, self._source(name)))
+
+    def _fake(self, x: Tensor) -> Tensor:
+        return fake(x, self.device)
 
 
 def _output(x: Tensor, argument: int, fresh: int) -> Output:
     return Output(argument, fresh, x.untyped_storage().nbytes(), x.is_contiguous())
 
 
-def fake(x: Tensor) -> Tensor:
-    """A tensor of the same shape and strides, in memory of its own."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+def fake(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """A tensor of the same shape and strides, in memory of its own; on ``device``, or where ``x`` is."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device or x.device)
 
 
 def stage_inputs(stage: StageProgram) -> list[fx.Node]:
@@ -154,10 +160,14 @@ def _comm(program: DistributedProgram, stage: StageProgram) -> Comm:
 
 
 def interpret(
-    module: fx.GraphModule, given: Sequence[Tensor], comm: Comm, lent: Sequence[Tensor]
+    module: fx.GraphModule,
+    given: Sequence[Tensor],
+    comm: Comm,
+    lent: Sequence[Tensor],
+    device: torch.device | None = None,
 ) -> tuple[tuple[Tensor, ...], int, int]:
     """The outputs, and the two peaks of :class:`FunctionMemory`. Values die at their last use, as in generated code;
-    ``lent``: arguments that the caller keeps."""
+    ``lent``: arguments that the caller keeps; ``device``: in the place of those that the code names."""
     last: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         for source in node.all_input_nodes:
@@ -179,7 +189,9 @@ def interpret(
             return tuple(env[n] for n in node.args[0]), working, releases
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = _evaluate(node, args, kwargs)
+            if device is not None:
+                args, kwargs = on_device((args, kwargs), device)
+            env[node] = _evaluate(node, args, kwargs, device)
         for x in _tensors(env[node]):
             where = storage(x)
             if not uses.get(where) and where not in own:
@@ -207,7 +219,7 @@ def _tensors(made: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
 
 
-def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Any:
+def _evaluate(node: fx.Node, args: Any, kwargs: Any, device: torch.device | None) -> Any:
     if node.op == "call_function":
         return node.target(*args, **kwargs)  # type: ignore[operator]
     receiver, *rest = args
@@ -216,7 +228,7 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any) -> Any:
         return rest[0][0]
     if name in OPAQUE:
         shapes = facts(node).value
-        made = fake(shapes) if isinstance(shapes, Tensor) else tuple(fake(x) for x in shapes)
+        made = fake(shapes, device) if isinstance(shapes, Tensor) else tuple(fake(x, device) for x in shapes)
     else:
         made = getattr(receiver, name)(*rest, **kwargs)
     # until it is waited for, what a start reads and what it makes are alive

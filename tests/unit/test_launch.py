@@ -75,12 +75,12 @@ def test_the_smallest_thing_that_ranks_do_together(monkeypatch: pytest.MonkeyPat
 
 
 def test_devices_of_programs() -> None:
-    assert world.default_device(nn.Linear(1, 1), None) == torch.device("cpu")
-    assert world.default_device(nn.Linear(1, 1, device="meta"), None) == torch.device("cpu")
-    assert world.default_device(nn.Identity(), "meta") == torch.device("meta")
+    assert world.device_for(nn.Linear(1, 1), None) == (torch.device("cpu"), None)
+    assert world.device_for(nn.Linear(1, 1, device="meta"), None) == (torch.device("cpu"), None)
+    assert world.device_for(nn.Identity(), "meta") == (torch.device("meta"), None)
     if not torch.backends.mps.is_built():
         with pytest.raises(CompileError, match="was built without mps"):
-            world.default_device(nn.Identity(), "mps")
+            world.device_for(nn.Identity(), "mps")
     assert world.judges() and not world.many()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 
@@ -21,14 +21,14 @@ from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore
-from ..state.local_values import StoredPart
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
 from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
+from .whole_state import WholeState
 
 
-class LocalBackend:
+class LocalBackend(WholeState):
     """All ranks in this process. Parameters are whole, and the module's own."""
 
     def __init__(
@@ -142,33 +142,6 @@ class LocalBackend:
         total = total_norm(gradients, program, self.device)
         clip(gradients, max_norm, total)
         return total
-
-    def parts(
-        self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
-    ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
-        for spec in program.state.values():
-            if spec.kind in kinds:
-                yield spec, self.tensors[spec.name], slices.positions(spec.shape, (), (), ())
-
-    def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
-        for name in names:
-            yield name, self.tensors[name]
-
-    def cuts(self) -> Mapping[str, StoredPart]:
-        return {}
-
-    def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
-        return {name: self.tensors[name] for name in names}
-
-    def agree(self, claims: Mapping[str, str]) -> None:
-        pass
-
-    def told(self, text: str) -> tuple[str, ...]:
-        return (text,)
-
-    @property
-    def first(self) -> bool:
-        return True
 
     def _rank(  # type: ignore[no-untyped-def]
         self,

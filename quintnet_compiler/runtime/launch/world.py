@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...compat.torch import built_for_xpu
+from ...core.absent_gpu import CUDA, AbsentGpu
 from ...core.errors import CompileError, RunError
 from ...core.mesh import Mesh
 from .accelerator import group_accelerator
@@ -32,12 +33,40 @@ def enter_world(mesh: Mesh) -> None:
         found.join()
 
 
-def default_device(model: nn.Module, given: torch.device | str | None) -> torch.device:
-    """Where programs run: as asked, or the accelerator of an accelerator's process group, or the model's device.
+def device_for(
+    model: nn.Module, given: torch.device | str | None, gpu: AbsentGpu | None = None
+) -> tuple[torch.device, AbsentGpu | None]:
+    """Where programs run: as asked, or the accelerator of an accelerator's process group, or the model's device; and
+    what that is, if this machine has no such GPU.
+
+    ``gpu``: that of the cluster that is planned for, if there is one. Where neither a device nor a process group says
+    where to run, the model is on the CPU and this machine has no GPU, programs are for the cluster's.
 
     Raises:
-        CompileError: QN108 for a device that this build of PyTorch was made without.
+        CompileError: QN108 for a device that this build of PyTorch was made without, or that this process, one of
+            several ranks, does not have.
     """
+    alone = not (dist.is_available() and dist.is_initialized())
+    if given is None and gpu is not None and alone and not torch.cuda.is_available() and _at_rest(model):
+        return CUDA, gpu
+    device = _present_device(model, given)
+    if device.type != "cuda" or torch.cuda.is_available():
+        return device, None
+    if many():
+        raise CompileError(
+            "QN108",
+            f"device={str(given)!r}: this process is one of {dist.get_world_size()} ranks, and has no CUDA device",
+            fix="start one process on each GPU; or compile in a single process, which only looks at the program",
+        )
+    return device, gpu or AbsentGpu()
+
+
+def _at_rest(model: nn.Module) -> bool:
+    """Whether no device was chosen for the model."""
+    return all(p.device.type in ("cpu", "meta") for p in model.parameters())
+
+
+def _present_device(model: nn.Module, given: torch.device | str | None) -> torch.device:
     if given is not None:
         wanted = torch.device(given)
         if not _built_for(wanted.type):
@@ -54,11 +83,11 @@ def default_device(model: nn.Module, given: torch.device | str | None) -> torch.
 
 
 def _built_for(kind: str) -> bool:
-    """Whether this PyTorch can make programs for a kind of device; its autograd ends the process where it cannot."""
+    """Whether programs can be made for a kind of device. PyTorch's autograd ends the process on tensors of one that it
+    was built without; only programs for CUDA are made without it."""
     if kind == "xpu":
         return built_for_xpu()
-    backend = {"cuda": torch.backends.cuda, "mps": torch.backends.mps}.get(kind)
-    return backend is None or bool(backend.is_built())
+    return kind != "mps" or bool(torch.backends.mps.is_built())
 
 
 def has_process(mesh: Mesh, device: torch.device) -> bool:

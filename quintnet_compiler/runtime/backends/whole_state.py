@@ -1,0 +1,44 @@
+"""State that is whole in this process, whatever the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from ...core import slices
+from ...ir.program import DistributedProgram, StateSpec
+from ..state.local_values import StoredPart
+
+
+class WholeState:
+    """What backends of one process say of their tensors. ``tensors``: parameters, buffers and constants by name."""
+
+    tensors: dict[str, Tensor]
+
+    def parts(
+        self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
+    ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
+        for spec in program.state.values():
+            if spec.kind in kinds:
+                yield spec, self.tensors[spec.name], slices.positions(spec.shape, (), (), ())
+
+    def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
+        for name in names:
+            yield name, self.tensors[name]
+
+    def cuts(self) -> Mapping[str, StoredPart]:
+        return {}
+
+    def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self.tensors[name] for name in names}
+
+    def agree(self, claims: Mapping[str, str]) -> None:
+        pass
+
+    def told(self, text: str) -> tuple[str, ...]:
+        return (text,)
+
+    @property
+    def first(self) -> bool:
+        return True
