@@ -159,7 +159,7 @@ def _resumed(folder: Path, what: str, steps: int) -> tuple[list[float], int | No
     )
     # the planner chooses the layout of however many ranks there are
     where = quintnet.Cluster("h100", nodes=1, gpus_per_node=size) if what == "gone" else quintnet.Mesh(dp=size)
-    program = quintnet.compile(MLP().double(), where, data[:12], loss_fn=F.cross_entropy)
+    program = quintnet.compile(MLP().double(), where, data[:12], loss_fn=F.cross_entropy, device="cpu")
     loader = DataLoader(data, batch_sampler=quintnet.BatchSampler(48, 12, seed=3))
     optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
     options: dict[str, Any] = {"epochs": 9, "max_steps": steps, "console": False, "log_every": 0}

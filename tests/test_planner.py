@@ -184,7 +184,7 @@ def test_cuts_equal_brute_force(work: list[int], stages: int) -> None:
 
 def test_a_cluster_in_place_of_a_mesh_trains_the_model() -> None:
     model, batch = _gpt(4, 64)
-    program = quintnet.compile(model, CLUSTERS["two nodes of 2"], batch)
+    program = quintnet.compile(model, CLUSTERS["two nodes of 2"], batch, device="cpu")
     assert program.mesh.size == 4 and program.verify().ok
 
 

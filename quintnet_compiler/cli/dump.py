@@ -13,6 +13,7 @@ from ..simulation.timeline import Timeline
 from .answer import Answer
 from .options import (
     CalibrationOption,
+    DeviceOption,
     Json,
     MeshOption,
     Microbatches,
@@ -32,6 +33,7 @@ def dump(
     plan: PlanOption = None,
     microbatches: Microbatches = None,
     settings: Set = None,
+    device: DeviceOption = None,
     measured: Annotated[Path | None, typer.Option(help="a step of quintnet measure, to show beside")] = None,
     calibration: CalibrationOption = None,
     json: Json = False,
@@ -42,10 +44,12 @@ def dump(
 
     Example: quintnet dump mymodel:build --mesh pp=2,tp=2 --out out
 
+    Example: quintnet dump mymodel:build --mesh pp=2,tp=2 --device cuda --out out
+
     Example: quintnet dump mymodel:build --mesh pp=2,tp=2 --out out --measured step.json --calibration machine.json
     """
     costs, real = costs_of(calibration), Timeline.load(measured) if measured else None
-    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
+    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings), device)
     with working("writing"):
         folder = program.dump(out, costs=costs, measured=real)
     manifest = json_module.loads((folder / "manifest.json").read_text(encoding="utf-8"))

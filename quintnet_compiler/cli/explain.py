@@ -9,7 +9,7 @@ import typer
 
 from ..core.error_help import ErrorHelp, error_help, error_page
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
+from .options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
 
 def explain(
@@ -19,6 +19,7 @@ def explain(
     plan: PlanOption = None,
     microbatches: Microbatches = None,
     settings: Set = None,
+    device: DeviceOption = None,
     why_not: Annotated[
         str | None, typer.Option(help='another way: column, row, replicated, or types by axis: {"tp": "S(0)"}')
     ] = None,
@@ -35,7 +36,7 @@ def explain(
     """
     if name is None:
         return _error(what)
-    program = compiled(what, ProgramOptions.of(mesh, plan, microbatches, settings))
+    program = compiled(what, ProgramOptions.of(mesh, plan, microbatches, settings), device)
     return Answer.of(program.explain(name, why_not=_way(why_not)))
 
 

@@ -41,6 +41,13 @@ Set = Annotated[
     ),
 ]
 CalibrationOption = Annotated[Path | None, typer.Option(help="of quintnet calibrate; without it, H100 GPUs")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cuda|cpu",
+        help="where ranks run; cuda also where there is none: the program that H100 GPUs would run",
+    ),
+]
 Gpu = Annotated[str, typer.Option(help="kind of device: h100, a100-80, b200, ...")]
 Nodes = Annotated[int, typer.Option(min=1, help="nodes of the cluster")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")]
@@ -109,8 +116,8 @@ class ProgramOptions:
         return cls(parse_mesh(mesh) if mesh is not None else Mesh(**decided.mesh), decided.changed(given))
 
 
-def compiled(target: str, options: ProgramOptions) -> CompiledProgram:
-    """The program of a target.
+def compiled(target: str, options: ProgramOptions, device: str | None = None) -> CompiledProgram:
+    """The program of a target; for ``device``, or where its model is.
 
     Raises:
         typer.BadParameter: if there is no such target.
@@ -118,4 +125,10 @@ def compiled(target: str, options: ProgramOptions) -> CompiledProgram:
     """
     model, batch, loss_fn = load_target(target)
     with working(f"compiling for {options.mesh}"):
-        return compile_model(model, options.mesh, batch, loss_fn=loss_fn, plan=options.plan)
+        return compile_model(model, options.mesh, batch, loss_fn=loss_fn, plan=options.plan, device=_known(device))
+
+
+def _known(device: str | None) -> str | None:
+    if device in (None, "cpu", "cuda"):
+        return device
+    raise typer.BadParameter(f"{device!r} is neither cuda nor cpu", param_hint="--device")

@@ -13,7 +13,7 @@ from ..core.progress import working
 from ..driver.pipeline import PIPELINE
 from ..ir.printer import program_text
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
+from .options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
 Step = tuple[str, str, str]  # a pass, the program before it, and after it
 
@@ -26,6 +26,7 @@ def passes(
     plan: PlanOption = None,
     microbatches: Microbatches = None,
     settings: Set = None,
+    device: DeviceOption = None,
     until: Annotated[str | None, typer.Option(metavar="PASS", help="print the program after this pass")] = None,
     only: Annotated[str | None, typer.Option(metavar="PASS", help="print the program before and after it")] = None,
     diff: Annotated[bool, typer.Option("--diff", help="with --only: the lines that the pass changes")] = False,
@@ -52,7 +53,7 @@ def passes(
         if asked is not None:
             raise typer.BadParameter("needs a TARGET", param_hint="--until --only")
         return _all()
-    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
+    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings), device)
     with working("compiling again"):
         steps = _steps(program.passes())
     if asked is None:

@@ -11,6 +11,7 @@ from ..core.progress import working
 from .answer import Answer
 from .options import (
     CalibrationOption,
+    DeviceOption,
     Json,
     MeshOption,
     Microbatches,
@@ -29,6 +30,7 @@ def simulate(
     plan: PlanOption = None,
     microbatches: Microbatches = None,
     settings: Set = None,
+    device: DeviceOption = None,
     calibration: CalibrationOption = None,
     html: Annotated[Path | None, typer.Option(help="write a page with a picture here")] = None,
     trace: Annotated[Path | None, typer.Option(help="write a trace for Perfetto here")] = None,
@@ -41,7 +43,7 @@ def simulate(
     Example: quintnet simulate mymodel:build --mesh pp=4,tp=2 --microbatches 16 --html step.html
     """
     costs = costs_of(calibration)
-    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings))
+    program = compiled(target, ProgramOptions.of(mesh, plan, microbatches, settings), device)
     with working("simulating"):
         report = program.simulate(costs)
     if html:
