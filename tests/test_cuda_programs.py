@@ -147,6 +147,7 @@ def test_every_layout_for_gpus(name: str) -> None:
     model, batch, axes, options, fused = LAYOUTS[name]
     program = quintnet.compile(model(), quintnet.Mesh(**axes), batch, **{**GPUS, **options})
     assert _fused(_for_gpus(program)) == fused
+    assert (name == "ep2") == ("quintnet.grouped_linear." in _code(program))  # _grouped_mm, on GPUs
     h100, a100 = (program.simulate(quintnet.Cluster(gpu)).seconds for gpu in ("h100", "a100"))
     assert 0 < h100 < a100
     with pytest.raises(quintnet.RunError, match="QN305"):
