@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
+import resource
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import quintnet
 from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.cli.dump import dump
+from quintnet_compiler.cli.estimate import estimate
 from quintnet_compiler.core.absent_gpu import CUDA, AbsentGpu
 from quintnet_compiler.core.annotations import facts, values
 from quintnet_compiler.cost_models.hardware import A100_80
@@ -192,6 +198,51 @@ def test_estimates_are_of_the_clusters_own_operators() -> None:
     program = planner.folded.program
     assert program.absent == A100_80.gpu != AbsentGpu()
     assert {x.device.type for node in program.graph.nodes if node.op != "output" for x in values(node)} == {"cuda"}
+
+
+def _llama_config(folder: Path, **sizes: int) -> Path:
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    config = {"model_type": "llama", "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "rope_parameters": rope}
+    (folder / "llama.json").write_text(json.dumps(config | sizes))
+    return folder / "llama.json"
+
+
+def _attention(folder: Path) -> Counter[str]:
+    """What the code of a dump's ranks runs as attention."""
+    code = "".join(file.read_text() for file in (folder / "ranks").glob("*.py"))
+    return Counter(re.findall(r"aten\._scaled_dot_product_(\w+)\.", code))
+
+
+def test_a_configuration_for_gpus_from_the_command_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = _llama_config(tmp_path, num_hidden_layers=1, vocab_size=64, max_position_embeddings=32, **sizes)
+    target, plan = f"hf:{config},rows=4,sequence=16", tmp_path / "plan.json"
+    plan.write_text(json.dumps({"version": 2, "mesh": {"tp": 2}, "microbatches": 2, "precision": "bf16"}))
+    dump(target, tmp_path / "out", plan=plan, device="cuda")
+    assert _attention(tmp_path / "out") == {"cudnn_attention": 1, "cudnn_attention_backward": 1}
+    assert estimate(target, plan, gpu="h100").text.startswith("tp=2, 2 x 2 rows\nstep ")
+    with pytest.raises(typer.BadParameter, match="neither cuda nor cpu"):
+        dump(target, tmp_path / "out", plan=plan, device="h100")
+
+
+@pytest.mark.slow
+def test_llama_70b_for_64_gpus(tmp_path: Path) -> None:
+    """What docs/simulate.md claims."""
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+    _llama_config(tmp_path, num_hidden_layers=80, vocab_size=128256, max_position_embeddings=8192, **sizes)
+    plan = {"version": 2, "mesh": {"pp": 8, "tp": 8}, "microbatches": 32, "precision": "bf16"}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    for verb, options in (("dump", "--device cuda --out out"), ("estimate", "--gpu h100 --nodes 8")):
+        command = [sys.executable, "-m", "quintnet_compiler.cli", verb, "hf:llama.json,rows=32,sequence=8192"]
+        command += ["--plan", "plan.json", *options.split()]
+        told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
+        assert told.returncode == 0, told.stderr
+    assert _attention(tmp_path / "out") == {"cudnn_attention": 80, "cudnn_attention_backward": 80}
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2**20  # in KiB, of the larger process
+    for figure in ("step 7.49 s", "bubble 1.27 s", "memory of the fullest rank 51.3 GiB"):
+        assert figure in told.stdout
 
 
 def _operators(sample: Sample, gpu: AbsentGpu | None) -> list[tuple[str, Any]]:
