@@ -165,7 +165,7 @@ def test_every_process_makes_the_same_program() -> None:
     code = (
         "import quintnet, tests.test_cuda_programs as t\n"
         "p = quintnet.compile(t.Llama(2), quintnet.Mesh(pp=2, tp=2), t.IDS, microbatches=2, **t.GPUS)\n"
-        "print(p._primary().program.digest())"
+        "print(p._primary().program.digest)"
     )
     found = [
         subprocess.run(
