@@ -33,41 +33,53 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is her
 # -- which kernel
 
 
-@pytest.mark.parametrize(
-    ("gpu", "dtype", "features", "options", "kernel"),
-    [
-        (HOPPER, BF16, 64, {}, "cudnn"),
-        (HOPPER, FP16, 128, {"causal": True}, "cudnn"),
-        (HOPPER, BF16, 64, {"keys": 2, "grouped": True}, "cudnn"),
-        (HOPPER, BF16, 64, {"masked": True}, "cudnn"),
-        (HOPPER, BF16, 256, {}, "flash"),
-        (HOPPER, BF16, 20, {}, "flash"),  # features are padded to a multiple of 8
-        (HOPPER, BF16, 264, {}, "efficient"),
-        (HOPPER, FP32, 64, {}, "efficient"),
-        (HOPPER, FP32, 64, {"masked": True}, "efficient"),
-        (HOPPER, FP32, 6, {}, "math"),  # rows of 24 bytes
-        (HOPPER, FP32, 64, {"keys": 2, "grouped": True}, "math"),
-        (HOPPER, FP64, 64, {}, "math"),
-        (AMPERE, BF16, 64, {}, "flash"),
-        (AMPERE, BF16, 64, {"keys": 2, "grouped": True}, "flash"),
-        (AMPERE, BF16, 64, {"masked": True}, "efficient"),
-        (AMPERE, BF16, 64, {"causal": True, "positions": 8}, "efficient"),  # flash aligns masks at the other end
-        (AMPERE, BF16, 64, {"values": 32}, "efficient"),
-        (VOLTA, FP16, 64, {}, "efficient"),
-        (VOLTA, BF16, 64, {}, "math"),
-    ],
-    ids=str,
-)
+CHOICES: list[tuple[AbsentGpu, torch.dtype, int, dict[str, Any], str]] = [
+    (HOPPER, BF16, 64, {}, "cudnn"),
+    (HOPPER, FP16, 128, {"causal": True}, "cudnn"),
+    (HOPPER, BF16, 64, {"keys": 2, "grouped": True}, "cudnn"),
+    (HOPPER, BF16, 64, {"masked": True}, "cudnn"),
+    (HOPPER, BF16, 256, {}, "flash"),
+    (HOPPER, BF16, 20, {}, "flash"),  # features are padded to a multiple of 8
+    (HOPPER, BF16, 264, {}, "efficient"),
+    (HOPPER, FP32, 64, {}, "efficient"),
+    (HOPPER, FP32, 64, {"masked": True}, "efficient"),
+    (HOPPER, FP32, 6, {}, "math"),  # rows of 24 bytes
+    (HOPPER, FP32, 64, {"keys": 2, "grouped": True}, "math"),
+    (HOPPER, FP64, 64, {}, "math"),
+    (AMPERE, BF16, 64, {}, "flash"),
+    (AMPERE, BF16, 64, {"keys": 2, "grouped": True}, "flash"),
+    (AMPERE, BF16, 64, {"masked": True}, "efficient"),
+    (AMPERE, BF16, 64, {"causal": True, "positions": 8}, "efficient"),  # flash aligns masks at the other end
+    (AMPERE, BF16, 64, {"values": 32}, "efficient"),
+    (VOLTA, FP16, 64, {}, "efficient"),
+    (VOLTA, BF16, 64, {}, "math"),
+]
+
+
+def _call(gpu: AbsentGpu, dtype: torch.dtype, features: int, options: dict[str, Any], device: str) -> CudaAttention:
+    heads, keys, positions = 4, options.get("keys", 4), options.get("positions", 16)
+    q = torch.empty(2, heads, 16, features, dtype=dtype, device=device)
+    k = torch.empty(2, keys, positions, features, dtype=dtype, device=device)
+    v = torch.empty(2, keys, positions, options.get("values", features), dtype=dtype, device=device)
+    mask = torch.ones(2, 1, 16, positions, dtype=torch.bool, device=device) if options.get("masked") else None
+    return CudaAttention(gpu, q, k, v, mask, 0.0, options.get("causal", False), options.get("grouped", False))
+
+
+@pytest.mark.parametrize(("gpu", "dtype", "features", "options", "kernel"), CHOICES, ids=str)
 def test_the_kernel_that_pytorch_would_choose(
     gpu: AbsentGpu, dtype: torch.dtype, features: int, options: dict[str, Any], kernel: str
 ) -> None:
-    heads, keys, positions = 4, options.get("keys", 4), options.get("positions", 16)
-    q = torch.empty(2, heads, 16, features, dtype=dtype)
-    k = torch.empty(2, keys, positions, features, dtype=dtype)
-    v = torch.empty(2, keys, positions, options.get("values", features), dtype=dtype)
-    mask = torch.ones(2, 1, 16, positions, dtype=torch.bool) if options.get("masked") else None
-    causal, grouped = options.get("causal", False), options.get("grouped", False)
-    assert CudaAttention(gpu, q, k, v, mask, 0.0, causal, grouped).kernel() == kernel
+    assert _call(gpu, dtype, features, options, "cpu").kernel() == kernel
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch decides where CUDA is")
+@pytest.mark.parametrize(("dtype", "features", "options"), [row[1:4] for row in CHOICES], ids=str)
+def test_the_kernel_that_pytorch_does_choose(dtype: torch.dtype, features: int, options: dict[str, Any]) -> None:
+    capability = torch.cuda.get_device_capability()
+    cudnn = capability[0] in (9, 10) and (torch.backends.cudnn.version() or 0) > 91500
+    one = _call(AbsentGpu(capability, cudnn), dtype, features, options, "cuda")
+    chosen = torch._fused_sdp_choice(one.q, one.k, one.v, one.mask, 0.0, one.causal, enable_gqa=one.grouped)
+    assert torch.nn.attention.SDPBackend(chosen).name.lower().removesuffix("_attention") == one.kernel()
 
 
 def test_what_pytorch_was_told_not_to_use() -> None:
