@@ -22,7 +22,7 @@ from quintnet_compiler.ops.grouped_rows import (
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
-from .accelerator.ranks import Job, World, count_all, run, train_all, train_alone, train_with
+from .accelerator.ranks import Job, World, count_all, fail, run, train_all, train_alone, train_with
 from .models import CASES, WIDTH, build, reference, worst_error
 from .test_experts import Capacity
 
@@ -172,6 +172,26 @@ def test_the_page_counts_what_there_is() -> None:
 def test_a_sample_on_two_devices(eager: bool, jobs: Sequence[Job]) -> None:
     for found in run(train_all, World(2, eager=eager, seed=1), jobs):
         assert found == dict.fromkeys(map(str, jobs), "")
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "told"),
+    [
+        ("late", 0, ("QN402", "rank 0 in step 2", "did not come to it in time", "given up after 3 s", "fix:")),
+        pytest.param(
+            *(
+                "gone",
+                0,
+                ("QN402", "rank 0 in step 2", "another rank ended", "remote process exited", "NCCL: ", "fix:"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+        ("system", 1, ("QN407", "rank 1 in step 2", "within NCCL: shared memory", "--shm-size")),
+    ],
+)
+def test_failures_of_communication_are_explained(how: str, rank: int, told: Sequence[str]) -> None:
+    found = run(fail, World(2, timeout=3), how, Job("mlp", {"dp": 2}), 3.0, limit=120)[rank]
+    assert [text for text in told if text not in found] == [], found
 
 
 def test_one_rank_runs_as_one_of_many_does() -> None:

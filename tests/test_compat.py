@@ -70,6 +70,8 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
         "_assert_async": "test_frontier_diagnoses.py",
         "_assert_scalar": "test_frontier_diagnoses.py",
         "_assert_tensor_metadata": "test_frontier_diagnoses.py",
+        "_dump_fr_trace_json": "unit/test_device_faults.py",
+        "_dump_nccl_trace_json": "unit/test_device_faults.py",
         "_forward_cls": "test_frontier_functions.py",
         "_guards_fn": "test_frontier_diagnoses.py",
         "_local_tensor": "test_processes.py",

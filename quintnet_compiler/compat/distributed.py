@@ -19,7 +19,7 @@ __all__ = [
     "Store",  # likewise
     "TCPStore",  # likewise
     "StridedShard",  # a placement of packed weights, such as query, key and value; instead: one parameter per part
-    "all_gather", "local_tensor", "reduce_scatter", "replace_local_tensor", "symmetric_matmuls",
+    "all_gather", "flight_record", "local_tensor", "reduce_scatter", "replace_local_tensor", "symmetric_matmuls",
     "use_symmetric_memory",
 ]  # fmt: skip
 
@@ -46,3 +46,15 @@ def symmetric_matmuls() -> tuple[Callable[..., Any], Callable[..., Any]]:
     importlib.import_module("torch.distributed._symmetric_memory")  # defines them
     ops = torch.ops.symm_mem
     return ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
+
+
+def flight_record() -> bytes | None:
+    """The last collectives of this process as JSON, with sizes, states and lines of Python: torch's flight recorder,
+    which NCCL's process groups write; None where there is none. Instead: nothing, stacks tell where the host is."""
+    c10d = importlib.import_module("torch._C._distributed_c10d")
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    found = None if dump is None else dump(True, False)
+    if found is None:
+        return None
+    text = found if isinstance(found, bytes) else str(found).encode()
+    return text if b'"entries":[{' in text.replace(b" ", b"") else None

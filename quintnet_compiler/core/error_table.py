@@ -236,6 +236,24 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "Seed before the module is built, load the same file, and read the same global batch on every "
             "rank; a data rank's own rows are batch_is_local=True.",
         ),
+        "QN405": ErrorEntry(
+            "the device is out of memory",
+            "A rank's step needs more memory than its device has. The message has the rank, and what torch says.",
+            'Use more microbatches, recompute="selective" or "full", zero=3, or a larger mesh; program.simulate().peak '
+            "predicts what each needs.",
+        ),
+        "QN406": ErrorEntry(
+            "a kernel failed on the device",
+            "Work on a device failed, often some lines before the one where it is noticed. After it, the process "
+            "cannot use the device any more.",
+            "Compare ids and labels with the model's sizes; device='cpu', or CUDA_LAUNCH_BLOCKING=1, shows the line.",
+        ),
+        "QN407": ErrorEntry(
+            "communication between devices failed",
+            "NCCL failed on this rank: a call of the system or of CUDA, or two ranks on one GPU. The message has what "
+            "it said.",
+            "NCCL_DEBUG=WARN makes NCCL say which call failed. In containers, see the size of /dev/shm.",
+        ),
         "QN501": ErrorEntry(
             "a value is not finite",
             "The loss or a gradient is NaN or Inf. No parameter was changed on any rank.",

@@ -8,7 +8,8 @@ communicators are made at first use, one for each pair of ranks that send and re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -58,14 +59,35 @@ class Exchange:
         for _, outputs, _, _, _ in moves:
             for x in outputs:
                 poison(x)
-        ends = [BEGIN[move[0]](self, move, given) for move, given in zip(moves, read, strict=True)]
-        for (kind, outputs, inputs, _, _), given, end in zip(moves, read, ends, strict=True):
-            made = end()
+        with as_nccl_says(self, moves[0]):
+            ends = [BEGIN[move[0]](self, move, given) for move, given in zip(moves, read, strict=True)]
+            found = [end() for end in ends]
+        for (kind, outputs, inputs, _, _), given, made in zip(moves, read, found, strict=True):
             for x, was in zip(inputs, given, strict=True):
                 if not any(overlap(x, y) for y in outputs) and not same(x, was):
                     raise RuntimeError(f"{kind}: what it reads was changed while it was under way")
             for x, y in zip(outputs, made, strict=True):
                 x.copy_(y.view(x.shape))
+
+
+@contextlib.contextmanager
+def as_nccl_says(group: Exchange, move: Move) -> Iterator[None]:
+    """What gloo says of ranks that are late or gone, in the words of ProcessGroupNCCL."""
+    try:
+        yield
+    except RuntimeError as error:
+        limit, size = group.timeout.total_seconds() * 1000, sum(x.numel() for x in move[2])
+        if "Timed out" in str(error) or "timeout" in str(error):
+            raise RuntimeError(
+                f"[Rank {group.rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+                f"OpType={move[0].upper()}, NumelIn={size}, NumelOut={size}, Timeout(ms)={limit:.0f}) ran for "
+                f"{limit + 81:.0f} milliseconds before timing out."
+            ) from None
+        raise RuntimeError(
+            "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was "
+            "a network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a "
+            f"remote process exiting prematurely.\nLast error:\n{error}"
+        ) from None
 
 
 def poison(x: Tensor) -> None:

@@ -25,6 +25,7 @@ from quintnet_compiler.compat.torch import pytree
 from quintnet_compiler.runtime.backends import backends
 
 from ..models import CASES, build, reference, worst_error
+from . import process_group
 from .device import NAME, Counted, install
 from .faults import FAULTS
 from .process_group import register
@@ -179,6 +180,34 @@ def train_alone(job: Job) -> tuple[str, str]:
     with mock.patch.object(compiled_program, "open_backend", opened):
         wrong = train(job)
     return wrong, ", ".join(made)
+
+
+def fail(how: str, job: Job, limit: float) -> str:
+    """In the third step something happens to rank 1; what rank 0 says of it. ``limit``: seconds of a collective."""
+    case = CASES[job.model]
+    options = {"loss_fn": case.loss_fn, **job.options}
+    program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), case.batch(8), **options)
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            if how == "late":
+                time.sleep(3 * limit)
+            if how in ("late", "gone"):
+                return ""
+            process_group.Exchange.carry_out = broken  # type: ignore[method-assign]
+        try:
+            program.step(case.batch(8))
+        except quintnet.QuintNetError as error:
+            return str(error)
+    return "nothing failed"
+
+
+def broken(*_: Any) -> None:
+    """A collective that fails on its stream, after the host has gone on."""
+    raise RuntimeError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled system error (run "
+        "with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
+        "external library call failed or device error.\nLast error:\nError while creating shared memory segment"
+    )
 
 
 def train_with(fault: str, jobs: Sequence[Job]) -> dict[str, str]:

@@ -42,7 +42,6 @@ MISSING = frozenset(
         "quintnet_compiler.runtime.state.gradients",
         "quintnet_compiler.runtime.state.state",
         "quintnet_compiler.runtime.transport.collectives",
-        "quintnet_compiler.runtime.transport.distributed",
         "quintnet_compiler.runtime.transport.symmetric",
         "quintnet_compiler.runtime.transport.transport",
         "quintnet_compiler.simulation.compare",

@@ -19,6 +19,7 @@ from ..execute.finite import require_finite
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
+from ..launch.device_faults import explained
 from ..state.gradients import GradientStore
 from ..state.local_values import StoredPart
 
@@ -160,12 +161,19 @@ class Ready:
         """The results, and whether the gradients are good: if not, their scale was too large.
 
         Raises:
-            RunError: QN501 on every rank where the scale is not to blame.
+            RunError: QN501 on every rank where the scale is not to blame; QN402, QN405, QN406 or QN407 if a device
+                or communication between devices failed.
         """
-        if recorder is None:
-            results = self.executor.step(state, inputs, how, watch)
-        else:
-            results = recorder.step(self.executor, lambda: self.executor.step(state, inputs, how, watch))
+        try:
+            if recorder is None:
+                results = self.executor.step(state, inputs, how, watch)
+            else:
+                results = recorder.step(self.executor, lambda: self.executor.step(state, inputs, how, watch))
+        except RuntimeError as error:
+            fault = explained(error, self.executor.part.rank, how.step, self.program.sites)
+            if fault is None:
+                raise
+            raise fault from error
         if not self.executor.finite and not how.may_skip:
             require_finite(self.executor, state, inputs, how, results[0])
         return results, self.executor.finite or not how.may_skip

@@ -12,7 +12,9 @@ from ...core.errors import QuintNetError, RunError
 from .heartbeat import last_step
 from .rank_status import RankStatus
 
-REPEATABLE = ("QN302", "QN303", "QN402")  # codes of faults that may not happen again
+REPEATABLE = ("QN302", "QN303", "QN402", "QN407")  # codes of faults that may not happen again
+
+WATCHDOG = "NCCL's watchdog ends a process when a collective takes too long"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class Scene:
             return self._fault(
                 "QN302", f"rank {first.rank} raised {first.line}\n{first.text.rstrip()}", [first.rank], ""
             )
+        if late := self._given_up_on():
+            lines = [f"rank {r} did not come{self._where(r)}: it is at {self.rows[r].at or 'its start'}" for r in late]
+            lines += [f"rank {r} {_exit(code)}{self._where(r)}: {WATCHDOG}" for r, code in sorted(self.ended.items())]
+            return self._fault("QN402", "\n  ".join(lines), late, "see what it does there, or wait longer for it")
         if self.ended:
             lines = [f"rank {rank} {_exit(code)}{self._where(rank)}" for rank, code in sorted(self.ended.items())]
             killed = -signal.SIGKILL in self.ended.values()
@@ -83,6 +89,14 @@ class Scene:
             lines = [f"rank {r} did not come{self._where(r)}: it is at {self.rows[r].at or 'its start'}" for r in late]
             return self._fault("QN402", "\n  ".join(lines), late, "see what it does there, or wait longer for it")
         return self._fault("QN402", f"rank {waited.rank}: {waited.line}", [waited.rank], "")
+
+    def _given_up_on(self) -> list[int]:
+        """Ranks that had not begun the run in which all that ended were aborted, as NCCL's watchdog does where a
+        collective takes too long."""
+        if not self.ended or any(code != -signal.SIGABRT for code in self.ended.values()):
+            return []
+        begun = min(self.rows[rank].runs if rank in self.rows else 0 for rank in self.ended)
+        return [r for r, row in sorted(self.rows.items()) if r not in self.ended and row.runs < begun]
 
     def _fault(self, code: str, message: str, ranks: Sequence[int], fix: str) -> Fault:
         others = [f"rank {one.rank}: {one.line}" for one in self.reports if one.rank not in ranks]

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...compat.distributed import Store
+from ...compat.distributed import Store, flight_record
 from ...core.errors import InputError, QuintNetError, RunError
 from .rank_status import RankStatus, described, differ, first_line, of_communication, place, read_rows, shown
 
@@ -113,10 +113,11 @@ class Heartbeat:
             return found
         except Exception as lost:  # whoever keeps the rows is gone as well
             return RunError("QN402", f"step {step}: {first_line(error)}; {first_line(lost)}")
-        why = first_line(error)
+        known = error if isinstance(error, RunError) else None
+        why = f"step {step}: {first_line(error)}" if known is None else known.message
         if self.observer is not None:  # else the process that launched this one tells of the others
-            why = self.verdict or f"{why}{self._silent()}"
-        return RunError("QN402", f"step {step}: {why}")
+            why = f"step {step}: {self.verdict}" if self.verdict else f"{why}{self._silent()}"
+        return RunError("QN402", why, where=known.where if known else None, fix=known.fix if known else "")
 
     def _silent(self) -> str:
         """Who has not said anything for some beats."""
@@ -235,14 +236,13 @@ def running(known: dict[Any, Any], step: int, kind: str, local: bool, batch: Any
         yield
         return
     given = described(batch)
+    pulse.begin(step, given, usual=known.get((kind, local)) == given)
+    known[kind, local] = given
     try:
-        pulse.begin(step, given, usual=known.get((kind, local)) == given)
-        known[kind, local] = given
         yield
-    except QuintNetError:
-        raise
     except RuntimeError as error:
-        if not of_communication(error):
+        own = isinstance(error, QuintNetError) and error.code != "QN402"
+        if own or not of_communication(error):
             raise
         raise pulse.cause(error) from error
 
@@ -264,6 +264,9 @@ def last_step(folder: Path, rank: int) -> int:
 
 
 def dump_stacks(folder: Path, rank: int) -> None:
-    """Every thread's stack, into a file of ``folder``."""
+    """Every thread's stack, into a file of ``folder``; beside it torch's record of collectives, if it has one."""
     with contextlib.suppress(OSError), (folder / f"rank{rank}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
+    with contextlib.suppress(Exception):  # a record that cannot be had must not hide the stacks
+        if record := flight_record():
+            (folder / f"rank{rank}.collectives.json").write_bytes(record)

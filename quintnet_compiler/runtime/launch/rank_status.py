@@ -16,6 +16,7 @@ from ...compat.distributed import Store
 from ...core.code_origin import PACKAGE, STDLIB, TORCH
 from ...core.errors import RunError
 
+OF_DEVICES = ("QN405", "QN406", "QN407")  # of this rank's own, whatever text of NCCL's caused them
 OTHERS = TORCH, PACKAGE, STDLIB, "<"
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -49,6 +50,8 @@ def read_rows(store: Store, ranks: Sequence[int]) -> dict[int, RankStatus]:
 def of_communication(error: BaseException | None) -> bool:
     """Whether an error is what other ranks' faults look like from here."""
     while error is not None:
+        if isinstance(error, RunError) and error.code in OF_DEVICES:
+            return False
         text = str(error)
         if isinstance(error, dist.DistError) or "/gloo/" in text or "NCCL" in text or "Application timeout" in text:
             return True
