@@ -72,3 +72,23 @@ def test_numbers_of_the_page() -> None:
     assert (
         last_error("Traceback (most recent call last):\n  File ...\nValueError: no\nat the end\n") == "ValueError: no"
     )
+
+
+RACE = """
+import os, sys
+sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
+from gpu_report import late, races
+from gpu_report.setting import Setting
+
+late.LateTransport._later = lambda self, made, *kept: lambda: made  # a wait that does not wait
+races.JOBS, races._waits = races.JOBS[:1], lambda setting: ()
+print([entry.good for entry in races.run(Setting.here(emulated=True))], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_missing_wait_is_a_race() -> None:
+    command = [sys.executable, "-c", RACE.format(root=str(ROOT))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.strip() == "[False]", done.stderr[-2000:]

@@ -38,6 +38,7 @@ def run(setting: Setting) -> Iterator[Entry]:
         if not setting.emulated or index in SAMPLE:
             yield from _plan(setting, size, axes, options)
     if setting.emulated:
+        yield NotRun(f"{len(PLANS) - len(SAMPLE)} of {len(PLANS)} plans", "they take long on the emulated accelerator")
         yield NotRun("fragmentation", "the emulated accelerator gives memory back by exact size")
 
 

@@ -35,7 +35,10 @@ DENSE = Job("gpt", {"dp": 1}, {"microbatches": 2})
 def run(setting: Setting) -> Iterator[Entry]:
     for job in JOBS:
         if job.sample or not setting.emulated:
-            yield _late(setting, job)
+            try:
+                yield _late(setting, job)
+            except Exception as error:  # what is read too soon may be anything, and so may what it leads to
+                yield Check(f"late communication: {job}", False, f"{type(error).__name__}: {error}"[:600])
     yield from _waits(setting)
 
 

@@ -12,7 +12,7 @@ from one_rank import MODELS, blocks_of, builders, program_of
 
 import quintnet
 
-from .entries import Entry, Figures
+from .entries import Entry, Figures, NotRun
 from .peers import ceiling, compared
 from .setting import Setting
 
@@ -23,6 +23,8 @@ SMALL = ("tiny", {"tp": 2, "pp": 2}, 2)
 def run(setting: Setting) -> Iterator[Entry]:
     name, axes, microbatches = SMALL if setting.emulated else LARGE
     mesh, rows, size = quintnet.Mesh(**axes), microbatches, MODELS[name]
+    if setting.emulated:
+        yield NotRun("Llama-3 70B on 64 ranks", f"the emulated accelerator is slow: {name} on {mesh} instead")
     plan = quintnet.Plan(microbatches=microbatches, precision="bf16")
     program = program_of(size, mesh, plan, rows, setting.device)
     top = ceiling(setting)
