@@ -14,7 +14,7 @@ import quintnet
 from quintnet import CompileError, Mesh
 from quintnet_compiler.core.annotations import value
 from quintnet_compiler.ops.catalog import OPERATORS
-from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
+from quintnet_compiler.ops.collectives import all_reduce, all_reduce_, reduce_scatter
 from quintnet_compiler.runtime.execute.executor import Run
 from quintnet_compiler.runtime.execute.loss_scale import LossScale
 from quintnet_compiler.simulation.rehearsal import rehearse
@@ -159,7 +159,9 @@ def test_a_model_in_bfloat16_keeps_its_dtype() -> None:
 def test_every_reduction_shows_its_dtype() -> None:
     def sums(**options: Any) -> set[torch.dtype]:
         graph = _compile("mlp", {"tp": 2}, **options)._primary().program.source.graph
-        wide = [n for n in graph.nodes if n.target in (all_reduce, reduce_scatter) and value(n).shape[-1] == 16]
+        wide = [
+            n for n in graph.nodes if n.target in (all_reduce, all_reduce_, reduce_scatter) and value(n).shape[-1] == 16
+        ]
         found = {value(n).dtype for n in wide}  # but for two numbers per row of the loss
         assert found
         return found
@@ -170,7 +172,8 @@ def test_every_reduction_shows_its_dtype() -> None:
     program = _compile("mlp", {"dp": 2, "tp": 2}, precision="bf16", zero=2)._primary().program
     sites = [site for site in program.sites if site.startswith("reduce_scatter[dp]")]
     assert sites and all(" float32" in site for site in sites)
-    assert any(site.startswith(("all_reduce[tp] bfloat16", "reduce_scatter[tp] bfloat16")) for site in program.sites)
+    sums = ("all_reduce[tp] bfloat16", "all_reduce_[tp] bfloat16", "reduce_scatter[tp] bfloat16")
+    assert any(site.startswith(sums) for site in program.sites)
     assert any(site.startswith("gather_state[dp] bfloat16") for site in program.sites)
 
 
@@ -229,6 +232,89 @@ def test_kernels_of_norms_keep_statistics_in_float32(norm: nn.Module) -> None:
         expected = norm(x.float())
         found = norm.bfloat16()(x).float()
     assert float((found - expected).abs().max() / expected.abs().max()) < 2**-8
+
+
+class Tokens(nn.Module):
+    """A lookup that a hand-written norm reads in float32 and the residual stream in 16 bits, as in Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(8, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.gain = nn.Parameter(torch.ones(16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (x + self.down(F.gelu(self.up(y)))) * self.gain
+
+
+def test_every_gather_of_16_bits_is_in_16_bits() -> None:
+    ids, labels = torch.randint(8, (8, 4)), torch.randn(8, 4, 16)
+    program = quintnet.compile(Tokens(), Mesh(dp=2), (ids, labels), loss_fn=F.mse_loss, zero=3, precision="bf16")
+    assert program.verify().ok
+    sites = program._primary().program.sites
+    gathers = [site for site in sites if "gather" in site]
+    assert gathers and all(" bfloat16" in site for site in gathers)
+    scatters = [site for site in sites if "scatter" in site]
+    assert scatters and all(" float32" in site for site in scatters)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({}, {}),
+        ({"dp": 2}, {"zero": 3, "microbatches": 2}),
+        ({"tp": 2}, {"plan": {"parameters": {"weight": {"tp": "S(0)"}}}}),
+    ],
+    ids=str,
+)
+def test_gradients_of_tables_are_summed_in_float32(axes: dict[str, int], options: dict[str, Any]) -> None:
+    """As if rows were cast behind the lookup. In bfloat16, 256 + 1 is 256."""
+    torch.manual_seed(0)
+    table, ids = nn.Embedding(8, 16), torch.randint(1, 8, (8, 512))
+    ids[:, :300] = 3
+    slope = torch.randn(8, 512, 16)
+
+    def loss(rows: Tensor, slope: Tensor) -> Tensor:
+        return (rows.relu() * slope).float().sum()
+
+    whole = table.weight.detach().clone().requires_grad_()
+    loss(F.embedding(ids, whole).bfloat16(), slope.bfloat16()).backward()  # type: ignore[no-untyped-call]
+    program = quintnet.compile(table, Mesh(**axes), (ids, slope), loss_fn=loss, precision="bf16", **options)
+    program.step((ids, slope))
+    (found,) = (p.grad.full_tensor() for p in program.parameters())  # type: ignore[union-attr]
+    assert whole.grad is not None and found.dtype is torch.float32
+    error = float((found - whole.grad).abs().max() / whole.grad.abs().max())
+    assert error == 0 if not axes else error < 1e-6  # ranks add up in another order
+    narrow = whole.detach().bfloat16().requires_grad_()
+    loss(F.embedding(ids, narrow), slope.bfloat16()).backward()  # type: ignore[no-untyped-call]
+    assert narrow.grad is not None  # what torch makes of a table of 16 bits on a CPU
+    assert float((narrow.grad - whole.grad).abs().max() / whole.grad.abs().max()) > 1e-3
+
+
+class OwnCast(nn.Module):
+    """A parameter in float32 that the model reads in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.bfloat16(), self.weight.bfloat16()).float()
+
+
+def test_a_cast_of_the_models_own_is_before_the_gather() -> None:
+    torch.manual_seed(0)
+    model, batch = OwnCast(), (torch.randn(8, 16), torch.randn(8, 16))
+    weight = model.weight.detach().clone().requires_grad_()
+    F.mse_loss(F.linear(batch[0].bfloat16(), weight.bfloat16()).float(), batch[1]).backward()  # type: ignore[no-untyped-call]
+    program = quintnet.compile(model, Mesh(dp=2), batch, loss_fn=F.mse_loss, zero=3)
+    program.step(batch)
+    (found,) = (p.grad.full_tensor() for p in program.parameters())  # type: ignore[union-attr]
+    assert weight.grad is not None and found.dtype is torch.float32
+    assert float((found - weight.grad).norm() / weight.grad.norm()) < 2**-8
+    sites = program._primary().program.sites
+    assert [site.split()[1] for site in sites if site.startswith(("all_gather", "start_all_gather"))] == ["bfloat16"]
 
 
 def test_what_does_not_fit_is_refused() -> None:

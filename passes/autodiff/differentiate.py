@@ -10,12 +10,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...core.annotations import annotate, facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
+from ...core.annotations import (
+    annotate,
+    copied_from,
+    facts,
+    is_getitem,
+    leaf,
+    needs_grad,
+    origin,
+    tensor_inputs,
+    values,
+)
 from ...core.errors import CompileError, QuintNetError
 from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, LocalProgram, outputs
 from ...ops.collectives import convert
+from ...ops.rank_local import LOOKUPS
 from ...ops.user_derivatives import (
     after_gradients,
     declare_gradient,
@@ -97,13 +108,22 @@ class _Tape:
 
     def _applied(self, node: fx.Node, args: Any, kwargs: Any, wanted: list[int]) -> tuple[list[Any], Pullback]:
         try:
-            return self.operators.apply(node.target, args, kwargs, wanted)
+            return self.operators.apply(node.target, args, kwargs, wanted, self._sums(node))
         except QuintNetError:
             raise
         except Exception as error:  # of many kinds: what an operator's derivative computes is PyTorch's
             text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
             message = f"the derivative of {node.target} cannot be traced: {text}"
             raise CompileError("QN109", message, where=facts(node).where) from error
+
+    def _sums(self, node: fx.Node) -> torch.dtype | None:
+        """Of a lookup in a copy of a parameter: the parameter's own dtype, as if rows were cast behind the lookup."""
+        if node.target not in LOOKUPS:
+            return None
+        table = tensor_inputs(node)[0]
+        start = self.parameters.get(table) or copied_from(table)
+        found = None if start is None else leaf(start)
+        return None if found is None else found.held
 
     def _forward(self, node: fx.Node) -> None:
         known = facts(node)

@@ -49,12 +49,30 @@ class VectorJacobian:
         self.builder, self.templates, self.even, self.absent = builder, templates, even, absent
 
     def apply(
-        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        wanted: Sequence[int],
+        sums: torch.dtype | None = None,
     ) -> tuple[list[fx.Node | None], Pullback]:
-        """Append ``target(*args)``. ``wanted``: the outputs whose gradient may arrive.
+        """Append ``target(*args)``. ``wanted``: the outputs whose gradient may arrive. ``sums``, of a lookup: the dtype
+        in which the gradient of the table is added up, where that is not the one in which its rows are read.
 
         Returns a node per output, and the pullback.
         """
+        made, pullback = self._applied(target, args, kwargs, wanted)
+        if sums is None:
+            return made, pullback
+        # thousands of tokens may read one row, and kernels on CPUs add up in the dtype that they are given
+        return made, lambda tangents: pullback([None if t is None else self._cast(t, sums) for t in tangents])
+
+    def _cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return x if value(x).dtype is dtype else self.builder.call(aten._to_copy.default, x, dtype=dtype)
+
+    def _applied(
+        self, target: Any, args: Sequence[Any], kwargs: dict[str, Any], wanted: Sequence[int]
+    ) -> tuple[list[fx.Node | None], Pullback]:
         if target is aten.linear.default:
             return self._linear(args, kwargs)
         if target is embedding_rows:

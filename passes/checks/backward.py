@@ -32,7 +32,7 @@ from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, outputs
 from ...ops.collectives import convert
-from ...ops.rank_local import loss_scale
+from ...ops.rank_local import embedding_rows, loss_scale
 from ...ops.user_derivatives import after_gradients, arrives, declare_gradient, derivatives, of_tangents, with_tangent
 from .derivatives import Derivatives, OperatorCall, Pattern
 from .tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call
@@ -226,9 +226,10 @@ class _Check:
         stored = node in self.local.at_start
         held = _parameter(node)
         reduced = None if held is None else value(held).dtype
-        key = (node.target, literals, tuple(looks), tuple(back), grad, tuple(wanted), stored, reduced)
+        sums = _sums(node)
+        key = (node.target, literals, tuple(looks), tuple(back), grad, tuple(wanted), stored, reduced, sums)
         if key not in self.patterns:
-            self.patterns[key] = self._make(node, inputs, arrives, grad, wanted)
+            self.patterns[key] = self._make(node, inputs, arrives, grad, wanted, sums)
         return self.patterns[key]
 
     def _make(
@@ -238,13 +239,14 @@ class _Check:
         arrives: Sequence[Tensor | None],
         grad: bool,
         wanted: list[int],
+        sums: torch.dtype | None,
     ) -> Pattern:
         if grad and node.target is not convert:
             operands, flags = tuple(value(n) for n in inputs), tuple(needs_grad(n) for n in inputs)
             same = tuple(inputs.index(n) for n in inputs)
             given = (node.args, node.kwargs)
             return self.operators.pattern(
-                OperatorCall(node.target, given, operands, flags, same, tuple(arrives), tuple(wanted))
+                OperatorCall(node.target, given, operands, flags, same, tuple(arrives), tuple(wanted), sums)
             )
         stands = {n: self.scratch.placeholder("x", value(n), needs_grad=needs_grad(n)) for n in inputs}
         places = [stands[n] for n in inputs]
@@ -413,3 +415,14 @@ def _parameter(node: fx.Node) -> fx.Node | None:
     here = copied_from(here) or here
     found = leaf(here)
     return here if found is not None and found.kind == "parameter" and node.target is convert else None
+
+
+def _sums(node: fx.Node) -> torch.dtype | None:
+    """Of a lookup in a copy of a parameter, the dtype of the parameter: rows of its gradient are added up in that."""
+    if node.target not in (aten.embedding.default, embedding_rows):
+        return None
+    here = tensor_inputs(node)[0]
+    while here.target is convert:
+        (here,) = here.all_input_nodes
+    whole = copied_from(here)
+    return None if whole is None else value(whole).dtype

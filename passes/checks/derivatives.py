@@ -50,7 +50,8 @@ class Pattern:
 class OperatorCall:
     """An operator and what its operands look like. ``given``: its arguments, in which each node stands for the next of
     ``operands``; ``same``: for each of these the first that is the same value. ``tangents``: for each output the
-    gradient that arrives, if one does; ``wanted``: the outputs through which one may."""
+    gradient that arrives, if one does; ``wanted``: the outputs through which one may. ``sums``: the dtype in which the
+    rows of a lookup's gradient are added up, if not in their own."""
 
     target: Any
     given: tuple[Any, Any]
@@ -59,6 +60,7 @@ class OperatorCall:
     same: tuple[int, ...]
     tangents: tuple[Tensor | None, ...]
     wanted: tuple[int, ...]
+    sums: torch.dtype | None = None
 
     def filled(self, with_: Sequence[Any]) -> tuple[Any, Any]:
         """The arguments with these in the operands' places."""
@@ -80,6 +82,8 @@ class Derivatives:
             CompileError: QN209 if the template that says so is not the derivative.
         """
         made = self._pattern(call)
+        if call.sums is not None:
+            _check_sums(call, made)
         if call.target in _RANKED:
             _check_ranked(call, made)
         elif all(t is None for t in call.tangents) or _random(call):
@@ -97,7 +101,7 @@ class Derivatives:
             stands.append(self.scratch.placeholder("x", x, needs_grad=grad) if new else stands[first])
         tangents = [None if t is None else self.scratch.placeholder("t", t) for t in call.tangents]
         args, kwargs = call.filled(stands)
-        made, pullback = self.operators.apply(call.target, args, kwargs, call.wanted)
+        made, pullback = self.operators.apply(call.target, args, kwargs, call.wanted, call.sums)
         terms = pullback(tangents) if any(t is not None for t in tangents) else [None] * len(stands)
         return Pattern(tuple(stands), tuple(tangents), tuple(made), tuple(terms))
 
@@ -106,6 +110,16 @@ def _rows(place: fx.Node) -> bool:
     """Whether the elements of a row are neighbours, as its fake tensor has it; a program may take more care."""
     x = value(place)
     return x.dim() == 0 or x.shape[-1] < 2 or x.stride(-1) == 1
+
+
+# -- lookups
+
+
+def _check_sums(call: OperatorCall, pattern: Pattern) -> None:
+    """The gradient of a table has the dtype in which its rows are added up."""
+    term = pattern.gradients[0]
+    if term is not None and value(term).dtype is not call.sums:
+        raise _wrong(call, f"rows are added up in {value(term).dtype}, not {call.sums}")
 
 
 # -- operators of ranks
@@ -131,7 +145,11 @@ def _check_ranked(call: OperatorCall, pattern: Pattern) -> None:
 
 def _rows_of_table(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:
     table, ids, *layout = args
-    return {0: (embedding_rows_backward, (made.tangents[0], ids, value(table).shape[0], *layout))}
+    (rows,), term = made.tangents, made.gradients[0]
+    cast = term.args[0] if term is not None and term.args else None
+    if isinstance(cast, fx.Node) and cast.target is torch.ops.aten._to_copy.default and cast.args == (rows,):
+        rows = cast  # to what :func:`_check_sums` asks for
+    return {0: (embedding_rows_backward, (rows, ids, value(table).shape[0], *layout))}
 
 
 def _ring(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:

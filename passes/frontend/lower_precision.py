@@ -14,6 +14,7 @@ from ...core.precision import Precision
 from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
 from ...ops.catalog import facts_of
+from .narrow_leaves import narrow_leaves
 
 aten = torch.ops.aten
 FULL = torch.float32
@@ -32,7 +33,7 @@ class LowerPrecision:
     Where these differ, it computes in float32 and its result is narrow, as a model's own ``x.to(dtype)`` would make it.
     A parameter that nobody reads in float32 becomes a narrow leaf (:attr:`...core.annotations.Leaf.held` says what
     ranks hold of it), of which :class:`..lowering.insert_communication.InsertCommunication` makes a copy once a step,
-    before any rank gathers it.
+    before any rank gathers it. So does, whatever the precision, one that the model itself reads through a cast.
 
     Raises:
         CompileError: QN215 if the model has no float32 parameter to begin with.
@@ -42,9 +43,9 @@ class LowerPrecision:
 
     def __call__(self, program: Program, /) -> Program:
         if self.precision.compute is None:
-            return replace(program, precision=self.precision)
+            return narrow_leaves(replace(program, precision=self.precision))
         _require_full(program, self.precision.compute)
-        return _PrecisionLowering(program, self.precision).run()
+        return narrow_leaves(_PrecisionLowering(program, self.precision).run())
 
 
 def _require_full(program: Program, compute: torch.dtype) -> None:

@@ -8,8 +8,9 @@ it reads and writes); ``-`` where a rule (:mod:`.rules.table`) or torch's own ta
 (https://docs.pytorch.org/docs/stable/amp.html#autocast-op-reference); ``-``: in those that it is given. Norms are
 in the list of 16 bits, as their kernels keep statistics in float32 (torch.autocast has them in the other list, which
 costs passes over memory and gives the same to the last bit of the result); of batch norms, statistics are buffers,
-which stay float32. ``recompute``: ``keep`` if computing it again takes longer than a few passes over memory; ``save``:
-it never is, as it is small and the host may have to wait for it.
+which stay float32. Lookups are in that list, too (torch.autocast has them in none): what is added to a row has 16 bits,
+and so has the sum; the gradient of the table is added up in float32. ``recompute``: ``keep`` if computing it again
+takes longer than a few passes over memory; ``save``: it never is, as it is small and the host may have to wait for it.
 
 Derivatives are traced from autograd.
 """
@@ -183,6 +184,7 @@ OPERATORS = _read(
     cumsum                                                -          32  keep
     dist                                                  -          32  -
     einsum                                                -          16  keep
+    embedding                                             -          16  -
     erfinv                                                -          32  -
     exp                                                   -          32  -
     exp2                                                  -          32  -

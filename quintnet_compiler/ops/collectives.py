@@ -38,6 +38,8 @@ def _same(x: Tensor, *_: object) -> Tensor:
 
 convert = define_operator("convert(Tensor x, str axis, int size, str source, str target) -> Tensor", _convert_shape)
 all_reduce = define_operator("all_reduce(Tensor x, str axis, int size) -> Tensor", _same)
+# as all_reduce; the result may lie in the memory of ``x``, which nothing else reads
+all_reduce_ = define_operator("all_reduce_(Tensor x, str axis, int size) -> Tensor", _same)
 all_gather = define_operator(
     "all_gather(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: resized(x, dim, times=size),
@@ -192,6 +194,7 @@ class CollectiveSpec:
 # one entry for each; the fused ones are priced by their matmuls and what these do not hide
 _TABLE = (
     CollectiveSpec(all_reduce, "all_reduce", _start_of(all_reduce)),
+    CollectiveSpec(all_reduce_, "all_reduce", _start_of(all_reduce_)),
     CollectiveSpec(all_gather, "all_gather", _start_of(all_gather)),
     CollectiveSpec(gather_state, "all_gather"),
     CollectiveSpec(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),

@@ -19,6 +19,7 @@ embedding_rows = define_operator(
     "embedding_rows(Tensor weight, Tensor ids, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda weight, ids, padding_idx, axes, sizes: weight.new_empty((*ids.shape, weight.shape[1])),
 )
+LOOKUPS = frozenset({torch.ops.aten.embedding.default, embedding_rows})
 embedding_rows_backward = define_operator(
     "embedding_rows_backward(Tensor grad, Tensor ids, int rows, int padding_idx, str[] axes, int[] sizes) -> Tensor",
     lambda grad, ids, rows, padding_idx, axes, sizes: grad.new_empty((rows, grad.shape[-1])),

@@ -22,11 +22,12 @@ from quintnet_compiler.ops.rank_local import dropout
 from quintnet_compiler.passes.frontend.attention_rewrites import dropouts, masked_attention, scaled_dot_product
 from quintnet_compiler.passes.frontend.decompose import decompose, has_parts
 from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, mean, nll
+from quintnet_compiler.passes.frontend.narrow_leaves import narrow_leaves
 from quintnet_compiler.passes.frontend.rewrites import REWRITES, draws
 from quintnet_compiler.passes.lowering.lower_attention import LowerAttention
 from quintnet_compiler.passes.lowering.reductions import cast, move, seed_of
 
-from .graphs import builder, leaf
+from .graphs import builder, leaf, program
 
 Rewrite = Callable[[GraphBuilder, fx.Node, list[Any], dict[str, Any]], fx.Node]
 
@@ -152,6 +153,19 @@ def test_conversions_as_communication_in_the_dtype_that_is_asked_for() -> None:
     assert cast(to, x, torch.bfloat16) is x and cast(to, x, torch.float32).meta["val"].dtype is torch.float32
     one = seed_of(to, torch.tensor(1.0), Precision())
     assert one.target is aten.ones.default and shape(one) == ()
+
+
+def test_a_leaf_has_the_bits_of_its_only_cast() -> None:
+    to = builder()
+    w, v = leaf(to, "parameter", "w", 4), leaf(to, "parameter", "v", 4)
+    narrow, *both = (to.call(aten._to_copy.default, x, dtype=torch.bfloat16) for x in (w, v, v))
+    exact = to.call(aten.mul.Tensor, v, v)
+    made = narrow_leaves(program(to, to.call(aten.relu.default, narrow), *both, exact))
+    first, second = made.leaves
+    assert first.meta["val"].dtype is torch.bfloat16 and made.leaves[first].held is torch.float32
+    assert second.meta["val"].dtype is torch.float32 and made.leaves[second].held is None  # read in both
+    assert sum(node.target is aten._to_copy.default for node in made.graph.nodes) == 2
+    assert narrow_leaves(made) is made
 
 
 def test_each_row_meets_its_expert() -> None:

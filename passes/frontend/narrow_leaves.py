@@ -1,0 +1,43 @@
+"""Program -> Program: parameters that the model reads through one cast to fewer bits are leaves of fewer bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from ...core.annotations import annotate, facts, value
+from ...core.precision import narrows
+from ...ir.program import Program
+
+aten = torch.ops.aten
+
+
+def narrow_leaves(program: Program) -> Program:
+    """The same program in which each parameter whose only user is a cast that rounds has that user's dtype, and is held
+    in its own (:attr:`...core.annotations.Leaf.held`): what ranks exchange of it then has as many bits as is read."""
+    casts = {node: cast for node, kind in program.leaves.items() if kind.kind == "parameter" and (cast := _cast(node))}
+    if not casts:
+        return program
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in program.graph.nodes:
+        if node in casts.values():
+            new[node] = new[node.args[0]]
+        else:
+            new[node] = graph.node_copy(node, lambda n: new[n])
+        if node in casts:
+            known, kind = facts(node), program.leaves[node]
+            narrow = replace(kind, held=value(node).dtype)
+            annotate(new[node], replace(known, value=value(casts[node]), leaf=narrow))
+    graph.lint()
+    return replace(program, graph=graph)
+
+
+def _cast(node: fx.Node) -> fx.Node | None:
+    """The cast through which alone a leaf is read. With two of them, their gradients are added up behind the casts."""
+    user = next(iter(node.users), None)
+    if user is None or len(node.users) > 1 or user.target is not aten._to_copy.default:
+        return None
+    alone = user.kwargs == {"dtype": value(user).dtype}
+    return user if alone and narrows(value(node).dtype, value(user).dtype) else None
