@@ -27,7 +27,7 @@ def _both(mine: Native, theirs: Native, shape: tuple[int, ...], dtype: torch.dty
     for one in (mine, theirs):
         moving = x.clone()
         assert one.add(moving, later)() is moving
-        sums += [moving, one.all_reduce(x, later)()]
+        sums += [moving, one.all_reduce(x, later)()]  # which leaves x as it is
     for other in sums[1:]:
         assert torch.equal(sums[0], other)
     rows = x.reshape(1) if x.dim() == 0 else x

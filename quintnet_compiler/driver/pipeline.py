@@ -26,6 +26,7 @@ from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
 from ..passes.checks.code import check_code
 from ..passes.checks.fused import check_fused
+from ..passes.checks.in_place import check_in_place
 from ..passes.checks.notation import check_notation
 from ..passes.checks.overlap import check_overlap
 from ..passes.checks.reductions import check_reductions
@@ -37,6 +38,7 @@ from ..passes.frontend.normalize import Normalize
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
+from ..passes.lowering.sum_in_place import SumInPlace
 from ..passes.overlap.async_tp import FuseCollectiveMatmuls
 from ..passes.overlap.overlap import Overlap
 from ..passes.sharding.axis_view import Wishes
@@ -242,6 +244,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         FuseCollectiveMatmuls, "DifferentiatedProgram", "which collectives run slice by slice with matmuls (async TP)",
         lambda s, p: _planned(FuseCollectiveMatmuls, s) if s.plan.async_tp else None,
         lambda s, before, after: [(check_fused, (before, after))] if after is not before else [],
+    ),
+    PassSpec(
+        SumInPlace, "DifferentiatedProgram", "which sums over ranks overwrite their terms",
+        lambda s, p: _planned(SumInPlace, s),
+        lambda s, before, after: [(check_in_place, (after,))],
     ),
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",

@@ -111,6 +111,9 @@ class DistributedTransport:
     def _all_reduce(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
         return self.axis[axis].all_reduce(x.contiguous(), later)
 
+    def _all_reduce_(self, x: Tensor, axis: str, at: int, *, later: bool = False) -> Pending:
+        return self.axis[axis].add(x.contiguous(), later)
+
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))

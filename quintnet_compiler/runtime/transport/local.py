@@ -207,6 +207,8 @@ class LocalTransport:
     def _all_reduce(self, x: Tensor, axis: str, at: int) -> Tensor:
         return self._meet("sum", x, self.peers[axis], self._site(at))
 
+    _all_reduce_ = _all_reduce
+
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("gather", x, self.peers[axis], self._site(at), dim, parts)
 

@@ -28,8 +28,9 @@ class Transport(Protocol):
     def run(self, collective: str, *args: Any) -> Any:
         """Carry out a collective of :data:`...ops.collectives.COLLECTIVES`, with the arguments of its operator but the
         size of the axis, and ``at``. ``gather_state`` gathers in the memory of ``x`` where that has room for the
-        result. Also ``exchange_rows(x, sends, receives, axis, at)``: to each rank of the axis its run of rows of
-        ``x``, in order; returns what comes from each, in order (None: as many as there are, for shapes alone)."""
+        result; ``all_reduce_`` may add up there. Also ``exchange_rows(x, sends, receives, axis, at)``: to each rank of
+        the axis its run of rows of ``x``, in order; returns what comes from each, in order (None: as many as there
+        are, for shapes alone)."""
         ...
 
     def start(self, collective: str, *args: Any) -> Pending:
