@@ -13,6 +13,14 @@ from ...core.sharding import R, Shard, local_shape
 from ...ir.program import DistributedProgram, StateSpec
 from ..transport.transport import Wait
 
+ALIGNMENT = 16  # bytes: kernels read and write so many at once where views begin at multiples of it
+
+
+def aligned(count: int, dtype: torch.dtype) -> int:
+    """Room for ``count`` elements behind which the next view is aligned."""
+    step = max(1, ALIGNMENT // dtype.itemsize)
+    return -(-count // step) * step
+
 
 @dataclass(frozen=True)
 class GradientSlice:
@@ -28,6 +36,8 @@ class GradientSlice:
 class Bucket:
     """Gradients that settle together, in one flat buffer: first each rank of the axes ``scattered`` gets its run of the
     sum over them, then what it has (``own``; without such axes, all) is added up over the axes ``summed``.
+
+    All of them begin at multiples of :data:`ALIGNMENT`; the ``gaps`` between them are zeros.
 
     ``order``: the scattered axes as the mesh has them, in which order ranks count.
     ``slots``: where each parameter's gradient is added up: in its own shape, or (where it has ``cuts``) with leading
@@ -46,6 +56,7 @@ class Bucket:
     views: dict[str, Tensor]
     label: str
     reduced: torch.dtype
+    gaps: tuple[Tensor, ...] = ()
     moving: Tensor | None = None
     terms: int = 0
     left: int = 0
@@ -53,8 +64,10 @@ class Bucket:
     held: bool = True
 
     def hold(self) -> None:
-        """Give the buffer memory again, without values; all views of it have it then."""
+        """Give the buffer memory again, without values but for the gaps; all views of it have it then."""
         self.buffer.untyped_storage().resize_(self.buffer.nbytes)
+        for gap in self.gaps:
+            gap.zero_()
         self.held = True
 
     def release(self) -> None:
@@ -105,18 +118,24 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
     peers = mesh.peers(rank, order)
     ranks = [axis.size for axis in program.axes]
     shapes = {name: torch.Size(local_shape(spec.shape, spec.sharding, ranks)) for name, spec in specs.items()}
-    sizes = [shape.numel() for shape in shapes.values()]
-    buffer = torch.empty(len(peers) * sum(sizes), dtype=first.summed, device=device)
-    own = buffer.view(len(peers), sum(sizes))[peers.index(rank)]
+    sizes = {name: shape.numel() for name, shape in shapes.items()}
+    rooms = [aligned(size, first.summed) for size in sizes.values()]
+    buffer = torch.empty(len(peers) * sum(rooms), dtype=first.summed, device=device)
+    own = buffer.view(len(peers), sum(rooms))[peers.index(rank)]
     slots: dict[str, Tensor] = {}
     cuts: dict[str, tuple[GradientSlice, ...]] = {}
-    runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(sizes)), sizes, -1)
-    for (name, spec), run in zip(specs.items(), runs, strict=True):
+    gaps: list[Tensor] = []
+    runs = torch.split(buffer.view(*(mesh[axis] for axis in order), sum(rooms)), rooms, -1)
+    for (name, spec), room in zip(specs.items(), runs, strict=True):
+        run, gap = room[..., : sizes[name]], room[..., sizes[name] :]
         slots[name], cuts[name] = run.view((*run.shape[:-1], *shapes[name])), _cuts(spec, program)
-        if len(names) == len(cuts[name]) == 1 and (cuts[name][0].dim, cuts[name][0].parts) == (0, 1):
+        gaps += [gap] if gap.numel() else []
+        whole = len(names) == 1 and not gap.numel()
+        if whole and len(cuts[name]) == 1 and (cuts[name][0].dim, cuts[name][0].parts) == (0, 1):
             slots[name], cuts[name] = slots[name].flatten(0, 1), ()  # the slices of all ranks, in order
-    views = {name: run.view(shapes[name]) for name, run in zip(names, torch.split(own, sizes), strict=True)}
+    places = zip(names, torch.split(own, rooms), strict=True)
+    views = {name: room[: sizes[name]].view(shapes[name]) for name, room in places}
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     label = f"gradients[{','.join((*scattered, *summed))}] {names[0]}{more}"
     label += f" in {str(first.reduced).removeprefix('torch.')}"
-    return Bucket(summed, scattered, order, buffer, own, slots, cuts, views, label, first.reduced)
+    return Bucket(summed, scattered, order, buffer, own, slots, cuts, views, label, first.reduced, tuple(gaps))
