@@ -40,7 +40,7 @@ __all__ = [
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
     "plain_function", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name", "silu",
     "storage_key", "storage_uses", "version", "without_printed_graphs", "without_torch_function", "built_for_xpu",
-    "RNN_WEIGHT_LISTS",
+    "has_kernel", "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
 
 # -- tensors
@@ -118,6 +118,12 @@ def composite_in_cpp(target: Any) -> bool:
     """Whether C++ defines an operator by others; instead: attempting ``target.decompose``."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return isinstance(target, OpOverload) and bool(target.has_kernel_for_dispatch_key(composite))
+
+
+def has_kernel(target: OpOverload, device: torch.device) -> bool:
+    """Whether an operator has a kernel for a device; instead: running it once."""
+    key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type))
+    return bool(target.has_kernel_for_dispatch_key(key))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from ...compat.torch import foreach_copy_, foreach_mul_
 from ...ir.program import DistributedProgram, RankProgram, StateSpec
 from ..transport.transport import Transport
 from .buckets import Bucket, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
+from .products import add_product, adds_up, put_product
 
 BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 PIECES, PIECE_BYTES = 16, 2**20  # of what no ranks add up (at most so many, of so many bytes at least): its memory is
@@ -114,11 +115,11 @@ class GradientStore:
         self._count(bucket)
 
     def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
-        """As ``accumulate(left @ right, value)``, without a copy."""
+        """As ``accumulate(left @ right, value)``, without a copy, and (see :mod:`.products`) not rounded on its way."""
         name = self.names[value]
         bucket = self.where[name]
         slot, cuts = bucket.slots[name], bucket.cuts[name]
-        if len(cuts) > 1 or any(cut.parts > 1 for cut in cuts) or left.dtype is not slot.dtype:
+        if len(cuts) > 1 or any(cut.parts > 1 for cut in cuts) or not adds_up(slot, left):
             self.accumulate(left @ right, value)
             return
         if cuts:  # each rank's rows or columns are a product of their own
@@ -127,11 +128,9 @@ class GradientStore:
             right = right.expand(cuts[0].ranks, -1, -1) if rows else by_rank(right, cuts, bucket.order)
         if name in self.fresh:
             self._first(name, bucket)
-            torch.matmul(left, right, out=slot)
-        elif cuts:
-            slot.baddbmm_(left, right)
+            put_product(slot, left, right)
         else:
-            slot.addmm_(left, right)
+            add_product(slot, left, right)
         self._count(bucket)
 
     def _first(self, name: str, bucket: Bucket) -> None:
