@@ -46,7 +46,7 @@ def _starts(program: quintnet.CompiledProgram) -> dict[str, int]:
 
 
 LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], str]] = [
-    ("gpt", {"tp": 2}, {"sequence_parallel": False}, "start_all_reduce"),
+    ("gpt", {"tp": 2}, {"sequence_parallel": False}, "start_all_reduce_"),
     ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 2, "schedule": "zb-h1", "recompute": "full"}, "start_reduce_scatter"),
     ("gpt", {"dp": 2}, {"microbatches": 2, "zero": 3, "recompute": "selective"}, "start_gather_together"),
     ("gpt", {"dp": 2}, {"microbatches": 2, "zero": 3, "reshard_after_forward": False}, "start_scatter_together"),
