@@ -156,6 +156,34 @@ def test_verify_moves_the_batch_with_the_module(device: Emulated) -> None:
     assert report.ok, str(report)
 
 
+def test_a_checkpoint_makes_the_host_wait_once(device: Emulated, tmp_path: Path) -> None:
+    """While it is copied. Both kinds of save write what the accelerator had, whatever it does next."""
+    device.set_device(0)
+    case, where = CASES["mlp"], torch.device("emulated", 0)
+    batch = tuple(x.to(where) for x in case.batch(8))
+    program = quintnet.compile(build("mlp"), quintnet.Mesh(dp=2), batch, loss_fn=case.loss_fn, device=where, zero=1)
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    for _ in range(2):
+        program.step(batch)
+        optimizer.step()
+    expected = {n: p.detach().full_tensor().cpu() for n, p in program.named_parameters()}  # type: ignore[attr-defined]
+    found = program._snapshot(optimizer, None)
+    tensors = [box for part in found.parts.values() for box in part.boxes.values() if box.device == where]
+    with device.counting() as counted:
+        found.on_host(copy=True)
+    assert counted.to_host == len(tensors) == 3 * len(expected)
+    assert (counted.to_device, counted.waits) == (0, {"a stream": 1})
+    program.save(tmp_path / "now", step=2, optimizer=optimizer)
+    later = program.save_async(tmp_path / "later", step=2, optimizer=optimizer)
+    program.step(batch)
+    optimizer.step()
+    later.result()
+    for folder in ("now", "later"):
+        program.load(tmp_path / folder, optimizer=optimizer)
+        for name, p in program.named_parameters():
+            assert torch.equal(p.detach().full_tensor().cpu(), expected[name])  # type: ignore[attr-defined]
+
+
 # -- a process for each rank
 
 

@@ -203,7 +203,7 @@ class ProgramState(abc.ABC):
         Raises:
             CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
         """
-        return write(self._snapshot(optimizer, extra), Path(folder), step, keep)
+        return write(self._snapshot(optimizer, extra).on_host(copy=False), Path(folder), step, keep)
 
     def save_async(
         self,

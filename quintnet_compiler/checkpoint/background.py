@@ -29,5 +29,5 @@ class Background:
         """``found`` is copied before this returns, once the save before is on disk: two copies would be too many."""
         if self.last is not None:
             self.last.exception()  # whoever asked for that one is told by its own future
-        self.last = self.thread.submit(write, found.copied(), folder, step, keep, self.group)
+        self.last = self.thread.submit(write, found.on_host(copy=True), folder, step, keep, self.group)
         return self.last

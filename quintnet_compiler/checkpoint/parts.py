@@ -49,11 +49,6 @@ class SavedPart:
         """Of a tensor that every rank has."""
         return cls(local.shape, local, {torch.Size([0] * local.dim()): local})
 
-    def copied(self) -> SavedPart:
-        """A copy on the CPU, which later steps do not change."""
-        boxes = {at: box.detach().to("cpu", copy=True) for at, box in self.boxes.items()}
-        return SavedPart(self.shape, self.local, boxes)
-
     # -- what torch.distributed.checkpoint asks of a tensor
 
     def size(self) -> torch.Size:

@@ -7,7 +7,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from .manifest import Damaged, check_files, name_of, read_manifest, steps_in
 from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
 from .parts import SavedPart
 from .pretrained import WeightsSubject, everywhere
+from .staging import on_host
 from .storage import STATE, LoadPlanning, Reader, SavePlanning, Writer
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -46,8 +47,11 @@ class Snapshot:
     parts: Mapping[str, SavedPart]
     note: Mapping[str, Any]
 
-    def copied(self) -> Snapshot:
-        return Snapshot({name: part.copied() for name, part in self.parts.items()}, self.note)
+    def on_host(self, *, copy: bool) -> Snapshot:
+        """The same in host memory; with ``copy``, later steps do not change it."""
+        made = iter(on_host([box for part in self.parts.values() for box in part.boxes.values()], copy=copy))
+        parts = {name: replace(part, boxes={at: next(made) for at in part.boxes}) for name, part in self.parts.items()}
+        return Snapshot(parts, self.note)
 
 
 def snapshot(

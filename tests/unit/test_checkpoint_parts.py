@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from quintnet_compiler.checkpoint import background
 from quintnet_compiler.checkpoint.optimizer_state import ParameterPlace, merged, plain, restored, stored
 from quintnet_compiler.checkpoint.parts import SavedPart
+from quintnet_compiler.checkpoint.staging import on_host
 from quintnet_compiler.core.errors import CheckpointError
 
 
@@ -31,11 +32,10 @@ def test_a_rank_may_have_several_boxes_of_a_tensor() -> None:
 
 def test_copies_stay_as_they_are() -> None:
     x = torch.zeros(3)
-    part = SavedPart.whole(x)
-    copy = part.copied()
+    copied, same = (on_host([x, x[1:]], copy=copy) for copy in (True, False))
     x.fill_(1)
-    (box,) = copy.boxes.values()
-    assert box.tolist() == [0, 0, 0] and part.boxes[torch.Size([0])].tolist() == [1, 1, 1]
+    assert [y.tolist() for y in copied] == [[0, 0, 0], [0, 0]] and [y.tolist() for y in same] == [[1, 1, 1], [1, 1]]
+    assert same[0].data_ptr() == x.data_ptr()
 
 
 def _stepped(parameter: nn.Parameter, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
@@ -100,7 +100,8 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
         def __init__(self, x: Tensor) -> None:
             self.x = x
 
-        def copied(self) -> Tensor:
+        def on_host(self, *, copy: bool) -> Tensor:
+            assert copy
             return self.x.clone()
 
     monkeypatch.setattr(background, "write", write)

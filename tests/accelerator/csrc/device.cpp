@@ -11,6 +11,8 @@
 namespace emulated {
 namespace {
 
+void count_wait(const std::string& name);
+
 using Event = std::shared_ptr<Mark>;
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -28,7 +30,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device of, bool) const override { return new_stream(of.index()); }
   c10::Stream exchangeStream(c10::Stream to) const override { return exchange_stream(to); }
   bool queryStream(const c10::Stream& stream) const override { return queue_of(stream).idle(); }
-  void synchronizeStream(const c10::Stream& stream) const override { queue_of(stream).synchronize(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    count_wait("a stream");
+    queue_of(stream).synchronize();
+  }
   void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(device); }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
