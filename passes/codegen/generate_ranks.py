@@ -15,6 +15,7 @@ from ...core.annotations import facts, is_getitem, leaf, num_bytes, shape, value
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
 from ...ir.program import (
+    BUCKET_MIB,
     DifferentiatedProgram,
     DistributedProgram,
     Piece,
@@ -44,12 +45,14 @@ class GenerateRanks:
     (where it only says which functions there are, it need not be complete).
 
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
-    its transfers is verified; the generated code of all ranks of a stage is the same.
+    its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib``: see
+    :class:`...ir.plan.Plan`.
     """
 
     mesh: Mesh
     schedule: Schedule
     checked: bool = True
+    bucket_mib: float = BUCKET_MIB
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
         stages = program.local.staged.num_stages
@@ -85,6 +88,7 @@ class GenerateRanks:
             schedule,
             tuple(sites),
             program,
+            self.bucket_mib,
         )
 
 

@@ -21,6 +21,7 @@ from ..core.names import LONGEST_PATH, one_line
 from ..core.precision import DTYPES, Precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
+from .program import BUCKET_MIB
 
 LARGEST_FILE = 16 * 2**20
 
@@ -84,6 +85,8 @@ class Plan(BaseModel):
             ``"float32"``, in which microbatches are added up, too; or ``"bfloat16"``, half the bytes of float32.
         sum_dtype: the dtype in which ranks add up other partial results, as those of row-parallel matmuls:
             ``"value"``, the value's own, or ``"float32"``, twice the bytes of 16 bits.
+        bucket_mib: gradients of so many MiB (or of one parameter, if that is more) are added up in one message. 25 is
+            DistributedDataParallel's size; a planner takes the smallest at which its cluster's links are used well.
         seed: of dropout masks, which are the same on every layout.
         unknown_ops: what happens to an operator without a sharding rule: ``"error"``, or ``"replicate"``: it runs
             unsplit on every rank.
@@ -113,6 +116,7 @@ class Plan(BaseModel):
     loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
     sum_dtype: Literal["value", "float32"] = "value"
+    bucket_mib: float = Field(default=BUCKET_MIB, gt=0, le=2**16)
     seed: int = Field(default=0, ge=0, lt=2**63)
     unknown_ops: Literal["error", "replicate"] = "error"
 
@@ -187,6 +191,7 @@ class PlanOptions(TypedDict, total=False):
     loss_scale: float | None
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] | None
     sum_dtype: Literal["value", "float32"] | None
+    bucket_mib: float | None
     seed: int | None
     unknown_ops: Literal["error", "replicate"] | None
 

@@ -22,6 +22,8 @@ from ..guards.guards import Guards
 from ..schedules.schedule import Action, Schedule, StageEdge
 from .headings import with_headings
 
+BUCKET_MIB = 25.0  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -365,7 +367,7 @@ class DistributedProgram:
 
     ``values``: shape and dtype of what crosses stages.
     ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``source``: the
-    graph that the functions were cut from.
+    graph that the functions were cut from. ``bucket_mib``: see :class:`.plan.Plan`.
     """
 
     mesh: Mesh
@@ -379,6 +381,7 @@ class DistributedProgram:
     schedule: Schedule
     sites: tuple[str, ...]
     source: DifferentiatedProgram = field(repr=False, compare=False)
+    bucket_mib: float = BUCKET_MIB
 
     @property
     def space(self) -> tuple[Axis, ...]:
@@ -398,6 +401,7 @@ class DistributedProgram:
     def digest(self) -> str:
         """SHA-256 of all that ranks must agree on: layout, schedule, and every stage's code."""
         parts: list[object] = [self.mesh, self.axes, self.schedule, self.transfers, self.inputs, self.results]
+        parts.append(self.bucket_mib)
         parts += [*sorted(self.state.items()), *sorted(self.values.items())]
         for stage in self.stages:
             parts += [stage.state, stage.inputs, stage.slices, stage.results, stage.saved, stage.gradients]

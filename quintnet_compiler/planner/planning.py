@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ..core.annotations import value, values
-from ..core.axes import AXES
+from ..core.axes import AXES, SHARDED
 from ..core.errors import CompileError
+from ..cost_models.bucket_size import bucket_bytes
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
@@ -192,8 +193,20 @@ class Planner:
         return sum(value(n).numel() * size * repeats.get(n, 1) for n, size in held.items())
 
     def complete(self, found: Estimate) -> Plan:
-        """The document of an estimate: its layout, and where it cuts the model."""
-        return found.layout.decided(self.pinned).changed({"stages": found.begins})
+        """The document of an estimate: its layout, where it cuts the model, and how gradients travel."""
+        plan = found.layout.decided(self.pinned).changed({"stages": found.begins})
+        given = "bucket_mib" in self.pinned.model_fields_set
+        return plan if given else plan.changed({"bucket_mib": self._bucket_mib(found)})
+
+    def _bucket_mib(self, found: Estimate) -> float:
+        """Where most parameters' gradients are added up: over ranks that have other rows, or other positions."""
+        layout = found.layout
+        ranks = layout.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
+        if len(ranks) == 1:
+            return self.pinned.bucket_mib
+        name, costs = "reduce_scatter" if layout.zero else "all_reduce", self.machine.costs
+        most = max(one.gradients for one in found.memory)
+        return bucket_bytes(lambda size: costs.group_seconds(name, size, ranks), most) / 2**20
 
     def estimate(self) -> Estimate:
         """What the pinned plan costs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.annotations import Facts, annotate
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models import closed_forms
+from quintnet_compiler.cost_models.bucket_size import LARGEST, REACHED, SHARE, SMALLEST, bucket_bytes
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.collectives import ALGORITHMS, collective_seconds
 from quintnet_compiler.cost_models.hardware import A100_80, H100, HARDWARE, hardware
@@ -206,6 +208,31 @@ def test_collectives_grow_with_bytes_and_slow_down_over_slower_levels(
     assert collective_seconds(name, fast, few) <= collective_seconds(name, group, few)
     if ranks <= 8:
         assert collective_seconds(name, group, many) <= collective_seconds(name, cluster.group(ranks, 8), many)
+
+
+@given(st.sampled_from(["all_reduce", "reduce_scatter"]), st.sampled_from([2, 8, 16, 64, 256]), st.floats(1e6, 1e12))
+@settings(deadline=None)
+def test_buckets_are_as_small_as_links_allow(name: str, ranks: int, total: float) -> None:
+    """Half of one would lose more than a tenth to latency, unless they end elsewhere."""
+    group = Cluster("h100", nodes=32).group(ranks)
+
+    def reached(size: float) -> float:
+        return size / 1e13 * collective_seconds(name, group, 1e13) / collective_seconds(name, group, size)
+
+    found = bucket_bytes(lambda size: collective_seconds(name, group, size), total)
+    assert SMALLEST <= found <= LARGEST and found.bit_count() == 1
+    assert found == SMALLEST or (found <= total / SHARE and reached(found / 2) < REACHED + 1e-3)
+    assert reached(found) > REACHED - 1e-3 or 2 * found > min(LARGEST, total / SHARE)
+
+
+def test_buckets_grow_with_latency() -> None:
+    cluster = Cluster("h100", nodes=32)
+    groups = [cluster.group(ranks) for ranks in (2, 8, 64, 256)]
+    sizes = [bucket_bytes(partial(collective_seconds, "reduce_scatter", group), 1e12) for group in groups]
+    assert [size / 2**20 for size in sizes] == [64, 128, 128, 256]
+    slow = Cluster("h100", nodes=32, network_seconds=1e-3).group(256)
+    assert bucket_bytes(partial(collective_seconds, "reduce_scatter", slow), 1e12) == LARGEST
+    assert bucket_bytes(partial(collective_seconds, "reduce_scatter", groups[0]), 1e8) == 2**23  # an eighth
 
 
 def test_collectives_have_seconds_as_unit() -> None:

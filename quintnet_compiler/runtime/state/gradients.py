@@ -15,7 +15,6 @@ from ..transport.transport import Transport
 from .buckets import Bucket, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
 from .products import add_product, adds_up, put_product
 
-BUCKET_BYTES = 25 * 2**20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 PIECES, PIECE_BYTES = 16, 2**20  # of what no ranks add up (at most so many, of so many bytes at least): its memory is
 # taken piece by piece, as the backward frees values
 
@@ -62,7 +61,7 @@ class GradientStore:
             sizes = {name: self._bytes(self.program.state[name]) for name in names}
             alone = not reduced_axes(first, self.program) and not scattered_axes(first, self.program)
             few = max(PIECE_BYTES, sum(sizes.values()) // PIECES)
-            limit = min(BUCKET_BYTES, few) if alone else BUCKET_BYTES
+            limit = min(self.program.bucket_mib * 2**20, few) if alone else self.program.bucket_mib * 2**20
             for name in names:
                 pending.append(name)
                 size += sizes[name]
