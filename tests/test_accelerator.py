@@ -22,7 +22,7 @@ from quintnet_compiler.ops.grouped_rows import (
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
-from .accelerator.ranks import Job, World, count_all, fail, run, train_all, train_alone, train_with
+from .accelerator.ranks import Job, World, count_all, fail, run, sequences, train_all, train_alone, train_with
 from .models import CASES, WIDTH, build, reference, worst_error
 from .test_experts import Capacity
 
@@ -295,6 +295,14 @@ def test_grouped_matmuls_of_experts(device: Emulated, transposed: bool) -> None:
     assert counted.waits == {} and counted.to_device == 0 and counted.kernels["aten::_grouped_mm"] == 3
     for mine, theirs in zip(found, products(ids, rows, grad, weight, bias, on_host=True), strict=True):
         assert torch.allclose(mine.cpu().float(), theirs.float(), atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("begin", [False, True], ids=["waited for at once", "waited for later"])
+def test_sequences_are_joined_and_cut_without_a_copy(begin: bool) -> None:
+    """Each is a run of memory of its own. In a hundred of them, messages would cost more than a copy."""
+    for rows, copies in ((1, 0), (4, 0), (100, 2)):
+        for found in run(sequences, World(2), rows, begin):
+            assert sum(n for name, n in found.items() if "copy" in name or "clone" in name) == copies, (rows, found)
 
 
 @pytest.mark.slow

@@ -238,6 +238,20 @@ def test_processes_have_the_memory_of_the_closed_forms(tmp_path: Path) -> None:
         assert len(found) == 4 * len(OPTIMIZERS)
 
 
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_what_a_step_begins_with_travels_together(precision: str) -> None:
+    """Parameters that are gathered once a step: in as many messages as the plan's size of buckets says."""
+    torch.manual_seed(0)
+    model, batch = Square(), (torch.randn(8, 16),)
+    each = 16 * 16 * (4 if precision == "model" else 2) / 2**20
+    for mib, messages in ((25.0, [4]), (2 * each, [2, 2]), (each, [])):
+        program = quintnet.compile(model, Mesh(dp=2), batch, zero=1, precision=precision, bucket_mib=mib)  # type: ignore[arg-type]
+        code = program.ranks[0].stages[0].once.module.code
+        found = [line.split("], 'dp'")[0].count(",") + 1 for line in code.splitlines() if "gather_states(" in line]
+        assert found == messages and code.count("gather_state(") == (0 if messages else 4)
+        assert program.verify(steps=1).ok
+
+
 def test_slices_of_a_block_travel_together() -> None:
     """Two messages of a block's parameters and one of its gradients, whatever it consists of; and as many for the table
     of tokens and that of positions, and for what follows the blocks."""

@@ -9,16 +9,25 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ...core.annotations import annotate, copied_from, facts, leaf, value
-from ...ir.program import DifferentiatedProgram
+from ...compat.torch import OpOverload, operator_name
+from ...core.annotations import annotate, copied_from, facts, leaf, num_bytes, value
+from ...ir.program import BUCKET_MIB, DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
-from ...ops.collectives import all_gather, gather_together, reduce_scatter, scatter_together
+from ...ops.collectives import (
+    all_gather,
+    gather_state,
+    gather_states,
+    gather_together,
+    reduce_scatter,
+    scatter_together,
+)
 
 
 @dataclass(frozen=True)
 class CoalesceCollectives:
     """One collective for the gathers of a block's parameters, before the first of them is used, and one for the
-    scatters of its gradients, when the last of them is there.
+    scatters of its gradients, when the last of them is there. Of what is gathered at the start of a step, one for
+    every ``bucket_mib`` MiB.
 
     Before: %w = all_gather(%p1, dp);  %y = linear(%x, %w);  %b = all_gather(%p2, dp)
     After:  %all = gather_together([%p1, %p2], dp);  %w = %all[0];  %y = linear(%x, %w);  %b = %all[1]
@@ -26,28 +35,33 @@ class CoalesceCollectives:
     travels with its neighbours there.
     """
 
+    bucket_mib: float = BUCKET_MIB
+
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         gathers, scatters = _groups(program)
+        gathers += _at_start(program, self.bucket_mib * 2**20)
         first = {members[0]: members for members in gathers}
         last = {members[-1]: members for members in scatters}
         joined = {node for members in (*gathers, *scatters) for node in members}
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         stage: dict[fx.Node, int] = {}
+        once: set[fx.Node] = set()
 
         def emit(node: fx.Node) -> None:
             new[node] = graph.node_copy(node, lambda n: new[n])
             if node in program.stage:
                 stage[new[node]] = program.stage[node]
 
-        def together(members: Sequence[fx.Node], target: object) -> None:
+        def together(members: Sequence[fx.Node], target: OpOverload) -> None:
             for source in (node.all_input_nodes[0] for node in members):
                 if source not in new:  # the copy of a parameter, made right before its own gather
                     emit(source)
             _, axis, size = members[0].args[:3]
             dims, parts = ([node.args[place] for node in members] for place in (3, 4))
             given = [new[node.args[0]] for node in members]  # type: ignore[index]
-            name = "gather_together" if target is gather_together else "scatter_together"
+            name = operator_name(target)
             made = graph.create_node("call_function", target, (given, axis, size, dims, parts), name=name)  # type: ignore[arg-type]
+            once.update({made} if members[0] in program.once else ())
             annotate(made, replace(facts(members[0]), value=tuple(value(node) for node in members)))
             stage[made] = program.stage[members[0]]
             for index, node in enumerate(members):
@@ -57,7 +71,7 @@ class CoalesceCollectives:
 
         for node in program.graph.nodes:
             if node in first:
-                together(first[node], gather_together)
+                together(first[node], gather_states if node.target is gather_state else gather_together)
             elif node in last:
                 together(last[node], scatter_together)
             elif node.op == "output":
@@ -65,7 +79,8 @@ class CoalesceCollectives:
             elif node not in joined and node not in new:
                 emit(node)
         graph.lint()
-        return program.moved(graph, new, stage)
+        moved = program.moved(graph, new, stage)
+        return replace(moved, once=moved.once | once)
 
 
 def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[list[fx.Node]]]:
@@ -87,6 +102,21 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
         elif node in settled and all(user.op == "output" for user in node.users):
             scatters[key].append(node)
     return [m for m in gathers.values() if len(m) > 1], [m for m in scatters.values() if len(m) > 1]
+
+
+def _at_start(program: DifferentiatedProgram, limit: float) -> list[list[fx.Node]]:
+    """Gathers of parameters at the start of a step, in twos or more, of ``limit`` bytes or what comes to that first."""
+    groups: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
+    sizes: dict[Hashable, float] = {}
+    for node in program.graph.nodes:
+        if node.target is gather_state and node in program.once and _stored(node.all_input_nodes[0]):
+            key = program.stage[node], node.args[1], value(node).dtype
+            if not groups[key] or sizes[key] >= limit:
+                groups[key].append([])
+                sizes[key] = 0.0
+            groups[key][-1].append(node)
+            sizes[key] += num_bytes(value(node))
+    return [members for found in groups.values() for members in found if len(members) > 1]
 
 
 def _stored(node: fx.Node) -> bool:

@@ -85,7 +85,8 @@ class Plan(BaseModel):
             ``"float32"``, in which microbatches are added up, too; or ``"bfloat16"``, half the bytes of float32.
         sum_dtype: the dtype in which ranks add up other partial results, as those of row-parallel matmuls:
             ``"value"``, the value's own, or ``"float32"``, twice the bytes of 16 bits.
-        bucket_mib: gradients of so many MiB (or of one parameter, if that is more) are added up in one message. 25 is
+        bucket_mib: gradients of so many MiB (or of one parameter, if that is more) are added up in one message, and
+            parameters that are gathered at the start of a step (``zero=1`` and 2) travel in such messages. 25 is
             DistributedDataParallel's size; a planner takes the smallest at which its cluster's links are used well.
         seed: of dropout masks, which are the same on every layout.
         unknown_ops: what happens to an operator without a sharding rule: ``"error"``, or ``"replicate"``: it runs

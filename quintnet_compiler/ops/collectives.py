@@ -49,6 +49,11 @@ gather_state = define_operator(
     "gather_state(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: resized(x, dim, times=size),
 )
+# several of what this rank stores as one message; each as gather_state
+gather_states = define_operator(
+    "gather_states(Tensor[] xs, str axis, int size, int[] dims, int[] parts) -> Tensor[]",
+    lambda xs, axis, size, dims, parts: [resized(x, dim, times=size) for x, dim in zip(xs, dims, strict=True)],
+)
 reduce_scatter = define_operator(
     "reduce_scatter(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: resized(x, dim, over=size),
@@ -197,6 +202,7 @@ _TABLE = (
     CollectiveSpec(all_reduce_, "all_reduce", _start_of(all_reduce_)),
     CollectiveSpec(all_gather, "all_gather", _start_of(all_gather)),
     CollectiveSpec(gather_state, "all_gather"),
+    CollectiveSpec(gather_states, "all_gather"),
     CollectiveSpec(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),
     CollectiveSpec(all_to_all, "all_to_all", _start_of(all_to_all), meaning=_moved_slices),
     CollectiveSpec(gather_together, "all_gather", _start_of(gather_together)),

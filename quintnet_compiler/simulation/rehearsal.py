@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.annotations import leaf
+from ..core.annotations import leaf, origin
 from ..core.sharding import local_shape
 from ..ir.program import DistributedProgram, RankProgram, Slice, StageProgram
-from ..ops.collectives import gather_state
+from ..ops.collectives import gather_state, gather_states
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
@@ -192,11 +192,16 @@ def _in_place(program: DistributedProgram) -> frozenset[str]:
     graph, state = program.source.graph, program.state
     found: set[str] = set()
     for node in graph.nodes:
+        made, number = origin(node)
         if node.target is gather_state:
-            (source,) = node.all_input_nodes
-            known = leaf(source)
-            if source.name in found or (known is not None and state[known.name].in_place):
-                found.add(node.name)
+            source: Any = node.args[0]
+        elif made.target is gather_states and made is not node:
+            source = made.args[0][number]  # type: ignore[index]
+        else:
+            continue
+        known = leaf(source)
+        if source.name in found or (known is not None and state[known.name].in_place):
+            found.add(node.name)
     return frozenset(found)
 
 

@@ -23,6 +23,7 @@ import quintnet
 from quintnet_compiler.api import compiled_program
 from quintnet_compiler.compat.torch import pytree
 from quintnet_compiler.runtime.backends import backends
+from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 
 from ..models import CASES, build, reference, worst_error
 from . import process_group
@@ -208,6 +209,26 @@ def broken(*_: Any) -> None:
         "with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or "
         "external library call failed or device error.\nLast error:\nError while creating shared memory segment"
     )
+
+
+def sequences(rows: int, begin: bool) -> dict[str, int]:
+    """The kernels that joining and cutting values of ``rows`` sequences along their positions takes, over two ranks.
+
+    Raises:
+        AssertionError: if what it makes is wrong.
+    """
+    mesh, rank, here = quintnet.Mesh(tp=2), dist.get_rank(), torch.device(NAME, dist.get_rank())
+    transport = DistributedTransport(mesh, device_mesh(mesh, NAME))
+    whole = torch.arange(rows * 1024 * 256, dtype=torch.float64).view(rows, 1024, 256)
+    half = whole.chunk(2, 1)[rank]
+    given, cut = half.to(here).contiguous(), whole.to(here)
+    with install().counting() as found:
+        run = (lambda *args: transport.start(*args)()) if begin else transport.run
+        joined = run("all_gather", given, "tp", 1, 1, 0)
+        added = run("reduce_scatter", cut, "tp", 1, 1, 0)
+    assert torch.equal(joined.cpu(), whole) and torch.equal(added.cpu(), 2 * half)
+    assert torch.equal(given.cpu(), half) and torch.equal(cut.cpu(), whole)
+    return dict(found.kernels)
 
 
 def train_with(fault: str, jobs: Sequence[Job]) -> dict[str, str]:

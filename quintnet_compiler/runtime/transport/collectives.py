@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ...compat.distributed import all_gather, reduce_scatter
 from .transport import Pending
+
+PIECES, PIECE_BYTES = 16, 2**20  # at most so many in one message, of so many bytes at least: else one copy costs less
 
 
 class Native:
@@ -35,6 +38,24 @@ class Native:
     def reduce_scatter(self, x: Tensor, into: Tensor, later: bool) -> Pending:
         """This rank's run of the sum of all ranks' ``x`` in ``into``, which may be that run of ``x``."""
         return pending(reduce_scatter(into, x, group=self.group, async_op=later), x, lambda: into)
+
+    def pieces(self, x: Tensor, dim: int, parts: int) -> Sequence[Tensor] | None:
+        """The runs of contiguous memory of which ``x`` consists, cut along the dims before ``dim``: where ranks join or
+        cut that, they can do it with each run alone, which saves a copy of the whole. None: where it saves none."""
+        count = math.prod(x.shape[:dim])
+        if parts > 1 or not 1 < count <= PIECES or x.nbytes < count * PIECE_BYTES:
+            return None
+        return x.contiguous().flatten(0, dim - 1).unbind()
+
+    def all_gather_each(self, xs: Sequence[Tensor], into: Sequence[Tensor], later: bool) -> Pending:
+        """As :meth:`all_gather` of each of ``xs``, in one message."""
+        work = self.group.allgather_into_tensor_coalesced(list(into), list(xs))
+        return pending(work, xs, lambda: into)
+
+    def reduce_scatter_each(self, xs: Sequence[Tensor], into: Sequence[Tensor], later: bool) -> Pending:
+        """As :meth:`reduce_scatter` of each of ``xs``, in one message."""
+        work = self.group.reduce_scatter_tensor_coalesced(list(into), list(xs))
+        return pending(work, xs, lambda: into)
 
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         """The ``x`` of the rank that ``sources`` names at this rank's place."""
@@ -85,6 +106,13 @@ class Exchanges(Native):
         terms = got.view(self.size, *into.shape)
         return pending(work, x, lambda: torch.sum(terms, 0, out=into))
 
+    def pieces(self, x: Tensor, dim: int, parts: int) -> None:
+        """None: each would be a message of its own."""
+
+    def all_gather_each(self, xs: Sequence[Tensor], into: Sequence[Tensor], later: bool) -> Pending:
+        begun = [self.all_gather(x, whole, True) for x, whole in zip(xs, into, strict=True)]
+        return lambda: [each() for each in begun]
+
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         # gloo's messages keep their caller until they are under way; its collectives have threads of their own, and
         # need ranks that only get what they have, too
@@ -105,7 +133,7 @@ def collectives(group: dist.ProcessGroup) -> Native:
     return Exchanges(group) if dist.get_backend(group) == "gloo" else Native(group)
 
 
-def pending(work: dist.Work | None, given: Tensor, made: Callable[[], Any]) -> Pending:
+def pending(work: dist.Work | None, given: Any, made: Callable[[], Any]) -> Pending:
     """``work`` is None where it is done; ``given`` lives until then."""
     kept = [given]
 

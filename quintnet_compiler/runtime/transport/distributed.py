@@ -116,6 +116,10 @@ class DistributedTransport:
 
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
+        if (runs := group.pieces(x, dim, parts)) is not None:
+            made = x.new_empty((*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :]))
+            joined = group.all_gather_each(runs, made.flatten(0, dim - 1).unbind(), later)
+            return lambda: (joined(), made)[1]
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
         gathered = group.all_gather(x.contiguous(), out, later)
         if dim == 0 and parts == 1:
@@ -123,16 +127,39 @@ class DistributedTransport:
         return lambda: slices.unstack(gathered().view(group.size, *x.shape), dim, parts)
 
     def _gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
-        if x.untyped_storage().nbytes() == x.nbytes:
-            return self._all_gather(x, axis, dim, parts, at, later=later)
-        assert (dim, parts) == (0, 1), "only rows can be gathered in place"
-        group = self.axis[axis]
-        first = x.storage_offset() - group.rank * x.numel()
-        whole = x.as_strided((group.size * x.shape[0], *x.shape[1:]), x.stride(), first)
-        return group.all_gather(x, whole, later)
+        whole = self._gather_states([x], axis, [dim], [parts], at, later=later)
+        return lambda: whole()[0]
+
+    def _gather_states(
+        self,
+        xs: Sequence[Tensor],
+        axis: str,
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+        *,
+        later: bool = False,
+    ) -> Pending:
+        group, how = self.axis[axis], list(zip(dims, parts, strict=True))
+        given = [x.contiguous() for x in xs]
+        wholes = [_room(x, group, place == (0, 1)) for x, place in zip(given, how, strict=True)]
+        gathered = group.all_gather_each(given, wholes, later)
+
+        def each() -> tuple[Tensor, ...]:
+            gathered()
+            return tuple(
+                whole if place == (0, 1) else slices.unstack(whole.view(group.size, *x.shape), *place)
+                for x, whole, place in zip(given, wholes, how, strict=True)
+            )
+
+        return each
 
     def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
+        if (runs := group.pieces(x, dim, parts)) is not None:
+            made = x.new_empty((*x.shape[:dim], x.shape[dim] // group.size, *x.shape[dim + 1 :]))
+            scattered = group.reduce_scatter_each(runs, made.flatten(0, dim - 1).unbind(), later)
+            return lambda: (scattered(), made)[1]
         stacked = slices.stack(x, dim, parts, group.size).contiguous()
         return group.reduce_scatter(stacked.flatten(0, 1), stacked.new_empty(stacked.shape[1:]), later)
 
@@ -255,6 +282,15 @@ class DistributedTransport:
     def _device(self) -> torch.device:
         kind = self.devices.device_type
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def _room(x: Tensor, group: Native, rows: bool) -> Tensor:
+    """Memory for what all ranks have, one after the other: around ``x`` where there is some."""
+    if x.untyped_storage().nbytes() == x.nbytes:
+        return x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    assert rows, "only rows can be gathered in place"
+    first = x.storage_offset() - group.rank * x.numel()
+    return x.as_strided((group.size * x.shape[0], *x.shape[1:]), x.stride(), first)
 
 
 def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:

@@ -215,6 +215,11 @@ class LocalTransport:
     def _gather_state(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._all_gather(x, axis, dim, parts, at)
 
+    def _gather_states(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        return self._gather_together(xs, axis, dims, parts, at)
+
     def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int) -> Tensor:
         return self._meet("scatter", x, self.peers[axis], self._site(at), dim, parts)
 
