@@ -174,7 +174,7 @@ def test_every_reduction_shows_its_dtype() -> None:
     assert sites and all(" float32" in site for site in sites)
     sums = ("all_reduce[tp] bfloat16", "all_reduce_[tp] bfloat16", "reduce_scatter[tp] bfloat16")
     assert any(site.startswith(sums) for site in program.sites)
-    assert any(site.startswith("gather_state[dp] bfloat16") for site in program.sites)
+    assert any(site.startswith("gather_early[dp] bfloat16") for site in program.sites)
 
 
 class Everything(nn.Module):

@@ -244,11 +244,11 @@ def test_what_a_step_begins_with_travels_together(precision: str) -> None:
     torch.manual_seed(0)
     model, batch = Square(), (torch.randn(8, 16),)
     each = 16 * 16 * (4 if precision == "model" else 2) / 2**20
-    for mib, messages in ((25.0, [4]), (2 * each, [2, 2]), (each, [])):
+    for mib, messages in ((25.0, [4]), (2 * each, [2, 2]), (each, [1, 1, 1, 1])):
         program = quintnet.compile(model, Mesh(dp=2), batch, zero=1, precision=precision, bucket_mib=mib)  # type: ignore[arg-type]
         code = program.ranks[0].stages[0].once.module.code
-        found = [line.split("], 'dp'")[0].count(",") + 1 for line in code.splitlines() if "gather_states(" in line]
-        assert found == messages and code.count("gather_state(") == (0 if messages else 4)
+        found = [line.split("], 'dp'")[0].count(",") + 1 for line in code.splitlines() if "gather_early(" in line]
+        assert found == messages and "gather_state(" not in code
         assert program.verify(steps=1).ok
 
 

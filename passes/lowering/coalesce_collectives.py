@@ -60,7 +60,7 @@ class CoalesceCollectives:
             dims, parts = ([node.args[place] for node in members] for place in (3, 4))
             given = [new[node.args[0]] for node in members]  # type: ignore[index]
             name = operator_name(target)
-            made = graph.create_node("call_function", target, (given, axis, size, dims, parts), name=name)  # type: ignore[arg-type]
+            made = graph.create_node("call_function", target, (given, axis, size, dims, parts), name=name)
             once.update({made} if members[0] in program.once else ())
             annotate(made, replace(facts(members[0]), value=tuple(value(node) for node in members)))
             stage[made] = program.stage[members[0]]
@@ -105,7 +105,7 @@ def _groups(program: DifferentiatedProgram) -> tuple[list[list[fx.Node]], list[l
 
 
 def _at_start(program: DifferentiatedProgram, limit: float) -> list[list[fx.Node]]:
-    """Gathers of parameters at the start of a step, in twos or more, of ``limit`` bytes or what comes to that first."""
+    """Gathers of parameters at the start of a step, of ``limit`` bytes or what comes to that first."""
     groups: dict[Hashable, list[list[fx.Node]]] = defaultdict(list)
     sizes: dict[Hashable, float] = {}
     for node in program.graph.nodes:
@@ -116,7 +116,7 @@ def _at_start(program: DifferentiatedProgram, limit: float) -> list[list[fx.Node
                 sizes[key] = 0.0
             groups[key][-1].append(node)
             sizes[key] += num_bytes(value(node))
-    return [members for found in groups.values() for members in found if len(members) > 1]
+    return [members for found in groups.values() for members in found]
 
 
 def _stored(node: fx.Node) -> bool:

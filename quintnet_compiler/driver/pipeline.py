@@ -25,6 +25,7 @@ from ..passes.autodiff.recompute import Recompute
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
 from ..passes.checks.code import check_code
+from ..passes.checks.early import check_early
 from ..passes.checks.fused import check_fused
 from ..passes.checks.in_place import check_in_place
 from ..passes.checks.notation import check_notation
@@ -40,6 +41,7 @@ from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
 from ..passes.lowering.sum_in_place import SumInPlace
 from ..passes.overlap.async_tp import FuseCollectiveMatmuls
+from ..passes.overlap.gather_early import GatherEarly
 from ..passes.overlap.overlap import Overlap
 from ..passes.sharding.axis_view import Wishes
 from ..passes.sharding.choose_sharding import ChooseSharding
@@ -249,6 +251,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         SumInPlace, "DifferentiatedProgram", "which sums over ranks overwrite their terms",
         lambda s, p: _planned(SumInPlace, s),
         lambda s, before, after: [(check_in_place, (after,))],
+    ),
+    PassSpec(
+        GatherEarly, "DifferentiatedProgram", "which parameters are on their way while the first forward computes",
+        lambda s, p: _planned(GatherEarly, s) if s.plan.overlap else None,
+        lambda s, before, after: [(check_early, (after,))],
     ),
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",

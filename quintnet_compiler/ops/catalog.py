@@ -104,6 +104,7 @@ OPERATORS = _read(
     _scaled_dot_product_flash_attention_for_cpu           attention  -   -
     _scaled_dot_product_flash_attention_for_cpu_backward  attention  -   -
     alias                                                 view       -   -
+    arrived                                               view       -   -
     squeeze                                               view       -   -
     _unsafe_view                                          view       -   -
     unsqueeze                                             view       -   -

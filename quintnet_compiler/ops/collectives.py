@@ -54,6 +54,11 @@ gather_states = define_operator(
     "gather_states(Tensor[] xs, str axis, int size, int[] dims, int[] parts) -> Tensor[]",
     lambda xs, axis, size, dims, parts: [resized(x, dim, times=size) for x, dim in zip(xs, dims, strict=True)],
 )
+# as gather_states, whose results may still be on their way: only ``arrived`` reads them
+gather_early = define_operator(
+    "gather_early(Tensor[] xs, str axis, int size, int[] dims, int[] parts) -> Tensor[]",
+    lambda xs, axis, size, dims, parts: [resized(x, dim, times=size) for x, dim in zip(xs, dims, strict=True)],
+)
 reduce_scatter = define_operator(
     "reduce_scatter(Tensor x, str axis, int size, int dim, int parts) -> Tensor",
     lambda x, axis, size, dim, parts: resized(x, dim, over=size),
@@ -203,6 +208,7 @@ _TABLE = (
     CollectiveSpec(all_gather, "all_gather", _start_of(all_gather)),
     CollectiveSpec(gather_state, "all_gather"),
     CollectiveSpec(gather_states, "all_gather"),
+    CollectiveSpec(gather_early, "all_gather"),
     CollectiveSpec(reduce_scatter, "reduce_scatter", _start_of(reduce_scatter)),
     CollectiveSpec(all_to_all, "all_to_all", _start_of(all_to_all), meaning=_moved_slices),
     CollectiveSpec(gather_together, "all_gather", _start_of(gather_together)),

@@ -43,6 +43,8 @@ keep_mask = define_operator(
     "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts) -> Tensor",
     lambda x, p, op, whole, axes, sizes, dims, parts: x.new_empty(x.shape, dtype=torch.bool),
 )
+# a result of ``gather_early``, once it is there
+arrived = define_operator("arrived(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
 # one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
 microbatch = define_operator(
     "microbatch(Tensor x, int size, int dim, int parts) -> Tensor",
@@ -53,7 +55,7 @@ microbatch = define_operator(
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        rows_of, local_experts, cached_attention, loss_scale,
+        rows_of, local_experts, cached_attention, loss_scale, arrived,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL | {wait}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.annotations import leaf, origin
 from ..core.sharding import local_shape
 from ..ir.program import DistributedProgram, RankProgram, Slice, StageProgram
-from ..ops.collectives import gather_state, gather_states
+from ..ops.collectives import gather_early, gather_state, gather_states
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
@@ -195,7 +195,7 @@ def _in_place(program: DistributedProgram) -> frozenset[str]:
         made, number = origin(node)
         if node.target is gather_state:
             source: Any = node.args[0]
-        elif made.target is gather_states and made is not node:
+        elif made.target in (gather_states, gather_early) and made is not node:
             source = made.args[0][number]  # type: ignore[index]
         else:
             continue

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -54,6 +54,28 @@ class Comm:
         self.mesh, self.coordinate = mesh, coordinate
         self.seed = self.step = self.microbatch = 0
         self.scale = 1.0
+        self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by the identity of a tensor
+
+    def gather_early(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[Tensor, ...]:
+        """What ranks store of parameters as one message, and its results at once: see :meth:`arrived`."""
+        made, wait = self.transport.begin_gather(xs, axis, dims, parts, at)
+        wait = cache(wait)
+        self.under_way.update((id(x), (x, wait)) for x in made)
+        return made
+
+    def arrived(self, x: Tensor, at: int) -> Tensor:
+        """``x``, once it is there."""
+        if id(x) in self.under_way:
+            self.under_way.pop(id(x))[1]()
+        return x
+
+    def settle(self) -> None:
+        """Wait for what nobody read: from now on its memory may be written to."""
+        for _, wait in self.under_way.values():
+            wait()
+        self.under_way.clear()
 
     def wait(self, begun: Pending, at: int) -> Any:
         """What a collective that was started makes, when it is there."""

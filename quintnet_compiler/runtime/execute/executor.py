@@ -135,6 +135,7 @@ class Executor:
         self.peak_live = 0
         self.comm.seed, self.comm.step, self.comm.scale = how.seed, how.step, how.scale or 1.0
         self.watch, self.check_finite, self.finite = watch, how.check_finite, True
+        self.comm.under_way.clear()  # of a step that failed
         if self.gradients is not None:
             self.gradients.begin()
         for stage in self.part.stages:
@@ -144,6 +145,7 @@ class Executor:
                 self.handlers[action.op](action)
         for send in list(self.sent):
             self._forget(send)
+        self.comm.settle()
         if self.gradients is not None:
             self._require_gradients(self.gradients)
             self.gradients.settle(how.scale or 1.0)

@@ -202,6 +202,19 @@ class TimedTransport:
     def start(self, collective: str, *args: Any) -> Pending:
         return self.recorder.begun(lambda: self.inner.start(collective, *args), **self._of(collective, args))
 
+    def begin_gather(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
+        made: tuple[Tensor, ...] = ()
+
+        def begin() -> Callable[[], Any]:
+            nonlocal made
+            made, wait = self.inner.begin_gather(xs, axis, dims, parts, at)
+            return wait
+
+        wait = self.recorder.begun(begin, **self._what(axis, at))
+        return made, wait
+
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.recorder.begun(lambda: self.inner.permute(x, axis, sources, at), **self._what(axis, at))
 

@@ -117,7 +117,7 @@ class DistributedTransport:
     def _all_gather(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
         if (runs := group.pieces(x, dim, parts)) is not None:
-            made = x.new_empty((*x.shape[:dim], group.size * x.shape[dim], *x.shape[dim + 1 :]))
+            made = x.new_empty(_joined(x, group.size, dim))
             joined = group.all_gather_each(runs, made.flatten(0, dim - 1).unbind(), later)
             return lambda: (joined(), made)[1]
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
@@ -140,19 +140,29 @@ class DistributedTransport:
         *,
         later: bool = False,
     ) -> Pending:
+        made, wait = self.begin_gather(xs, axis, dims, parts, at)
+        return lambda: (wait(), made)[1]
+
+    def begin_gather(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
         group, how = self.axis[axis], list(zip(dims, parts, strict=True))
         given = [x.contiguous() for x in xs]
         wholes = [_room(x, group, place == (0, 1)) for x, place in zip(given, how, strict=True)]
-        gathered = group.all_gather_each(given, wholes, later)
+        gathered = group.all_gather_each(given, wholes, True)
+        made = tuple(
+            whole if place == (0, 1) else whole.new_empty(_joined(x, group.size, place[0]))
+            for x, whole, place in zip(given, wholes, how, strict=True)
+        )
 
-        def each() -> tuple[Tensor, ...]:
+        def wait() -> None:
             gathered()
-            return tuple(
-                whole if place == (0, 1) else slices.unstack(whole.view(group.size, *x.shape), *place)
-                for x, whole, place in zip(given, wholes, how, strict=True)
-            )
+            for x, whole, out, (dim, n) in zip(given, wholes, made, how, strict=True):
+                if out is not whole:
+                    by_rank = torch.unflatten(out, dim, (n, group.size, -1)).movedim(dim + 1, 0)
+                    by_rank.copy_(torch.unflatten(whole.view(group.size, *x.shape), dim + 1, (n, -1)))
 
-        return each
+        return made, wait
 
     def _reduce_scatter(self, x: Tensor, axis: str, dim: int, parts: int, at: int, *, later: bool = False) -> Pending:
         group = self.axis[axis]
@@ -282,6 +292,11 @@ class DistributedTransport:
     def _device(self) -> torch.device:
         kind = self.devices.device_type
         return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device("cpu")
+
+
+def _joined(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
+    """The shape of what ``size`` ranks have that each have as much as ``x`` along ``dim``."""
+    return (*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
 
 
 def _room(x: Tensor, group: Native, rows: bool) -> Tensor:

@@ -250,6 +250,11 @@ class LocalTransport:
         made = self.run(collective, *args)
         return lambda: made
 
+    def begin_gather(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
+        return self._gather_states(xs, axis, dims, parts, at), lambda: None
+
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         got = self._meet("permute", x, self.peers[axis], self._site(at), *sources)
         return lambda: got

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -36,6 +36,13 @@ class Transport(Protocol):
     def start(self, collective: str, *args: Any) -> Pending:
         """Begin what :meth:`run` carries out. What it reads must not change until it is waited
         for; it lives until then. Ranks must start collectives of an axis in the same order, and may wait in any."""
+        ...
+
+    def begin_gather(
+        self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
+    ) -> tuple[tuple[Tensor, ...], Callable[[], Any]]:
+        """Begin ``gather_states``: its results, which have no values before the function that comes with them has
+        returned."""
         ...
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
