@@ -122,20 +122,22 @@ def test_a_rank_that_catches_the_error_of_its_batch_is_not_a_step_behind_the_oth
 def test_watching_a_thread_that_traces_does_no_harm(tmp_path: Path) -> None:
     """Walking the frames of a thread that traces ended its process within seconds; so they are not walked."""
     watched = """
-import sys, threading, time, torch
+import sys, threading, torch
+from pathlib import Path
 sys.setswitchinterval(1e-5)
 from torch.distributed import HashStore
-from quintnet_compiler.runtime.launch.heartbeat import Pulse
+from quintnet_compiler.runtime.launch.heartbeat import Heartbeat
 import quintnet
 from tests.models import CASES, build
 torch.set_num_threads(1)
 store = HashStore()
 store.set("verdict", "")
-pulse, over, seen = Pulse(lambda: store, 0, 1, __import__("pathlib").Path(sys.argv[1]), 1.0), threading.Event(), set()
+heartbeat = Heartbeat(lambda: store, 0, 1, Path(sys.argv[1]), 1.0)
+over, seen = threading.Event(), set()
 def look():
     while not over.wait(0.0002):
-        pulse._look()
-        seen.add(pulse.place)
+        heartbeat._look()
+        seen.add(heartbeat.place)
 thread = threading.Thread(target=look)
 thread.start()
 for _ in range(12):
