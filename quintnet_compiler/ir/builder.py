@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat.torch import FakeTensorMode
+from ..compat.torch import FakeTensorMode, schema_or_none
 from ..core.absent_gpu import call_fake
 from ..core.annotations import Facts, Leaf, Value, annotate, facts, is_float, value
 from ..core.errors import Where
@@ -102,7 +102,9 @@ class GraphBuilder:
         known = facts(source)
         assert isinstance(known.value, tuple)
         part = known.value[index]
-        node = self.graph.call_function(operator.getitem, (source, index))
+        node = self.graph.create_node(
+            "call_function", operator.getitem, (source, index), name=_part_name(source, index)
+        )
         self.made.append(node)
         grad = known.needs_grad and isinstance(part, Tensor) and is_float(part) and not is_tangent(node)
         return annotate(node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase))
@@ -116,6 +118,15 @@ class GraphBuilder:
     def output(self, nodes: tuple[fx.Node, ...]) -> None:
         self.graph.output(nodes)
         self.graph.lint()
+
+
+def _part_name(source: fx.Node, index: int) -> str | None:
+    """A result of an operator of this package as its schema calls it (``group_plan_ends``). Names of torch's are long
+    enough without."""
+    if getattr(source.target, "namespace", None) != "quintnet":
+        return None
+    results = schema_or_none(source.target).returns
+    return f"{source.name}_{results[index].name}" if index < len(results) and results[index].name else None
 
 
 def _look(x: Tensor) -> Hashable:

@@ -99,7 +99,8 @@ def _dispatch_plan_shapes(ids: Tensor, axis: str, size: int, experts: int, outer
 # collective takes sizes from there. ``outer``: the ways in which earlier axes split the experts. How many rows a rank
 # gets is known when it runs; as shapes, as many as it sends.
 dispatch_plan = define_operator(
-    "dispatch_plan(Tensor ids, str axis, int size, int experts, int outer) -> (Tensor, Tensor)", _dispatch_plan_shapes
+    "dispatch_plan(Tensor ids, str axis, int size, int experts, int outer) -> (Tensor order, Tensor counts)",
+    _dispatch_plan_shapes,
 )
 dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)
 combine = define_operator("combine(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)

@@ -120,7 +120,9 @@ def _plan_shapes(ids: Tensor, experts: int, counts: Tensor | None, on_host: bool
 
 
 group_plan = define_operator(
-    "group_plan(Tensor ids, int experts, Tensor? counts, bool on_host) -> (Tensor, Tensor)", _plan_shapes, plan_groups
+    "group_plan(Tensor ids, int experts, Tensor? counts, bool on_host) -> (Tensor order, Tensor ends)",
+    _plan_shapes,
+    plan_groups,
 )
 # rows in the order of a plan, and back; each is the other's transpose
 group_rows = define_operator(
