@@ -6,6 +6,7 @@ import html
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from .accelerator.build import missing
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
+from gpu_report import layouts, memory, races, shared_device  # noqa: E402
 from gpu_report.driver import last_error, run_part, write  # noqa: E402
 from gpu_report.entries import Check, Figures, NotRun, entry_of, line_of  # noqa: E402
 from gpu_report.page import shown  # noqa: E402
@@ -47,6 +49,22 @@ def test_half_an_hour_is_enough_as_the_page_says() -> None:
     assert sum(part.seconds for part in PARTS) == 30 * 60
     page = (ROOT / "docs/gpus.md").read_text()
     assert [part.name for part in PARTS if f"| `{part.name}` | {part.seconds} |" not in page] == []
+
+
+def test_the_page_counts_the_layouts() -> None:
+    page = (ROOT / "docs/gpus.md").read_text()
+    exact, rounded, two = (_sampled(jobs) for jobs in (layouts.EXACT, layouts.ROUNDED, shared_device.TWO))
+    shared = len(shared_device.TWO) + len(shared_device.FOUR)
+    assert f"| {len(layouts.EXACT)} layouts of" in page and f"; {len(layouts.ROUNDED)} more in bf16" in page
+    assert f"| {exact}, and {rounded} in bf16 |" in page
+    assert f"| {two} of {shared}, on 2 processes |" in page and not _sampled(shared_device.FOUR)
+    assert f"| {_sampled(races.JOBS)} of {len(races.JOBS)} layouts |" in page
+    assert f"for {len(memory.PLANS)} plans over {memory.STEPS} steps" in page
+    assert f"| {len(memory.SAMPLE)} plans |" in page
+
+
+def _sampled(jobs: Sequence[layouts.Job]) -> int:
+    return sum(job.sample for job in jobs)
 
 
 def test_a_part_that_fails_says_why(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, outputs
 from ...ops.collectives import convert
-from ...ops.rank_local import embedding_rows, loss_scale
+from ...ops.rank_local import LOOKUPS, loss_scale
 from ...ops.user_derivatives import after_gradients, arrives, declare_gradient, derivatives, of_tangents, with_tangent
 from .derivatives import Derivatives, OperatorCall, Pattern
 from .tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call
@@ -419,7 +419,7 @@ def _parameter(node: fx.Node) -> fx.Node | None:
 
 def _sums(node: fx.Node) -> torch.dtype | None:
     """Of a lookup in a copy of a parameter, the dtype of the parameter: rows of its gradient are added up in that."""
-    if node.target not in (aten.embedding.default, embedding_rows):
+    if node.target not in LOOKUPS:
         return None
     here = tensor_inputs(node)[0]
     while here.target is convert:
