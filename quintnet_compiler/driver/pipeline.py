@@ -32,6 +32,7 @@ from ..passes.checks.notation import check_notation
 from ..passes.checks.overlap import check_overlap
 from ..passes.checks.reductions import check_reductions
 from ..passes.checks.slices import check_slices
+from ..passes.checks.token_dispatch import check_token_dispatch
 from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
@@ -223,6 +224,9 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         FuseTokenDispatch, "LocalProgram", "tokens that would be combined and dispatched again stay where they are",
         lambda s, p: _planned(FuseTokenDispatch, s, s.request.rules),
+        lambda s, before, after: (
+            [(check_token_dispatch, (before, after, s.request.rules))] if after is not before else []
+        ),
     ),
     PassSpec(
         Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",
