@@ -25,7 +25,7 @@ Number = tuple[int, Order]
 
 
 @dataclass(frozen=True)
-class Read:
+class NumberRead:
     """The number of a value that is read, among an operator's arguments."""
 
     number: int
@@ -34,7 +34,7 @@ class Read:
 def check_token_dispatch(before: LocalProgram, after: LocalProgram, rules: Mapping[Any, Rule]) -> None:
     """Raises: CompileError QN209 with the first value that is another than ``before``."""
     table: dict[Any, int] = {}
-    old, new = _Numbers(before, rules, table), _Numbers(after, rules, table)
+    old, new = _OrderedRows(before, rules, table), _OrderedRows(after, rules, table)
     for program, mine, others, what in ((before, old, new, "is lost"), (after, new, old, "was not there")):
         left = Counter[int | None](others.made.values())
         for node in program.graph.nodes:
@@ -44,7 +44,7 @@ def check_token_dispatch(before: LocalProgram, after: LocalProgram, rules: Mappi
                 raise CompileError("QN209", f"token dispatch: {node.name} {what}", where=facts(node).where, fix=REPORT)
 
 
-class _Numbers:
+class _OrderedRows:
     """``made``: the number of every value but those that only order rows; equal ones have equal numbers."""
 
     def __init__(self, program: LocalProgram, rules: Mapping[Any, Rule], table: dict[Any, int]) -> None:
@@ -105,4 +105,4 @@ class _Numbers:
 
 def _shown(given: Any, number: Callable[[fx.Node], int]) -> str:
     """Arguments as text, with the number of each value that they read."""
-    return repr(fx.map_arg(given, lambda n: Read(number(n))))  # type: ignore[arg-type,return-value]
+    return repr(fx.map_arg(given, lambda n: NumberRead(number(n))))  # type: ignore[arg-type,return-value]
