@@ -21,6 +21,8 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from quintnet_compiler.compat.torch import FakeTensorMode
+
 PACKAGE = Path(__file__).parent.parent / "quintnet_compiler"
 COMPAT = PACKAGE / "compat"
 LIBRARIES = ("torch", "transformers")
@@ -297,3 +299,12 @@ def test_version_shims_take_what_is_there() -> None:
     names = ("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor")
     found = [getattr(torch.distributed, new, None) or getattr(torch.distributed, old) for new, old in names]
     assert [distributed.all_gather, distributed.reduce_scatter] == found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_fake_attention_is_as_large_as_attention(dtype: torch.dtype) -> None:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    made = attention(*torch.ones(3, 2, 4, 16, 8, dtype=dtype))
+    with FakeTensorMode():
+        fakes = attention(*torch.ones(3, 2, 4, 16, 8, dtype=dtype))
+    assert [(x.dtype, x.shape, x.stride()) for x in fakes] == [(x.dtype, x.shape, x.stride()) for x in made]

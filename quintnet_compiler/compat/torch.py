@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -44,6 +45,20 @@ __all__ = [
 ]  # fmt: skip
 
 # -- tensors
+
+
+class FakeTensorMode(TorchFakeTensorMode):  # type: ignore[no-untyped-call]
+    """torch's own. Before 2.13 it says that attention on the CPU in float64 saves its logarithms of sums in float32;
+    they are in float64, and twice as large."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            out, sums = made
+            if out.dtype == torch.float64 and sums.dtype != out.dtype:
+                return out, sums.double()
+        return made
+
 
 # How often a tensor was written to; instead: a digest of its values. Hot: guards read it with map().
 version: Callable[[Tensor], int] = attrgetter("_version")
