@@ -20,6 +20,7 @@ import torch
 import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from quintnet_compiler.compat.torch import FakeTensorMode
 
@@ -60,6 +61,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_keys_to_ignore_on_load_unexpected": _LLAMA,
         "_keys_to_ignore_on_save": _LLAMA,
         "_model_mapping": transformers.AutoModelForCausalLM,
+        "_normalize_placements_into_shard_order": DTensorSpec,
         "_pp_plan": _LLAMA,
         "_tp_plan": _LLAMA,
         "_experts_implementation": transformers.MixtralConfig(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -15,11 +16,14 @@ import torch
 from torch import Tensor
 
 import quintnet
+from quintnet_compiler.core.sharding import R, S
+from quintnet_compiler.ir.program import Axis, StateSpec
+from quintnet_compiler.runtime.state.state import part_of, sharded_dtensor
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 from quintnet_compiler.runtime.transport.local import LocalWorld
 from quintnet_compiler.runtime.transport.transport import Transport
 
-from .models import CASES, build, worst_error
+from .models import CASES, build, reference, worst_error
 
 Outcome = tuple[float, float, float, dict[str, Tensor], dict[str, Tensor]]
 
@@ -210,3 +214,43 @@ def _fail(code: int) -> None:
 def test_launch_names_the_rank_that_failed() -> None:
     with pytest.raises(quintnet.RunError, match=r"(?s)rank 1 raised .*told to fail with 7"):
         quintnet.launch(_fail, 2, (7,), timeout=60)
+
+
+def _joined(sizes: dict[str, int]) -> list[str]:
+    """The shardings of a tensor that DTensors do not join to the whole."""
+    mesh = quintnet.Mesh(**sizes)
+    devices, here = device_mesh(mesh, "cpu"), mesh.coordinate(torch.distributed.get_rank())
+    axes = [Axis(name, size, "model") for name, size in sizes.items()]
+    whole = torch.arange(144 * 8.0).view(144, 8)
+    wrong = []
+    for kinds in itertools.product((R, S(0), S(0, 2), S(0, 3), S(1, 2)), repeat=2):
+        spec = StateSpec("x", "parameter", (144, 8), whole.dtype, True, kinds, (0,), kinds, kinds, *3 * [whole.dtype])
+        x = sharded_dtensor(part_of(whole, kinds, axes, here), spec, axes, devices)
+        wrong += [] if torch.equal(x.full_tensor(), whole) else [f"{kinds}"]
+        wrong += [] if torch.equal((x + x).full_tensor(), whole + whole) else [f"the sum of two {kinds}"]
+    return wrong
+
+
+def test_interleaved_slices_are_joined() -> None:
+    """Also where two axes split one dim: torch's DTensor alone raises there, or gives other numbers."""
+    assert quintnet.launch(_joined, 4, ({"dp": 2, "tp": 2},), timeout=120) == [[]] * 4
+
+
+def _planned() -> dict[str, float]:
+    """How far packed weights and their gradients are from the module's, where a plan stores them interleaved."""
+    torch.set_num_threads(1)
+    case, name = CASES["gpt"], "blocks.0.qkv.weight"
+    plan = {"parameters": {name: {"dp": "S(0,3)"}}}
+    program = quintnet.compile(
+        build("gpt"), quintnet.Mesh(dp=2, tp=2), case.batch(8), loss_fn=case.loss_fn, zero=3, plan=plan
+    )
+    program.step(case.batch(8))
+    mine, whole = dict(program.named_parameters())[name], build("gpt")
+    _, gradients = reference(whole, case.batch(8), case.loss_fn)
+    pairs = {"weight": (mine, whole.get_parameter(name)), "gradient": (mine.grad, gradients[name])}
+    return {key: float((found.full_tensor() - exact).abs().max()) for key, (found, exact) in pairs.items()}  # type: ignore[union-attr]
+
+
+def test_a_plan_that_stores_a_packed_weight_interleaved() -> None:
+    for found in quintnet.launch(_planned, 4, timeout=120):
+        assert found["weight"] == 0 and found["gradient"] < 1e-14, found

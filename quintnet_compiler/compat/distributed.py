@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -12,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
     "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
     "Store",  # likewise
     "TCPStore",  # likewise
-    "StridedShard",  # a placement of packed weights, such as query, key and value; instead: one parameter per part
-    "all_gather", "flight_record", "local_tensor", "reduce_scatter", "replace_local_tensor", "symmetric_matmuls",
-    "use_symmetric_memory",
+    "all_gather", "flight_record", "interleaved_shard", "local_tensor", "reduce_scatter", "replace_local_tensor",
+    "symmetric_matmuls", "use_symmetric_memory",
 ]  # fmt: skip
 
 # torch 2.13 renamed these two; the names before it are deprecated
@@ -34,6 +35,31 @@ local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 def replace_local_tensor(x: DTensor, part: Tensor) -> None:
     """The same DTensor over other memory; instead: a new parameter, which optimizers would have to be given."""
     x._local_tensor = part
+
+
+def interleaved_shard(dim: int, parts: int) -> Placement:
+    """The placement of a packed weight, such as query, key and value, of whose ``parts`` each rank has a slice;
+    instead: one parameter per part."""
+    _redistribute_interleaved()
+    return _StridedShard(dim, split_factor=parts)
+
+
+@cache
+def _redistribute_interleaved() -> None:
+    """torch takes such a placement for an order of mesh axes, and where it is none, raises (2.11), or plans without the
+    sizes that axes before leave: ``full_tensor`` raises or gives wrong numbers where two axes split one dim (2.12 and
+    2.13). Then it is taken for what it says; instead: ``use_strided_shard_as_shard_order=False`` in every DTensorSpec,
+    operators' results too."""
+    spec: Any = DTensorSpec
+    as_order = spec._normalize_placements_into_shard_order
+
+    def normalize(placements: Any, mesh: Any, use_strided_shard_as_shard_order: bool = True) -> Any:
+        try:
+            return as_order(placements, mesh, use_strided_shard_as_shard_order)
+        except ValueError:
+            return as_order(placements, mesh, False)
+
+    spec._normalize_placements_into_shard_order = staticmethod(normalize)
 
 
 def use_symmetric_memory(group: dist.ProcessGroup) -> None:

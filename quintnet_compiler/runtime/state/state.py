@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ...compat.distributed import StridedShard
+from ...compat.distributed import interleaved_shard
 from ...core import slices
 from ...core.sharding import Shard as ShardType
 from ...core.sharding import Sharding, local_shape
@@ -45,7 +45,7 @@ def placements(spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> tuple
         elif kind.parts == 1:
             found.append(Shard(kind.dim))
         else:
-            found.append(StridedShard(kind.dim, split_factor=kind.parts))
+            found.append(interleaved_shard(kind.dim, kind.parts))
     return tuple(found)
 
 
