@@ -143,3 +143,15 @@ def test_blocks_that_differ_in_private_settings_or_hooks_are_traced() -> None:
         change(model.layers[4])
         like = capture(model, batch, once=True).like
         assert not any("layers.4" in (kept, *names) for kept, names in like.items())
+
+
+def test_blocks_with_equal_tables_are_traced_once() -> None:
+    """As transformers 5.14 gives every attention: a dict of the functions that it may replace."""
+    model = Stack(9, lambda i: 0, lambda i: 0.5)
+    for block in model.layers:
+        block._kernels = {"activation": torch.tanh}
+    assert "layers.4" in capture(model, (torch.randn(ROWS, 16),), once=True).like["layers.1"]
+    for table in ({"activation": torch.sin}, {"activation": torch.tanh, "norm": torch.tanh}, {}):
+        model.layers[4]._kernels = table
+        like = capture(model, (torch.randn(ROWS, 16),), once=True).like
+        assert not any("layers.4" in (kept, *names) for kept, names in like.items())

@@ -135,6 +135,8 @@ def _plain(value: Any) -> Hashable:
     """A key under which equal settings are equal; other objects are equal only to themselves."""
     if isinstance(value, (list, tuple)):
         return type(value).__name__, tuple(_plain(one) for one in value)
+    if type(value) is dict:
+        return "dict", tuple((_plain(name), _plain(one)) for name, one in value.items())
     return (type(value).__name__, value) if isinstance(value, _PLAIN) else id(value)
 
 
