@@ -209,8 +209,9 @@ def test_fake_tensors_of_a_device_that_is_not_here() -> None:
         x = torch.empty(4, 6, device="cuda").t()
         made = call_fake(lambda x, device: (x[None].contiguous(), x.new_empty(2, device=device), 3), (x, CUDA), {})
         assert [getattr(y, "device", y) for y in made] == [x.device, x.device, 3] and made[0].is_contiguous()
-        with pytest.raises(RuntimeError):
-            x.contiguous()  # what torch does itself
+        if not torch.backends.cuda.is_built():
+            with pytest.raises(RuntimeError):
+                x.contiguous()  # what torch does itself
 
 
 # -- where programs are for, and what holds their state

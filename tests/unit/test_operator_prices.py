@@ -99,6 +99,8 @@ def test_what_nobody_described_has_no_price() -> None:
 
 @pytest.mark.parametrize("sample", [s for s in PRODUCTS if needs_one_dtype(s.target)], ids=str)
 def test_torch_refuses_products_of_two_dtypes(sample: Sample) -> None:
+    if sample.target == aten.addmv.default and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 converts the vector that addmv adds; QuintNet refuses two dtypes all the same")
     given = _drawn(sample)
     first = 0 if len(given) == 2 else next(i for i, x in enumerate(given) if is_float(x))
     given[first] = given[first].to(torch.float32)
