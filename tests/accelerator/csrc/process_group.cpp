@@ -197,6 +197,8 @@ void define_process_group(py::module_& m) {
       .def(py::init([](int rank, int size, py::object exchange) {
         return c10::make_intrusive<EmulatedBackend>(rank, size, std::move(exchange));
       }))
+      // NCCL's split needs the ranks that are not in the new group, too; an exchange does not
+      .def("perform_nocolor_split", [](EmulatedBackend&, at::Device) {})
       .def_property_readonly("options", [](EmulatedBackend&) { return c10::make_intrusive<EmulatedOptions>(); });
 }
 
