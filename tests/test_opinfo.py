@@ -252,7 +252,8 @@ def test_some_entries_are_equal() -> None:
     names = {"nn_functional_normalize", "chalf", "torch_ops_aten__safe_softmax_default", "view_copy"}
     chosen = [op for op in database() if op.formatted_name in names]
     found = {op.formatted_name: entry([one for _, one in judge(op, 2)]) for op in chosen}
-    assert found == dict.fromkeys(names, "equal")
+    untraced = {"view_copy": "refused: QN101"} if torch.__version__ < (2, 12) else {}  # by torch.export, on such views
+    assert found == dict.fromkeys(names, "equal") | untraced
 
 
 @pytest.mark.slow
