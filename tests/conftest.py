@@ -1,6 +1,9 @@
-"""Options of the tests."""
+"""Options and markers of the tests."""
 
 from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
 
 import pytest
 
@@ -9,6 +12,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/*/*.txt instead of comparing")
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are deselected by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Autograd makes a queue for each device when it first runs: the emulated device must be there before."""
+    _mark_samples(items)
+    # autograd makes a queue for each device when it first runs: the emulated device must be there before
     items.sort(key=lambda item: item.path.name != "test_accelerator.py")
+
+
+def _mark_samples(items: list[pytest.Item]) -> None:
+    """Mark as slow all but ``n`` cases of a test with ``@pytest.mark.sample(n)``, the same ones in each run."""
+    cases = defaultdict[object, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases[item.path, item.nodeid.partition("[")[0]].append(item)
+    for found in cases.values():
+        (count,) = found[0].iter_markers("sample")
+        mixed = sorted(found, key=lambda item: hashlib.sha256(item.name.encode()).digest())
+        for item in mixed[count.args[0] :]:
+            item.add_marker(pytest.mark.slow)

@@ -238,6 +238,7 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
     frontier.trains_equally(lambda: net(FUNCTIONS[name]), (X,))

@@ -95,6 +95,7 @@ def _table(net: Any, step: int) -> None:
     net.table.fill_(step)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "before",
     [
@@ -200,6 +201,7 @@ def _divides(net: Any, x: Tensor) -> Tensor:
     return net.inner(x).mean()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("body", "cause", "line"),
     [

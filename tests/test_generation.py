@@ -61,6 +61,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
@@ -76,6 +77,7 @@ def test_tokens_are_those_of_transformers(name: str, axes: dict[str, int], optio
     assert not torch.equal(program.generate(ids, max_new_tokens=NEW, pad_token_id=0), expected)  # padding counts
 
 
+@pytest.mark.slow
 def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
     """2 x layers/pp x heads/tp x length x width x rows/dp numbers on each rank; one seed, one text."""
     model, (ids, mask) = _model("Llama"), _prompts()

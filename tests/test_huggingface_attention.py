@@ -133,6 +133,7 @@ def _build(name: str) -> tuple[nn.Module, tuple[Tensor, ...], float]:
     return model(), _batch(which), error
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_becomes_one_operator(name: str) -> None:
     model, batch, _ = _build(name)
@@ -144,6 +145,7 @@ def test_what_becomes_one_operator(name: str) -> None:
 FAST = ("llama padded", "gemma3", "gpt_oss sinks")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -218,6 +220,7 @@ class Narrow(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("context", ["all_gather", "ring"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_values_of_another_width_than_keys_have_a_kernel_too(mesh: quintnet.Mesh, context: str) -> None:

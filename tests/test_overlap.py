@@ -54,6 +54,7 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "axes", "options", "kind"), LAYOUTS, ids=str)
 def test_the_order_changes_no_bit(name: str, axes: dict[str, int], options: dict[str, Any], kind: str) -> None:
     found = []

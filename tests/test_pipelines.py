@@ -93,6 +93,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("name", "mesh", "options"), [*FAST, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)], ids=str
 )
@@ -100,6 +101,7 @@ def test_a_pipeline_trains_as_the_unsplit_model(name: str, mesh: dict[str, int],
     _trains_equally(name, mesh, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("interleaved", 2), ("synthesized", 2)])
 def test_evaluation_follows_and_the_plan_says_all(schedule: str, virtual_stages: int) -> None:
     case, model, mesh = CASES["cnn"], build("cnn"), {"pp": 2}
@@ -130,6 +132,7 @@ def test_every_pipeline_trains_as_the_unsplit_model(
         _trains_equally(name, mesh, microbatches=microbatches, **options)
 
 
+@pytest.mark.slow
 def test_pipelines_draw_the_same_dropout_masks() -> None:
     """The loss of every schedule is the loss of one rank, three steps long."""
     dice = torch.Generator().manual_seed(1)

@@ -93,6 +93,7 @@ def _planner(model: str, cluster: str) -> Planner:
     return Planner.of(capture(module, batch, loss), ROWS, PricedCluster(CLUSTERS[cluster]), Plan(), RULES)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "cluster"),
     [
@@ -154,6 +155,7 @@ def test_blocks_that_others_read_are_not_folded() -> None:
     assert set(folded.repeats.values()) == {1} and len(folded.blocks) == 6
 
 
+@pytest.mark.slow
 def test_units_of_a_folded_model_are_those_of_the_whole() -> None:
     planner = replace(_planner("gpt", "2 of a node"), folded=_folded(*_gpt(6, 64)))
     program = Normalize(ROWS, torch.device("cpu"))(capture(*_gpt(6, 64)))
@@ -188,6 +190,7 @@ def test_a_cluster_in_place_of_a_mesh_trains_the_model() -> None:
     assert program.mesh.size == 4 and program.verify().ok
 
 
+@pytest.mark.slow
 def test_pinned_decisions_stay_and_estimates_agree() -> None:
     model, batch = _gpt(4, 64)
     cluster = CLUSTERS["two nodes of 2"]
@@ -311,6 +314,7 @@ def test_grouped_heads_are_not_taken_for_a_causal_mask() -> None:
     assert attention_flops(whole[0]) == attention_flops(whole[1]) == 2 * attention_flops(causal)
 
 
+@pytest.mark.slow
 def test_cost_counts_device_seconds() -> None:
     model, batch = _gpt(4, 64)
     cluster = quintnet.Cluster("h100", nodes=4, gpus_per_node=1)

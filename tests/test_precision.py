@@ -101,6 +101,7 @@ FEW = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sample(4)
 @FEW
 def test_layouts_are_as_near_to_float64_as_one_rank(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
     """Two programs that round as often, in another order, are about as far from the exact values: over all elements the
@@ -127,6 +128,7 @@ def test_verify_knows_the_precision() -> None:
     assert _compile("mlp", {"dp": 2}, reduce_dtype="bfloat16").verify().ok
 
 
+@pytest.mark.slow
 def test_more_bits_for_sums_are_nearer() -> None:
     """Of many microbatches of a model in bfloat16, and of eight ranks of one that computes in it."""
     low = torch.bfloat16

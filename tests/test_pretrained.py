@@ -86,6 +86,7 @@ def _equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 # -- round trips
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "axes", "shard"),
     [
@@ -113,6 +114,7 @@ def test_a_meta_model_gets_the_weights_of_a_folder_and_writes_them_again(
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     program = _program(_model("gpt2"), {"tp": 2, "dp": 2})
     optimizer = torch.optim.SGD(program.parameters(), lr=0.1)
@@ -125,6 +127,7 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(other.evaluate(_batch()), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("stored", "wanted"),
     [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)],

@@ -175,6 +175,7 @@ def _refused(change: Change) -> str:
     return "not at all"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("victim", "most"),
     [*((v, 3) for v in VICTIMS[:2]), *(pytest.param(v, 1000, marks=pytest.mark.slow) for v in VICTIMS)],
@@ -195,6 +196,7 @@ def test_changes_of_a_dtype_are_refused(victim: Victim, most: int) -> None:
     print({kind: min(most, len(changes)) for kind, changes in kinds.items()})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("dtype", "precision"), [("float64", "bf16"), ("bfloat16", "fp16"), ("float16", "bf16")])
 def test_a_precision_that_does_not_fit_the_model_is_refused(dtype: str, precision: str) -> None:
     def compiled(precision: str) -> quintnet.CompiledProgram:

@@ -77,6 +77,7 @@ def _memory(program: quintnet.CompiledProgram) -> tuple[int, int]:
     return sum(_bytes(kept)), max(_bytes(made))
 
 
+@pytest.mark.slow
 def test_memory_falls_with_the_number_of_ranks() -> None:
     ids, labels = (torch.randint(0, 32, (2, 256)) for _ in range(2))
     model = GPT(length=256).double()
