@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import fx
 
-from ..core.absent_gpu import AbsentGpu
+from ..core.absent_gpu import CUDA, AbsentGpu
 from ..core.axes import DATA_AXES, SHARDED
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType
@@ -28,6 +28,7 @@ from ..passes.checks.code import check_code
 from ..passes.checks.early import check_early
 from ..passes.checks.fused import check_fused
 from ..passes.checks.in_place import check_in_place
+from ..passes.checks.norms import check_norms
 from ..passes.checks.notation import check_notation
 from ..passes.checks.overlap import check_overlap
 from ..passes.checks.reductions import check_reductions
@@ -38,6 +39,7 @@ from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
+from ..passes.lowering.fuse_norms import FuseNorms
 from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
 from ..passes.lowering.sum_in_place import SumInPlace
@@ -227,6 +229,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         lambda s, before, after: (
             [(check_token_dispatch, (before, after, s.request.rules))] if after is not before else []
         ),
+    ),
+    PassSpec(
+        FuseNorms, "LocalProgram", "which operators are one RMS norm, for which GPUs have a kernel",
+        lambda s, p: FuseNorms() if s.request.device.type == CUDA.type else None,
+        lambda s, before, after: [(check_norms, (before, after))] if after is not before else [],
     ),
     PassSpec(
         Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",
