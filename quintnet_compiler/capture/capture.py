@@ -120,7 +120,7 @@ def capture(
     ):
         rows = None
         try:
-            exported = step.traced(own.repeated(functools.partial(_export, step, sample, dynamic)))
+            exported = _functional(step.traced(own.repeated(functools.partial(_export, step, sample, dynamic))))
         except QuintNetError:
             raise
         except Exception as error:
@@ -130,7 +130,7 @@ def capture(
             sample, rows = pytree.tree_map(lambda x: _sample(x, size, size, device), batch), size
             try:
                 skipped.like.clear()
-                exported = step.traced(own.repeated(functools.partial(_export, step, sample, None)))
+                exported = _functional(step.traced(own.repeated(functools.partial(_export, step, sample, None))))
             except QuintNetError:
                 raise
             except Exception:
@@ -149,8 +149,13 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
     shapes = None if dynamic is None else (dynamic,)
     exported: torch.export.ExportedProgram = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_no_grad(exported.graph_module)
+    return exported
+
+
+def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The same without in-place operators. This traces the graph again, which costs as much as forward did."""
     if any(_writes(node.target) for node in exported.graph.nodes):
-        exported = exported.run_decompositions({})  # traces again: in-place operators become functions
+        return exported.run_decompositions({})
     return exported
 
 
