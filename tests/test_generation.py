@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 ROWS, NEW = 4, 10
 
 
-def _model(name: str) -> nn.Module:
+def large_model(name: str) -> nn.Module:
     """A model of the zoo with large weights, so that its next token depends on all that came before."""
     model = ZOO[name].build()
     with torch.no_grad():
@@ -28,7 +28,7 @@ def _model(name: str) -> nn.Module:
     return model.eval()
 
 
-def _prompts() -> tuple[Tensor, Tensor]:
+def prompts() -> tuple[Tensor, Tensor]:
     ids = torch.randint(3, 60, (ROWS, 7), generator=torch.Generator().manual_seed(5))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
@@ -36,7 +36,7 @@ def _prompts() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _theirs(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+def theirs(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
     with torch.no_grad():
         found: Tensor = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options
@@ -68,10 +68,10 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ids=str,
 )
 def test_tokens_are_those_of_transformers(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
-    model, (ids, mask) = _model(name), _prompts()
+    model, (ids, mask) = large_model(name), prompts()
     program = quintnet.compile(model, quintnet.Mesh(**axes), {"input_ids": ids}, training=False, **options)
     found = program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
-    expected = _theirs(model, ids, mask)
+    expected = theirs(model, ids, mask)
     assert torch.equal(found, expected)
     assert len(expected[:, ids.shape[1] :].unique()) > 8  # not one token for ever
     assert not torch.equal(program.generate(ids, max_new_tokens=NEW, pad_token_id=0), expected)  # padding counts
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_transformers(name: str, axes: dict[str, int], optio
 @pytest.mark.slow
 def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
     """2 x layers/pp x heads/tp x length x width x rows/dp numbers on each rank; one seed, one text."""
-    model, (ids, mask) = _model("Llama"), _prompts()
+    model, (ids, mask) = large_model("Llama"), prompts()
     config: Any = model.config
     texts = []
     for axes, microbatches in (({}, 1), ({"pp": 2, "tp": 2, "dp": 2}, 2)):
@@ -89,7 +89,7 @@ def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
         how = {"do_sample": True, "temperature": 5.0, "top_k": 20, "top_p": 0.9, "seed": 3, "eos_token_id": 63}
         texts.append(program.generate(ids, attention_mask=mask, max_new_tokens=NEW, **how))  # type: ignore[arg-type]
         greedy = program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
-        assert torch.equal(greedy, _theirs(model, ids, mask))
+        assert torch.equal(greedy, theirs(model, ids, mask))
         decoding = program._decoding
         assert decoding is not None and len(decoding.programs) == 2  # the prompt's, and one token's
         kept = [decoding.backend.new_caches(one) for one in decoding.programs.values()]
@@ -102,7 +102,7 @@ def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
             assert shapes[0] == shapes[1]
             assert sum(x.nbytes for x in kept[0][rank].values()) == 2 * share * length * 8
     assert torch.equal(texts[0], texts[1])
-    assert not torch.equal(texts[0], _theirs(model, ids, mask, eos_token_id=63))
+    assert not torch.equal(texts[0], theirs(model, ids, mask, eos_token_id=63))
 
 
 class Plain(nn.Module):
@@ -164,7 +164,7 @@ class Averaging(Plain):
 
 
 def test_what_cannot_generate_is_refused() -> None:
-    ids = _prompts()[0]
+    ids = prompts()[0]
     for model in (Counting(64), Averaging(64)):
         other = quintnet.compile(model, quintnet.Mesh(dp=1), (ids, torch.zeros_like(ids)), training=False)
         with pytest.raises(quintnet.CompileError, match=r"(?s)QN105.*logits of a token alone are off by"):
@@ -190,13 +190,13 @@ def test_what_cannot_generate_is_refused() -> None:
 
 def _generate(axes: dict[str, int]) -> Tensor:
     torch.set_num_threads(1)
-    model, (ids, mask) = _model("Llama"), _prompts()
+    model, (ids, mask) = large_model("Llama"), prompts()
     program = quintnet.compile(model, quintnet.Mesh(**axes), {"input_ids": ids}, training=False)
     return program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_processes_write_the_same_text(axes: dict[str, int]) -> None:
-    expected = _theirs(_model("Llama"), *_prompts())
+    expected = theirs(large_model("Llama"), *prompts())
     for found in quintnet.launch(_generate, 2, (axes,), timeout=240):
         assert torch.equal(found, expected)

@@ -156,6 +156,31 @@ def _all_gather_into_tensor(group: Exchange, move: Move, given: list[Tensor]) ->
     return lambda: [torch.cat([x.reshape(-1) for x in _gathered(group, given[0].contiguous())])]
 
 
+def _gather(group: Exchange, move: Move, given: list[Tensor]) -> End:
+    options = dist.GatherOptions()
+    options.rootRank = move[3][0]
+
+    def end() -> Sequence[Tensor]:
+        x = given[0].contiguous()
+        parts = [[torch.empty_like(x) for _ in range(group.size)]] if group.rank == options.rootRank else []
+        group.gloo.gather(parts, [x], options).wait()
+        return parts[0] if parts else []
+
+    return end
+
+
+def _scatter(group: Exchange, move: Move, given: list[Tensor]) -> End:
+    options = dist.ScatterOptions()
+    options.rootRank = move[3][0]
+
+    def end() -> Sequence[Tensor]:
+        part = torch.empty_like(move[1][0], memory_format=torch.contiguous_format)
+        group.gloo.scatter([part], [[x.contiguous() for x in given]] if given else [], options).wait()
+        return [part]
+
+    return end
+
+
 def _reduce_scatter(group: Exchange, move: Move, given: list[Tensor]) -> End:
     def end() -> Sequence[Tensor]:
         total = wide(given[0]).clone().reshape(-1)
@@ -211,6 +236,8 @@ BEGIN: Mapping[str, Callable[[Exchange, Move, list[Tensor]], End]] = MappingProx
         "broadcast": _broadcast,
         "all_gather": _all_gather,
         "all_gather_into_tensor": _all_gather_into_tensor,
+        "gather": _gather,
+        "scatter": _scatter,
         "reduce_scatter_tensor": _reduce_scatter,
         "all_to_all_single": _all_to_all,
         "barrier": _barrier,
@@ -229,3 +256,4 @@ def register() -> None:
 
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, backend, devices=[NAME])
+        dist.Backend.backend_capability[dist.Backend.GLOO].append(NAME)  # groups of gloo have CUDA as a device, too

@@ -93,6 +93,12 @@ class EmulatedBackend : public c10d::Backend {
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
     return collective({"all_gather", outputs[0], inputs});
   }
+  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    return collective({"gather", outputs.empty() ? Tensors() : outputs[0], inputs, {int64_t(options.rootRank)}});
+  }
+  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
+    return collective({"scatter", outputs, inputs.empty() ? Tensors() : inputs[0], {int64_t(options.rootRank)}});
+  }
   WorkPtr _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions&) override {
     return collective({"all_gather_into_tensor", {output}, {input}});
   }

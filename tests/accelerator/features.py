@@ -1,0 +1,104 @@
+"""What surrounds a step on emulated accelerators: clipping, evaluation, checkpoints, precisions, generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import quintnet
+from quintnet_compiler.compat.torch import pytree
+
+from ..models import CASES, build, reference
+from .ranks import Job
+
+STEPS = 3
+
+
+def surround(job: Job, folder: str) -> list[str]:
+    """Clipped steps, evaluations, and a checkpoint of each kind that training goes on from, beside the unsplit module.
+
+    Returns what is not equal.
+    """
+    case = CASES[job.model]
+    batch = case.batch(8)
+    program = quintnet.compile(
+        build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, loss_fn=case.loss_fn, **job.options
+    )
+    whole = build(job.model, job.dtype)
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (program, whole))
+    wrong: list[str] = []
+
+    def compare(what: str, found: Any, expected: Any) -> None:
+        if abs(float(found) - float(expected)) > case.tolerance * max(1.0, abs(float(expected))):
+            wrong.append(f"{what}: {float(found)}, not {float(expected)}")
+
+    def step(compared: bool) -> float:
+        loss = program.step(batch)
+        norm = program.clip_grad_norm(0.1)
+        mine.step()
+        mine.zero_grad()
+        if compared:
+            expected, gradients = reference(whole, batch, case.loss_fn)
+            for name, parameter in whole.named_parameters():
+                parameter.grad = gradients[name]
+            compare("loss", loss, expected)
+            compare("norm", norm, torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1))
+            theirs.step()
+            theirs.zero_grad()
+            compare("evaluation", program.evaluate(batch), reference(whole, batch, case.loss_fn)[0])
+        return float(loss)
+
+    step(True)
+    for kind in ("now", "later"):
+        if kind == "now":
+            program.save(Path(folder) / kind, step=1, optimizer=mine)
+        else:
+            written = program.save_async(Path(folder) / kind, step=1, optimizer=mine)
+        after = [step(kind == "now" and i == 0) for i in range(2)]
+        if kind == "later":
+            written.result()
+        program.load(Path(folder) / kind, optimizer=mine)
+        if [step(False) for _ in range(2)] != after:
+            wrong.append(f"training goes on elsewhere from the checkpoint of {kind}")
+    return wrong
+
+
+def losses(job: Job, device: str | None) -> list[float]:
+    """Of a few steps in low precision, from float32 parameters. ``device``: all ranks are in this process, on it."""
+    case = CASES[job.model]
+    batch = pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, case.batch(8))
+    options = job.options if device is None else {**job.options, "device": device}
+    mesh = quintnet.Mesh(**job.axes)
+    program = quintnet.compile(build(job.model, torch.float32), mesh, batch, loss_fn=case.loss_fn, **options)
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    found = []
+    for _ in range(STEPS):
+        found.append(float(program.step(batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def all_losses(jobs: list[Job]) -> list[list[float]]:
+    return [losses(job, None) for job in jobs]
+
+
+def text(axes: dict[str, int], ids: Tensor, mask: Tensor, new: int) -> Tensor:
+    """What a small Llama writes."""
+    from ..test_generation import large_model
+
+    program = quintnet.compile(large_model("Llama"), quintnet.Mesh(**axes), {"input_ids": ids}, training=False)
+    return program.generate(ids, attention_mask=mask, max_new_tokens=new, pad_token_id=0).cpu()
+
+
+def surround_all(jobs: list[Job], folder: str) -> dict[str, list[str]]:
+    """Of each job what :func:`surround` says."""
+    found = {}
+    for index, job in enumerate(jobs):
+        found[str(job)] = surround(job, f"{folder}/{index}")
+        dist.barrier()
+    return found
