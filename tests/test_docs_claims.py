@@ -53,18 +53,19 @@ def _modules(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*.py") if "__pycache__" not in path.parts]
 
 
-class Norm(nn.Module):
-    """Written out, as in models of transformers."""
+class Written(nn.Module):
+    """A norm and halves that change places, written out as in models of transformers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + torch.cat((-x[..., 8:], x[..., :8]), dim=-1)
 
 
 @cache
 def _everything() -> quintnet.CompiledProgram:
     """A program for which every pass runs, and every check but that of tokens."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(Norm(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
+    blocks = [nn.Sequential(Written(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
     batch = torch.randn(16, 16), torch.randn(16, 16)
     return quintnet.compile(
         nn.Sequential(*blocks), quintnet.Mesh(pp=2, dp=2, tp=2), batch, loss_fn=F.mse_loss, microbatches=2, zero=3,

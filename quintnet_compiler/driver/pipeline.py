@@ -28,6 +28,7 @@ from ..passes.checks.code import check_code
 from ..passes.checks.early import check_early
 from ..passes.checks.fused import check_fused
 from ..passes.checks.in_place import check_in_place
+from ..passes.checks.joined import check_joined
 from ..passes.checks.norms import check_norms
 from ..passes.checks.notation import check_notation
 from ..passes.checks.overlap import check_overlap
@@ -42,6 +43,7 @@ from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.lowering.fuse_norms import FuseNorms
 from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
 from ..passes.lowering.insert_communication import InsertCommunication
+from ..passes.lowering.join_slices import JoinSlices
 from ..passes.lowering.sum_in_place import SumInPlace
 from ..passes.overlap.async_tp import FuseCollectiveMatmuls
 from ..passes.overlap.gather_early import GatherEarly
@@ -243,6 +245,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         Recompute, "DifferentiatedProgram", "what the backward computes, or gathers, again (activation checkpointing)",
         _recompute,
         lambda s, before, after: [(check_backward, (after, s.differentiate.training, s.differentiate.templates))],
+    ),
+    PassSpec(
+        JoinSlices, "DifferentiatedProgram", "which gradients of slices are joined instead of added up",
+        lambda s, p: JoinSlices() if s.request.device.type == CUDA.type else None,
+        lambda s, before, after: [(check_joined, (before, after))] if after is not before else [],
     ),
     PassSpec(
         CoalesceCollectives, "DifferentiatedProgram", "which slices of parameters travel as one message",

@@ -22,6 +22,7 @@ from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
+from ..passes.lowering.join_slices import JoinSlices
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
@@ -79,6 +80,8 @@ class Builder:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
+        if device_of(self.folded.program.absent) == CUDA:
+            differentiated = JoinSlices()(differentiated)
         mesh = self._mesh(layout)
         generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
         units = unit_work(generate(differentiated), self.folded, self.costs)

@@ -1,0 +1,119 @@
+"""Check of sums in which gradients of slices were joined: every value before is one after, up to the order of terms.
+
+Both graphs are numbered: equal calls of equal values, in the same function, have one number. A sum is the multiset of
+what it adds up; gradients of slices in it that cover a value once count as their join, in either graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...core.annotations import facts
+from ...core.errors import REPORT, CompileError
+from ...ir.program import DifferentiatedProgram
+
+aten = torch.ops.aten
+
+
+def check_joined(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
+    """Raises: CompileError QN209 with the first value that is another one."""
+    known: dict[Hashable, int] = {}
+    old, new = _Numbering(before, known), _Numbering(after, known)
+    pairs: list[tuple[str, dict[Any, fx.Node], dict[Any, fx.Node]]] = [
+        ("output", dict(enumerate(before.outputs)), dict(enumerate(after.outputs))),
+        ("gradient", dict(before.gradients), dict(after.gradients)),
+        ("gradient of a value", dict(before.cotangents), dict(after.cotangents)),
+        ("value", dict(before.values), dict(after.values)),
+    ]
+    for what, left, right in pairs:
+        if left.keys() != right.keys():
+            raise _fail(f"there is another {what} than before", None)
+        for key, node in left.items():
+            if old.of[node] != new.of[right[key]]:
+                raise _fail(f"{right[key].name} is not the {what} that {node.name} is", right[key])
+    again = [{(p.of[copy], p.of[n]) for copy, n in p.program.copies.items()} for p in (old, new)]
+    if again[0] != again[1]:
+        raise _fail("something else is computed again", None)
+    leaves = [[n.name for n in p.program.graph.nodes if n.op == "placeholder"] for p in (old, new)]
+    if leaves[0] != leaves[1]:
+        raise _fail("the graph has other leaves", None)
+    missing = [node for node in before.graph.nodes if node.users and old.of.get(node) in old.calls - new.calls]
+    if missing:
+        raise _fail(f"{missing[0].name} is not computed", missing[0])
+
+
+@dataclass
+class _Numbering:
+    """``of``: the number of each node; ``calls``: those of calls that are neither sums nor terms of one that are
+    joined."""
+
+    program: DifferentiatedProgram
+    known: dict[Hashable, int]
+    of: dict[fx.Node, int] = field(default_factory=dict)
+    sums: dict[int, tuple[Hashable, tuple[int, ...]]] = field(default_factory=dict)
+    slices: dict[int, tuple[Hashable, int, int, int, int]] = field(default_factory=dict)  # kind, start, end, size, of
+    calls: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self.of[node] = self._number(("leaf", node.name))
+            elif node.op == "call_function":
+                self.of[node] = self._call(node)
+
+    def _number(self, key: Hashable) -> int:
+        return self.known.setdefault(key, len(self.known))
+
+    def _call(self, node: fx.Node) -> int:
+        place = self.program.stage.get(node), node in self.program.once, facts(node).phase
+        args: Any = node.args
+        if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
+            terms = [term for x in args for term in self._terms(self.of[x], place)]
+            return self._sum(place, terms)
+        if node.target is aten.cat.default:
+            return self._join(place, args[1] if len(args) > 1 else 0, (self.of[x] for x in args[0]))
+        shown = fx.map_arg((args, node.kwargs), lambda n: f"%{self.of[n]}")
+        found = self._number((place, str(node.target), repr(shown)))
+        if node.target is aten.slice_backward.default and args[5] == 1:
+            dim = args[2] % len(args[1])
+            kind = (place, tuple(args[1]), dim)
+            self.slices[found] = kind, args[3], args[4], args[1][dim], self.of[args[0]]
+        else:
+            self.calls.add(found)
+        return found
+
+    def _join(self, place: Hashable, dim: int, parts: Iterable[int]) -> int:
+        return self._number((place, "join", dim, tuple(parts)))
+
+    def _terms(self, number: int, place: Hashable) -> tuple[int, ...]:
+        where, terms = self.sums.get(number, (None, ()))
+        return terms if where == place else (number,)
+
+    def _sum(self, place: Hashable, terms: list[int]) -> int:
+        """Adds up ``terms``; a whole that they make up is one term."""
+        for kind in dict.fromkeys(self.slices[term][0] for term in terms if term in self.slices):
+            if kind[0] != place:  # type: ignore[index]
+                continue
+            mine = sorted((t for t in terms if t in self.slices and self.slices[t][0] == kind), key=self._start)
+            ends = [0, *(self.slices[term][2] for term in mine)]
+            if [self._start(term) for term in mine] == ends[:-1] and ends[-1] == self.slices[mine[0]][3]:
+                terms = [term for term in terms if term not in mine]
+                terms.append(self._join(place, kind[2], (self.slices[t][4] for t in mine)))  # type: ignore[index]
+        if len(terms) == 1:
+            return terms[0]
+        found = self._number((place, "sum", tuple(sorted(terms))))
+        self.sums[found] = place, tuple(sorted(terms))
+        return found
+
+    def _start(self, term: int) -> int:
+        return self.slices[term][1]
+
+
+def _fail(what: str, node: fx.Node | None) -> CompileError:
+    where = facts(node).where if node is not None and node.op == "call_function" else None
+    return CompileError("QN209", f"slices check: {what}", where=where, fix=REPORT)
