@@ -1,6 +1,6 @@
 """How many kernels one layer of Llama-3 70B launches on a GPU, by what they do, and what it sends; without a GPU.
 
-    python benchmarks/kernels.py [--mesh tp=8] [--zero 0] [--rows 1] [--length 8192] [--operators]
+    python benchmarks/kernels.py [--mesh tp=8] [--zero 0] [--rows 1] [--length 8192] [--backend eager] [--operators]
 
 The program of one rank (bf16 with float32 parameters, sequence parallelism) is compiled for CUDA, and its generated
 functions run on tensors without values, through the runtime's own transport and sums of gradients. A program with one
@@ -9,13 +9,16 @@ layer more is counted beside it; the difference is an inner layer, for one micro
 PyTorch's own registry (``native_functions.yaml``) says what is a kernel: an operator that has one for CUDA is one, an
 operator that is made of others is what those are, and views and allocations are none. So this counts what PyTorch's
 dispatcher runs. A few of these launch more than one kernel: attention's backward, that of a fused norm, large sums.
+
+With ``--backend inductor``, segments between collectives are what TorchInductor's scheduler makes of them, without
+compiling them; for a GPU's Triton it may group a few operators in another way.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ from quintnet_compiler.core.absent_gpu import on_device
 from quintnet_compiler.core.annotations import facts, known, leaf, value
 from quintnet_compiler.ir.program import DistributedProgram, Piece
 from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.execute.segments import Segment, split
 from quintnet_compiler.runtime.state import gradients
 from quintnet_compiler.runtime.transport.collectives import Native
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport
@@ -178,13 +182,19 @@ class _Transport(DistributedTransport):
 class _Run(fx.Interpreter):
     """A generated function on tensors without values, on the meta device in place of the GPU."""
 
-    def __init__(self, piece: Piece, kernels: Kernels) -> None:
+    def __init__(self, piece: Piece, kernels: Kernels, compiled: Container[str] = ()) -> None:
+        """``compiled``: names of nodes that inductor runs."""
         super().__init__(piece.module)
-        self.kernels = kernels
+        self.kernels, self.compiled = kernels, compiled
 
     def run_node(self, n: fx.Node) -> Any:
         self.kernels.kind = lambda name: _kind(n, name)
-        return super().run_node(n)
+        if n.name not in self.compiled:
+            return super().run_node(n)
+        before = self.kernels.found.copy()
+        made = super().run_node(n)
+        self.kernels.found = before
+        return made
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = on_device(args, META), on_device(kwargs, META)
@@ -220,7 +230,7 @@ def _kind(node: fx.Node, name: str) -> str:
     return "residual, and sums of gradients"
 
 
-def count(program: DistributedProgram, registry: Registry) -> Kernels:
+def count(program: DistributedProgram, registry: Registry, backend: str = "eager") -> Kernels:
     """The kernels of the first rank's functions, for one microbatch."""
     kernels = Kernels(registry)
     wide = mock.patch.object(gradients, "adds_up", lambda slot, factor: True)  # CUDA has those kernels
@@ -235,9 +245,28 @@ def count(program: DistributedProgram, registry: Registry) -> Kernels:
                 if (piece := stage.pieces.get(kernels.function)) is not None:
                     given = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
                     args = [comm, *map(_like, given[1:])]
+                    inside = _compiled(piece, kernels) if backend == "inductor" and kernels.function != "once" else ()
                     with kernels:
-                        _Run(piece, kernels).run(*args, enable_io_processing=False)
+                        _Run(piece, kernels, inside).run(*args, enable_io_processing=False)
     return kernels
+
+
+def _compiled(piece: Piece, kernels: Kernels) -> set[str]:
+    """Counts what inductor makes of segments; the names of their nodes."""
+    from inductor_kernels import fused_kernels
+
+    found: set[str] = set()
+    for segment in split(piece.module.graph):
+        if isinstance(segment, Segment) and (made := fused_kernels(segment)) is not None:
+            kernels.kind = lambda name: "fused by inductor" if name == "fused" else _kind(segment.outputs[0], name)  # noqa: B023
+            for name, n in made.items():
+                kernels.note(name, n)
+            todo = list(segment.outputs)
+            while todo:
+                if (node := todo.pop()) not in segment.inputs and node.name not in found:
+                    found.add(node.name)
+                    todo += node.all_input_nodes
+    return found
 
 
 def _like(node: fx.Node) -> Tensor:
@@ -259,10 +288,10 @@ def compiled(layers: int, mesh: quintnet.Mesh, rows: int, length: int, **options
     return made._primary().program
 
 
-def layer(programs: Iterable[DistributedProgram]) -> Counts:
+def layer(programs: Iterable[DistributedProgram], backend: str = "eager") -> Counts:
     """What the second of two programs has more than the first."""
     registry = Registry()
-    less, more = (count(program, registry) for program in programs)
+    less, more = (count(program, registry, backend) for program in programs)
     return Counts(more.found - less.found, more.sent - less.sent)
 
 
@@ -305,11 +334,12 @@ if __name__ == "__main__":
     options.add_argument("--zero", type=int, default=0)
     options.add_argument("--rows", type=int)
     options.add_argument("--length", type=int, default=8192)
+    options.add_argument("--backend", choices=("eager", "inductor"), default="eager")
     options.add_argument("--operators", action="store_true", help="list every operator")
     given = options.parse_args()
     mesh = quintnet.Mesh(**{k: int(n) for k, n in (a.split("=") for a in given.mesh)})
     rows = given.rows or mesh["dp"]
-    found = layer(compiled(n, mesh, rows, given.length, zero=given.zero) for n in (2, 3))
+    found = layer((compiled(n, mesh, rows, given.length, zero=given.zero) for n in (2, 3)), given.backend)
     if given.operators:
         for key, n in sorted(found.kernels.items()):
             print(f"{n:>4}", *key)

@@ -39,6 +39,15 @@ def test_the_documented_kernels_are_counted() -> None:
 
 
 @pytest.mark.slow
+def test_the_documented_kernels_of_inductor_are_counted() -> None:
+    found = _printed("--backend", "inductor")
+    page = (ROOT / "docs" / "gpus.md").read_text()
+    told = re.search(r"(\d+) kernels forward and (\d+) backward, of which (\d+) and (\d+) are its own", page)
+    assert told is not None
+    assert [float(x) for x in told.groups()] == [*found["all"][1:], *found["fused by inductor"][1:]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["--mesh tp=8", "--mesh dp=8", "--mesh dp=8 --zero 1", "--mesh dp=8 --zero 3"])
 def test_no_layer_sends_more_than_it_has_to(options: str) -> None:
     found = _printed(*options.split())
