@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...compat.torch import schema
 from ...core import slices
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import Shard
@@ -33,9 +34,11 @@ def check_slices(program: DistributedProgram) -> None:
     }
     for node in program.source.graph.nodes:
         if node.target in COMMUNICATION or node.target in (shard_slice, shard_pad):
-            numbers = [n for n in node.args[3:] if type(n) is int]
+            names = [known.name for known in schema(node.target).arguments]
+            given = dict(zip(names, node.args, strict=False))
+            pairs = [(given.get(dim), given.get(parts)) for dim, parts in (("dim", "parts"), ("to_dim", "to_parts"))]
             size = min(node.args[2], MOST)
-            found |= {(dim, parts, size) for dim, parts in zip(numbers[::2], numbers[1::2], strict=False)}
+            found |= {(dim, parts, size) for dim, parts in pairs if isinstance(dim, int) and isinstance(parts, int)}
     for slicing in sorted(found):
         _check(slicing)
 
