@@ -22,6 +22,7 @@ from ..ops.collectives import (
 from ..ops.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
+from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .kernels import Kernel
 
 aten = torch.ops.aten
@@ -99,6 +100,8 @@ FLASH_BACKWARD = frozenset(
         aten._scaled_dot_product_flash_attention_backward.default,
         aten._scaled_dot_product_efficient_attention_backward.default,
         aten._scaled_dot_product_cudnn_attention_backward.default,
+        ring_attention_backward,
+        tiled_attention_backward,
     }
 )
 
@@ -122,14 +125,26 @@ def attention_flops(node: fx.Node) -> float:
 
     The backward has five products where the forward has two (Dao et al. 2022).
     """
-    backward = node.target in FLASH_BACKWARD or node.target is ring_attention_backward
+    backward = node.target in FLASH_BACKWARD
     query, key, value = tensor_inputs(node)[backward : backward + 3]
-    keys = shape(key)[-2]
+    keys: float = shape(key)[-2]
     if node.target in (ring_attention, ring_attention_backward):
         # (q, axis, size, k, v, ...) and (grad, axis, size, q, k, v, ...)
         keys *= int(node.args[2])  # type: ignore[arg-type]
+    if node.target in (tiled_attention, tiled_attention_backward):
+        keys = _keys_of_a_query(node, shape(query)[-2], shape(key)[-2])
+    elif _causal(node):
+        keys /= 2
     count = 2.0 * math.prod(shape(query)[:-1]) * keys * (shape(query)[-1] + shape(value)[-1])
-    return count * (2.5 if backward else 1.0) * (0.5 if _causal(node) else 1.0)
+    return count * (2.5 if backward else 1.0)
+
+
+def _keys_of_a_query(node: fx.Node, queries: int, keys: int) -> float:
+    """How many it sees on average: on the rank that has the last positions, for which all others wait. What documents
+    hide is known when a program runs."""
+    if not _causal(node):
+        return keys
+    return min(keys - queries / 2, float(argument(node, "window") or keys))
 
 
 def _causal(node: fx.Node) -> bool:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import quintnet
 from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.attention_blocks import Block, Sight
+from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids, Total
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.runtime.transport.attention_blocks import Block, Mask, backward, forward
 from quintnet_compiler.runtime.transport.local import LocalTransport
 from quintnet_compiler.runtime.transport.ring import Ring
 
@@ -24,16 +25,24 @@ from .operator_samples import bools, f, ints
 torch.set_num_threads(1)
 
 
-def _cells(block: Block) -> int:
-    """How many scores of a block a kernel computes, in halves of a square."""
-    return {"all": 2, "diagonal": 1, "some": 2}[block.seen] * block.count**2
+def _ring(ranks: int, index: int, balance: bool, window: int = 0) -> Ring:
+    tiles = AttentionTiles(1.0, Sight(True, window), 1)
+    return Ring(None, "cp", ranks, index, 0, tiles, balance)  # type: ignore[arg-type]
+
+
+def _cells(ring: Ring, block: Block) -> int:
+    """How many scores of a block a kernel computes, in halves."""
+    return sum(
+        {"all": 2, "diagonal": 1, "some": 2}[seen] * part.rows * part.cols
+        for part, seen in ring.tiles.sight.parts(block, 1, tiled=False)
+    )
 
 
 def _work(ranks: int, length: int, balance: bool) -> list[list[int]]:
     """By rank and step, the work of causal attention."""
-    rings: list[Any] = [Ring(None, "cp", ranks, i, 0, 1.0, True, 0, balance) for i in range(ranks)]  # type: ignore[arg-type]
+    rings = [_ring(ranks, i, balance) for i in range(ranks)]
     return [
-        [sum(_cells(b) for _, _, b in r.blocks((r.index - step) % ranks, length)) for step in range(ranks)]
+        [sum(_cells(r, b) for _, _, b in r.blocks((r.index - step) % ranks, length)) for step in range(ranks)]
         for r in rings
     ]
 
@@ -129,9 +138,9 @@ def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_window_ends_the_journey() -> None:
-    ring = Ring(None, "cp", 8, 0, 0, 1.0, True, 0, False)  # type: ignore[arg-type]
+    ring = _ring(8, 0, balance=False)
     for window in range(1, 40):
-        rings = [Ring(None, "cp", 8, i, 0, 1.0, True, window, False) for i in range(8)]  # type: ignore[arg-type]
+        rings = [_ring(8, i, balance=False, window=window) for i in range(8)]
         seen = [any(True for r in rings for _ in r.blocks((r.index - step) % 8, 4)) for step in range(8)]
         assert rings[0].steps(4) == sum(seen) and all(seen[: sum(seen)])
     assert ring.steps(4) == 8
@@ -157,13 +166,16 @@ def test_flash_kernels_give_the_blocks_terms(col: int, heads: int) -> None:
     dice = torch.Generator("cuda").manual_seed(0)
     shapes = [(2, 4, 128, 64), (2, heads, 128, 64), (2, heads, 128, 64), (2, 4, 128, 64)]
     q, k, v, grad = (torch.randn(s, generator=dice, device="cuda", dtype=torch.bfloat16) for s in shapes)
-    block = Block(128, col, 128, 0.125, True, 0)
-    out, lse = forward(block, q, k, v, Mask())
-    q_, k_, v_, grad_ = (x.double() for x in (q, k, v, grad))
-    expected, expected_lse = forward(block, q_, k_, v_, Mask())
-    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
-    found = backward(block, grad, q, out.to(q.dtype), lse + 0.5, k, v, Mask())
-    wanted = backward(block, grad_, q_, expected, expected_lse + 0.5, k_, v_, Mask())
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=5e-2, atol=5e-2)
+    tiles, block = AttentionTiles(0.125, Sight(True, 0), 2**20), Block(128, 128, col, 128)
+
+    def both(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        total, into = Total(q, 64), tuple(torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+        tiles.forward(block, q, k, v, Ids(), total)
+        out, lse = total.finished()
+        tiles.backward(block, grad, q, out, lse + 0.5, k, v, Ids(), into)  # type: ignore[arg-type]
+        return out, lse, *into
+
+    found = both(q, k, v, grad)
+    expected = both(*(x.double() for x in (q, k, v, grad)))
+    for a, b, bound in zip(found, expected, (2e-2, 1e-3, 5e-2, 5e-2, 5e-2), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound)

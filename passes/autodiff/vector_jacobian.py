@@ -20,6 +20,7 @@ from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backw
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward
+from ...ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .operator_trace import VIEWS, Template, trace
 from .row_strides import rows_are_neighbours
 
@@ -29,6 +30,7 @@ _TRANSPOSES = {
     group_rows: ungroup_rows,
     ungroup_rows: group_rows,
 }
+_ATTENTION = {ring_attention: (ring_attention_backward, 2), tiled_attention: (tiled_attention_backward, 0)}
 # What an operator left behind: called with the gradients of its outputs, appends its backward and returns the
 # gradients of its tensor inputs (None where there is none).
 Pullback = Callable[[Sequence[fx.Node | None]], list[fx.Node | None]]
@@ -83,8 +85,8 @@ class VectorJacobian:
             return self._grouped_linear(args)
         if (back := _TRANSPOSES.get(target)) is not None:
             return self._transposed(target, back, args)
-        if target is ring_attention:
-            return self._ring_attention(args)
+        if target in _ATTENTION:
+            return self._attention(target, *_ATTENTION[target], args)
         if target is aten.rms_norm.default and self.absent is not None and _fuses(*args, **kwargs):
             return self._rms_norm(*args, **kwargs)
         tensors: list[fx.Node] = []
@@ -198,14 +200,19 @@ class VectorJacobian:
 
         return [self.builder.call(target, *args)], pullback
 
-    def _ring_attention(self, args: Sequence[Any]) -> tuple[list[fx.Node | None], Pullback]:
-        q, axis, size, k, v, padding, segments, *options = args
-        made = self.builder.call(ring_attention, *args)
+    def _attention(
+        self, target: Any, back: Any, places: int, args: Sequence[Any]
+    ) -> tuple[list[fx.Node | None], Pullback]:
+        """Attention whose backward needs its output and logs. ``places``: how many arguments between q and k say where
+        it runs."""
+        q, *rest = args
+        place, (k, v, padding, segments, *options) = rest[:places], rest[places:]
+        made = self.builder.call(target, *args)
         out, lse = (self.builder.getitem(made, i) for i in range(2))
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
             saved = (q, k, v, out, lse, padding, segments)
-            found = self.builder.call(ring_attention_backward, tangents[0], axis, size, *saved, *options)
+            found = self.builder.call(back, tangents[0], *place, *saved, *options)
             terms = [self.builder.getitem(found, i) if facts(x).needs_grad else None for i, x in enumerate((q, k, v))]
             return [*terms, *(None for x in (padding, segments) if x is not None)]
 

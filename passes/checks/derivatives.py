@@ -27,6 +27,7 @@ from ...ops.collectives import combine, dispatch, ring_attention, ring_attention
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
 from ...ops.grouped_rows import group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward
+from ...ops.tiled_attention import tiled_attention, tiled_attention_backward
 from ..autodiff.vector_jacobian import VectorJacobian
 from .device_kernels import on_cpu
 
@@ -134,7 +135,7 @@ def _check_ranked(call: OperatorCall, pattern: Pattern) -> None:
         term = pattern.gradients[position]
         if term is None and not call.grads[position]:
             continue
-        if term is not None and op is ring_attention_backward:  # one call gives three gradients
+        if term is not None and op in (ring_attention_backward, tiled_attention_backward):  # one call gives three
             source, index = term.args
             if index != position or not isinstance(source, fx.Node):
                 raise _wrong(call, f"gradient {position} is another one's")
@@ -158,6 +159,10 @@ def _ring(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:
     return dict.fromkeys(range(3), (ring_attention_backward, (made.tangents[0], axis, size, *saved, *options)))
 
 
+def _tiles(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:
+    return dict.fromkeys(range(3), (tiled_attention_backward, (made.tangents[0], *args[:3], *made.outputs, *args[3:])))
+
+
 _RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = MappingProxyType(
     {
         embedding_rows: _rows_of_table,
@@ -167,6 +172,7 @@ _RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = Ma
         dispatch: lambda args, made: {0: (combine, (made.tangents[0], *args[1:]))},
         combine: lambda args, made: {0: (dispatch, (made.tangents[0], *args[1:]))},
         ring_attention: _ring,
+        tiled_attention: _tiles,
     }
 )
 

@@ -15,7 +15,7 @@ from ...core.annotations import facts, is_getitem, leaf, needs_grad, origin, sha
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, Sharding, conversion_path, local_shape, plain
 from ...ir.builder import GraphBuilder
-from ...ir.program import Axis, Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
+from ...ir.program import TILE_BYTES, Axis, Gathered, LocalProgram, ShardedProgram, StagedProgram, outputs
 from ...ops.attention import attention
 from ...ops.collectives import combine, convert, dispatch, dispatch_plan, share
 from ...ops.cross_entropy import nll_terms, row_nll
@@ -39,14 +39,16 @@ class InsertCommunication:
 
     A conversion belongs to the stage of its source if it makes the value smaller or whole once for all (reductions,
     slices), else to the stage of the user. What gathers a stored parameter comes before all its other conversions, and
-    runs once a step where the program says so. ``context_load_balance``: see :class:`.lower_attention.LowerAttention`.
+    runs once a step where the program says so. ``context_load_balance`` and ``attention_tile_bytes``: see
+    :class:`.lower_attention.LowerAttention`.
     """
 
     rules: dict[Any, Rule]
     context_load_balance: bool = True
+    attention_tile_bytes: int = TILE_BYTES
 
     def __call__(self, staged: StagedProgram, /) -> LocalProgram:
-        return _CommunicationLowering(staged, self.rules, self.context_load_balance).run()
+        return _CommunicationLowering(staged, self.rules, self.context_load_balance, self.attention_tile_bytes).run()
 
 
 @dataclass
@@ -54,6 +56,7 @@ class _CommunicationLowering:
     staged: StagedProgram
     rules: dict[Any, Rule]
     balance: bool = True
+    tile_bytes: int = TILE_BYTES
     stage: dict[fx.Node, int] = field(default_factory=dict)
     sharding: dict[fx.Node, Sharding] = field(default_factory=dict)
     made: dict[tuple[fx.Node, int, Sharding, int | None], fx.Node] = field(default_factory=dict)
@@ -158,8 +161,10 @@ class _CommunicationLowering:
             names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
             new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
         elif target is attention:
-            lower = LowerAttention(self.builder, self.axes, self.sharded.strategies[node], self.balance)
-            new = lower(node, list(given.values()))
+            chosen = self.sharded.strategies[node]
+            new = LowerAttention(self.builder, self.axes, chosen, self.balance, self.tile_bytes)(
+                node, list(given.values())
+            )
         elif target is expert_linear:
             new = self._expert_linear(node, *args)
         elif target is row_nll:

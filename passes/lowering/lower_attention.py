@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,11 @@ from ...core.annotations import shape, value
 from ...core.errors import CompileError
 from ...core.sharding import Shard
 from ...ir.builder import GraphBuilder
-from ...ir.program import Axis, Strategy
+from ...ir.program import TILE_BYTES, Axis, Strategy
 from ...ops.collectives import ring_attention
 from ...ops.rank_local import rows_of
 from ...ops.rules.node_factors import argument
+from ...ops.tiled_attention import tiled_attention
 
 aten = torch.ops.aten
 QUERIES = 2  # the dim of positions in q, k and v
@@ -26,15 +28,17 @@ QUERIES = 2  # the dim of positions in q, k and v
 class LowerAttention:
     """Before: attention(%q: S(2), %k: R, %v: R, scale=0.3, causal=True, window=0)
     After:  %rows = rows_of(%q, ...);  %mask = ge(%rows, arange);  scaled_dot_product_attention(%q, %k, %v, %mask)
+    or, where the mask takes more than ``tile_bytes``:  tiled_attention(%q, %k, %v, ...)
 
     ``strategies``: how the operator runs on each of ``axes``. ``balance``: whether ranks of a ring even out the work
-    that causality leaves them.
+    that causality leaves them. ``tile_bytes``: of the largest mask, and of a tile of what has none.
     """
 
     builder: GraphBuilder
     axes: Sequence[Axis]
     strategies: Sequence[Strategy]
     balance: bool = True
+    tile_bytes: int = TILE_BYTES
 
     def __call__(self, node: fx.Node, given: Sequence[fx.Node]) -> fx.Node:
         """``node`` on local inputs, of which there are three to five."""
@@ -49,7 +53,7 @@ class LowerAttention:
             if axis.role == "time":
                 raise CompileError("QN104", "keys cannot travel between microbatches", where=self.builder.where)
             even = self.balance and causal and not window and shape(q)[QUERIES] % 2 == 0
-            options = [found.get("padding"), found.get("segments"), scale, causal, window, even]
+            options = [found.get("padding"), found.get("segments"), scale, causal, window, even, self.tile_bytes]
             return self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
         grouped: dict[str, Any] = {"enable_gqa": True} if shape(q)[1] != shape(k)[1] else {}
         cuts = [
@@ -59,7 +63,15 @@ class LowerAttention:
         ]
         if not (window or found or (causal and cuts)):
             return self._kernel(q, k, v, None, causal, scale=scale, **grouped)
-        mask = self._mask(q, k, cuts, found, causal, window, shape(node)[QUERIES])
+        whole = shape(node)[QUERIES]
+        sizes = [shape(q)[0] if found else 1, shape(q)[QUERIES], shape(k)[QUERIES]]
+        if not (causal or window or "segments" in found):
+            sizes[1] = 1  # padding hides the same keys from every query
+        if math.prod(sizes) * value(q).element_size() > self.tile_bytes:
+            places = [list(column) for column in zip(*cuts, strict=True)] or [[], [], []]
+            options = [found.get("padding"), found.get("segments"), scale, causal, window, self.tile_bytes]
+            return self.builder.getitem(call(tiled_attention, q, k, v, *options, whole, *places), 0)
+        mask = self._mask(q, k, cuts, found, causal, window, whole)
         if grouped:  # with a mask, kernels want as many heads of keys as of queries
             k, v = (call(aten.repeat_interleave.self_int, x, shape(q)[1] // shape(k)[1], 1) for x in (k, v))
         blind = None

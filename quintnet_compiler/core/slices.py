@@ -98,6 +98,32 @@ def positions(
     return found
 
 
+def runs(size: int, parts: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
+    """The global indices that one rank holds of a dim of ``size``, as runs: the first index of each, and how many.
+    Axes split what those before them left, each in ``parts``.
+
+    >>> runs(8, (2,), (2,), (1,))
+    [(2, 2), (6, 2)]
+    """
+    found = [(0, size)]
+    for count, among, index in zip(parts, ranks, coordinate, strict=True):
+        held = sum(length for _, length in found)
+        part, own = held // count, held // count // among
+        found = [run for at in range(count) for run in _between(found, at * part + index * own, own)]
+    return found
+
+
+def _between(held: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
+    """Of runs, what their elements ``first`` to ``first + count`` are."""
+    found: list[tuple[int, int]] = []
+    for start, length in held:
+        low, high = max(first, 0), min(first + count, length)
+        if low < high:
+            found.append((start + low, high - low))
+        first -= length
+    return found
+
+
 def assemble(parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, ranks: Sequence[int]) -> Tensor:
     """The global tensor of which ``parts`` are given by coordinate: slices joined (inner axes first), terms added.
 

@@ -21,7 +21,7 @@ from ..core.names import LONGEST_PATH, one_line
 from ..core.precision import DTYPES, Precision
 from ..core.sharding import AxisType, parse_type
 from ..schedules.synthesis import check_schedule
-from .program import BUCKET_MIB
+from .program import BUCKET_MIB, TILE_BYTES
 
 LARGEST_FILE = 16 * 2**20
 
@@ -59,6 +59,8 @@ class Plan(BaseModel):
             travel around a ring.
         context_load_balance: whether the ranks of a ring exchange halves of their sequences during causal attention,
             so that each has equally much to compute.
+        attention_tile_bytes: attention whose mask would take more than so many bytes, and a ring's, makes masks in
+            tiles of at most about that size, and no mask of whole blocks of positions that are seen or hidden alike.
         experts: the axes over which experts are spread; empty: ``ep``. ``("dp",)`` or ``("dp", "cp")`` let data and
             context ranks hold different experts.
         zero: ZeRO stage over data-parallel ranks: 0 = off, 1 = slices of optimizer state, 2 = and of gradients, 3 = and
@@ -105,6 +107,7 @@ class Plan(BaseModel):
     stages: tuple[Text, ...] = ()
     context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
     context_load_balance: bool = True
+    attention_tile_bytes: int = Field(default=TILE_BYTES, ge=1, le=2**40)
     experts: tuple[DataAxis, ...] = ()
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[DataAxis, ...] = ("dp",)
@@ -180,6 +183,7 @@ class PlanOptions(TypedDict, total=False):
     stages: Sequence[str] | None
     context: Literal["all_gather", "ulysses", "ring"] | None
     context_load_balance: bool | None
+    attention_tile_bytes: int | None
     experts: Sequence[DataAxis] | None
     zero: Literal[0, 1, 2, 3] | None
     zero_axes: Sequence[DataAxis] | None

@@ -22,6 +22,7 @@ from ..guards.guards import Guards
 from ..schedules.schedule import Action, Schedule, StageEdge
 from .headings import with_headings
 
+TILE_BYTES = 32 * 2**20  # of a mask of attention: large enough to keep a device busy, and little of its memory
 BUCKET_MIB = 25.0  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 
 

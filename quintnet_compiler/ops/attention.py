@@ -29,10 +29,11 @@ def visible(
             [1, 1, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
-    behind = rows[:, None] - cols
-    seen = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
+    seen = torch.ones([len(rows), len(cols)], dtype=torch.bool, device=rows.device)
+    if causal:
+        seen = rows[:, None] >= cols
     if window:
-        seen = seen & (behind < window)
+        seen = seen & (rows[:, None] < cols + window)
     if padding is not None:
         seen = seen & padding[:, None, None, :]
     if segments is not None:

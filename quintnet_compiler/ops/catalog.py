@@ -103,6 +103,8 @@ OPERATORS = _read(
     _scaled_dot_product_flash_attention_backward          attention  -   -
     _scaled_dot_product_flash_attention_for_cpu           attention  -   -
     _scaled_dot_product_flash_attention_for_cpu_backward  attention  -   -
+    tiled_attention                                       attention  -   -
+    tiled_attention_backward                              attention  -   -
     alias                                                 view       -   -
     arrived                                               view       -   -
     squeeze                                               view       -   -

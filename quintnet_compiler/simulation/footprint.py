@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,11 +17,16 @@ from ..core.annotations import facts, values
 from ..core.mesh import Mesh
 from ..ir.program import DistributedProgram, RankProgram, StageProgram
 from ..ops.collectives import COLLECTIVES
+from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm
 from ..runtime.transport.local import LocalTransport, LocalWorld
 
+# What these take while they run, beside what they return
+WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
+    {"tiled_attention": working_bytes, "tiled_attention_backward": backward_working_bytes}
+)
 # What these return is new, whatever it is; their values depend on data, or take long.
-OPAQUE = frozenset({"keep_mask", *(name for name, one in COLLECTIVES.items() if one.opaque)})
+OPAQUE = frozenset({"keep_mask", *WORKING, *(name for name, one in COLLECTIVES.items() if one.opaque)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +206,8 @@ def interpret(
             uses[where] = uses.get(where, 0) + 1
             if where in dynamic:
                 sizes[where] = x.untyped_storage().nbytes()
-        working, releases = max(working, fresh), max(releases, fresh - released)
+        inside = WORKING[str(node.target)](*args[1:]) if node.target in WORKING else 0
+        working, releases = max(working, fresh + inside), max(releases, fresh + inside - released)
         for source in dies.get(node, ()):
             for x in _tensors(env.pop(source)):
                 where = storage(x)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.runtime.transport.attention_blocks import Block, Mask, backward, forward, merge
+from quintnet_compiler.ops.attention_blocks import Sight
+from quintnet_compiler.ops.attention_tiles import AttentionTiles
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.ring import Ring
 from quintnet_compiler.runtime.transport.token_dispatch import Router
@@ -75,27 +75,10 @@ def test_ranks_tell_each_other_how_many_rows_each_expert_gets() -> None:
     assert second == [[[1, 1, 0], [1, 1, 0]], [[0, 2, 1], [1, 1, 0]]]
 
 
-def test_blocks_of_keys_add_up_to_attention() -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 4, 8, dtype=torch.float64).unbind(0)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    parts = [
-        forward(block, q[:, :, 2:], k[:, :, at : at + 2], v[:, :, at : at + 2], Mask())
-        for at in (0, 2)
-        for block in [Block(2, at, 2, 8**-0.5, True, 0)]
-    ]
-    out, lse = merge(*parts)
-    assert torch.allclose(out, expected[:, :, 2:])
-    assert Block(0, 2, 2, 1.0, True, 0).hidden and Block(2, 2, 2, 1.0, True, 0).seen == "diagonal"
-    grad = torch.ones_like(out)
-    _, _, dv = backward(Block(2, 0, 2, 8**-0.5, True, 0), grad, q[:, :, 2:], out, lse, k[:, :, :2], v[:, :, :2], Mask())
-    weights = torch.softmax(q[:, :, 2:] @ k.mT * 8**-0.5 + torch.tensor([[0, 0, 0, -torch.inf], [0, 0, 0, 0]]), -1)
-    assert torch.allclose(dv, weights[..., :2].mT @ grad)
-
-
 @pytest.mark.parametrize("balance", [False, True])
 def test_positions_of_a_ring(balance: bool) -> None:
-    rings = [Ring(None, "cp", 2, rank, 0, 1.0, True, 0, balance) for rank in range(2)]  # type: ignore[arg-type]
+    tiles = AttentionTiles(1.0, Sight(True, 0), 1)
+    rings = [Ring(None, "cp", 2, rank, 0, tiles, balance) for rank in range(2)]  # type: ignore[arg-type]
     owned = [{at + i for at, count in ring.runs(ring.index, 4) for i in range(count)} for ring in rings]
     assert owned[0] | owned[1] == set(range(8)) and not owned[0] & owned[1]
     work = [sum(1 for owner in range(2) for _ in ring.blocks(owner, 4)) for ring in rings]

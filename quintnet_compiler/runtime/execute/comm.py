@@ -15,8 +15,11 @@ from ...core.mesh import Mesh
 from ...core.precision import widened
 from ...core.rng import Key, keep_mask
 from ...core.sharding import Shard
+from ...ops.attention_blocks import Sight
+from ...ops.attention_tiles import AttentionTiles
 from ...ops.collectives import COLLECTIVES
 from ...ops.kv_cache_attention import attend_kept
+from ...ops.tiled_attention import attend_runs, attend_runs_backward
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from ..transport.ring import Circle, Ring, ring_backward, ring_forward
@@ -178,10 +181,12 @@ class Comm:
         causal: bool,
         window: int,
         balance: bool,
+        tile_bytes: int,
         at: int,
     ) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`..transport.ring`."""
-        return ring_forward(self._ring(axis, scale, causal, window, balance, at), q, k, v, padding, segments)
+        ring = self._ring(axis, AttentionTiles(scale, Sight(causal, window), tile_bytes), balance, at)
+        return ring_forward(ring, q, k, v, padding, segments)
 
     def ring_attention_backward(
         self,
@@ -198,15 +203,67 @@ class Comm:
         causal: bool,
         window: int,
         balance: bool,
+        tile_bytes: int,
         at: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v of ``ring_attention``."""
-        ring = self._ring(axis, scale, causal, window, balance, at)
+        ring = self._ring(axis, AttentionTiles(scale, Sight(causal, window), tile_bytes), balance, at)
         return ring_backward(ring, grad, q, k, v, out, lse, padding, segments)
 
-    def _ring(self, axis: str, scale: float, causal: bool, window: int, balance: bool, at: int) -> Ring:
-        size, index = self.mesh[axis], self.coordinate[axis]
-        return Ring(self.transport, axis, size, index, at, scale, causal, window, balance)
+    def _ring(self, axis: str, tiles: AttentionTiles, balance: bool, at: int) -> Ring:
+        return Ring(self.transport, axis, self.mesh[axis], self.coordinate[axis], at, tiles, balance)
+
+    def tiled_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        tile_bytes: int,
+        whole: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.tiled_attention`."""
+        tiles = AttentionTiles(scale, Sight(causal, window), tile_bytes)
+        return attend_runs(tiles, self._runs(whole, axes, sizes, parts), q, k, v, padding, segments)
+
+    def tiled_attention_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        padding: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        causal: bool,
+        window: int,
+        tile_bytes: int,
+        whole: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v of ``tiled_attention``."""
+        tiles = AttentionTiles(scale, Sight(causal, window), tile_bytes)
+        runs = self._runs(whole, axes, sizes, parts)
+        return attend_runs_backward(tiles, runs, grad, q, k, v, out, lse, padding, segments)
+
+    def _runs(
+        self, whole: int, axes: Sequence[str], sizes: Sequence[int], parts: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """The runs of positions that this rank has."""
+        return slices.runs(whole, parts, sizes, [self.coordinate.get(axis, self.microbatch) for axis in axes])
 
     def all_gather_matmul(
         self,

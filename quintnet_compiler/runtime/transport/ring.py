@@ -8,13 +8,14 @@ and one of keys is a block, of which only those that are seen at all are compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...core.precision import widened
-from .attention_blocks import Block, Mask, backward, forward, merge
+from ...ops.attention_blocks import Block
+from ...ops.attention_tiles import AttentionTiles, Ids, Total
 from .transport import Transport
 
 POSITIONS = 2  # the dim of positions in q, k and v
@@ -43,15 +44,13 @@ class Circle:
 class Ring(Circle):
     """What a ring's attention is."""
 
-    scale: float
-    causal: bool
-    window: int
+    tiles: AttentionTiles
     balance: bool
 
     def runs(self, owner: int, length: int) -> list[tuple[int, int]]:
         """The runs of positions that rank ``owner`` holds while attention runs: first position and length.
 
-        >>> Ring(None, "cp", 2, 0, 0, 1.0, True, 0, True).runs(0, 4)
+        >>> Ring(None, "cp", 2, 0, 0, None, True).runs(0, 4)
         [(0, 2), (6, 2)]
         """
         if not self.balance:
@@ -63,19 +62,21 @@ class Ring(Circle):
         """The blocks of this rank's queries and ``owner``'s keys that are seen: places of both runs among ours."""
         for i, (row, count) in enumerate(self.runs(self.index, length)):
             for j, (col, _) in enumerate(self.runs(owner, length)):
-                block = Block(row, col, count, self.scale, self.causal, self.window)
-                if not block.hidden:
+                block = Block(row, count, col, count)
+                if self.tiles.sight.seen(block) is not None:
                     yield i, j, block
 
     def steps(self, length: int) -> int:
         """For how many steps any rank sees anything: all of them, but few where a window is short.
 
-        >>> Ring(None, "cp", 8, 0, 0, 1.0, True, 5, False).steps(4)
+        >>> from quintnet_compiler.ops.attention_blocks import Sight
+        >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), False).steps(4)
         2
         """
-        if not (self.window and self.causal):
+        sight = self.tiles.sight
+        if not (sight.window and sight.causal):
             return self.size
-        return min(self.size, 1 + (self.window + length - 2) // length)
+        return min(self.size, 1 + (sight.window + length - 2) // length)
 
     def parts(self, x: Tensor, dim: int = POSITIONS) -> list[Tensor]:
         """``x`` by runs."""
@@ -96,24 +97,20 @@ def ring_forward(
     """The attention of this rank's queries, and each one's log of its sum of exponentials (in the runs' order)."""
     length = q.shape[POSITIONS]
     q, k, v = (ring.mirrored(x) for x in (q, k, v))
-    ids = _Ids(ring, padding, segments)
+    ids = _RingIds(ring, padding, segments)
     travelling = [k, v, *ids.travelling]
     queries = ring.parts(q)
-    found: list[tuple[Tensor, Tensor] | None] = [None] * len(queries)
+    totals = [Total(x, v.shape[3]) for x in queries]
     steps = ring.steps(length)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
         keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
         for i, j, block in ring.blocks((ring.index - step) % ring.size, length):
-            made = forward(block, queries[i], keys[j], values[j], ids.mask(i, j, travelling[2:]))
-            before = found[i]
-            found[i] = made if before is None else merge(before, made)
+            ring.tiles.forward(block, queries[i], keys[j], values[j], ids.of(i, j, travelling[2:]), totals[i])
         if coming is not None:
             travelling = coming()
-    whole = [one for one in found if one is not None]
-    assert len(whole) == len(found), "a query sees its own block at least"
-    out = torch.cat([out for out, _ in whole], POSITIONS).to(q.dtype)
-    return ring.mirrored(out), torch.cat([lse for _, lse in whole], POSITIONS)
+    outs, logs = zip(*(total.finished() for total in totals), strict=True)
+    return ring.mirrored(torch.cat(outs, POSITIONS)), torch.cat(logs, POSITIONS)
 
 
 def ring_backward(
@@ -130,7 +127,7 @@ def ring_backward(
     """The gradients of q, k and v. Those of keys and values travel with them, and at last home."""
     length, wide = q.shape[POSITIONS], widened(q.dtype)
     grad, q, k, v, out = (ring.mirrored(x) for x in (grad, q, k, v, out))
-    ids = _Ids(ring, padding, segments)
+    ids = _RingIds(ring, padding, segments)
     travelling = [k, v, *ids.travelling]
     asked = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
     for_queries = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
@@ -144,11 +141,10 @@ def ring_backward(
             [torch.zeros(x.shape, dtype=wide, device=x.device) for x in xs] for xs in (keys, values)
         )
         for i, j, block in ring.blocks((ring.index - step) % ring.size, length):
-            mask = ids.mask(i, j, travelling[2:])
+            into = for_queries[i], for_keys[j], for_values[j]
             grad_, q_, out_, lse_ = asked[i]
-            found = backward(block, grad_, q_, out_, lse_, keys[j], values[j], mask)
-            for into, term in zip((for_queries[i], for_keys[j], for_values[j]), found, strict=True):
-                into += term
+            here = ids.of(i, j, travelling[2:])
+            ring.tiles.backward(block, grad_, q_, out_, lse_, keys[j], values[j], here, into)
         terms = [torch.cat(xs, POSITIONS) if len(xs) > 1 else xs[0] for xs in (for_keys, for_values)]
         gathered = terms if arriving is None else [a + b for a, b in zip(arriving(), terms, strict=True)]
         arriving = ring.passed(gathered) if step < steps - 1 else ring.passed(gathered, back=step)
@@ -160,7 +156,7 @@ def ring_backward(
     return ring.mirrored(dq), dk, dv
 
 
-class _Ids:
+class _RingIds:
     """Which keys may be seen at all, and the documents of queries and keys, by runs."""
 
     def __init__(self, ring: Ring, padding: Tensor | None, segments: Tensor | None) -> None:
@@ -171,11 +167,9 @@ class _Ids:
         self.travelling = [x for x in moved if x is not None]
         self.documents = None if moved[1] is None else ring.parts(moved[1], 1)
 
-    def mask(self, i: int, j: int, travelling: Sequence[Tensor]) -> Mask:
-        """What the ids of the keys that are here let the queries of run ``i`` see of run ``j``."""
+    def of(self, i: int, j: int, travelling: Sequence[Tensor]) -> Ids:
+        """Those of the queries of run ``i`` and of run ``j`` of the keys that are here."""
         here = iter(travelling)
         padding, segments = (self.ring.parts(next(here), 1)[j] if has else None for has in self.has)
-        mask = Mask(None if padding is None else padding.bool())
-        if segments is None or self.documents is None:
-            return mask
-        return replace(mask, documents=(self.documents[i], segments))
+        documents = None if segments is None or self.documents is None else (self.documents[i], segments)
+        return Ids(None if padding is None else padding.bool(), documents)

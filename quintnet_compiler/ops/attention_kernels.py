@@ -1,0 +1,196 @@
+"""Kernels of attention that also give each query's log of the sum of exponentials, so that attention to some keys can
+be added to attention to others; and their backward, whose results are terms if output and log are those of all keys.
+
+Shapes: q [B, H, S, D], k [B, G, T, D], v [B, G, T, D]; a bias that is added to scores broadcasts to [B, H, S, T]; the
+log of the sum [B, H, S]. ``causal``: of a block that is square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.absent_gpu import AbsentGpu
+from ..core.precision import widened
+from .cuda_attention import CudaAttention
+
+aten = torch.ops.aten
+Gradients = tuple[Tensor, Tensor, Tensor]
+_CPU = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LOGS = 32  # memory-efficient attention keeps a multiple of so many logs
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Queries, keys and values of one call, and what is added to their scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    causal: bool = False
+
+    def by_key_head(self) -> Operands:
+        """With each group of heads as a row of the batch whose heads have the same keys: for kernels that do not know
+        groups."""
+        groups, heads = self.k.shape[1], self.q.shape[1] // self.k.shape[1]
+        if heads == 1:
+            return self
+        k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, heads, -1, -1) for x in (self.k, self.v))
+        bias = self.bias
+        if bias is not None and bias.shape[0] > 1:
+            bias = bias.repeat_interleave(groups, 0)
+        return Operands(self.grouped(self.q), k, v, bias, self.causal)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """Of [B, H, ...] each group of heads as a row of the batch."""
+        groups = self.k.shape[1]
+        return x if groups == x.shape[1] else torch.unflatten(x, 1, (groups, -1)).flatten(0, 1)
+
+    def ungrouped(self, of_q: Tensor, of_k: Tensor, of_v: Tensor) -> Gradients:
+        """The gradients of these from those of :meth:`by_key_head`, in which all heads of a group have terms."""
+        if self.q.shape[1] == self.k.shape[1]:
+            return of_q, of_k, of_v
+        wide = widened(self.q.dtype)
+        of_k, of_v = (x.sum(1, dtype=wide).view(self.k.shape) for x in (of_k, of_v))
+        return of_q.reshape(self.q.shape), of_k, of_v
+
+
+class AttentionKernel(Protocol):
+    """What computes attention on a device. ``fused``: without scores in memory."""
+
+    fused: bool
+
+    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        """The attention, and the logs."""
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
+        """The gradients of q, k and v."""
+
+
+def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> AttentionKernel:
+    """What these run on, whatever part of them is seen."""
+    if q.device.type == "cpu" and q.dtype in _CPU:
+        return CpuKernel()
+    if q.device.type == "cuda":
+        gpu = AbsentGpu(torch.cuda.get_device_capability(q.device), cudnn=False)
+        given = Operands(q, k, v).by_key_head()
+        some_mask = q[:1, :1, :1, :1]
+        if CudaAttention(gpu, given.q, given.k, given.v, some_mask, 0.0, False, False).kernel() == "efficient":
+            return CudaKernel(CudaAttention(gpu, q, k, v, None, 0.0, False, True).kernel() == "flash")
+    return Matmuls()
+
+
+class CpuKernel:
+    """Flash attention on CPUs."""
+
+    fused = True
+
+    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        x = given.by_key_head()
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            x.q, x.k, x.v, 0.0, x.causal, attn_mask=x.bias, scale=scale
+        )
+        return out.reshape(given.q.shape), lse.reshape(given.q.shape[:3])
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
+        x = given.by_key_head()
+        grad, out, lse = (given.grouped(one) for one in (grad, out, lse))
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, x.q, x.k, x.v, out, lse, 0.0, x.causal, attn_mask=x.bias, scale=scale
+        )
+        return given.ungrouped(*found)
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """Flash attention (``flash``: it takes these tensors) of what has no bias, else memory-efficient attention."""
+
+    flash: bool
+    fused = True
+
+    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        if given.bias is None and self.flash:
+            out, lse, *_ = aten._scaled_dot_product_flash_attention(
+                given.q, given.k, given.v, 0.0, given.causal, False, scale=scale
+            )
+            return out, lse
+        x = given.by_key_head()
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            x.q, x.k, x.v, _expanded(x), True, 0.0, x.causal, scale=scale
+        )
+        return out.reshape(given.q.shape), lse.narrow(-1, 0, x.q.shape[2]).reshape(given.q.shape[:3])
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
+        seed = torch.zeros((), dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
+        found: Gradients
+        if given.bias is None and self.flash:
+            found = aten._scaled_dot_product_flash_attention_backward(
+                grad, given.q, given.k, given.v, out, lse.contiguous(), None, None, given.q.shape[2],
+                given.k.shape[2], 0.0, given.causal, seed, seed, scale=scale,
+            )  # fmt: skip
+            return found
+        x = given.by_key_head()
+        grad, out, lse = (given.grouped(one) for one in (grad, out, lse))
+        lse = F.pad(lse, (0, -lse.shape[-1] % _LOGS), value=float("inf")).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=grad.device)
+        found = aten._scaled_dot_product_efficient_attention_backward(
+            grad, x.q, x.k, x.v, _expanded(x), out, lse, seed, seed, 0.0, [True, True, True, False], x.causal,
+            scale=scale,
+        )[:3]  # fmt: skip
+        return given.ungrouped(*found)
+
+
+def _expanded(given: Operands) -> Tensor | None:
+    """The bias of every head, with rows that begin at multiples of 16 bytes, as memory-efficient attention takes it."""
+    if given.bias is None:
+        return None
+    keys = given.k.shape[2]
+    aligned = F.pad(given.bias, (0, -keys % 8)).narrow(-1, 0, keys)
+    return aligned.expand(*given.q.shape[:3], keys)
+
+
+class Matmuls:
+    """Matrix products and a softmax, in a wide dtype, for what no kernel takes."""
+
+    fused = False
+
+    def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
+        scores = self._scores(given, scale)
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = _rows((scores - lse).exp_()) @ given.v.to(lse.dtype)
+        return out.view(*given.q.shape[:3], -1), lse.view(given.q.shape[:3])
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
+        scores = self._scores(given, scale)
+        by_group: Callable[[Tensor], Tensor] = lambda x: x.to(scores.dtype).reshape(*scores.shape[:-1], -1)  # noqa: E731
+        weights = (scores - by_group(lse)).exp_()
+        grad, out, q = (by_group(x) for x in (grad, out, given.q))
+        rows = _rows(grad)
+        slopes = (rows @ given.v.to(scores.dtype).mT).view(scores.shape)
+        slopes = _rows(slopes.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights).mul_(scale))
+        of_q = (slopes @ given.k.to(scores.dtype)).view(given.q.shape)
+        return of_q, slopes.mT @ _rows(q), _rows(weights).mT @ rows
+
+    def _scores(self, given: Operands, scale: float) -> Tensor:
+        """[B, key heads, query heads of each, queries, keys]."""
+        q, k, wide = given.q, given.k, widened(given.q.dtype)
+        batch, heads, count, _ = q.shape
+        grouped = q.to(wide).reshape(batch, k.shape[1], heads // k.shape[1], count, -1)
+        scores = (_rows(grouped) @ k.to(wide).mT).view(*grouped.shape[:-1], -1).mul_(scale)
+        if given.bias is not None:
+            scores += given.bias.unsqueeze(1)
+        if given.causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril_()
+            scores.masked_fill_(~seen, float("-inf"))
+        return scores
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The query heads of a key head as rows of one matrix."""
+    return x.flatten(2, 3)

@@ -1,0 +1,111 @@
+"""Attention of the queries that a rank has, to all keys, without a mask in memory: for what :mod:`.attention` computes
+where the mask would be large."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..core.precision import widened
+from .attention_blocks import Block
+from .attention_kernels import Gradients
+from .attention_tiles import AttentionTiles, Ids, Total
+from .define import define_operator
+
+POSITIONS = 2  # the dim of positions in q, k and v
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    rows = q.shape[:3]
+    return q.new_empty([*rows, v.shape[3]]), q.new_empty(rows, dtype=widened(q.dtype))
+
+
+def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Gradients:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+# As attention: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E], ``padding`` and ``segments`` [B, T]. The queries are
+# this rank's part of positions, of which there are ``whole`` and which ``axes`` split in ``parts``. Returns each
+# query's log of its sum of exponentials too, [B, H, S], for the backward.
+_HOW = (
+    "Tensor? padding, Tensor? segments, float scale, bool causal, int window, int tile_bytes, int whole, "
+    "str[] axes, int[] sizes, int[] parts"
+)
+tiled_attention = define_operator(f"tiled_attention(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)", _shapes)
+tiled_attention_backward = define_operator(
+    f"tiled_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> "
+    "(Tensor, Tensor, Tensor)",
+    _gradients,
+)
+Runs = Sequence[tuple[int, int]]  # first position and length of each
+
+
+def attend_runs(
+    tiles: AttentionTiles,
+    runs: Runs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    segments: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """What :data:`tiled_attention` computes, of queries that are ``runs`` of positions."""
+    keys, at, made = k.shape[POSITIONS], 0, []
+    for first, length in runs:
+        mine = q.narrow(POSITIONS, at, length)
+        total = Total(mine, v.shape[3])
+        tiles.forward(Block(first, length, 0, keys), mine, k, v, _ids(first, length, padding, segments), total)
+        made.append(total.finished())
+        at += length
+    if len(made) == 1:
+        return made[0]
+    return torch.cat([out for out, _ in made], POSITIONS), torch.cat([lse for _, lse in made], POSITIONS)
+
+
+def attend_runs_backward(
+    tiles: AttentionTiles,
+    runs: Runs,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    padding: Tensor | None,
+    segments: Tensor | None,
+) -> Gradients:
+    """What :data:`tiled_attention_backward` computes."""
+    wide = [torch.zeros(x.shape, dtype=widened(x.dtype), device=x.device) for x in (q, k, v)]
+    keys, at = k.shape[POSITIONS], 0
+    for first, length in runs:
+        grad_, q_, out_, lse_, of_q = (x.narrow(POSITIONS, at, length) for x in (grad, q, out, lse, wide[0]))
+        block, ids = Block(first, length, 0, keys), _ids(first, length, padding, segments)
+        tiles.backward(block, grad_, q_, out_, lse_, k, v, ids, (of_q, wide[1], wide[2]))
+        at += length
+    of_q, of_k, of_v = (x.to(q.dtype) for x in wide)
+    return of_q, of_k, of_v
+
+
+def _ids(first: int, length: int, padding: Tensor | None, segments: Tensor | None) -> Ids:
+    """For the queries of a run."""
+    return Ids(padding, None if segments is None else (segments[:, first : first + length], segments))
+
+
+def working_bytes(
+    q: Tensor, k: Tensor, v: Tensor, padding: object, segments: object, scale: float, causal: bool, window: int,
+    tile_bytes: int, *_: object,
+) -> int:  # fmt: skip
+    """Memory that :data:`tiled_attention` takes while it runs, beyond its result: in a wide dtype, the sum of what was
+    added (or a term of that size, where the sum is the result) and the weighted term; a tile, and its mask."""
+    return 2 * q.shape[:3].numel() * v.shape[3] * widened(q.dtype).itemsize + 2 * tile_bytes
+
+
+def backward_working_bytes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, padding: object, segments: object,
+    scale: float, causal: bool, window: int, tile_bytes: int, *_: object,
+) -> int:  # fmt: skip
+    """The same of :data:`tiled_attention_backward`: sums of the three gradients, or terms where those are the result;
+    a tile, and its mask."""
+    return sum(x.numel() for x in (q, k, v)) * widened(q.dtype).itemsize + 2 * tile_bytes
