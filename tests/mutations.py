@@ -29,7 +29,9 @@ from quintnet_compiler.ir.program import (
 from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, combine, convert, dispatch, dispatch_plan, share
 from quintnet_compiler.ops.grouped_rows import group_plan, group_rows, grouped_linear
 from quintnet_compiler.ops.rules.table import RULES
+from quintnet_compiler.ops.tiled_attention import tiled_attention, tiled_attention_backward
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
+from quintnet_compiler.passes.checks.attention import check_attention
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.types import check_types
@@ -149,6 +151,26 @@ def typed(program: LocalProgram, dice: Dice) -> Iterator[Change]:
     for node in program.at_start:
         mutant, new = copied(program)
         yield Change("gather in each microbatch", node.name, replace(mutant, once=mutant.once - {new[node]}))
+    yield from _attention(program)
+
+
+def _attention(program: Any) -> Iterator[Change]:
+    """Attention in tiles, forward or backward, that is told something else."""
+    for node in [n for n in program.graph.nodes if n.target in (tiled_attention, tiled_attention_backward)]:
+        names = [known.name for known in node.target._schema.arguments]
+        given = dict(zip(names, node.args, strict=True))
+        wrong: dict[str, dict[str, Any]] = {
+            "swap keys and values": {"k": given["v"], "v": given["k"]},
+            "change a scale": {"scale": given["scale"] * 2},
+            "see keys that come later": {"causal": not given["causal"]},
+            "see fewer keys": {"window": 2},
+            "attend from other positions": {"axes": [], "sizes": [], "parts": []},
+        }
+        for kind, changes in wrong.items():
+            mutant, new = copied(program)
+            args = fx.map_arg(tuple((given | changes).values()), new.__getitem__)
+            new[node].args = args
+            yield Change(kind, node.name, mutant)
 
 
 # -- the differentiated graph
@@ -189,11 +211,12 @@ def joint(program: DifferentiatedProgram, dice: Dice) -> Iterator[Change]:
             yield Change("duplicate a collective", node.name, _renamed(mutant, here, again))
     for node in rings:
         mutant, here, _ = at(node)
-        here.args = (*here.args[:-1], not here.args[-1])
+        here.args = (*here.args[:-2], not here.args[-2], here.args[-1])
         yield Change("balance a ring on one side", node.name, mutant)
         mutant, here, _ = at(node)
         here.args = (here.args[0], here.args[1], here.args[2], here.args[4], here.args[3], *here.args[5:])
         yield Change("swap keys and values", node.name, mutant)
+    yield from _attention(program)
     for node in moves:
         for plan in plans if node.target in (dispatch, combine) else []:
             parts = sorted((n for n in plan.users if is_getitem(n)), key=lambda n: n.args[1])
@@ -334,7 +357,10 @@ def _functions(program: DistributedProgram, dice: Dice) -> Iterator[Change]:
                 if not _several(node) and value(node).shape == value(node.args[1]).shape:
                     yield _one_rank(program, stage, label, "drop a collective on one rank", node, _drop)
                     yield _one_rank(program, stage, label, "duplicate a collective on one rank", node, _again)
-                yield _one_rank(program, stage, label, "regroup a collective on one rank", node, _other_axis(program))
+                if isinstance(node.args[2], str):
+                    yield _one_rank(
+                        program, stage, label, "regroup a collective on one rank", node, _other_axis(program)
+                    )
             for a, b in itertools.pairwise(n for n in moves if isinstance(n.args[1], fx.Node)):  # not of lists
                 if a.target == b.target and _look(a.args[1]) == _look(b.args[1]) and not _depends(b.args[1], a):
                     yield _one_rank(program, stage, label, "swap two collectives on one rank", a, _swap_with(b))
@@ -541,6 +567,7 @@ def check(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     if isinstance(program, LocalProgram):
         verify(program)
         check_types(program, RuleBook(RULES))
+        check_attention(program)
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):
         verify(program)

@@ -106,6 +106,14 @@ def _judge(victims: list[Victim], count: int | None, least: int) -> None:
     assert early >= 0.99 * harmful, (fates, late)
 
 
+def test_attention_in_tiles_that_is_told_something_else_is_noticed() -> None:
+    victim = Victim.of("gpt", Mesh(dp=2, cp=2), 1, attention_tile_bytes=64)
+    kinds = ("swap keys", "change a scale", "see ", "attend from")
+    found = [change for change in victim.changes(random.Random(0)) if change.kind.startswith(kinds)]
+    assert len(found) >= 30
+    assert all(victim.fate(change) == "before running" for change in found)
+
+
 def test_a_sample_of_mutations_is_noticed() -> None:
     _judge([Victim.of("gpt", Mesh(pp=2, dp=2, tp=2), 2)], 60, 50)
 
@@ -119,6 +127,7 @@ def test_mutations_are_noticed() -> None:
         Victim.of("cnn", Mesh(pp=4, dp=2), 4),
         Victim.of("mixture", Mesh(dp=2, ep=2), 2),
         Victim.of("gpt", Mesh(dp=2, cp=2), 1, context="ring"),
+        Victim.of("gpt", Mesh(dp=2, cp=2), 1, attention_tile_bytes=64),
         Victim.of("gpt", Mesh(pp=2, tp=2), 2, schedule="zb-v", virtual_stages=2),
         Victim.of("mlp", Mesh(dp=2, tp=2), 2, zero=1),
         Victim.of("mlp", Mesh(dp=2, pp=2), 2, zero=3),

@@ -23,6 +23,7 @@ from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.autodiff.recompute_budget import Budget
+from ..passes.checks.attention import check_attention
 from ..passes.checks.backward import check_backward
 from ..passes.checks.code import check_code
 from ..passes.checks.early import check_early
@@ -193,6 +194,7 @@ def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
     return [
         (check_notation, (before.sharded.program.graph, s.request.rules)),
         (check_types, (after, s.book)),
+        (check_attention, (after,)),
         (check_reductions, (after,)),
     ]
 

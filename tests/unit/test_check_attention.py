@@ -1,0 +1,75 @@
+"""passes.checks.attention: what attention in tiles and in a ring is told, compared with the program's own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.core.sharding import I, S
+from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, StagedProgram, Strategy
+from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.collectives import ring_attention
+from quintnet_compiler.ops.rules.table import RULES
+from quintnet_compiler.ops.tiled_attention import tiled_attention
+from quintnet_compiler.passes.checks.attention import check_attention
+from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
+
+from ..one_operator import as_program
+from .graphs import builder, leaf
+
+CP = Axis("cp", 2, "context")
+KEYS = (I, I)
+GATHERED = Strategy((S(2), *KEYS, I), (S(2),), "split s 1")
+RING = Strategy((S(2), S(2), S(2), S(1)), (S(2),), "split s+t 1")
+
+
+def _lowered(strategy: Strategy) -> LocalProgram:
+    """Attention with documents, of which each rank has half of the queries."""
+    to = builder()
+    given = [leaf(to, "input", name, 1, 2, 8, 4) for name in "qkv"]
+    given.append(leaf(to, "input", "segments", 1, 8, dtype=torch.int64))
+    node = to.call(attention, *given[:3], None, given[3], scale=0.5, causal=True, window=3)
+    to.output((node,))
+    program = as_program(to)
+    strategies: dict[fx.Node, Any] = {
+        x: (Strategy((), (kind,)),) for x, kind in zip(given, strategy.inputs, strict=True)
+    }
+    strategies |= {node: (strategy,), program.graph.output_node(): (Strategy(strategy.outputs, ()),)}
+    staged = StagedProgram(ShardedProgram(program, (CP,), strategies), 1, {node: 0})
+    return InsertCommunication(dict(RULES), attention_tile_bytes=16)(staged)
+
+
+def _made(local: LocalProgram) -> fx.Node:
+    return next(n for n in local.graph.nodes if n.target in (ring_attention, tiled_attention))
+
+
+@pytest.mark.parametrize(("strategy", "target"), [(GATHERED, tiled_attention), (RING, ring_attention)], ids=str)
+def test_attention_that_is_the_programs_own_passes(strategy: Strategy, target: Any) -> None:
+    local = _lowered(strategy)
+    assert _made(local).target is target
+    check_attention(local)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("k", "v"), ("q", "k"), ("padding", "segments"), ("segments", None), ("scale", 0.25), ("causal", False),
+        ("window", 4), ("whole", 16), ("axes", []), ("axes", ["tp"]), ("sizes", [4]), ("parts", [2]), ("axis", "tp"),
+        ("size", 4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("strategy", [GATHERED, RING], ids=["tiles", "ring"])
+def test_each_argument_that_is_another_one_is_told(strategy: Strategy, name: str, value: Any) -> None:
+    local = _lowered(strategy)
+    made = _made(local)
+    names = [one.name for one in made.target._schema.arguments]  # type: ignore[union-attr]
+    if name not in names:
+        return
+    given = dict(zip(names, made.args, strict=True))
+    made.args = tuple((given | {name: given.get(value, value) if isinstance(value, str) else value}).values())
+    with pytest.raises(CompileError, match=rf"QN209[^!]*{name}="):
+        check_attention(local)
