@@ -155,7 +155,7 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """The same without in-place operators. This traces the graph again, which costs as much as forward did."""
     if any(_writes(node.target) for node in exported.graph.nodes):
-        return exported.run_decompositions({})
+        exported = exported.run_decompositions({})
     return exported
 
 
