@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
+from ..compat.torch_hooks import without_hooks_of_export
 from ..core.empty_storage import device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
@@ -147,7 +148,9 @@ def capture(
 
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
-    exported: torch.export.ExportedProgram = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
+    exported: torch.export.ExportedProgram
+    with without_hooks_of_export():
+        exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_no_grad(exported.graph_module)
     return exported
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -16,7 +17,7 @@ __all__ = [
     "FunctionBase",  # the class whose defaults tell which methods a Function has; instead: torch.autograd.Function's
     "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "backward_hooks",
     "functions_applied_by", "module_backward_hooks_by", "node_class", "old_backward_hooks", "share_backward_hooks",
-    "share_hooks",
+    "share_hooks", "without_hooks_of_export",
 ]  # fmt: skip
 
 # Where a module keeps its hooks, which guards compare; instead: noticing calls of register_*_hook. This package sets
@@ -74,3 +75,26 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 def node_class(node: object) -> type | None:
     """The Function that made a node of autograd's graph; instead: ``type(node).__name__``."""
     return getattr(node, "_forward_cls", None)
+
+
+@contextlib.contextmanager
+def without_hooks_of_export() -> Iterator[None]:
+    """Afterwards no hook is left of torch.export, which in torch 2.11 forgets one where it gives up: for the buffers of
+    all modules, and it keeps the module that was traced. Instead: nothing, from torch 2.13 on."""
+    from torch.export import _trace  # imported by the first export
+
+    made: list[Any] = []
+    here, register = threading.get_ident(), vars(_trace)["register_buffer_assignment_hook"]
+
+    def noted(*given: Any) -> Any:
+        handle = register(*given)
+        if threading.get_ident() == here:
+            made.append(handle)
+        return handle
+
+    with mock.patch.object(_trace, "register_buffer_assignment_hook", noted):
+        try:
+            yield
+        finally:
+            for handle in made:
+                handle.remove()
