@@ -131,7 +131,8 @@ def test_the_page_says_what_is_there(page: Page, program: quintnet.CompiledProgr
 def test_the_manifest_has_every_file(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     there = {f.relative_to(folder).as_posix() for f in folder.rglob("*") if f.is_file()} - {"manifest.json"}
-    assert set(manifest["files"]) == there and manifest["versions"]["torch"] == torch.__version__
+    assert set(manifest["files"]) == there
+    assert torch.__version__.startswith(manifest["versions"]["torch"])  # PyPI's package does not name its CUDA
     for name, digest in manifest["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
     ranks = json.loads((folder / "ranks.json").read_text())["files"]
