@@ -202,6 +202,7 @@ def test_a_sample_on_two_devices(eager: bool, jobs: Sequence[Job]) -> None:
         assert found == dict.fromkeys(map(str, jobs), "")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "rank", "told"),
     [
@@ -317,7 +318,7 @@ def test_grouped_matmuls_of_experts(device: Emulated, transposed: bool) -> None:
         assert torch.allclose(mine.cpu().float(), theirs.float(), atol=0.05, rtol=0.02)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", [False, True], ids=["waited for at once", "waited for later"])
 def test_sequences_are_joined_and_cut_without_a_copy(begin: bool) -> None:
     """Each is a run of memory of its own. In a hundred of them, messages would cost more than a copy."""

@@ -101,7 +101,7 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], int, int]] = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "axes", "options", "gathers", "scatters"), LAYOUTS, ids=str)
 def test_gradients_are_those_of_the_unsplit_model(
     name: str, axes: dict[str, int], options: dict[str, Any], gathers: int, scatters: int
@@ -112,6 +112,7 @@ def test_gradients_are_those_of_the_unsplit_model(
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_what_does_not_divide_or_is_multiplied_stays_apart() -> None:
     """Heads in thirds; and an encoder gathered along the dim that a product sums."""
     for name, axes in (("gpt", {"tp": 3}), ("hf_llama_double", {"tp": 2})):
@@ -123,6 +124,7 @@ def test_what_does_not_divide_or_is_multiplied_stays_apart() -> None:
                 assert 0 <= node.args[3] < made.dim() - 1
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"recompute": "selective"}], ids=str)
 def test_nothing_more_is_kept(options: dict[str, Any]) -> None:
     """What a forward leaves for its backward, by name; gathered values stay the slices that they were."""
@@ -266,7 +268,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "change"), CHANGES)
 def test_the_pass_is_checked_against_what_it_was_given(name: str, change: Callable[[fx.Graph], None]) -> None:
     before, after = (_source(_compile(name, {"tp": 2}, overlap=False, async_tp=fused)) for fused in (False, True))
@@ -354,6 +356,7 @@ def _kernels_and_ring(lead: tuple[int, ...], dim: int) -> tuple[list[Tensor], li
     return [*found, scattered], ring, [s.shape for s in shapes] == [r.shape for r in ring]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("lead", "dim"), [((4,), 0), ((2, 4), 1)], ids=str)
 def test_fused_kernels_are_asked_for_what_the_ring_makes(lead: tuple[int, ...], dim: int) -> None:
     for found, ring, agree in quintnet.launch(_kernels_and_ring, 2, (lead, dim), timeout=120):

@@ -86,6 +86,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, Any]]] = {
 ALIKE = ("gpt", "Llama", "DeepSeek-V3, another kind first")  # where the fold takes the same blocks for a run
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if "kind" in name else []) for name in MODELS]
 )

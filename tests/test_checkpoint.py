@@ -318,6 +318,7 @@ def _pairs(folder: str, name: str, which: list[int], pairs: list[tuple[int, int]
             shutil.rmtree(f"{folder}/{number}")
 
 
+@pytest.mark.slow
 def test_layouts_read_each_other(tmp_path: Path) -> None:
     quintnet.launch(_pairs, 4, (str(tmp_path), "gpt", [0, 1, 2], [(0, 1), (1, 2), (2, 0)]), timeout=240)
     # and one process reads what four wrote

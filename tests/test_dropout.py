@@ -77,7 +77,7 @@ def _curve(dtype: torch.dtype) -> list[float]:
     return _train(quintnet.compile(_model(dtype), quintnet.Mesh(dp=1), seed=3), _batches(20))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-9), pytest.param(torch.float32, 1e-4, marks=pytest.mark.slow)], ids=str
@@ -101,6 +101,7 @@ def test_masks_are_those_of_the_module_itself_under_the_same_numbers() -> None:
         assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_recompute_saves_no_values_inside_blocks() -> None:
     kept = {}
     for recompute in ("none", "full"):

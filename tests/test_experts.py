@@ -33,7 +33,7 @@ def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(?:start_)?(\w+)\(", program.ranks[0].forward.code))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("skew", [0.0, 10.0])
 @pytest.mark.parametrize(
     ("axes", "experts", "microbatches"),
@@ -91,6 +91,7 @@ def test_each_rank_keeps_its_experts_only() -> None:
     assert shapes["p_model_up"] == (2, 16, 16) and shapes["p_model_down"] in [(2, 16, 8), (2, 8, 16)]
 
 
+@pytest.mark.slow
 def test_a_loss_curve_of_mixtral_with_spread_experts() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MixtralConfig(
@@ -120,6 +121,7 @@ def test_a_loss_curve_of_mixtral_with_spread_experts() -> None:
     assert found[-1] < 0.9 * found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [{"dp": 2}, *(pytest.param(axes, marks=pytest.mark.slow) for axes in ({"dp": 2, "tp": 2}, {"ep": 2, "pp": 2}))],
@@ -191,6 +193,7 @@ class Capacity(nn.Module):
         return F.cross_entropy(self.head(x + back).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"tp": 4}], ids=str)
 def test_one_hot_dispatch_with_capacity_drops_what_the_reference_drops(axes: dict[str, int]) -> None:
     batch = _batch_of_sequences()

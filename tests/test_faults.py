@@ -67,6 +67,7 @@ def _gone(folder: Path) -> bool:
     return all(state(one.read_text()) == "Z" for one in folder.glob("pid*"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "seconds", "code", "says"),
     [

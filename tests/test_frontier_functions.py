@@ -238,7 +238,7 @@ FUNCTIONS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name: str) -> None:
     frontier.trains_equally(lambda: net(FUNCTIONS[name]), (X,))
@@ -271,6 +271,7 @@ class Asked(torch.autograd.Function):
         return c if a is None else 2 * a if c is None else a * c
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "between",
     [
@@ -313,6 +314,7 @@ def _masked(_: Net, h: Tensor) -> Tensor:
 HOOKS = {"used before": _used_before, "removed": _removed, "masked": _masked}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_of_tensors(name: str) -> None:
     frontier.trains_equally(lambda: net(HOOKS[name]), (X,))

@@ -47,6 +47,7 @@ MODULES: dict[str, Callable[[Net], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODULES)
 def test_backward_hooks_of_modules(name: str) -> None:
     frontier.trains_equally(lambda: net(MODULES[name]), (X,))

@@ -341,6 +341,7 @@ def train(axes: dict[str, int], folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [TWO, pytest.param(({"dp": 2, "tp": 2},), marks=pytest.mark.slow)], ids=str)
 def test_in_processes_the_module_has_what_is_trained(tmp_path: Path, layouts: Sequence[dict[str, int]]) -> None:
     ranks = quintnet.launch(on_ranks, math.prod(layouts[0].values()), args=(str(tmp_path), layouts), timeout=300)

@@ -163,6 +163,7 @@ class Averaging(Plain):
         return made + made.cumsum(1) / 8
 
 
+@pytest.mark.slow
 def test_what_cannot_generate_is_refused() -> None:
     ids = prompts()[0]
     for model in (Counting(64), Averaging(64)):

@@ -133,7 +133,7 @@ def _build(name: str) -> tuple[nn.Module, tuple[Tensor, ...], float]:
     return model(), _batch(which), error
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_becomes_one_operator(name: str) -> None:
     model, batch, _ = _build(name)

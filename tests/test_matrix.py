@@ -206,7 +206,7 @@ def deviation(point: Point, found: Trained) -> float:
 ALL = list(points(216))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("point", [*ALL[:16], *(pytest.param(p, marks=pytest.mark.slow) for p in ALL[16:])], ids=str)
 def test_trains_as_the_unsplit_model(point: Point) -> None:
     found = deviation(point, trained(point))

@@ -54,7 +54,7 @@ LAYOUTS: list[tuple[str, dict[str, int], dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "axes", "options", "kind"), LAYOUTS, ids=str)
 def test_the_order_changes_no_bit(name: str, axes: dict[str, int], options: dict[str, Any], kind: str) -> None:
     found = []
@@ -67,6 +67,7 @@ def test_the_order_changes_no_bit(name: str, axes: dict[str, int], options: dict
     assert len(found[0]) >= 10 and all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_parameters_are_gathered_one_block_ahead_of_their_use(recompute: str) -> None:
     program = _compile("gpt", {"dp": 2}, microbatches=2, zero=3, recompute=recompute)
@@ -87,6 +88,7 @@ def test_parameters_are_gathered_one_block_ahead_of_their_use(recompute: str) ->
         assert len(blocks) == 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_block_of_gradients_is_under_way(recompute: str) -> None:
     program = _compile("gpt", {"dp": 2}, microbatches=2, zero=3, recompute=recompute)
@@ -148,6 +150,7 @@ def _hand_out(node: fx.Node) -> None:
     output.args = ((*output.args[0], node.args[1]),)  # type: ignore[misc]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("change", [_drop_wait, _read_early, _wait_twice, _drop_start, _hand_out])
 def test_a_start_without_its_wait_is_refused(change: Callable[[fx.Node], None]) -> None:
     """By the check of generated code; and where a wait or a start is gone, ranks notice when they meet, too."""

@@ -93,7 +93,7 @@ def _planner(model: str, cluster: str) -> Planner:
     return Planner.of(capture(module, batch, loss), ROWS, PricedCluster(CLUSTERS[cluster]), Plan(), RULES)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model", "cluster"),
     [

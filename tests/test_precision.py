@@ -101,7 +101,7 @@ FEW = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @FEW
 def test_layouts_are_as_near_to_float64_as_one_rank(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
     """Two programs that round as often, in another order, are about as far from the exact values: over all elements the
@@ -119,6 +119,7 @@ def test_layouts_are_as_near_to_float64_as_one_rank(name: str, axes: dict[str, i
         assert error < 3 * max(near[tensor], typical), tensor
 
 
+@pytest.mark.slow
 def test_verify_knows_the_precision() -> None:
     program = _compile("mlp", {"dp": 2, "tp": 2}, precision="bf16", microbatches=2, zero=2)
     report = program.verify()

@@ -65,7 +65,7 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
     return same, False
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "axes", "microbatches", "options"),
     [

@@ -103,6 +103,7 @@ MODELS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh", "plan"),
     [pytest.param(*one, id=one[0], marks=[] if one[0] == "gpt" else [pytest.mark.slow]) for one in MODELS],

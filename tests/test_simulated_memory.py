@@ -82,7 +82,7 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name, mesh, options", PROGRAMS, ids=lambda value: str(value))
 def test_bytes_and_live_activations(
     name: str, mesh: dict[str, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

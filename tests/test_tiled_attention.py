@@ -82,6 +82,7 @@ def _program(mask: str, mesh: quintnet.Mesh, **options: Any) -> quintnet.Compile
 # -- numbers
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("context", ["all_gather", "ring", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_tiles_equal_the_model(mask: str, context: str) -> None:
@@ -105,6 +106,7 @@ def test_tiles_equal_the_model_on_other_layouts(mask: str, context: str, options
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "sample",
     [
@@ -141,6 +143,7 @@ def _two_processes() -> list[tuple[float, bool]]:
     return [_ranks_agree(mask, context) for mask in ("window", "all") for context in ("all_gather", "ring")]
 
 
+@pytest.mark.slow
 def test_tiles_in_two_processes() -> None:
     for found in quintnet.launch(_two_processes, 2, timeout=300):
         assert all(ok and error < 1e-12 for error, ok in found), found

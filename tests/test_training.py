@@ -226,6 +226,7 @@ def _digits(name: str, tmp_path: Path, **more: Any) -> quintnet.History:
     return history  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_a_document_trains_on_processes(tmp_path: Path) -> None:
     found = _digits("dp_tp", tmp_path, max_steps=12, val_interval=12)
     assert found.losses[-1] < found.losses[0]

@@ -199,7 +199,7 @@ def test_the_command_says_equal_with_its_exit_code(tmp_path: Path) -> None:
     assert done.returncode == 5 and "NOT EQUAL" in done.stdout
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("args", "code", "text"),
     [
