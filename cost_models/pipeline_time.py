@@ -21,20 +21,11 @@ class Stage:
 def one_f_one_b_seconds(stages: Sequence[Stage], microbatches: int, send: float = 0.0) -> float:
     """When the last backward ends: each stage runs its 1F1B order, each action as soon as its inputs are there.
 
-    ``send``: seconds from a stage to its neighbour, during which neither computes. Beyond a few times the depth the
-    order repeats, and every further microbatch takes as long as the one before.
+    ``send``: seconds from a stage to its neighbour, during which neither computes.
 
     >>> one_f_one_b_seconds([Stage(1, 2)] * 4, 8)  # (m + p - 1) (f + b)
     33.0
     """
-    enough = 4 * len(stages) + 4
-    if microbatches > enough:
-        shorter, short = (_recurrence(stages, n, send) for n in (enough - len(stages), enough))
-        return short + (microbatches - enough) * (short - shorter) / len(stages)
-    return _recurrence(stages, microbatches, send)
-
-
-def _recurrence(stages: Sequence[Stage], microbatches: int, send: float) -> float:
     depth = len(stages)
     orders = []
     for rank in range(depth):

@@ -213,6 +213,7 @@ def _attention(folder: Path) -> Counter[str]:
     return Counter(re.findall(r"aten\._scaled_dot_product_(\w+)\.", code))
 
 
+@pytest.mark.slow
 def test_a_configuration_for_gpus_from_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

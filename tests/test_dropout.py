@@ -77,7 +77,7 @@ def _curve(dtype: torch.dtype) -> list[float]:
     return _train(quintnet.compile(_model(dtype), quintnet.Mesh(dp=1), seed=3), _batches(20))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-9), pytest.param(torch.float32, 1e-4, marks=pytest.mark.slow)], ids=str

@@ -196,6 +196,7 @@ def _generate(axes: dict[str, int]) -> Tensor:
     return program.generate(ids, attention_mask=mask, max_new_tokens=NEW, pad_token_id=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)], ids=str)
 def test_processes_write_the_same_text(axes: dict[str, int]) -> None:
     expected = theirs(large_model("Llama"), *prompts())

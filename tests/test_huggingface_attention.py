@@ -168,6 +168,7 @@ def test_every_context_equals_the_model(name: str, mesh: quintnet.Mesh, context:
     assert report.ok and report.worst.error < error, str(report)
 
 
+@pytest.mark.slow
 def test_dropout_in_attention_is_drawn_as_elsewhere() -> None:
     torch.manual_seed(0)
     program = quintnet.compile(_llama(attention_dropout=0.1), MESHES[0], _batch("plain"), loss_fn=_loss, context="ring")

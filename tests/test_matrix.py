@@ -219,6 +219,7 @@ def _each(numbers: Sequence[int]) -> list[Trained]:
     return [trained(ALL[number]) for number in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "count"), [(2, 3), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((4, 12), (8, 12)))]
 )

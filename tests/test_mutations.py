@@ -106,6 +106,7 @@ def _judge(victims: list[Victim], count: int | None, least: int) -> None:
     assert early >= 0.99 * harmful, (fates, late)
 
 
+@pytest.mark.slow
 def test_attention_in_tiles_that_is_told_something_else_is_noticed() -> None:
     victim = Victim.of("gpt", Mesh(dp=2, cp=2), 1, attention_tile_bytes=64)
     kinds = ("swap keys", "change a scale", "see ", "attend from")

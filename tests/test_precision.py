@@ -403,6 +403,7 @@ def _in_processes(cases: list[tuple[dict[str, int], dict[str, Any]]]) -> Any:
     return _steps("mlp", cases), _overflowing({"pp": 2}, {"microbatches": 2})
 
 
+@pytest.mark.slow
 def test_processes() -> None:
     """gloo gathers and adds up bfloat16, too: two terms have one sum, in whatever order. And a step that overflows on
     one stage is skipped on both."""

@@ -144,6 +144,7 @@ def test_a_wider_dtype_takes_the_values_as_they_are(stored: torch.dtype, wanted:
     assert {x.dtype for x in again.state_dict().values()} == {wanted}
 
 
+@pytest.mark.slow
 def test_a_plain_module_round_trips_without_transformers_knowing(tmp_path: Path) -> None:
     case = CASES["vit"]
     program = quintnet.compile(build("vit"), Mesh(tp=2), case.batch(4), loss_fn=case.loss_fn)
@@ -220,6 +221,7 @@ def _in_a_process(folder: str) -> dict[str, bool]:
     return {"refused": refused, "same": same, "told": told, "lost": lost, "few": few, "differ": differ}
 
 
+@pytest.mark.slow
 def test_four_processes_load_their_parts_and_write_one_folder(tmp_path: Path) -> None:
     _folder(tmp_path, "gpt2", "20KB")
     for found in quintnet.launch(_in_a_process, 4, (str(tmp_path),), timeout=120):

@@ -196,6 +196,7 @@ def _digest(name: str, axes: dict[str, int]) -> str:
     return found.hexdigest()
 
 
+@pytest.mark.slow
 def test_dumps_are_the_same_bytes_on_every_rank_and_run() -> None:
     axes = {"pp": 2, "tp": 2}
     ranks = quintnet.launch(_digest, 4, ("gpt", axes), timeout=120)

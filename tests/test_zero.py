@@ -48,7 +48,7 @@ MORE: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "axes", "options"), FAST, ids=str)
 def test_state_in_slices_equals_the_unsplit_model(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
     """Loss, outputs, every gradient, and the parameters after two steps; and the complete plan gives it all again."""
@@ -218,6 +218,7 @@ def _trainings(axes: dict[str, int], zeros: tuple[int, ...], folder: str) -> lis
     return found
 
 
+@pytest.mark.slow
 def test_processes_have_the_memory_of_the_closed_forms(tmp_path: Path) -> None:
     """Rajbhandari et al. 2019: with P bytes of parameters and s optimizer moments on N ranks, P + P + s P without
     ZeRO, P + P + s P / N, P + P / N + s P / N, and (P + P + s P) / N. And every optimizer gives the unsplit model's
