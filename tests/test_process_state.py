@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import Mesh
+from quintnet_compiler.driver import pipeline
 from quintnet_compiler.runtime.backends import backends
 from quintnet_compiler.runtime.launch import gloo_threads
 
@@ -115,6 +116,15 @@ def test_torch_is_not_heard_where_an_error_says_more(
 ) -> None:
     _refused(Undecided(8, 8), _batch())
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == [] and capsys.readouterr() == ("", "")
+
+
+def test_torch_is_not_heard_where_a_check_tries_what_it_refuses(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = logging.getLogger("torch._subclasses.fake_tensor")
+    monkeypatch.setattr(pipeline, "check_types", lambda *_: tried.error("failed while attempting to run meta"))
+    quintnet.compile(_model(), Mesh(tp=2), _batch(), loss_fn=F.mse_loss)
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
 def test_threads_compile_at_once() -> None:

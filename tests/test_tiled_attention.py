@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quintnet
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.attention_tiles import AttentionTiles
+from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import (
     attend_runs,
@@ -192,13 +192,13 @@ def test_memory_of_tiles_is_what_the_simulation_says(dtype: torch.dtype, packed:
     """At most, and at least half of it, with what is returned."""
     q, k = (torch.randn(1, 4, n, 64).to(dtype) for n in (512, 1024))
     segments = torch.zeros(1, 1024, dtype=torch.int64) if packed else None
-    tiles = AttentionTiles(0.1, Sight(True, 0), 2**16)
+    tiles, given = AttentionTiles(0.1, Sight(True, 0), 2**16), AttentionInputs(q, k, k, None, segments)
     rest = (None, segments, 0.1, True, 0, 2**16)
     with torch.no_grad():
         with _LiveBytes(q, k) as forward:
-            out, lse = attend_runs(tiles, [(512, 512)], q, k, k, None, segments)
+            out, lse = attend_runs(tiles, [(512, 512)], given)
         with _LiveBytes(q, k, out, lse) as backward:
-            found = attend_runs_backward(tiles, [(512, 512)], out, q, k, k, out, lse, None, segments)
+            found = attend_runs_backward(tiles, [(512, 512)], given, out, out, lse)
     for seen, inside, made in (
         (forward, working_bytes(q, k, k, *rest), (out, lse)),
         (backward, backward_working_bytes(out, q, k, k, out, lse, *rest), found),

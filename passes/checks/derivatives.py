@@ -9,7 +9,7 @@ proportion. Operators that depend on a rank have no eager counterpart; their few
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -328,16 +328,19 @@ def _strides(like: Tensor, sizes: Sequence[int]) -> list[int]:
 
 
 def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
-    """The same call of operands of few elements: sizes that are multiples or products of others stay so. None if the
-    operator does not take them."""
+    """The same call of operands of few elements: sizes that are multiples, products or sums of others stay so. None if
+    the operator does not take them."""
     shapes = [tuple(x.shape) for x in (*call.operands, *call.tangents) if x is not None]
     runs = [shape[i:j] for shape in shapes for i in range(len(shape)) for j in range(i + 2, len(shape) + 1)]
     products = {math.prod(run): run for run in runs}
+    sums = {sum(parts): parts for parts in _lists(call.given)}
     sizes: dict[int, int] = {}
     for size in sorted({n for shape in shapes for n in (*shape, *products) if n > SMALL}):
         run = products.get(size, ())
         fraction = next((n for n in sorted(sizes, reverse=True) if size % n == 0 and size // n <= SMALL), None)
-        if run and max(run) < size:
+        if size in sums:
+            sizes[size] = sum(sizes.get(n, n) for n in sums[size])
+        elif run and max(run) < size:
             sizes[size] = math.prod(sizes.get(n, n) for n in run)
         else:
             sizes[size] = sizes[fraction] * (size // fraction) if fraction else SMALL + 2 * (1 + len(sizes))
@@ -360,6 +363,17 @@ def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
         outs = made if isinstance(made, (tuple, list)) else (made,)
         tangents = [None if t is None else fake(t, o.shape) for t, o in zip(call.tangents, outs, strict=True)]
     return replace(new, operands=tuple(operands), tangents=tuple(tangents))
+
+
+def _lists(given: Any) -> Iterator[list[int]]:
+    """The lists of two or more numbers among arguments."""
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if isinstance(given, (list, tuple)):
+        if len(given) > 1 and all(type(x) is int for x in given):
+            yield list(given)
+        for each in given:
+            yield from _lists(each)
 
 
 def _wrong(call: OperatorCall, what: str) -> CompileError:

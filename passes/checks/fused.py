@@ -11,6 +11,7 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, shape, values
 from ...core.errors import REPORT, CompileError
 from ...ir.program import DifferentiatedProgram
+from ...ir.value_numbers import NumberRead, ValueNumbers
 from ...ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 
 aten = torch.ops.aten
@@ -27,8 +28,8 @@ Number = tuple[int, tuple[int, ...] | None]  # of the contents in order, and the
 
 def check_fused(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
     """Raises: CompileError QN209 with the value that is another than ``before``."""
-    table: dict[Any, int] = {}
-    old, new = _Numbers(before, table), _Numbers(after, table)
+    numbers = ValueNumbers()
+    old, new = _Products(before, numbers), _Products(after, numbers)
     nodes = {node.name: node for node in after.graph.nodes}
     for node, number in old.of.items():
         same = nodes.get(node.name)
@@ -41,7 +42,7 @@ def check_fused(before: DifferentiatedProgram, after: DifferentiatedProgram) -> 
         if _looks(node) != _looks(same):
             raise _fail(f"{node.name} has another shape or dtype than it had", node)
     for what in ("outputs", "gradients"):
-        a, b = (_named(numbers.of, getattr(program, what)) for numbers, program in ((old, before), (new, after)))
+        a, b = (_named(mine.of, getattr(program, what)) for mine, program in ((old, before), (new, after)))
         if a != b:
             raise _fail(f"the program has other {what} than it had", None)
 
@@ -54,25 +55,23 @@ def _named(of: dict[fx.Node, Number], found: Any) -> Any:
     return {key: of[node] for key, node in (found.items() if hasattr(found, "items") else enumerate(found))}
 
 
-class _Numbers:
-    """The number of every value of a program; equal calls of equal values have equal ones, in either program."""
+class _Products:
+    """The number of every value of a program."""
 
-    def __init__(self, program: DifferentiatedProgram, table: dict[Any, int]) -> None:
-        self.program, self.table = program, table
+    def __init__(self, program: DifferentiatedProgram, numbers: ValueNumbers) -> None:
+        self.program, self.number = program, numbers.number
+        self.numbers = numbers
         self.of: dict[fx.Node, Number] = {}
         self.several: dict[fx.Node, list[Number]] = {}
         for node in program.graph.nodes:
             if node.op != "output":
                 self.of[node] = self._node(node)
 
-    def _number(self, *key: Any) -> int:
-        return self.table.setdefault(key, len(self.table))
-
     def _node(self, node: fx.Node) -> Number:
         made = values(node)
         own = tuple(made[0].shape) if len(made) == 1 else None
         if node.op == "placeholder":
-            return self._number(node.name), own
+            return self.number(node.name), own
         place = self.program.stage.get(node), facts(node).phase, node in self.program.once
         args: Any = node.args
         if is_getitem(node):
@@ -80,7 +79,7 @@ class _Numbers:
             if source in self.several:
                 found: Number = self.several[source][index]
                 return found
-            return self._number("result", self.of[source], index), own
+            return self.number("result", self.of[source], index), own
         if node.target is aten.reshape.default:
             return self.of[args[0]][0], own
         if node.target is all_gather_matmul:
@@ -97,21 +96,18 @@ class _Numbers:
         return self._call(place, node.target, *args, **node.kwargs), own
 
     def _call(self, place: Any, target: Any, *args: Any, **kwargs: Any) -> int:
-        return self._number("call", place, str(target), repr(self._numbered((args, kwargs))))
-
-    def _numbered(self, given: Any) -> Any:
-        return fx.map_arg(given, lambda n: _Shown(self.of[n]))  # type: ignore[arg-type,return-value]
+        return self.numbers.call(place, target, (args, kwargs), self.of.__getitem__)
 
     def _matmul(self, place: Any, x: Number, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> int:
         """Rows are numbered alike in whatever shape they are."""
         assert x[1] is not None
-        return self._number("product", place, x[0], x[1][-1], self.of[weight], bias and self.of[bias], transposed)
+        return self.number("product", place, x[0], x[1][-1], self.of[weight], bias and self.of[bias], transposed)
 
     def _sum(self, place: Any, terms: Sequence[int]) -> int:
         """In this order; which of two comes first makes no difference."""
         total, *rest = terms
         for term in rest:
-            total = self._number("sum", place, *sorted((total, term)))
+            total = self.number("sum", place, *sorted((total, term)))
         return total
 
     def _gather(self, node: fx.Node, place: Any) -> Number:
@@ -124,7 +120,7 @@ class _Numbers:
             columns = shape(each[0])[0 if each[2] else 1]
             made.append((self._matmul(place, gathered, *each), (*whole[:-1], columns)))
         self.several[node] = [*made, gathered] if keep else made
-        return self._number("several", tuple(self.several[node])), None
+        return self.number("several", tuple(self.several[node])), None
 
     def _scatter(self, node: fx.Node, place: Any) -> int:
         args: Any = node.args
@@ -136,16 +132,8 @@ class _Numbers:
         }
         if len(rows) > 1:
             raise _fail(f"{node.name} adds up products of several shapes", node)
-        summed = _Shown((self._sum(place, terms), rows.pop()))
+        summed = NumberRead((self._sum(place, terms), rows.pop()))
         return self._call(place, reduce_scatter, summed, axis, size, dim, parts)
-
-
-class _Shown:
-    def __init__(self, number: Number) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"%{self.number}"
 
 
 def _factors(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None, bool] | None:

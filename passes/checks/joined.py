@@ -16,14 +16,15 @@ from torch import fx
 from ...core.annotations import facts
 from ...core.errors import REPORT, CompileError
 from ...ir.program import DifferentiatedProgram
+from ...ir.value_numbers import ValueNumbers
 
 aten = torch.ops.aten
 
 
 def check_joined(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
     """Raises: CompileError QN209 with the first value that is another one."""
-    known: dict[Hashable, int] = {}
-    old, new = _Numbering(before, known), _Numbering(after, known)
+    numbers = ValueNumbers()
+    old, new = _Sums(before, numbers), _Sums(after, numbers)
     pairs: list[tuple[str, dict[Any, fx.Node], dict[Any, fx.Node]]] = [
         ("output", dict(enumerate(before.outputs)), dict(enumerate(after.outputs))),
         ("gradient", dict(before.gradients), dict(after.gradients)),
@@ -48,12 +49,12 @@ def check_joined(before: DifferentiatedProgram, after: DifferentiatedProgram) ->
 
 
 @dataclass
-class _Numbering:
+class _Sums:
     """``of``: the number of each node; ``calls``: those of calls that are neither sums nor terms of one that are
     joined."""
 
     program: DifferentiatedProgram
-    known: dict[Hashable, int]
+    numbers: ValueNumbers
     of: dict[fx.Node, int] = field(default_factory=dict)
     sums: dict[int, tuple[Hashable, tuple[int, ...]]] = field(default_factory=dict)
     slices: dict[int, tuple[Hashable, int, int, int, int]] = field(default_factory=dict)  # kind, start, end, size, of
@@ -62,12 +63,9 @@ class _Numbering:
     def __post_init__(self) -> None:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
-                self.of[node] = self._number(("leaf", node.name))
+                self.of[node] = self.numbers.number("leaf", node.name)
             elif node.op == "call_function":
                 self.of[node] = self._call(node)
-
-    def _number(self, key: Hashable) -> int:
-        return self.known.setdefault(key, len(self.known))
 
     def _call(self, node: fx.Node) -> int:
         place = self.program.stage.get(node), node in self.program.once, facts(node).phase
@@ -77,8 +75,7 @@ class _Numbering:
             return self._sum(place, terms)
         if node.target is aten.cat.default:
             return self._join(place, args[1] if len(args) > 1 else 0, (self.of[x] for x in args[0]))
-        shown = fx.map_arg((args, node.kwargs), lambda n: f"%{self.of[n]}")
-        found = self._number((place, str(node.target), repr(shown)))
+        found = self.numbers.call(place, node.target, (args, node.kwargs), self.of.__getitem__)
         if node.target is aten.slice_backward.default and args[5] == 1:
             dim = args[2] % len(args[1])
             kind = (place, tuple(args[1]), dim)
@@ -88,7 +85,7 @@ class _Numbering:
         return found
 
     def _join(self, place: Hashable, dim: int, parts: Iterable[int]) -> int:
-        return self._number((place, "join", dim, tuple(parts)))
+        return self.numbers.number(place, "join", dim, tuple(parts))
 
     def _terms(self, number: int, place: Hashable) -> tuple[int, ...]:
         where, terms = self.sums.get(number, (None, ()))
@@ -106,7 +103,7 @@ class _Numbering:
                 terms.append(self._join(place, kind[2], (self.slices[t][4] for t in mine)))  # type: ignore[index]
         if len(terms) == 1:
             return terms[0]
-        found = self._number((place, "sum", tuple(sorted(terms))))
+        found = self.numbers.number(place, "sum", tuple(sorted(terms)))
         self.sums[found] = place, tuple(sorted(terms))
         return found
 

@@ -7,8 +7,7 @@ their old order: operators that treat every row alone may come first, and a ``di
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
@@ -16,25 +15,19 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, tensor_inputs
 from ...core.errors import REPORT, CompileError
 from ...ir.program import LocalProgram
+from ...ir.value_numbers import ValueNumbers
 from ...ops.collectives import combine, dispatch
 from ...ops.grouped_rows import group_rows, ungroup_rows
 from ...ops.rules.notation import Rule
 
-Order = tuple[tuple[Any, str], ...]  # how the rows of a value are ordered: what would bring them back, last one first
+Order = tuple[tuple[Any, int], ...]  # how the rows of a value are ordered: what would bring them back, last one first
 Number = tuple[int, Order]
-
-
-@dataclass(frozen=True)
-class NumberRead:
-    """The number of a value that is read, among an operator's arguments."""
-
-    number: int
 
 
 def check_token_dispatch(before: LocalProgram, after: LocalProgram, rules: Mapping[Any, Rule]) -> None:
     """Raises: CompileError QN209 with the first value that is another than ``before``."""
-    table: dict[Any, int] = {}
-    old, new = _OrderedRows(before, rules, table), _OrderedRows(after, rules, table)
+    numbers = ValueNumbers()
+    old, new = _OrderedRows(before, rules, numbers), _OrderedRows(after, rules, numbers)
     for program, mine, others, what in ((before, old, new, "is lost"), (after, new, old, "was not there")):
         left = Counter[int | None](others.made.values())
         for node in program.graph.nodes:
@@ -47,8 +40,8 @@ def check_token_dispatch(before: LocalProgram, after: LocalProgram, rules: Mappi
 class _OrderedRows:
     """``made``: the number of every value but those that only order rows; equal ones have equal numbers."""
 
-    def __init__(self, program: LocalProgram, rules: Mapping[Any, Rule], table: dict[Any, int]) -> None:
-        self.program, self.rules, self.table = program, rules, table
+    def __init__(self, program: LocalProgram, rules: Mapping[Any, Rule], numbers: ValueNumbers) -> None:
+        self.program, self.rules, self.numbers = program, rules, numbers
         self.of: dict[fx.Node, Number] = {}
         self.made: dict[fx.Node, int] = {}
         for node in program.graph.nodes:
@@ -61,15 +54,15 @@ class _OrderedRows:
         if node.target in (dispatch, group_rows):
             found, order = self.of[node.all_input_nodes[0]]
             undone = {dispatch: combine, group_rows: ungroup_rows}[node.target]
-            if order and order[0] == (undone, self._plan(node)[1]):
+            if order and order[0] == (undone, self.numbers.call(None, undone, node.args[1:], self._whole)):
                 return found, order[1:]
         order = self._kept(node)
         number = self._call(node, order)
         self.made[node] = number
         return number, order
 
-    def _plan(self, node: fx.Node) -> tuple[Any, str]:
-        return node.target, _shown(node.args[1:], self._whole)
+    def _plan(self, node: fx.Node) -> tuple[Any, int]:
+        return node.target, self.numbers.call(None, node.target, node.args[1:], self._whole)
 
     def _kept(self, node: fx.Node) -> Order:
         """The order of the rows of all that ``node`` reads, if it treats every row alone."""
@@ -86,8 +79,8 @@ class _OrderedRows:
         return orders.pop() if alone and not any(row & set(dim) for each in dims for dim in each[1:]) else ()
 
     def _call(self, node: fx.Node, order: Order) -> int:
-        given = _shown((node.args, dict(node.kwargs)), self._alone if order else self._whole)
-        return self._numbered((node.op, node.target, given, self.program.stage.get(node), node in self.program.once))
+        place = node.op, self.program.stage.get(node), node in self.program.once
+        return self.numbers.call(place, node.target, (node.args, node.kwargs), self._alone if order else self._whole)
 
     def _alone(self, node: fx.Node) -> int:
         return self.of[node][0]
@@ -96,13 +89,5 @@ class _OrderedRows:
         """The number of a value with its rows in their old order."""
         number, order = self.of[node]
         for plan in reversed(order):
-            number = self._numbered((number, plan))
+            number = self.numbers.number(number, plan)
         return number
-
-    def _numbered(self, key: Any) -> int:
-        return self.table.setdefault(key, len(self.table))
-
-
-def _shown(given: Any, number: Callable[[fx.Node], int]) -> str:
-    """Arguments as text, with the number of each value that they read."""
-    return repr(fx.map_arg(given, lambda n: NumberRead(number(n))))  # type: ignore[arg-type,return-value]

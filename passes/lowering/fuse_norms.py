@@ -146,19 +146,7 @@ def _rewritten(program: LocalProgram, found: Mapping[fx.Node, _Norm]) -> LocalPr
         graph.erase_node(gone)
     graph.lint()
     kept = set(graph.nodes)
-    same = {old: made for old, made in new.items() if made in kept}
-    return replace(
-        program,
-        graph=graph,
-        stage={same[n]: s for n, s in program.stage.items() if n in same},
-        sharding={same[n]: s for n, s in program.sharding.items() if n in same},
-        once=frozenset(same[n] for n in program.once if n in same),
-        parts={key: same[n] for key, n in program.parts.items() if n in same},
-        deferred={same[n]: same[start] for n, start in program.deferred.items()},
-        reads={
-            key: tuple(same[n] for n in nodes) for key, nodes in program.reads.items() if all(n in same for n in nodes)
-        },
-    )
+    return program.moved(graph, {old: made for old, made in new.items() if made in kept})
 
 
 def _unused(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -106,16 +106,4 @@ def _rewritten(program: LocalProgram, inside: Mapping[fx.Node, fx.Node]) -> Loca
     graph.lint()
     kept = set(graph.nodes)
     everywhere = {old: made for old, made in new.items() if made in kept and inside.get(old) is not old}
-    same = {old: made for old, made in everywhere.items() if old not in inside}
-    return replace(
-        program,
-        graph=graph,
-        stage={everywhere[n]: s for n, s in program.stage.items() if n in everywhere},
-        sharding={same[n]: s for n, s in program.sharding.items() if n in same},
-        once=frozenset(everywhere[n] for n in program.once if n in everywhere),
-        parts={key: same[n] for key, n in program.parts.items() if n in same},
-        deferred={everywhere[n]: everywhere[start] for n, start in program.deferred.items() if n in everywhere},
-        reads={
-            key: tuple(same[n] for n in found) for key, found in program.reads.items() if all(n in same for n in found)
-        },
-    )
+    return program.moved(graph, everywhere, {old: made for old, made in everywhere.items() if old not in inside})

@@ -188,6 +188,23 @@ class LocalProgram:
         """What gathers or copies stored parameters once a step: these nodes alone run once, and have a stage."""
         return self.once & self.stage.keys()
 
+    def moved(
+        self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], typed: Mapping[fx.Node, fx.Node] | None = None
+    ) -> LocalProgram:
+        """The same program in another ``graph``: ``new`` says where each node went that still exists, and ``typed``
+        (default: ``new``) where its value is what the node was sharded to."""
+        typed = new if typed is None else typed
+        return replace(
+            self,
+            graph=graph,
+            stage={new[n]: s for n, s in self.stage.items() if n in new},
+            sharding={typed[n]: s for n, s in self.sharding.items() if n in typed},
+            once=frozenset(new[n] for n in self.once if n in new),
+            parts={key: typed[n] for key, n in self.parts.items() if n in typed},
+            reads={key: tuple(typed[n] for n in ns) for key, ns in self.reads.items() if all(n in typed for n in ns)},
+            deferred={new[n]: new[start] for n, start in self.deferred.items() if n in new},
+        )
+
 
 @dataclass(frozen=True)
 class DifferentiatedProgram:

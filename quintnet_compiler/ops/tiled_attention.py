@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.precision import widened
 from .attention_blocks import Block
 from .attention_kernels import Gradients
-from .attention_tiles import AttentionTiles, Ids, Total
+from .attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
 from .define import define_operator
 
 POSITIONS = 2  # the dim of positions in q, k and v
@@ -42,21 +42,13 @@ tiled_attention_backward = define_operator(
 Runs = Sequence[tuple[int, int]]  # first position and length of each
 
 
-def attend_runs(
-    tiles: AttentionTiles,
-    runs: Runs,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def attend_runs(tiles: AttentionTiles, runs: Runs, given: AttentionInputs) -> tuple[Tensor, Tensor]:
     """What :data:`tiled_attention` computes, of queries that are ``runs`` of positions."""
-    keys, at, made = k.shape[POSITIONS], 0, []
+    k, v, at, made = given.k, given.v, 0, []
     for first, length in runs:
-        mine = q.narrow(POSITIONS, at, length)
+        mine = given.q.narrow(POSITIONS, at, length)
         total = Total(mine, v.shape[3])
-        tiles.forward(Block(first, length, 0, keys), mine, k, v, _ids(first, length, padding, segments), total)
+        tiles.forward(Block(first, length, 0, k.shape[POSITIONS]), mine, k, v, _ids(first, length, given), total)
         made.append(total.finished())
         at += length
     if len(made) == 1:
@@ -65,32 +57,25 @@ def attend_runs(
 
 
 def attend_runs_backward(
-    tiles: AttentionTiles,
-    runs: Runs,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
+    tiles: AttentionTiles, runs: Runs, given: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
 ) -> Gradients:
     """What :data:`tiled_attention_backward` computes."""
+    q, k, v = given.q, given.k, given.v
     wide = [torch.zeros(x.shape, dtype=widened(x.dtype), device=x.device) for x in (q, k, v)]
-    keys, at = k.shape[POSITIONS], 0
+    at = 0
     for first, length in runs:
         grad_, q_, out_, lse_, of_q = (x.narrow(POSITIONS, at, length) for x in (grad, q, out, lse, wide[0]))
-        block, ids = Block(first, length, 0, keys), _ids(first, length, padding, segments)
+        block, ids = Block(first, length, 0, k.shape[POSITIONS]), _ids(first, length, given)
         tiles.backward(block, grad_, q_, out_, lse_, k, v, ids, (of_q, wide[1], wide[2]))
         at += length
     of_q, of_k, of_v = (x.to(q.dtype) for x in wide)
     return of_q, of_k, of_v
 
 
-def _ids(first: int, length: int, padding: Tensor | None, segments: Tensor | None) -> Ids:
+def _ids(first: int, length: int, given: AttentionInputs) -> Ids:
     """For the queries of a run."""
-    return Ids(padding, None if segments is None else (segments[:, first : first + length], segments))
+    segments = given.segments
+    return Ids(given.padding, None if segments is None else (segments[:, first : first + length], segments))
 
 
 def working_bytes(

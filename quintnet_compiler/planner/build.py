@@ -80,9 +80,9 @@ class Builder:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
-        if device_of(self.folded.program.absent) == CUDA:
-            differentiated = JoinSlices()(differentiated)
         mesh = self._mesh(layout)
+        setting = self._setting(layout.decided(self.plan), mesh, layout.microbatches)
+        differentiated = passed(_Plain(), setting, differentiated, JoinSlices, after=Recompute)
         generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
         units = unit_work(generate(differentiated), self.folded, self.costs)
         self.work += AGAIN * len(self.folded.program.graph.nodes)

@@ -27,7 +27,7 @@ from quintnet_compiler.ops.attention_kernels import (
     Operands,
     kernel_for,
 )
-from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids, Total
+from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
 from quintnet_compiler.ops.tiled_attention import attend_runs, attend_runs_backward
 
 torch.set_num_threads(1)
@@ -130,9 +130,9 @@ def _compare(
     wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.double())]
 
     tiles = AttentionTiles(0.3, sight, tile_bytes)
-    q, k, v = given
-    out, lse = attend_runs(tiles, runs, q, k, v, padding, segments)
-    found = [out, *attend_runs_backward(tiles, runs, grad, q, k, v, out, lse, padding, segments)]
+    inputs = AttentionInputs(given[0], given[1], given[2], padding, segments)
+    out, lse = attend_runs(tiles, runs, inputs)
+    found = [out, *attend_runs_backward(tiles, runs, inputs, grad, out, lse)]
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype is dtype
         torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound)
@@ -171,13 +171,30 @@ def test_other_dtypes(
 
 def test_a_query_that_sees_nothing_has_no_log() -> None:
     q = torch.randn(1, 1, 4, 8)
-    padding = torch.tensor([[False, False, True, True]])
+    given = AttentionInputs(q, q, q, torch.tensor([[False, False, True, True]]))
     tiles = AttentionTiles(1.0, Sight(True, 0), 16)
-    out, lse = attend_runs(tiles, [(0, 4)], q, q, q, padding, None)
+    out, lse = attend_runs(tiles, [(0, 4)], given)
     assert lse[0, 0].isneginf().tolist() == [True, True, False, False] and not out[0, 0, :2].any()
-    found = attend_runs_backward(tiles, [(0, 4)], torch.ones_like(q), q, q, q, out, lse, padding, None)
+    found = attend_runs_backward(tiles, [(0, 4)], given, torch.ones_like(q), out, lse)
     assert all(x.isfinite().all() for x in found) and not found[0][0, 0, :2].any()
     assert not found[1][0, 0, :2].any() and not found[2][0, 0, :2].any()
+
+
+@pytest.mark.parametrize("kernel", [CpuKernel(), Matmuls()], ids=lambda kernel: type(kernel).__name__)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_keys_that_are_not_seen_do_not_count_beside_very_small_scores(
+    monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, dtype: torch.dtype
+) -> None:
+    """Scores of about -80000, less than float16 can hold, are as good as any others."""
+    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: kernel)
+    dice = torch.Generator().manual_seed(0)
+    q, k = torch.full((1, 1, LENGTH, 8), 100.0).to(dtype), torch.full((1, 1, LENGTH, 8), -100.0).to(dtype)
+    v = torch.randn(1, 1, LENGTH, 8, generator=dice).to(dtype)
+    padding = torch.tensor([[False, False, *[True] * (LENGTH - 2)]])
+    for sight in (Sight(True, 0), Sight(True, 3)):
+        expected = _at_once(q.double() / 0.3, k.double(), v.double(), padding, None, torch.arange(LENGTH), sight)
+        out, _ = attend_runs(AttentionTiles(1.0, sight, 40), [(0, LENGTH)], AttentionInputs(q, k, v, padding))
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2)
 
 
 def test_no_mask_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +209,10 @@ def test_no_mask_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuKernel, "forward", seen)
     q, k = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 256, 8)
     segments = torch.zeros(1, 256, dtype=torch.int64)
-    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(192, 64)], q, k, k, None, None)
+    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(192, 64)], AttentionInputs(q, k, k))
     assert [(x.k.shape[2], x.bias, x.causal) for x in calls] == [(192, None, False), (64, None, True)]
     calls.clear()
-    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], q, k, k, None, segments)
+    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, None, segments))
     assert all(x.bias is not None and x.bias.numel() * 4 <= 1024 for x in calls)
     assert sum(x.bias.numel() for x in calls if x.bias is not None) == sum(16 * (128 + end) for end in (16, 32, 48, 64))
 
@@ -322,6 +339,6 @@ def test_operators_know_the_shapes_of_their_results() -> None:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
         out, lse = tiled_attention.tiled_attention(*fakes, *how)
         found = tiled_attention.tiled_attention_backward(out, *fakes, out, lse, *how)
-    made = attend_runs(AttentionTiles(1.0, Sight(True, 0), 64), [(6, 6)], q, k, v, None, None)
+    made = attend_runs(AttentionTiles(1.0, Sight(True, 0), 64), [(6, 6)], AttentionInputs(q, k, v))
     assert [x.shape for x in (out, lse)] == [x.shape for x in made]
     assert [x.shape for x in found] == [x.shape for x in (q, k, v)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import quintnet
 from quintnet_compiler.core.absent_gpu import CPU, CUDA
 from quintnet_compiler.core.annotations import Leaf
 from quintnet_compiler.core.errors import CompileError
@@ -23,6 +22,7 @@ from quintnet_compiler.passes.lowering import fuse_norms
 from quintnet_compiler.passes.lowering.fuse_norms import FuseNorms
 
 from .graphs import builder
+from .unsplit import check_step
 
 ROWS, SIZE, EPS = (2, 4), 16, 1e-5
 HALF, FULL = torch.bfloat16, torch.float32
@@ -199,14 +199,7 @@ def test_it_trains_as_the_model_does(axes: dict[str, int], norms: int, monkeypat
     monkeypatch.setattr(pipeline, "CUDA", CPU)
     monkeypatch.setattr(fuse_norms, "CUDA", CPU)
     batch = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
-    model, twin = _model(), _model()
-    expected = nn.functional.mse_loss(twin(batch[0]), batch[1])
-    expected.backward()  # type: ignore[no-untyped-call]
-    program = quintnet.compile(model, quintnet.Mesh(**axes), batch, loss_fn=nn.functional.mse_loss)
-    assert torch.allclose(torch.as_tensor(program.step(batch), dtype=torch.float64), expected.detach(), atol=1e-13)
-    for name, p in program.named_parameters():
-        grad = twin.get_parameter(name).grad
-        assert grad is not None and torch.allclose(p.grad.full_tensor(), grad, atol=1e-13)  # type: ignore[union-attr]
+    program = check_step(_model(), axes, batch)
     source = program._primary().program.source.local.graph
     left = [
         source.find_nodes(op="call_function", target=target) for target in (aten.rms_norm.default, aten.rsqrt.default)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-import quintnet
 from quintnet_compiler.core.absent_gpu import CPU
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.driver import pipeline
@@ -20,6 +19,7 @@ from quintnet_compiler.passes.checks.joined import check_joined
 from quintnet_compiler.passes.lowering.join_slices import JoinSlices
 
 from .graphs import builder, leaf
+from .unsplit import check_step
 
 SIZE = 8
 Make = Callable[[GraphBuilder, fx.Node, fx.Node], tuple[fx.Node, ...]]
@@ -180,16 +180,8 @@ def test_it_trains_as_the_model_does(axes: dict[str, int], monkeypatch: pytest.M
     """Where the CPU is taken for a GPU."""
     monkeypatch.setattr(pipeline, "CUDA", CPU)
     torch.manual_seed(0)
-    model, twin = Rotary().double(), Rotary().double()
-    twin.load_state_dict(model.state_dict())
     batch = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
-    expected = nn.functional.mse_loss(twin(batch[0]), batch[1])
-    expected.backward()  # type: ignore[no-untyped-call]
-    program = quintnet.compile(model, quintnet.Mesh(**axes), batch, loss_fn=nn.functional.mse_loss)
-    assert torch.allclose(torch.as_tensor(program.step(batch), dtype=torch.float64), expected.detach(), atol=1e-13)
-    for name, p in program.named_parameters():
-        grad = twin.get_parameter(name).grad
-        assert grad is not None and torch.allclose(p.grad.full_tensor(), grad, atol=1e-13)  # type: ignore[union-attr]
+    program = check_step(Rotary().double(), axes, batch)
     source = program._primary().program.source
     assert _count(source, aten.cat.default) == 2 and _count(source, aten.slice_backward.default) == 0
     assert any(name == "check_joined" for name in program.compile_seconds)

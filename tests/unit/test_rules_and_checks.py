@@ -140,3 +140,19 @@ def test_a_wrong_derivative_is_noticed() -> None:
     cosine.target = aten.sin.default
     with pytest.raises(CompileError, match=r"the derivative of aten\.sin\.default is wrong"):
         Derivatives(to, templates).pattern(call)
+
+
+@pytest.mark.parametrize(("heads", "halves"), [(8, 16), (2, 8)], ids=str)
+def test_the_derivative_of_a_large_split_is_proven(heads: int, halves: int) -> None:
+    """Its sizes still add up when it is made smaller."""
+    to, templates = builder(), dict[Any, Any]()
+    with to.mode:
+        x, t = torch.empty(4, heads, 64, 2 * halves), torch.empty(4, heads, 64, halves)
+    given = (fx.Graph().placeholder("x"), [halves, halves], -1), dict[str, Any]()
+    call = OperatorCall(aten.split_with_sizes.default, given, (x,), (True,), (0,), (t, t), (0, 1))
+    Derivatives(to, templates).pattern(call)
+    for template in templates.values():
+        (joined,) = (node for node in template.graph.nodes if node.target is aten.cat.default)
+        joined.args = (list(reversed(joined.args[0])), *joined.args[1:])
+    with pytest.raises(CompileError, match=r"the derivative of aten\.split_with_sizes\.default is wrong"):
+        Derivatives(to, templates).pattern(call)

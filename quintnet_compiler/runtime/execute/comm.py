@@ -16,7 +16,7 @@ from ...core.precision import widened
 from ...core.rng import Key, keep_mask
 from ...core.sharding import Shard
 from ...ops.attention_blocks import Sight
-from ...ops.attention_tiles import AttentionTiles
+from ...ops.attention_tiles import AttentionInputs, AttentionTiles
 from ...ops.collectives import COLLECTIVES
 from ...ops.kv_cache_attention import attend_kept
 from ...ops.tiled_attention import attend_runs, attend_runs_backward
@@ -170,23 +170,10 @@ class Comm:
         return slices.positions([whole], kinds, sizes, places, x.device)[0]
 
     def ring_attention(
-        self,
-        q: Tensor,
-        axis: str,
-        k: Tensor,
-        v: Tensor,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        scale: float,
-        causal: bool,
-        window: int,
-        balance: bool,
-        tile_bytes: int,
-        at: int,
+        self, q: Tensor, axis: str, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None, *how: Any
     ) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`..transport.ring`."""
-        ring = self._ring(axis, AttentionTiles(scale, Sight(causal, window), tile_bytes), balance, at)
-        return ring_forward(ring, q, k, v, padding, segments)
+        return ring_forward(self._ring(axis, *how), AttentionInputs(q, k, v, padding, segments))
 
     def ring_attention_backward(
         self,
@@ -199,40 +186,22 @@ class Comm:
         lse: Tensor,
         padding: Tensor | None,
         segments: Tensor | None,
-        scale: float,
-        causal: bool,
-        window: int,
-        balance: bool,
-        tile_bytes: int,
-        at: int,
+        *how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v of ``ring_attention``."""
-        ring = self._ring(axis, AttentionTiles(scale, Sight(causal, window), tile_bytes), balance, at)
-        return ring_backward(ring, grad, q, k, v, out, lse, padding, segments)
+        return ring_backward(self._ring(axis, *how), AttentionInputs(q, k, v, padding, segments), grad, out, lse)
 
-    def _ring(self, axis: str, tiles: AttentionTiles, balance: bool, at: int) -> Ring:
+    def _ring(
+        self, axis: str, scale: float, causal: bool, window: int, balance: bool, tile_bytes: int, at: int
+    ) -> Ring:
+        tiles = AttentionTiles(scale, Sight(causal, window), tile_bytes)
         return Ring(self.transport, axis, self.mesh[axis], self.coordinate[axis], at, tiles, balance)
 
     def tiled_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        padding: Tensor | None,
-        segments: Tensor | None,
-        scale: float,
-        causal: bool,
-        window: int,
-        tile_bytes: int,
-        whole: int,
-        axes: Sequence[str],
-        sizes: Sequence[int],
-        parts: Sequence[int],
-        at: int,
+        self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None, *how: Any
     ) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.tiled_attention`."""
-        tiles = AttentionTiles(scale, Sight(causal, window), tile_bytes)
-        return attend_runs(tiles, self._runs(whole, axes, sizes, parts), q, k, v, padding, segments)
+        return attend_runs(*self._runs(*how), AttentionInputs(q, k, v, padding, segments))
 
     def tiled_attention_backward(
         self,
@@ -244,6 +213,13 @@ class Comm:
         lse: Tensor,
         padding: Tensor | None,
         segments: Tensor | None,
+        *how: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v of ``tiled_attention``."""
+        return attend_runs_backward(*self._runs(*how), AttentionInputs(q, k, v, padding, segments), grad, out, lse)
+
+    def _runs(
+        self,
         scale: float,
         causal: bool,
         window: int,
@@ -253,17 +229,10 @@ class Comm:
         sizes: Sequence[int],
         parts: Sequence[int],
         at: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v of ``tiled_attention``."""
-        tiles = AttentionTiles(scale, Sight(causal, window), tile_bytes)
-        runs = self._runs(whole, axes, sizes, parts)
-        return attend_runs_backward(tiles, runs, grad, q, k, v, out, lse, padding, segments)
-
-    def _runs(
-        self, whole: int, axes: Sequence[str], sizes: Sequence[int], parts: Sequence[int]
-    ) -> list[tuple[int, int]]:
-        """The runs of positions that this rank has."""
-        return slices.runs(whole, parts, sizes, [self.coordinate.get(axis, self.microbatch) for axis in axes])
+    ) -> tuple[AttentionTiles, list[tuple[int, int]]]:
+        """What attention is, and the runs of positions that this rank has."""
+        places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
+        return AttentionTiles(scale, Sight(causal, window), tile_bytes), slices.runs(whole, parts, sizes, places)
 
     def all_gather_matmul(
         self,

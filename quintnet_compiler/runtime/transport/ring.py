@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.precision import widened
 from ...ops.attention_blocks import Block
-from ...ops.attention_tiles import AttentionTiles, Ids, Total
+from ...ops.attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
 from .transport import Transport
 
 POSITIONS = 2  # the dim of positions in q, k and v
@@ -91,13 +91,11 @@ class Ring(Circle):
         return torch.cat([first, self.transport.permute(second, self.axis, sources, self.at)()], dim)
 
 
-def ring_forward(
-    ring: Ring, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def ring_forward(ring: Ring, given: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The attention of this rank's queries, and each one's log of its sum of exponentials (in the runs' order)."""
-    length = q.shape[POSITIONS]
-    q, k, v = (ring.mirrored(x) for x in (q, k, v))
-    ids = _RingIds(ring, padding, segments)
+    length = given.q.shape[POSITIONS]
+    q, k, v = (ring.mirrored(x) for x in (given.q, given.k, given.v))
+    ids = _RingIds(ring, given.padding, given.segments)
     travelling = [k, v, *ids.travelling]
     queries = ring.parts(q)
     totals = [Total(x, v.shape[3]) for x in queries]
@@ -114,20 +112,12 @@ def ring_forward(
 
 
 def ring_backward(
-    ring: Ring,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    padding: Tensor | None,
-    segments: Tensor | None,
+    ring: Ring, given: AttentionInputs, grad: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Those of keys and values travel with them, and at last home."""
-    length, wide = q.shape[POSITIONS], widened(q.dtype)
-    grad, q, k, v, out = (ring.mirrored(x) for x in (grad, q, k, v, out))
-    ids = _RingIds(ring, padding, segments)
+    length, wide = given.q.shape[POSITIONS], widened(given.q.dtype)
+    grad, q, k, v, out = (ring.mirrored(x) for x in (grad, given.q, given.k, given.v, out))
+    ids = _RingIds(ring, given.padding, given.segments)
     travelling = [k, v, *ids.travelling]
     asked = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
     for_queries = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
