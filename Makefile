@@ -4,7 +4,7 @@ BIN := .venv/bin
 WORKERS ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: setup demo smoke golden test test-all matrix check docs screenshots
+.PHONY: setup demo smoke golden test first-gpu test-all matrix check docs screenshots
 
 setup: .venv/.installed
 
@@ -25,6 +25,10 @@ golden: setup
 
 test: setup
 	$(PYTEST) --durations=25 --durations-min=5
+
+# What benchmarks/first_gpu.py does on a GPU, on the emulated accelerator.
+first-gpu: setup
+	$(BIN)/python -m pytest -p no:xdist -q -m slow tests/test_first_gpu.py
 
 test-all: setup
 	$(PYTEST) -m ""

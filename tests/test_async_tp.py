@@ -294,6 +294,7 @@ def test_a_product_in_another_stage_is_noticed() -> None:
 # -- what it is predicted to bring
 
 
+@pytest.mark.slow
 def test_a_slice_travels_while_another_is_multiplied() -> None:
     """At sizes at which products take longer than slices travel, forward gathers and scatters cost nothing."""
     exposed = {}

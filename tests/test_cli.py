@@ -137,6 +137,7 @@ def test_a_bad_target_is_one_message(target: str, text: str) -> None:
     assert "noise" in done.stdout or not done.stdout
 
 
+@pytest.mark.slow
 def test_a_configuration_is_a_target() -> None:
     found = _document("simulate", "hf:llama.json,rows=4,sequence=16", "--mesh", "dp=2,tp=2")
     assert found["ranks"] == 4

@@ -89,6 +89,7 @@ class Windowed(nn.Module):
         return self.head(y.transpose(1, 2).reshape(b, t, c))
 
 
+@pytest.mark.slow
 def test_sliding_windows_and_dropout() -> None:
     batch = (torch.randn(4, 8, 16, dtype=torch.float64), torch.randint(0, 8, (4, 8)))
 

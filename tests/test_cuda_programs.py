@@ -177,6 +177,7 @@ def test_every_process_makes_the_same_program() -> None:
     assert found[0] == found[1] and len(found[0].strip()) == 64
 
 
+@pytest.mark.slow
 def test_a_cluster_of_gpus_means_its_gpus() -> None:
     """Where nothing else says where to run; and the planner chooses by what they would run."""
     model, cluster = Llama(), quintnet.Cluster("a100", nodes=1, gpus_per_node=2)

@@ -110,6 +110,7 @@ def test_recompute_saves_no_values_inside_blocks() -> None:
     assert kept["full"] < kept["none"] / 3
 
 
+@pytest.mark.slow
 def test_masks_differ_between_steps_and_seeds_and_stop_in_evaluation() -> None:
     batch = _batches(1)[0]
     one = quintnet.compile(_model(torch.float64), quintnet.Mesh(tp=2), batch, seed=0)

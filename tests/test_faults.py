@@ -250,6 +250,7 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     code = "from tests.test_faults import _until, Path, quintnet, sys; "
     code += "quintnet.launch(_until, 2, ('', Path(sys.argv[1])))"

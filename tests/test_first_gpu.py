@@ -25,6 +25,7 @@ from gpu_report.peers import idle_share  # noqa: E402
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"the emulated accelerator: {missing()}")
 
 
+@pytest.mark.slow
 def test_all_parts_on_the_emulated_accelerator(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/first_gpu.py", "--emulated", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)

@@ -49,7 +49,7 @@ def _image() -> Tensor:
     return torch.randn(8, 4, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 def test_group_norm_with_a_gradient_that_is_not_contiguous(last: bool) -> None:
     x = _image().to(memory_format=torch.channels_last) if last else _image()

@@ -421,6 +421,7 @@ def adversaries_on_ranks() -> tuple[list[float], list[float], list[str]]:
     return compete({"dp": 2}), compete({"tp": 2}), texts
 
 
+@pytest.mark.slow
 def test_modules_that_share_parts_train_the_same_parameters() -> None:
     expected = compete(None)
     assert max(map(abs, map(lambda a, b: a - b, compete({"dp": 2}), expected))) < 1e-9

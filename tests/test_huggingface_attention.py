@@ -145,7 +145,7 @@ def test_what_becomes_one_operator(name: str) -> None:
 FAST = ("llama padded", "gemma3", "gpt_oss sinks")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )

@@ -61,6 +61,7 @@ def test_one_rank() -> None:
     assert 0 < row.busy_seconds < timeline.seconds and not row.exposed and "measured on cpu" in timeline.notes[0]
 
 
+@pytest.mark.slow
 def test_ranks_of_processes(tmp_path: Path) -> None:
     found = quintnet.launch(_measured_as_a_step, 4, ({"pp": 2, "dp": 2},))
     timeline = found[0]

@@ -93,7 +93,7 @@ def _planner(model: str, cluster: str) -> Planner:
     return Planner.of(capture(module, batch, loss), ROWS, PricedCluster(CLUSTERS[cluster]), Plan(), RULES)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cluster"),
     [
@@ -332,6 +332,7 @@ def test_time_that_ran_out_is_not_taken_for_a_model_that_does_not_fit() -> None:
         quintnet.plan(model, CLUSTERS["2 of a node"], batch, seconds=0)
 
 
+@pytest.mark.slow
 def test_work_that_is_done_ends_a_search_with_the_same_plan_each_time() -> None:
     model, batch = _gpt(4, 64)
     first, second = (quintnet.plan(model, CLUSTERS["two nodes of 2"], batch, work=1, top_k=1) for _ in range(2))

@@ -68,7 +68,7 @@ def test_every_kind_is_exact_and_selective_keeps_less_for_no_product(
     assert products["selective"] == products["none"] <= products["full"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "plan"), [({"tp": 2}, {}), ({"cp": 2, "tp": 2}, {})], ids=str)
 def test_ranks_keep_their_slices_of_what_they_gather(axes: dict[str, int], plan: dict[str, object]) -> None:
     """Exact, and of each gathered value the other ranks' slices less; nothing changes where all is made again."""

@@ -114,7 +114,7 @@ def _sent(monkeypatch: pytest.MonkeyPatch, program: quintnet.CompiledProgram, ba
     return sent
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Forward, keys and values go n - 1 steps; backward, they do so again, and their gradients go n. With balance,

@@ -36,6 +36,7 @@ def test_sixty_four_ranks_are_compared_with_the_module() -> None:
         assert torch.equal(parameter, before[name]) and parameter.grad is None
 
 
+@pytest.mark.slow
 def test_float32_is_compared_in_float64_on_request() -> None:
     case, model = CASES["gpt"], build("gpt", torch.float32)
     program = quintnet.compile(model, quintnet.Mesh(dp=2, tp=2), case.batch(8))
@@ -191,6 +192,7 @@ def _environment() -> dict[str, str]:
     return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "", "NO_COLOR": "1"}
 
 
+@pytest.mark.slow
 def test_the_command_says_equal_with_its_exit_code(tmp_path: Path) -> None:
     done = _quintnet(tmp_path, "verify", "mymodel:build", "--mesh", "pp=2,dp=2", "--float64", "--json")
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ KINDS = ("GPT-2", "Llama", "Gemma 2", "BERT", "T5", "CLIP", "DeepSeek-V3", "gpt-
 SAMPLE = [(name, columns(name)[-1 - i % 3]) for i, name in enumerate(ZOO) if name in KINDS]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout"), SAMPLE, ids=str)
 def test_a_composed_layout_of_each_kind(name: str, layout: Layout) -> None:
     _check(name, layout)
