@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quintnet
-from quintnet_compiler.equivalence.reference import same_masks
+from quintnet_compiler.equivalence.reference import same_numbers
 
 LAYOUTS: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {"dp1": {"dp": 1}, "dp2": {"dp": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 x tp2": {"dp": 2, "tp": 2}}
@@ -226,7 +226,7 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         given, asked = _batch(case, step), _batch(case, step)
         random.seed(step)
         torch.manual_seed(step)
-        with same_masks(options["seed"], step // len(programs)):  # each program counts its own steps
+        with same_numbers(options["seed"], step // len(programs)):  # each program counts its own steps
             expected = _plainly(lambda: _loss(plain, loss_of, asked))  # noqa: B023 -- called at once
             _plainly(expected.backward)
         random.seed(step)
@@ -250,7 +250,7 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         if case.evaluates and step == 1:
             given, asked = _batch(case, 7), _batch(case, 7)
             random.seed(step)
-            with same_masks(options["seed"], step // len(programs) + 1):
+            with same_numbers(options["seed"], step // len(programs) + 1):
                 expected = _evaluated(plain, loss_of, asked)
             random.seed(step)
             same("evaluation", "", program.evaluate(given), expected)

@@ -26,6 +26,7 @@ from . import test_frontier_kernels as kernels
 from .frontier import Case
 from .frontier_small import Cases, Small, case_of, refused, xy
 from .frontier_training_cases import training_cases
+from .random_functions import NOISY
 
 ALONE = {"plan": {"unknown_ops": "replicate"}}
 
@@ -297,6 +298,8 @@ def _masks() -> Cases:
     for name, body in diagnoses.RANDOM.items():
         case = case_of(lambda net, x, body=body: body(net, x).square().mean(), options=ALONE)
         found[f"random: {name}"] = refused(case, "QN105", "draws random numbers")
+    for name, noisy in NOISY.items():
+        found[f"random: {name}"] = case_of(lambda net, x, noisy=noisy: noisy(net.hidden(x)).square().mean())
     return found
 
 

@@ -31,9 +31,9 @@ from quintnet_compiler.ops.grouped_rows import group_plan, group_rows, grouped_l
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import tiled_attention, tiled_attention_backward
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
-from quintnet_compiler.passes.checks.attention import check_attention
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.positions import check_positions
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.coalesce_collectives import CoalesceCollectives
@@ -567,7 +567,7 @@ def check(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     if isinstance(program, LocalProgram):
         verify(program)
         check_types(program, RuleBook(RULES))
-        check_attention(program)
+        check_positions(program)
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):
         verify(program)

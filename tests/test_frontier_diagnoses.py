@@ -225,17 +225,13 @@ def test_labels_are_counted_in_more_than_16_bits(layout: str) -> None:
 
 
 RANDOM: dict[str, Any] = {
-    "normal": lambda net, x: net.hidden(x) * torch.normal(0.0, 1.0, (4,)),
-    "a generator": lambda net, x: net.hidden(x) * torch.randn(4, generator=None),
-    "in place": lambda net, x: net.hidden(x) * torch.empty(4).bernoulli_(0.5),
     "gamma": lambda net, x: net.hidden(x) * torch._standard_gamma(x.abs()),
-    "gumbel": lambda net, x: F.gumbel_softmax(net.hidden(x)),
-    "rrelu": lambda net, x: F.rrelu(net.hidden(x), training=True),
+    "Poisson": lambda net, x: net.hidden(x) * torch.poisson(x.abs()),
 }
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_random_operators_are_refused_whatever_the_plan_says(name: str) -> None:
+def test_other_random_operators_are_refused_whatever_the_plan_says(name: str) -> None:
     def build() -> nn.Module:
         return Net(lambda net, x: RANDOM[name](net, x).square().mean())
 

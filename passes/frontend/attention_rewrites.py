@@ -11,6 +11,7 @@ from ...core.annotations import shape, value
 from ...ir.builder import GraphBuilder
 from ...ops.attention import attention
 from ...ops.rank_local import dropout
+from .random_rewrites import random_calls
 
 aten = torch.ops.aten
 
@@ -43,7 +44,7 @@ def scaled_dot_product(builder: GraphBuilder, node: fx.Node, args: list[Any], kw
     elif mask is not None:
         scores = call(aten.add.Tensor, scores, mask)
     weights = call(aten._softmax.default, scores, len(dims) - 1, False)
-    weights = call(dropout, weights, given["dropout_p"], op=dropouts(builder))
+    weights = call(dropout, weights, given["dropout_p"], op=random_calls(builder))
     return call(aten.matmul.default, weights, val)
 
 
@@ -100,8 +101,3 @@ def _equal_in_rows(segments: fx.Node) -> bool:
             env[node] = node.target(*args, **options)
     found: Tensor = env[segments]
     return bool((found == found[:, :1]).all())
-
-
-def dropouts(builder: GraphBuilder) -> int:
-    """How many random operators there are so far: their order is that of the model's own calls."""
-    return sum(node.target is dropout for node in builder.graph.nodes)

@@ -43,8 +43,8 @@ class Normalize:
     which the type alone enters the program; ``absent``: what it is, where this machine has none.
 
     Raises:
-        CompileError: QN105 for random operators other than dropout; QN106 if the model's code runs with other numbers
-            of rows, and not with this one; QN109 if an operator fails whatever the number is.
+        CompileError: QN105 for random operators that would differ between layouts; QN106 if the model's code runs with
+            other numbers of rows, and not with this one; QN109 if an operator fails whatever the number is.
     """
 
     batch_size: int
@@ -152,7 +152,7 @@ class Normalize:
                 "QN105",
                 f"{target} draws random numbers, which would differ between layouts",
                 where=builder.where,
-                fix="use dropout, whose mask is the same on every layout, or pass the random numbers in the batch",
+                fix="draw uniform, normal, exponential or whole numbers, or pass the random numbers in the batch",
             )
         return builder.call(target, *args, **kwargs)
 

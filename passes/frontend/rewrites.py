@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
 from ...ops.attention import attention
 from ...ops.rank_local import dropout
-from .attention_rewrites import dropouts, masked_attention, scaled_dot_product
+from .attention_rewrites import masked_attention, scaled_dot_product
 from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
+from .random_rewrites import RANDOM_REWRITES, Rewrite, random_calls
 
 aten = torch.ops.aten
-
-
-Rewrite = Callable[[GraphBuilder, fx.Node, list[Any], dict[str, Any]], Any]
 
 
 def _identity(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -151,7 +148,9 @@ def _subtracted(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: d
 
 def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     probability, training = args[1], args[2] if len(args) > 2 else True
-    kept = builder.call(dropout, args[0], probability, op=dropouts(builder)) if probability and training else args[0]
+    kept = (
+        builder.call(dropout, args[0], probability, op=random_calls(builder)) if probability and training else args[0]
+    )
     # native_dropout also returns its mask, which the derivative does not need here
     return [kept, kept] if node.target is aten.native_dropout.default else kept
 
@@ -238,6 +237,7 @@ def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str
 
 
 REWRITES: dict[Any, Rewrite] = {
+    **RANDOM_REWRITES,
     **dict.fromkeys(
         [
             aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default,

@@ -21,7 +21,16 @@ from ...ops.collectives import combine, convert, dispatch, dispatch_plan, share
 from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.expert_linear import counts_on_host, expert_linear
 from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
-from ...ops.rank_local import MICROBATCHES, dropout, embedding_rows, keep_mask, local_experts, microbatch
+from ...ops.rank_local import (
+    MICROBATCHES,
+    dropout,
+    embedding_rows,
+    keep_mask,
+    local_experts,
+    local_noise,
+    microbatch,
+    noise,
+)
 from ...ops.rules.notation import Rule
 from ..strategies.expert_axes import hops
 from .lower_attention import LowerAttention
@@ -171,6 +180,10 @@ class _CommunicationLowering:
             new = self._cross_entropy(node, args[0], args[1], args[2])
         elif target is dropout:
             new = self._dropout(node, args[0], args[1], kwargs["op"])
+        elif target is noise:
+            made = value(node)
+            how = args[1], args[2], made.dtype, kwargs["device"]
+            new = self.builder.call(local_noise, list(produced[0]), *how, *self._layout(node))
         else:
             if rule is not None and rule.shape_arg is not None:
                 args[rule.shape_arg] = list(produced[0])
@@ -255,14 +268,17 @@ class _CommunicationLowering:
 
     def _dropout(self, node: fx.Node, x: fx.Node, p: float, op: int) -> fx.Node:
         """Its mask is a value of its own, so that the backward keeps that and not ``x``."""
+        mask = self.builder.call(keep_mask, x, p, op, *self._layout(node))
+        return self.builder.call(aten.native_dropout_backward.default, x, mask, 0.0 if p == 1 else 1 / (1 - p))
+
+    def _layout(self, node: fx.Node) -> list[list[Any]]:
+        """The shape of a whole value, and the axes that split it: their names, sizes, dims, and in how many parts."""
         cuts = [
             (axis.name, axis.size, kind.dim, kind.parts)
             for axis, kind in zip(self.axes, self.sharded.produced(node), strict=True)
             if isinstance(kind, Shard)
         ]
-        layout = [list(column) for column in zip(*cuts, strict=True)] if cuts else [[], [], [], []]
-        mask = self.builder.call(keep_mask, x, p, op, list(shape(node)), *layout)
-        return self.builder.call(aten.native_dropout_backward.default, x, mask, 0.0 if p == 1 else 1 / (1 - p))
+        return [list(shape(node)), *([list(column) for column in zip(*cuts, strict=True)] or [[], [], [], []])]
 
     def _split_on(self, node: fx.Node, position: int, dim: int) -> list[Any]:
         wanted = self.sharded.wanted(node, position)

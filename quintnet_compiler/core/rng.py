@@ -12,8 +12,9 @@ every device.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -47,13 +48,21 @@ def keep_mask(positions: Sequence[Tensor], sizes: Sequence[int], p: float, key: 
         p: the probability of dropping an element, 0 <= p <= 1.
         key: which stream of numbers.
     """
+    word = bits(positions, sizes, key)
+    # p * 2**32 is exact: only the exponent changes. For p = 1 the threshold, 2**31, would be no int32.
+    return word.ge(int(p * 2**32) - 2**31) if p < 1 else torch.zeros_like(word, dtype=torch.bool)
+
+
+def bits(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Return uniform numbers of all that int32 has, the same on every device; for comparisons.
+
+    Arguments and shape are those of :func:`keep_mask`.
+    """
     rows, columns = _hashes(positions, sizes, key)
     # Two rounds take in a half of each hash: five passes over one buffer of int32. The conversion keeps the low bits.
     word = _stir(rows.to(torch.int32) + columns.to(torch.int32))
     word = word.bitwise_xor_((rows >> 32).to(torch.int32)).bitwise_xor_((columns >> 32).to(torch.int32))
-    word = _stir(word)
-    # p * 2**32 is exact: only the exponent changes. For p = 1 the threshold, 2**31, would be no int32.
-    return word.ge(int(p * 2**32) - 2**31) if p < 1 else torch.zeros_like(word, dtype=torch.bool)
+    return _stir(word)
 
 
 def uniform(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
@@ -74,6 +83,21 @@ def normal(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: t
     middles = _bits(positions, sizes, key, 52).to(torch.float64).add_(0.5).mul_(2.0**-52)
     normals: Tensor = torch.special.ndtri(middles)
     return normals.to(dtype)
+
+
+def exponential(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, dtype: torch.dtype) -> Tensor:
+    """Return exponential numbers of rate 1, all above 0: the inverse distribution function, computed in float64.
+
+    Arguments and shape are those of :func:`keep_mask`; ``dtype`` is a floating-point type. Devices agree to rounding.
+    """
+    middles = _bits(positions, sizes, key, 52).to(torch.float64).add_(0.5).mul_(-(2.0**-52))
+    return middles.log1p_().neg_().to(dtype).clamp_(min=torch.finfo(dtype).tiny)
+
+
+DISTRIBUTIONS: Mapping[str, Callable[[Sequence[Tensor], Sequence[int], Key, torch.dtype], Tensor]] = MappingProxyType(
+    {"uniform": uniform, "normal": normal, "exponential": exponential, "bits": bits}
+)
+"""The standard distributions, by the names that programs call them by."""
 
 
 def _bits(positions: Sequence[Tensor], sizes: Sequence[int], key: Key, count: int) -> Tensor:

@@ -24,7 +24,6 @@ from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.autodiff.recompute_budget import Budget
-from ..passes.checks.attention import check_attention
 from ..passes.checks.backward import check_backward
 from ..passes.checks.code import check_code
 from ..passes.checks.early import check_early
@@ -34,6 +33,7 @@ from ..passes.checks.joined import check_joined
 from ..passes.checks.norms import check_norms
 from ..passes.checks.notation import check_notation
 from ..passes.checks.overlap import check_overlap
+from ..passes.checks.positions import check_positions
 from ..passes.checks.reductions import check_reductions
 from ..passes.checks.slices import check_slices
 from ..passes.checks.token_dispatch import check_token_dispatch
@@ -199,7 +199,7 @@ def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
     return [
         (check_notation, (before.sharded.program.graph, s.request.rules)),
         (check_types, (after, s.book)),
-        (check_attention, (after,)),
+        (check_positions, (after,)),
         (check_reductions, (after,)),
     ]
 

@@ -16,11 +16,12 @@ from ..core.annotations import facts, is_getitem, leaf, needs_grad, origin, valu
 from ..core.rng import Key
 from ..core.sharding import P, Shard, Sharding, gradient
 from ..ir.program import DifferentiatedProgram, DistributedProgram, ShardedProgram, StageProgram, outputs
-from ..ops.rank_local import dropout
+from ..ops.rank_local import dropout, noise
 from ..ops.user_derivatives import with_tangent
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from ..runtime.execute.interpreter_trace import Observer
+from .random_functions import whole_noise
 from .reference import differs, largest, whole_mask
 
 Value = tuple[fx.Node, int]
@@ -195,6 +196,9 @@ def _unsplit(
                 if node.target is dropout:
                     mask = whole_mask(args[0], args[1], Key(how.seed, how.step, kwargs["op"]))
                     env[node] = args[0] * mask * (0.0 if args[1] == 1 else 1 / (1 - args[1]))
+                elif node.target is noise:
+                    key = Key(how.seed, how.step, args[2])
+                    env[node] = whole_noise(args[1], args[0], key, kwargs["dtype"], kwargs["device"])
                 else:
                     env[node] = node.target(*args, **kwargs)
             if not is_getitem(node):

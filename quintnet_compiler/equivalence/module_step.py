@@ -14,7 +14,7 @@ from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..compat.torch_hooks import accumulation_hooks
-from .reference import same_masks
+from .reference import same_numbers
 from .unchanged import ModuleChanges, Untouched, reseed_all
 
 
@@ -117,7 +117,7 @@ def _mode(owner: Owner) -> Iterator[None]:
 
 
 def _masks(seed: int | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if seed is None else same_masks(seed, 0)
+    return contextlib.nullcontext() if seed is None else same_numbers(seed, 0)
 
 
 def _wanted(owner: Owner, nodes: Iterable[Any]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..compat.torch import implementations_of_aten
 from ..core.replaced import for_this_thread, one_thread
 from ..core.rng import Key, keep_mask
+from .random_functions import ProgramNumbers
 
 aten = torch.ops.aten
 
@@ -24,23 +25,18 @@ def whole_mask(x: Tensor, p: float, key: Key) -> Tensor:
 
 
 @contextlib.contextmanager
-def same_masks(seed: int, step: int) -> Iterator[None]:
-    """Inside, torch's dropout (and attention with dropout) draws the masks that compiled programs draw.
+def same_numbers(seed: int, step: int) -> Iterator[None]:
+    """Inside, torch's dropout (and attention with dropout) draws the masks that compiled programs draw, and its random
+    functions the numbers.
 
-    Other threads have torch's own. Operators are numbered in the order of the model's own calls, as capture meets them.
-    A call that is made again for the backward (torch.utils.checkpoint) has its number again: like torch's own masks,
-    it is told by the state of the random numbers.
+    Other threads have torch's own.
     """
-    numbers: dict[tuple[int, int], int] = {}
-
-    def number() -> int:
-        drawn = (int(torch.randint(2**62, ())), int(torch.randint(2**62, ())))
-        return numbers.setdefault(drawn, len(numbers))
+    numbers = ProgramNumbers(seed, step)
 
     def dropout(x: Tensor, p: float, train: bool) -> Tensor:
         if not train or p == 0:
             return x
-        mask = whole_mask(x, p, Key(seed, step, number()))
+        mask = whole_mask(x, p, numbers.next_key())
         return x * mask * (0.0 if p == 1 else 1 / (1 - p))
 
     def attention(
@@ -73,7 +69,8 @@ def same_masks(seed: int, step: int) -> Iterator[None]:
         for operator, function in ours.items():
             for device in ("CPU", "CUDA"):
                 library.impl(operator, for_this_thread(function, operator.decompose), f"Autograd{device}")
-        yield
+        with numbers:
+            yield
 
 
 def differs(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:

@@ -12,12 +12,13 @@ from torch import Tensor, fx
 from ..core.annotations import is_getitem, leaf, origin
 from ..core.rng import Key
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
-from ..ops.rank_local import keep_mask, loss_scale
+from ..ops.rank_local import DRAWS, keep_mask, local_noise, loss_scale
 from ..ops.rules.notation import Rule
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.python_ops import SPELLING
 from ..passes.frontend.normalize import Normalize
 from ..passes.lowering.insert_communication import InsertCommunication
+from .random_functions import whole_noise
 from .reference import whole_mask
 
 Value = tuple[fx.Node, int]
@@ -33,8 +34,8 @@ class UnsplitStep:
 
     @property
     def draws(self) -> bool:
-        """Whether masks are drawn."""
-        return any(node.target is keep_mask for node in self.program.graph.nodes)
+        """Whether random numbers are drawn."""
+        return any(node.target in DRAWS for node in self.program.graph.nodes)
 
     @property
     def graph(self) -> fx.Graph:
@@ -79,6 +80,9 @@ class UnsplitStep:
         if target is keep_mask:
             x, p, op = args[:3]
             return whole_mask(x, p, Key(self.seed, 0, op))
+        if target is local_noise:
+            size, kind, op, dtype, device = args[:5]
+            return whole_noise(kind, size, Key(self.seed, 0, op), dtype, device)
         if target is loss_scale:
             return args[0]
         return SPELLING.get(target, target)(*args, **kwargs)

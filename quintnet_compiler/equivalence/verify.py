@@ -18,12 +18,12 @@ from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
 from ..core.errors import CompileError, QuintNetError
 from ..ir.program import DistributedProgram
-from ..ops.rank_local import keep_mask
+from ..ops.rank_local import DRAWS
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from .localize import Culprit, localize
 from .module_copy import module_copy
-from .reference import differs, largest, same_masks
+from .reference import differs, largest, same_numbers
 from .unchanged import random_numbers_kept
 
 # What rounding in another order may do, relative to the largest element; the tests' own limit in float64.
@@ -269,8 +269,8 @@ def _outputs(
 
 def _masks(program: DistributedProgram, seed: int, step: int) -> contextlib.AbstractContextManager[None]:
     """The masks of a program, if it draws any."""
-    draws = any(node.target is keep_mask for node in program.source.graph.nodes)
-    return same_masks(seed, step) if draws else contextlib.nullcontext()
+    draws = any(node.target in DRAWS for node in program.source.graph.nodes)
+    return same_numbers(seed, step) if draws else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

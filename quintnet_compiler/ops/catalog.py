@@ -134,6 +134,7 @@ OPERATORS = _read(
     index_put_                                            memory     -   -
     keep_mask                                             memory     -   -
     local_experts                                         memory     -   -
+    local_noise                                           memory     -   -
     _log_softmax_backward_data                            memory     -   -
     loss_scale                                            memory     -   -
     max_pool2d_with_indices_backward                      memory     -   -

@@ -44,6 +44,19 @@ keep_mask = define_operator(
     "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts) -> Tensor",
     lambda x, p, op, whole, axes, sizes, dims, parts: x.new_empty(x.shape, dtype=torch.bool),
 )
+# numbers of a standard distribution (``uniform`` in [0, 1), ``normal``, ``exponential``; ``bits``: any int32), as the
+# model has them, and this rank's part of them: as ``dropout`` and ``keep_mask``
+noise = define_operator(
+    "noise(int[] size, str kind, int op, *, ScalarType dtype, Device device) -> Tensor",
+    lambda size, kind, op, *, dtype, device: torch.empty(size, dtype=dtype, device=device),
+)
+local_noise = define_operator(
+    "local_noise(int[] size, str kind, int op, ScalarType dtype, Device device, int[] whole, str[] axes, int[] sizes, "
+    "int[] dims, int[] parts) -> Tensor",
+    lambda size, kind, op, dtype, device, *_: torch.empty(size, dtype=dtype, device=device),
+)
+RANDOM = frozenset({dropout, noise})  # of a captured model: a program draws the same numbers on every layout
+DRAWS = frozenset({keep_mask, local_noise})  # the same, of a rank's program
 # a result of ``gather_early``, once it is there
 arrived = define_operator("arrived(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
 # one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
@@ -56,7 +69,8 @@ microbatch = define_operator(
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        rows_of, local_experts, cached_attention, tiled_attention, tiled_attention_backward, loss_scale, arrived,
+        local_noise, rows_of, local_experts, cached_attention, tiled_attention, tiled_attention_backward, loss_scale,
+        arrived,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL | {wait}

@@ -26,7 +26,7 @@ WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"tiled_attention": working_bytes, "tiled_attention_backward": backward_working_bytes}
 )
 # What these return is new, whatever it is; their values depend on data, or take long.
-OPAQUE = frozenset({"keep_mask", *WORKING, *(name for name, one in COLLECTIVES.items() if one.opaque)})
+OPAQUE = frozenset({"keep_mask", "local_noise", *WORKING, *(name for name, one in COLLECTIVES.items() if one.opaque)})
 
 
 @dataclass(frozen=True, slots=True)

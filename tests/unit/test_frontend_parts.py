@@ -19,10 +19,11 @@ from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.collectives import all_reduce
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.rank_local import dropout
-from quintnet_compiler.passes.frontend.attention_rewrites import dropouts, masked_attention, scaled_dot_product
+from quintnet_compiler.passes.frontend.attention_rewrites import masked_attention, scaled_dot_product
 from quintnet_compiler.passes.frontend.decompose import decompose, has_parts
 from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, mean, nll
 from quintnet_compiler.passes.frontend.narrow_leaves import narrow_leaves
+from quintnet_compiler.passes.frontend.random_rewrites import random_calls
 from quintnet_compiler.passes.frontend.rewrites import REWRITES, draws
 from quintnet_compiler.passes.lowering.lower_attention import LowerAttention
 from quintnet_compiler.passes.lowering.reductions import cast, move, seed_of
@@ -95,7 +96,7 @@ def test_attention_with_dropout_is_written_out() -> None:
     q, k, v = (leaf(to, "input", name, 2, 4, 5, 8) for name in "qkv")
     node = fx.Graph().call_function(aten.scaled_dot_product_attention.default, ())
     made = scaled_dot_product(to, node, [q, k, v, None, 0.5, True], {})
-    assert shape(made) == (2, 4, 5, 8) and dropouts(to) == 1
+    assert shape(made) == (2, 4, 5, 8) and random_calls(to) == 1
     (mask,) = (n for n in to.graph.nodes if n.target is dropout)
     assert mask.kwargs["op"] == 0 and mask.args[1] == 0.5
 

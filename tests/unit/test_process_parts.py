@@ -21,7 +21,7 @@ from quintnet_compiler.capture.messages import without_messages_of_torch
 from quintnet_compiler.capture.step_module import StepModule
 from quintnet_compiler.capture.user_derivatives import user_derivatives
 from quintnet_compiler.core.replaced import for_this_thread, one_thread
-from quintnet_compiler.equivalence.reference import same_masks
+from quintnet_compiler.equivalence.reference import same_numbers
 from quintnet_compiler.equivalence.unchanged import random_numbers_kept
 from quintnet_compiler.huggingface.registries import traced_as_few_nodes
 from quintnet_compiler.runtime.launch.torchrun import torch_threads
@@ -73,7 +73,7 @@ def test_other_threads_compute_as_before() -> None:
         return [made.detach(), y.grad]
 
     expected = work()
-    with same_masks(0, 0), user_derivatives(step, trained=True), random_numbers_kept([]):
+    with same_numbers(0, 0), user_derivatives(step, trained=True), random_numbers_kept([]):
         assert not torch.equal(F.dropout(x, 0.5), x)
         found = _elsewhere(work)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -15,7 +15,7 @@ from ..attention import attention
 from ..cross_entropy import row_nll
 from ..expert_linear import expert_linear
 from ..kv_cache_attention import cached_attention
-from ..rank_local import dropout
+from ..rank_local import dropout, noise
 from ..user_derivatives import after_gradients, declare_gradient, with_tangent
 from . import contractions as c
 from . import lookups as look
@@ -260,7 +260,12 @@ RULES = MappingProxyType(
             "memory",
             shape_arg=1,
         ),
-        _each([aten.ones.default, aten.zeros.default, aten.full.default, aten.empty.memory_format], v.factory, "memory", shape_arg=0),
+        _each(
+            [aten.ones.default, aten.zeros.default, aten.full.default, aten.empty.memory_format, noise],
+            v.factory,
+            "memory",
+            shape_arg=0,
+        ),
         _each(
             [
                 aten.arange.default, aten.arange.start, aten.arange.start_step, aten.linspace.default,

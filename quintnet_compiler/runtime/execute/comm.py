@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core import slices
 from ...core.mesh import Mesh
 from ...core.precision import widened
-from ...core.rng import Key, keep_mask
+from ...core.rng import DISTRIBUTIONS, Key, keep_mask
 from ...core.sharding import Shard
 from ...ops.attention_blocks import Sight
 from ...ops.attention_tiles import AttentionInputs, AttentionTiles
@@ -302,7 +302,37 @@ class Comm:
         at: int,
     ) -> Tensor:
         """Which elements of ``x``, a part of a value of shape ``whole``, a dropout keeps: the same on every layout."""
+        positions = self._positions(whole, axes, sizes, dims, parts, x.device)
+        return keep_mask(positions, whole, p, Key(self.seed, self.step, op))
+
+    def local_noise(
+        self,
+        size: Sequence[int],
+        kind: str,
+        op: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        whole: Sequence[int],
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        dims: Sequence[int],
+        parts: Sequence[int],
+        at: int,
+    ) -> Tensor:
+        """This rank's part of random numbers of shape ``whole``: the same on every layout."""
+        positions = self._positions(whole, axes, sizes, dims, parts, device)
+        return DISTRIBUTIONS[kind](positions, whole, Key(self.seed, self.step, op), dtype)
+
+    def _positions(
+        self,
+        whole: Sequence[int],
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        dims: Sequence[int],
+        parts: Sequence[int],
+        device: torch.device,
+    ) -> list[Tensor]:
+        """The global positions, by dim, of this rank's part of a value of shape ``whole``."""
         kinds = tuple(Shard(dim, count) for dim, count in zip(dims, parts, strict=True))
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        positions = slices.positions(whole, kinds, sizes, places, x.device)
-        return keep_mask(positions, whole, p, Key(self.seed, self.step, op))
+        return slices.positions(whole, kinds, sizes, places, device)

@@ -1,4 +1,4 @@
-"""passes.checks.attention: what attention in tiles and in a ring is told, compared with the program's own attention."""
+"""passes.checks.positions: what attention in tiles and in a ring is told, compared with the program's own attention."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.collectives import ring_attention
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import tiled_attention
-from quintnet_compiler.passes.checks.attention import check_attention
+from quintnet_compiler.passes.checks.positions import check_positions
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 
 from ..one_operator import as_program
@@ -51,7 +51,7 @@ def _made(local: LocalProgram) -> fx.Node:
 def test_attention_that_is_the_programs_own_passes(strategy: Strategy, target: Any) -> None:
     local = _lowered(strategy)
     assert _made(local).target is target
-    check_attention(local)
+    check_positions(local)
 
 
 @pytest.mark.parametrize(
@@ -72,4 +72,4 @@ def test_each_argument_that_is_another_one_is_told(strategy: Strategy, name: str
     given = dict(zip(names, made.args, strict=True))
     made.args = tuple((given | {name: given.get(value, value) if isinstance(value, str) else value}).values())
     with pytest.raises(CompileError, match=rf"QN209[^!]*{name}="):
-        check_attention(local)
+        check_positions(local)
