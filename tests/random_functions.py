@@ -18,7 +18,7 @@ NOISY: dict[str, Callable[[Tensor], Tensor]] = {
     "one for each column": lambda h: h * torch.randn(h.shape[1], dtype=h.dtype),
     "randint": lambda h: h * torch.randint(-2, 5, (h.shape[0], 1)),
     "randint_like": lambda h: h * torch.randint_like(h, 7),
-    "random_": lambda h: h * torch.empty_like(h).random_(2, 6),
+    "random_": lambda h: h * torch.empty_like(h).random_(6),
     "uniform_": lambda h: h * torch.empty_like(h).uniform_(-1.0, 2.0),
     "normal_": lambda h: h * h.new_empty(h.shape).normal_(1.0, 0.1),
     "torch.normal": lambda h: h * torch.normal(0.0, 1.0, (h.shape[1],)),

@@ -45,7 +45,10 @@ def _losses(name: str, mesh: Mesh, microbatches: int) -> list[float]:
 @pytest.mark.parametrize("name", NOISY)
 def test_numbers_are_the_same_on_a_layout(name: str) -> None:
     whole = _losses(name, Mesh(dp=1), 1)
-    assert whole[0] != whole[1] or name == "rrelu in evaluation"
+    assert whole[0] != whole[1] or name in (
+        "rrelu in evaluation",
+        "hard gumbel_softmax",
+    )  # the mean of squares of 1 and 0
     assert _losses(name, *LAYOUTS[0]) == pytest.approx(whole, rel=1e-12)
 
 
