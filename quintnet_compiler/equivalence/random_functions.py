@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..compat.torch import schema
+from ..compat.torch import TorchDispatchMode, schema
 from ..core.errors import CompileError
 from ..core.rng import DISTRIBUTIONS, Key
 

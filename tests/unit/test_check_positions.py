@@ -1,4 +1,5 @@
-"""passes.checks.positions: what attention in tiles and in a ring is told, compared with the program's own attention."""
+"""passes.checks.positions: what attention in tiles and in a ring, and random operators, are told, compared with the
+program's own."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from quintnet_compiler.core.sharding import I, S
 from quintnet_compiler.ir.program import Axis, LocalProgram, ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.collectives import ring_attention
+from quintnet_compiler.ops.rank_local import dropout, keep_mask, local_noise, noise
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import tiled_attention
 from quintnet_compiler.passes.checks.positions import check_positions
@@ -21,6 +23,7 @@ from quintnet_compiler.passes.lowering.insert_communication import InsertCommuni
 from ..one_operator import as_program
 from .graphs import builder, leaf
 
+aten = torch.ops.aten
 CP = Axis("cp", 2, "context")
 KEYS = (I, I)
 GATHERED = Strategy((S(2), *KEYS, I), (S(2),), "split s 1")
@@ -72,4 +75,52 @@ def test_each_argument_that_is_another_one_is_told(strategy: Strategy, name: str
     given = dict(zip(names, made.args, strict=True))
     made.args = tuple((given | {name: given.get(value, value) if isinstance(value, str) else value}).values())
     with pytest.raises(CompileError, match=rf"QN209[^!]*{name}="):
+        check_positions(local)
+
+
+def _drawn() -> LocalProgram:
+    """Noise and a dropout of rows that two axes split."""
+    to = builder()
+    x = leaf(to, "input", "x", 8, 4)
+    made = to.call(noise, [8, 4], "normal", 0, dtype=torch.float32, device=torch.device("cpu"))
+    kept = to.call(dropout, to.call(aten.add.Tensor, x, made), 0.25, op=1)
+    to.output((kept,))
+    program = as_program(to)
+    axes = (Axis("dp", 2, "data"), Axis("mb", 2, "time"))
+    strategies: dict[fx.Node, Any] = {}
+    for node in program.graph.nodes:
+        inputs = len(node.all_input_nodes)
+        strategies[node] = (Strategy((S(0),) * inputs, () if node.op == "output" else (S(0),), "split"),) * 2
+    staged = StagedProgram(ShardedProgram(program, axes, strategies), 1, {})
+    return InsertCommunication(dict(RULES))(staged)
+
+
+def test_random_operators_that_are_the_programs_own_pass() -> None:
+    check_positions(_drawn())
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "value"),
+    [
+        (local_noise, "kind", "uniform"), (local_noise, "op", 1), (local_noise, "whole", [4, 4]),
+        (local_noise, "axes", ["mb", "dp"]), (local_noise, "dims", [0, 1]), (local_noise, "parts", [2, 1]),
+        (local_noise, "dtype", torch.float64), (keep_mask, "p", 0.5), (keep_mask, "op", 0), (keep_mask, "axes", ["dp"]),
+        (keep_mask, "sizes", [2, 4]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_argument_of_a_random_operator_that_is_another_one_is_told(target: Any, name: str, value: Any) -> None:
+    local = _drawn()
+    (made,) = (node for node in local.graph.nodes if node.target is target)
+    names = [one.name for one in target._schema.arguments]
+    made.args = tuple((dict(zip(names, made.args, strict=True)) | {name: value}).values())
+    with pytest.raises(CompileError, match=rf"QN209[^!]*{name}="):
+        check_positions(local)
+
+
+def test_a_dropout_without_its_mask_is_told() -> None:
+    local = _drawn()
+    (made,) = (node for node in local.graph.nodes if node.target is aten.native_dropout_backward.default)
+    made.args = (*made.args[:2], 1.0)
+    with pytest.raises(CompileError, match=r"QN209[^!]*is not dropout with its mask"):
         check_positions(local)
