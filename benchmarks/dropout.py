@@ -3,7 +3,8 @@
 python benchmarks/dropout.py [--rounds N] [--json]
 
 Forward and backward of a medium block (8 x 128 tokens, width 768, 12 heads, p = 0.1 on attention weights and on both
-residual branches), float32, one thread, both sides alternating step by step. Prints the paired ratio.
+residual branches; or normal noise on its input), float32, one thread, both sides alternating step by step. Prints the
+paired ratio.
 """
 
 from __future__ import annotations
@@ -21,20 +22,23 @@ from torch import Tensor, nn
 import quintnet
 
 ROWS, LENGTH, WIDTH, HEADS, P = 8, 128, 768, 12, 0.1
+VARIANTS = {"dropout": (P, 0.0), "noise": (0.0, 0.1), "neither": (0.0, 0.0)}
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP."""
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float, noise: float = 0.0) -> None:
         super().__init__()
-        self.p, self.drop = p, nn.Dropout(p)
+        self.p, self.noise, self.drop = p, noise, nn.Dropout(p)
         self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
+        if self.noise:
+            x = x + self.noise * torch.randn_like(x)
         q, k, v = (y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in self.qkv(self.ln1(x)).split(c, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.p if self.training else 0.0)
         x = x + self.drop(self.proj(y.transpose(1, 2).reshape(b, t, c)))
@@ -57,10 +61,10 @@ def measure(rounds: int) -> dict[str, float]:
     torch.manual_seed(0)
     batch = (torch.randn(ROWS, LENGTH, WIDTH), torch.randn(ROWS, LENGTH, WIDTH))
     sides: dict[str, Callable[[], object]] = {}
-    for name, p in (("dropout", P), ("no dropout", 0.0)):
-        model = Block(p)
+    for name, given in VARIANTS.items():
+        model = Block(*given)
         program = quintnet.compile(model, quintnet.Mesh(dp=1), batch, loss_fn=_loss)
-        twin = Block(p)
+        twin = Block(*given)
 
         def ours(program: quintnet.CompiledProgram = program) -> None:
             program.zero_grad()
@@ -78,7 +82,7 @@ def measure(rounds: int) -> dict[str, float]:
         for name, step in sides.items():
             found[name].append(_seconds(step))
     report = {f"ms, {name}": 1e3 * statistics.median(times) for name, times in found.items()}
-    for name in ("dropout", "no dropout"):
+    for name in VARIANTS:
         pairs = zip(found[f"ours, {name}"], found[f"torch, {name}"], strict=True)
         report[f"ours/torch, {name}"] = statistics.median(a / b for a, b in pairs)
     return report
