@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import aten
-from quintnet_compiler.ops.rank_local import dropout
+from quintnet_compiler.ops.rank_local import dropout, noise
 from quintnet_compiler.ops.rules import contractions as contraction_rules
 from quintnet_compiler.ops.rules import lookups as lookup_rules
 from quintnet_compiler.ops.rules import views as view_rules
@@ -37,8 +37,9 @@ TARGETS = sorted(SAMPLES, key=str)
 
 
 def test_every_rule_has_samples_and_every_sample_a_rule() -> None:
-    # dropout has tests of its own, and so have derivatives that users write (test_frontier_functions.py)
-    assert {*SAMPLES, dropout, with_tangent, declare_gradient, after_gradients} == set(RULES)
+    # dropout and noise have tests of their own (test_dropout.py, test_random_functions.py), and so have derivatives
+    # that users write (test_frontier_functions.py)
+    assert {*SAMPLES, dropout, noise, with_tangent, declare_gradient, after_gradients} == set(RULES)
 
 
 @pytest.mark.sample(120)
