@@ -95,9 +95,11 @@ class GenerateRanks:
 def _results(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
     whole = outputs(program.local.staged.sharded.program.graph)
     local = outputs(program.local.graph)
+    changed = program.local.staged.sharded.program.captured.changed
+    names = [*(f"output {i}" for i in range(len(whole) - len(changed))), *changed]
     return tuple(
-        ValueSpec(f"output {i}", shape(a), value(a).dtype, program.local.sharding[b])
-        for i, (a, b) in enumerate(zip(whole, local, strict=True))
+        ValueSpec(name, shape(a), value(a).dtype, program.local.sharding[b])
+        for name, a, b in zip(names, whole, local, strict=True)
     )
 
 

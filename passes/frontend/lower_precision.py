@@ -112,12 +112,19 @@ class _PrecisionLowering:
 
     def _settle(self) -> None:
         """Loose values are narrow unless a user wants float32 of them."""
-        ends = set(outputs(self.program.graph)[:1])
+        ends = set(self._kept_wide())
         for node in reversed(self.nodes):
             if node in self.loose:
                 users = [self.computes[user] for user in node.users if user.op != "output"]
                 wide = node in ends or FULL in users or not node.users
                 self.computes[node] = self.dtype[node] = FULL if wide else self.low
+
+    def _kept_wide(self) -> set[fx.Node]:
+        """The results that stay in float32: a loss, and new values of buffers."""
+        results, changed = outputs(self.program.graph), len(self.program.captured.changed)
+        first = results[:1] if results and value(results[0]).shape == () else ()
+        found = (*first, *results[len(results) - changed :])
+        return {node for node in found if value(node).dtype is FULL}
 
     # -- the new graph
 
@@ -125,9 +132,8 @@ class _PrecisionLowering:
         for node in self.nodes:
             with self.builder.at(node):
                 self.env[node] = self._leaf(node) if node.op == "placeholder" else self._operator(node)
-        ends = [self.env[node] for node in outputs(self.program.graph)]
-        if ends and value(ends[0]).dtype is self.low and value(outputs(self.program.graph)[0]).shape == ():
-            ends[0] = self._read(ends[0], FULL)
+        wide = self._kept_wide()
+        ends = [self._read(self.env[n], FULL) if n in wide else self.env[n] for n in outputs(self.program.graph)]
         self.builder.output(tuple(ends))
         _drop_unused(self.builder.graph)
         return replace(self.program, graph=self.builder.graph, precision=self.precision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,10 +13,10 @@ from torch import SymInt, Tensor, fx
 from ...capture.canonical import LEAF, WHERE
 from ...compat.torch import FakeTensorMode, OpOverload, pytree
 from ...core.absent_gpu import AbsentGpu
-from ...core.annotations import Leaf, shape, value
+from ...core.annotations import Leaf, facts, needs_grad, shape, value
 from ...core.errors import CompileError, Where
 from ...ir.builder import GraphBuilder
-from ...ir.program import Captured, Program
+from ...ir.program import Captured, Program, outputs
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
 from .rewrites import REWRITES, draws
@@ -97,6 +98,7 @@ class Normalize:
                 args = [_resolve(a, env) for a in node.args]
                 kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
                 env[node] = self._node(builder, node, args, kwargs)
+        _refuse_gradients(captured, outputs(builder.graph))
         _drop_unused(builder.graph)
         return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent)
 
@@ -176,9 +178,24 @@ def _unrounded(result: fx.Node) -> fx.Node:
     return source if rounds else result
 
 
+def _refuse_gradients(captured: Captured, results: Sequence[fx.Node]) -> None:
+    """Raises: CompileError QN110 for a new value of a buffer through which autograd would go to the step before."""
+    changed = captured.changed
+    for name, node in zip(changed, results[len(results) - len(changed) :], strict=True):
+        if captured.training and needs_grad(node):
+            raise CompileError(
+                "QN110",
+                f"the new value of the buffer {name!r} requires a gradient: autograd would go on from it into the step "
+                "before, whose graph is freed",
+                where=facts(node).where,
+                fix="compute it without gradients: of x.detach(), or under torch.no_grad()",
+            )
+
+
 def dtypes_of_results(captured: Captured) -> tuple[torch.dtype, ...]:
     """The dtype of each result of the module itself."""
-    return tuple(node.meta["val"].dtype for node in captured.graph.output_node().args[0])  # type: ignore[union-attr]
+    ends = outputs(captured.graph)
+    return tuple(node.meta["val"].dtype for node in ends[: len(ends) - len(captured.changed)])
 
 
 def _known(part: fx.Node) -> bool:

@@ -17,6 +17,7 @@ from ...ops.attention import attention
 from ...ops.rank_local import dropout
 from .attention_rewrites import masked_attention, scaled_dot_product
 from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
+from .norm_rewrites import batch_norm
 from .random_rewrites import RANDOM_REWRITES, Rewrite, random_calls
 
 aten = torch.ops.aten
@@ -238,6 +239,9 @@ def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str
 
 REWRITES: dict[Any, Rewrite] = {
     **RANDOM_REWRITES,
+    **dict.fromkeys(
+        [aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats], batch_norm
+    ),
     **dict.fromkeys(
         [
             aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default,

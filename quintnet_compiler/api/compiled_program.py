@@ -20,7 +20,8 @@ from ..driver.generation import Decoding, Sampling, ends_of
 from ..driver.task import Task
 from ..driver.variants import Programs, check_divides
 from ..equivalence.module_copy import module_copy
-from ..equivalence.verify import VerifyReport, VerifySubject, model_inputs, verify_program
+from ..equivalence.module_training import model_inputs
+from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
 from ..ir.plan import Plan, precision_of
 from ..ir.program import DistributedProgram
 from ..passes.frontend.normalize import dtypes_of_results

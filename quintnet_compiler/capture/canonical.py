@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export.graph_signature import OutputKind
 
-from ..compat.torch import EXPORT_CHECKS, BatchNorm, HigherOrderOperator, InstanceNorm, free_unbacked_symbols, pytree
+from ..compat.torch import EXPORT_CHECKS, HigherOrderOperator, free_unbacked_symbols, pytree
 from ..core.annotations import Leaf
-from ..core.code_origin import PACKAGE, TORCH
 from ..core.errors import CompileError, Where
 from ..ir.program import Captured
 from .block_reuse import Skipped
+from .mutations import changed_buffers
+from .places import where_of
 
-OWN = (TORCH, PACKAGE)  # code that is not the user's
 LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
 LEAF = "quintnet_leaf"
 WHERE = "quintnet_where"
@@ -67,67 +64,10 @@ def inline_no_grad(gm: fx.GraphModule) -> None:
     gm.recompile()
 
 
-def _where(node: fx.Node) -> Where:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = str(next(reversed(stack.values()))[0]) if stack else ""
-    path = re.sub(r"^(L__self___|L\['self'\]\.?)", "", path)
-    path = path.removeprefix("model").removeprefix(".")
-    source = ""
-    text = node.meta.get("stack_trace")
-    if text:
-        frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)', text)
-        for name, line, code in reversed(frames):
-            if not name.startswith(OWN):
-                source = f"{Path(name).name}:{line}: {code.strip()}"
-                break
-    return Where(path, source)
-
-
 def module_of(node: fx.Node) -> str:
     """The path of the module in which a node of a captured graph was made."""
     where = node.meta.get(WHERE)
     return where.module if where else ""
-
-
-def refuse_mutations(exported: torch.export.ExportedProgram, model: nn.Module, sample: Any) -> None:
-    """Raises: CompileError QN110 if the traced function changes a tensor that it was given."""
-    made = {node.name: node for node in exported.graph.nodes}
-    paths, _ = pytree.tree_flatten_with_path(sample)
-    given = dict(zip(exported.graph_signature.user_inputs, (path for path, _ in paths), strict=False))
-    for spec in exported.graph_signature.output_specs:
-        kind = _MUTATED.get(spec.kind)
-        if kind is None:
-            continue
-        target = spec.target or ""
-        name = target.removeprefix("model.")
-        if spec.kind is OutputKind.USER_INPUT_MUTATION:
-            name = f"batch{pytree.keystr(given.get(target, ()))}"
-        where = _where(made[spec.arg.name])
-        owner, fix = name.rpartition(".")[0], ""
-        if kind == "buffer" and isinstance(_part(model, owner), BatchNorm | InstanceNorm):
-            where = Where(owner, where.source)
-            fix = "use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
-        elif kind == "input":
-            fix = f"change a copy: {name}.clone()"
-        raise CompileError(
-            "QN110", f"the forward pass changes the {kind} {name!r}; a program would not", where=where, fix=fix
-        )
-
-
-def _part(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-_MUTATED = types.MappingProxyType(
-    {
-        OutputKind.BUFFER_MUTATION: "buffer",
-        OutputKind.PARAMETER_MUTATION: "parameter",
-        OutputKind.USER_INPUT_MUTATION: "input",
-    }
-)
 
 
 def canonical(
@@ -137,9 +77,11 @@ def canonical(
     training: bool,
     skipped: Skipped,
     only_rows: int | None = None,
+    assigned: frozenset[str] | None = None,
 ) -> Captured:
+    """``assigned``: see :func:`.mutations.changed_buffers`."""
     signature = exported.graph_signature
-    refuse_mutations(exported, model, sample)
+    changed = changed_buffers(exported, model, sample, assigned)
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
@@ -155,7 +97,8 @@ def canonical(
             if leaf.kind != "input" and leaf.name in kept:
                 env[node] = kept[leaf.name]
                 continue
-            if leaf.kind != "input" and not node.users and (leaf.kind != "parameter" or skipped.has(leaf.name)):
+            unread = leaf.kind != "parameter" or skipped.has(leaf.name)
+            if leaf.kind != "input" and not node.users and unread and leaf.name not in changed:
                 continue
             if leaf.kind == "input" and not node.users and isinstance(node.meta["val"], LITERALS):
                 continue  # the trace has followed it
@@ -165,34 +108,48 @@ def canonical(
             if tensor is not None:
                 tensors[leaf.name] = tensor
         elif node.op == "output":
-            graph.output(tuple(fx.map_arg(a, lambda n: env[n]) for a in node.args[0]))
+            made = [fx.map_arg(a, lambda n: env[n]) for a in node.args[0]]
+            own = [x for position, x in enumerate(made) if position not in changed.values()]
+            graph.output((*own, *(made[position] for position in changed.values())))
         elif any(word in str(node.target) for word in EXPORT_CHECKS):
             continue
         else:
             if node.op != "call_function":
-                raise CompileError("QN105", f"a {node.op} node ({node.target})", where=_where(node))
+                raise CompileError("QN105", f"a {node.op} node ({node.target})", where=where_of(node))
             if isinstance(node.target, HigherOrderOperator):
                 raise CompileError(
                     "QN105",
                     f"the higher-order operator {node.target} (autocast, cond, scan, ...)",
-                    where=_where(node),
+                    where=where_of(node),
                     fix="choose the dtype with model.to(dtype); write loops and branches over plain tensors",
                 )
             if free_unbacked_symbols(node.meta.get("val")):
                 raise CompileError(
                     "QN101",
                     f"the shape of what {node.target} returns depends on the values of a tensor",
-                    where=_where(node),
+                    where=where_of(node),
                     fix="use a mask (torch.where with three arguments); for experts, quintnet.expert_linear",
                 )
             new = graph.node_copy(node, lambda n: env[n])
-            new.meta = {"val": node.meta.get("val"), WHERE: _where(node)}
+            new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}
             env[node] = new
     output_spec = exported.call_spec.out_spec
     assert output_spec is not None
     state = types.MappingProxyType(tensors)
     like = types.MappingProxyType({name: tuple(names) for name, names in skipped.like.items()})
-    return Captured(graph, state, aliases, input_spec, output_spec, training, only_rows, literals, like)
+    return Captured(
+        graph,
+        state,
+        aliases,
+        input_spec,
+        output_spec,
+        training,
+        only_rows,
+        literals,
+        like,
+        changed=tuple(changed),
+        assigned=(assigned or frozenset()) & changed.keys(),
+    )
 
 
 def _mark(constant: Tensor) -> str:

@@ -29,10 +29,11 @@ from ..core.replaced import one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.program import Captured
 from .block_reuse import Skipped, blocks_once
-from .canonical import OWN, canonical, inline_no_grad, module_of
+from .canonical import canonical, inline_no_grad, module_of
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
 from .modes import evaluating, without_autocast
+from .places import OWN
 from .step_module import Call, LossFn, StepModule
 from .user_derivatives import user_derivatives
 
@@ -100,7 +101,8 @@ def capture(
     # A batch of one would be taken for a constant; two stands for any size.
     sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
     dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
-    step = StepModule(model, loss_fn, want, call)
+    changing = call is None
+    step = StepModule(model, loss_fn, want, call, buffers=changing)
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
@@ -137,7 +139,9 @@ def capture(
             except Exception:
                 raise _untraceable(error) from error
         own.finish(exported.graph)
-        captured = canonical(exported, model, sample, training, skipped, only_rows=rows)
+        captured = canonical(
+            exported, model, sample, training, skipped, only_rows=rows, assigned=step.assigned if changing else None
+        )
         check_dtypes(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
         captured = replace(captured, tensors=tensors)

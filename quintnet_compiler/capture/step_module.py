@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from ..core.errors import CompileError
 from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
-from .canonical import OWN
+from .places import OWN
 from .watched_trace import WatchedTrace
 
 LossFn = Callable[..., Tensor]
@@ -37,8 +37,11 @@ class StepModule(nn.Module):
     that a loss function of another kind uses: ``loss_fn.head``.
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, want: str, call: Call | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn | None, want: str, call: Call | None, *, buffers: bool = False
+    ) -> None:
         super().__init__()
+        self.buffers_change = buffers  # whether forward may put others in their places
         self.model, self.want, self.call, self.compute = model, want, call, None
         if isinstance(loss_fn, nn.Module):
             self.loss_fn = loss_fn
@@ -60,7 +63,9 @@ class StepModule(nn.Module):
         roots = {name.removeprefix("model"): module for name, module in self.named_children()}
         functions = () if self.compute is None or self.want != "loss" else (self.compute,)
         self.seen.trace = trace = WatchedTrace(roots, functions, OWN)
-        return trace.run(lambda: self._step(batch), self.stands_for, refuse=self.seen.refuse)
+        return trace.run(
+            lambda: self._step(batch), self.stands_for, refuse=self.seen.refuse, buffers=self.buffers_change
+        )
 
     def _step(self, batch: Any) -> Any:
         if self.seen.begin is not None:
@@ -103,6 +108,11 @@ class StepModule(nn.Module):
             self.seen.refuse = True
             export()
         return exported
+
+    @property
+    def assigned(self) -> frozenset[str]:
+        """The buffers in whose place the latest trace put other tensors."""
+        return frozenset() if self.seen.trace is None else self.seen.trace.assigned
 
     def brought(self) -> list[nn.Module | nn.Parameter]:
         """What a loss function that is no module may train."""

@@ -35,8 +35,8 @@ from ..compat.torch_hooks import (
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
 from .autograd_functions import Joined, follow, follow_hook
-from .canonical import OWN
 from .module_hooks import ModuleHooks
+from .places import OWN
 from .step_module import StepModule
 from .tensor_hooks import place_hooks
 

@@ -47,13 +47,23 @@ class WatchedTrace:
     constants: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
     foreign: dict[int, tuple[Tensor, Where]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    assigned: frozenset[str] = frozenset()
 
-    def run(self, forward: Callable[[], Any], stands_for: Mapping[int, Callable[[], Tensor]], *, refuse: bool) -> Any:
+    def run(
+        self,
+        forward: Callable[[], Any],
+        stands_for: Mapping[int, Callable[[], Tensor]],
+        *,
+        refuse: bool,
+        buffers: bool = False,
+    ) -> Any:
         """What ``forward`` returns.
 
         Args:
             stands_for: what the trace has in place of a real parameter, by its ``id``.
             refuse: plain data too; else ``changes`` has attributes that became plain data, which may stay so.
+            buffers: whether ``forward`` may put other tensors in the place of buffers. The names are ``assigned`` then,
+                and the trace writes to the buffers instead.
 
         Raises:
             CompileError: QN110 with the user's line if Python state changed; nothing has changed afterwards.
@@ -73,6 +83,7 @@ class WatchedTrace:
 
         try:
             result = watched()
+            self.assigned = frozenset(self.state.write_buffers()) if buffers else frozenset()
             changes = [*self.state.changes(), *generators.changes()]
             self.changes = [change for change in changes if change.put is not None]
             refused = changes if refuse else [change for change in changes if change.put is None]

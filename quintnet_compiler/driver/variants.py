@@ -16,8 +16,8 @@ from ..core.errors import CompileError, InputError
 from ..core.mesh import Mesh
 from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
+from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
-from ..equivalence.verify import model_inputs
 from ..ir.program import Captured, DistributedProgram
 from ..runtime.backends.split_parameters import home_of
 from ..runtime.state.module_parameters import Slots

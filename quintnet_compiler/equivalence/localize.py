@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,7 +83,9 @@ def localize(
         return None
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     collectors = [_Collector() for _ in range(program.mesh.size)]
+    before = swap_buffers(program, backend)
     backend.run(program, leaves, replace(how, train=True, check_finite=False), watch=collectors)
+    swap_buffers(program, backend, before)
     found = _Found(program.source, program, collectors)
     sharded = program.source.local.staged.sharded
     values, cotangents = _unsplit(sharded, backend.tensors, leaves, how)
@@ -96,6 +99,16 @@ def localize(
         if error > limit:
             return _culprit(sharded, "backward", _users(key) or [key[0]], error)
     return None
+
+
+def swap_buffers(
+    program: DistributedProgram, backend: LocalBackend, new: Mapping[str, Tensor] = MappingProxyType({})
+) -> dict[str, Tensor]:
+    """Copies of the buffers that forward changes; from now on they have the values ``new``."""
+    found = {name: backend.tensors[name].clone() for name in program.captured.changed}
+    for name, x in new.items():
+        backend.tensors[name].copy_(x)
+    return found
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,15 @@ class Sides:
             expected = torch.zeros_like(gradient) if expected is None else expected
             found.append(Comparison("gradient", name, 0, differs(gradient, expected, floor), limit))
 
-        outputs = self.step.run(self.owner.tensors, tensors_of(self.batch), settle)
+        made = self.step.run(self.owner.tensors, tensors_of(self.batch), settle)
+        changed = self.step.changed
+        outputs, new = made[: len(made) - len(changed)], made[len(made) - len(changed) :]
         for name, expected in left.items():
             found.append(Comparison("gradient", name, 0, differs(torch.zeros_like(expected), expected, floor), limit))
         found += _outputs(self.owner.want, outputs, self.theirs.outputs, limit)
+        for name, value in zip(changed, new, strict=True):
+            _, expected = self.theirs.changes.tensors.get(name, (None, self.owner.tensors[name]))
+            found.append(Comparison("buffer", name, 0, differs(value, expected.detach()), limit))
         return sorted((one for one in found if not one.ok), key=lambda one: -one.error)
 
     def again(self, **how: Any) -> ModuleStep:
@@ -91,6 +96,8 @@ class Sides:
         """What a step of the module changes or reads that a program does not."""
         changes = self.theirs.changes
         for name, (before, after) in changes.tensors.items():
+            if name in self.step.changed:
+                continue
             return CompileError(
                 "QN111",
                 f"forward changes {name} (by {differs(after, before):.1e} of its largest element), and the program "

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from ..capture.canonical import OWN
+from ..capture.places import OWN
 from ..core.annotations import facts, is_getitem, leaf, needs_grad, origin
 from ..core.errors import Where
 from .module_step import Owner, module_step, tensors_of

@@ -38,6 +38,11 @@ class UnsplitStep:
         return any(node.target in DRAWS for node in self.program.graph.nodes)
 
     @property
+    def changed(self) -> tuple[str, ...]:
+        """The buffers whose new values are the last outputs."""
+        return self.program.local.staged.sharded.program.captured.changed
+
+    @property
     def graph(self) -> fx.Graph:
         """The operators of the forward, of global shapes."""
         return self.program.local.staged.sharded.program.graph

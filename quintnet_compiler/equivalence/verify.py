@@ -5,31 +5,41 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..capture.modes import evaluating
-from ..capture.step_module import LossFn, loss_of
+from ..capture.step_module import LossFn
 from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
-from ..core.errors import CompileError, QuintNetError
+from ..core.errors import CompileError
 from ..ir.program import DistributedProgram
 from ..ops.rank_local import DRAWS
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
-from .localize import Culprit, localize
-from .module_copy import module_copy
+from .localize import Culprit, localize, swap_buffers
+from .module_training import (
+    FLOOR,
+    ModuleTraining,
+    as_float64,
+    failing,
+    model_inputs,
+    or_zeros,
+    own_errors,
+    sgd,
+)
 from .reference import differs, largest, same_numbers
 from .unchanged import random_numbers_kept
 
 # What rounding in another order may do, relative to the largest element; the tests' own limit in float64.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-LEARNING_RATE = 0.01
 SLACK = 2.0
+ROUNDINGS = 10.0
 
 
 @dataclass(frozen=True)
@@ -139,7 +149,7 @@ def verify_program(
 @dataclass(frozen=True)
 class Tolerances:
     """Which relative error counts as equal: ``given``, or SLACK times ``own`` by (what, step), or what a dtype
-    allows (always for buffers, which no program changes)."""
+    allows (always for buffers, which may be whole numbers)."""
 
     given: float | None
     own: Mapping[tuple[str, int], float]
@@ -168,56 +178,49 @@ def _distances(unsplit: VerifySubject, batch: Any, steps: int) -> dict[tuple[str
 def _compare(
     subject: VerifySubject, batch: Any, steps: int, bounds: Tolerances, start: float, *, exact: bool
 ) -> VerifyReport:
-    model, loss_fn = module_copy(subject.model, subject.loss_fn)
-    subject = replace(subject, loss_fn=loss_fn)
-    sides = {"": model, **({"loss_fn.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
-    for module in sides.values():
-        module.to(subject.device)
-        if exact:
-            module.double()
     batch = pytree.tree_map(lambda x: x.to(subject.device) if isinstance(x, Tensor) else x, batch)
-    asked = _in_float64(batch) if exact else batch
+    module = ModuleTraining(subject.model, subject.loss_fn, subject.device, exact=exact)
     tensors = {name: x.detach().clone() for name, x in subject.tensors.items()}
     program = subject.program
     backend = LocalBackend(program.mesh, program, tensors, subject.device)
-    ours = torch.optim.SGD(backend.parameters.values(), lr=LEARNING_RATE, momentum=0.9)
-    own = {f"{prefix}{name}": p for prefix, module in sides.items() for name, p in module.named_parameters()}
-    theirs = torch.optim.SGD([p for p in own.values() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
-    names = {name: p for name, p in own.items() if name in backend.parameters and p.requires_grad}
+    optimizer = sgd(backend.parameters.values())
     parameters = next((p.dtype for p in subject.model.parameters() if p.is_floating_point()), torch.float32)
     dtype = coarsest(program)
-    found, notes = _outputs(subject, model, backend, (batch, asked), lambda what: bounds(what, 0, dtype))
+    found, notes = _outputs(subject, module, backend, batch, lambda what: bounds(what, 0, dtype))
     if exact:
         notes += [f"the program computes some values in {_name(dtype)}; both sides are compared in float64"]
     elif dtype is not parameters:
         notes += [f"the model itself computes some values in {_name(dtype)}"]
+    own = _OwnErrors(subject, batch, steps) if bounds.given is None and not exact else None
     culprit = None
-    leaves, buffers, left = _tensors(batch), _buffers(sides), list[Comparison]()
+    leaves, buffers, left = _tensors(batch), module.buffers(), list[Comparison]()
     for step in range(steps):
-        ours.zero_grad()
-        theirs.zero_grad()
+        optimizer.zero_grad()
         how = Run(train=True, seed=subject.seed, step=step, check_finite=False)
+        was = swap_buffers(program, backend)
         (loss, *_) = backend.run(program, leaves, how)
+        forwards = 1
         while backend.scaler.skipped:
-            (loss, *_) = backend.run(program, leaves, how)
-        with _failing("a training step"), _masks(program, subject.seed, step):  # checkpoints draw in the backward, too
-            expected = _module_loss(subject, model, asked)
-            expected.backward()  # type: ignore[no-untyped-call]
-        found.append(Comparison("loss", "", step, differs(loss, expected), bounds("loss", step, dtype)))
-        pairs = {n: (_whole(backend.parameters[n].grad, p), _or_zeros(p.grad, p)) for n, p in names.items()}
+            (loss, *_), forwards = backend.run(program, leaves, how), forwards + 1
+        theirs = module.step(batch, _masks(program, subject.seed, step), forwards)
+        found.append(Comparison("loss", "", step, differs(loss, theirs.loss), bounds("loss", step, dtype)))
+        pairs = {n: (_whole(backend.parameters[n].grad, x), x) for n, x in theirs.gradients.items() if n in tensors}
         found += _compared("gradient", pairs, step, bounds("gradient", step, dtype))
+        found = found if own is None else own.judged(found)
         if culprit is None and not all(one.ok for one in found):
             kept = {name: p.grad for name, p in backend.parameters.items()}
+            now = swap_buffers(program, backend, was)
             culprit = localize(program, backend, batch, how, LIMITS[dtype] if bounds.given is None else bounds.given)
+            swap_buffers(program, backend, now)
             for name, p in backend.parameters.items():
                 p.grad = kept[name]
-        ours.step()
-        theirs.step()
-        pairs = {n: (_whole(backend.parameters[n], p), p.detach()) for n, p in names.items()}
+        optimizer.step()
+        pairs = {n: (_whole(backend.parameters[n], x), x) for n, x in theirs.parameters.items() if n in tensors}
         found += _compared("parameter", pairs, step, bounds("parameter", step, dtype))
-        pairs = {n: (buffers[n], now) for n, now in _buffers(sides).items() if n in buffers}
-        left += _compared("buffer", pairs, step, bounds("buffer", step, dtype))  # a program changes none
-    found += left
+        buffers |= {name: as_float64(backend.tensors[name]) for name in program.captured.changed}
+        pairs = {n: (buffers[n], x) for n, x in theirs.buffers.items() if n in buffers}
+        left += _compared("buffer", pairs, step, bounds("buffer", step, dtype))
+    found = found + left if own is None else own.judged(found + left)
     found.sort(key=lambda one: (one.ok, -one.error))
     return VerifyReport(
         repr(program.mesh),
@@ -231,63 +234,61 @@ def _compare(
     )
 
 
-def _buffers(sides: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Their values now, in float64; complex ones as pairs."""
-    found = {f"{prefix}{n}": x.detach() for prefix, module in sides.items() for n, x in module.named_buffers()}
-    real = {n: torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for n, x in found.items()}
-    return {n: x.to(torch.float64, copy=True) for n, x in real.items()}
-
-
-def _in_float64(batch: Any) -> Any:
-    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
-
-
 def _tensors(tree: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _outputs(
     subject: VerifySubject,
-    model: nn.Module,
+    module: ModuleTraining,
     backend: LocalBackend,
-    batches: tuple[Any, Any],
+    batch: Any,
     limit: Callable[[str], float],
 ) -> tuple[list[Comparison], list[str]]:
     """The model's outputs (logits, say) in evaluation mode."""
     if isinstance(subject.outputs, str):
         return [], [f"outputs were not compared: {subject.outputs}"]
-    inputs, asked = (model_inputs(batch, subject.loss_fn) for batch in batches)
-    how = Run()
+    inputs = model_inputs(batch, subject.loss_fn)
+    asked, how = module.inputs(inputs), Run()
     ours = backend.run(subject.outputs, _tensors(inputs), how)
-    with _failing("evaluation"), evaluating(model), torch.no_grad(), _masks(subject.outputs, how.seed, how.step):
-        theirs = _tensors(model(**asked) if isinstance(asked, dict) else model(*asked))
+    masks = _masks(subject.outputs, how.seed, how.step)
+    with failing("evaluation"), evaluating(module.model), torch.no_grad(), masks:
+        theirs = _tensors(module.model(**asked) if isinstance(asked, dict) else module.model(*asked))
     if len(ours) != len(theirs):
         return [], [f"outputs were not compared: {len(ours)} against {len(theirs)} tensors"]
     pairs = zip(ours, theirs, strict=True)
     return [Comparison("output", str(i), 0, differs(a, b), limit("output")) for i, (a, b) in enumerate(pairs)], []
 
 
+@dataclass(frozen=True)
+class _OwnErrors:
+    """What rounding does to the module itself, measured when something seems wrong: then a tensor may differ by
+    ``ROUNDINGS`` times that."""
+
+    subject: VerifySubject
+    batch: Any
+    steps: int
+
+    @cached_property
+    def errors(self) -> Mapping[tuple[str, str, int], float]:
+        subject = self.subject
+        numbers = [partial(_masks, subject.program, subject.seed, step) for step in range(self.steps)]
+        with contextlib.suppress(CompileError):  # no module must run in float64
+            return own_errors(subject.model, subject.loss_fn, subject.device, self.batch, numbers)
+        return {}
+
+    def judged(self, found: list[Comparison]) -> list[Comparison]:
+        """The same comparisons with these limits."""
+        if all(one.ok for one in found):
+            return found
+        own = {key: ROUNDINGS * error for key, error in self.errors.items()}
+        return [replace(one, limit=max(one.limit, own.get((one.what, one.name, one.step), 0.0))) for one in found]
+
+
 def _masks(program: DistributedProgram, seed: int, step: int) -> contextlib.AbstractContextManager[None]:
     """The masks of a program, if it draws any."""
     draws = any(node.target in DRAWS for node in program.source.graph.nodes)
     return same_numbers(seed, step) if draws else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _failing(what: str) -> Iterator[None]:
-    """Raises: CompileError QN111 for whatever the module itself raises."""
-    try:
-        yield
-    except QuintNetError:
-        raise
-    except Exception as error:
-        text = (str(error).splitlines() or [""])[0][:300]
-        raise CompileError("QN111", f"{what} of the module itself fails: {type(error).__name__}: {text}") from error
-
-
-def model_inputs(batch: Any, loss_fn: LossFn | None) -> Any:
-    """What of a batch the model itself takes: with a loss function, the last tensor is for that."""
-    return batch[:-1] if loss_fn is not None and not isinstance(batch, dict) else batch
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -305,22 +306,10 @@ def coarsest_of(graph: fx.Graph) -> torch.dtype:
     return max((d for d in used if d in LIMITS), key=lambda d: LIMITS[d], default=torch.float32)
 
 
-def _module_loss(subject: VerifySubject, model: nn.Module, batch: Any) -> Tensor:
-    loss_fn = subject.loss_fn
-    inputs = model_inputs(batch, loss_fn)
-    out = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    loss: Tensor = loss_of(out if inputs is batch or loss_fn is None else loss_fn(out, batch[-1]))
-    return loss
-
-
 def _compared(what: str, pairs: Mapping[str, tuple[Tensor, Tensor]], step: int, limit: float) -> list[Comparison]:
-    floor = 1e-3 * largest([expected for _, expected in pairs.values()])
+    floor = FLOOR * largest([expected for _, expected in pairs.values()])
     return [Comparison(what, name, step, differs(a, b, floor), limit) for name, (a, b) in pairs.items()]
 
 
 def _whole(x: Any, like: Tensor) -> Tensor:
-    return _or_zeros(None if x is None else x.full_tensor().detach(), like)
-
-
-def _or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if x is None else x.detach()
+    return or_zeros(None if x is None else x.full_tensor().detach(), like)

@@ -192,6 +192,17 @@ class _Namespace:
             undo = functools.partial(self.own.__setitem__, name, self.held[name])
         return Change(f"{self.kind} {path!r}", before, after, lambda: self._differs(name), put, undo, self.by)
 
+    def write(self) -> Iterator[str]:
+        """Write tensors that stand in the place of others to those, where they fit; yields their names."""
+        for name, old in self.held.items():
+            new = self.own.get(name)
+            if not isinstance(old, Tensor) or not isinstance(new, Tensor) or new is old:
+                continue
+            if (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
+                old.copy_(new)
+                self.own[name] = old
+                yield f"{self.label}.{name}".removeprefix(".")
+
     def restore(self) -> None:
         if self.names is None:
             for name in [name for name in self.own if name not in self.held]:
@@ -237,6 +248,11 @@ class AttributeSnapshot:
 
     def changes(self) -> list[Change]:
         return [change for kept in self.kept for change in kept.changes()]
+
+    def write_buffers(self) -> list[str]:
+        """Write what was assigned in place of a buffer to the buffer itself, where it fits; returns the names of such
+        buffers."""
+        return [name for kept in self.kept if kept.kind == PARTS["_buffers"] for name in kept.write()]
 
     def restore(self) -> None:
         """Every attribute is the object that it was, and lists, sets and dicts have the elements that they had."""

@@ -34,6 +34,8 @@ class Captured:
     maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
     graph to be that of the module. ``only_rows``: the batch size, where the
     model's code fixes it. ``literals``: what the batch holds beside tensors; the graph is made for these values.
+    ``changed``: the buffers that forward changes; the graph's last outputs are their new values. ``assigned``: those of
+    them in whose place forward puts another tensor.
     """
 
     graph: fx.Graph
@@ -46,6 +48,8 @@ class Captured:
     literals: tuple[Any, ...] = ()
     like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guards: Guards | None = field(default=None, compare=False, repr=False)
+    changed: tuple[str, ...] = ()
+    assigned: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -384,6 +388,7 @@ class DistributedProgram:
     """The compiled program of all ranks. Ranks of one stage share one :class:`StageProgram`.
 
     ``values``: shape and dtype of what crosses stages.
+    ``results``: what the module returns, and then the new values of buffers that it changes.
     ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``source``: the
     graph that the functions were cut from. ``bucket_mib``: see :class:`.plan.Plan`.
     """
@@ -409,6 +414,10 @@ class DistributedProgram:
     @property
     def precision(self) -> Precision:
         return self.source.local.staged.sharded.program.precision
+
+    @property
+    def captured(self) -> Captured:
+        return self.source.local.staged.sharded.program.captured
 
     @property
     def edges(self) -> tuple[StageEdge, ...]:

@@ -24,8 +24,9 @@ from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.driver.compiler import Runner
 from quintnet_compiler.driver.variants import check_divides
+from quintnet_compiler.equivalence.module_training import model_inputs
 from quintnet_compiler.equivalence.unchanged import reseed_all
-from quintnet_compiler.equivalence.verify import Comparison, coarsest_of, model_inputs
+from quintnet_compiler.equivalence.verify import Comparison, coarsest_of
 from quintnet_compiler.huggingface.parallel_plan import generic
 from quintnet_compiler.huggingface.registries import traced_as_few_nodes
 from quintnet_compiler.ir.builder import aten

@@ -19,6 +19,7 @@ from ..execute.executor import Executor, Run
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
+from ..state.changed_buffers import split_results, written
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
@@ -47,13 +48,12 @@ class LocalBackend(WholeState):
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         for name in [*(name for name in program.state if name in tensors), *tensors.keys() - program.state.keys()]:
-            self._take(name, tensors[name])
+            self._take(name, tensors[name], self.specs.get(name))
         if slots is not None:
             slots.put({**self.tensors, **self.parameters})
 
-    def _take(self, name: str, x: Tensor) -> None:
+    def _take(self, name: str, x: Tensor, spec: StateSpec | None) -> None:
         """Read this tensor, which the module has, from now on."""
-        spec = self.specs.get(name)
         if spec is not None and spec.kind == "parameter":
             self.parameters[name] = whole_parameter(x, self.device, trainable=spec.trainable)
             self.tensors[name] = Tensor.detach(self.parameters[name])
@@ -72,7 +72,7 @@ class LocalBackend(WholeState):
         for name, x in changed.items():
             check_fits(name, x, self.specs[name], self.device)
         for name, x in changed.items():
-            self._take(name, x)
+            self._take(name, x, self.specs[name])
             self.unset.discard(name)
         self.worlds = {}
         self.slots.look()
@@ -127,12 +127,26 @@ class LocalBackend(WholeState):
                 else:
                     self._join(ready, program)
                     ready.handover.give(old)
-        results: list[Tensor] = outputs[0][0]
+            results, new = split_results(program, outputs[0][0])
+            self._write(program, new)
         return results
+
+    def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
+        """The new values of buffers."""
+        now = written(program, new, self.tensors) if new else {}
+        assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
+        self.tensors |= assigned
+        if self.slots is not None and assigned:
+            self.slots.assign(assigned)
+        for world in self.worlds.values() if assigned else ():
+            for ready, state in zip(world.ranks, world.state, strict=True):
+                place = ready.executor.part.coordinate
+                for name in assigned.keys() & state.keys():
+                    state[name] = part_of(assigned[name], ready.program.state[name].sharding, ready.program.axes, place)
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
         for name in not_known(program, self.tensors):
-            self.tensors[name] = tensors[name].detach().to(self.device)
+            self._take(name, tensors[name], program.state[name])
 
     def new_caches(self, program: DistributedProgram) -> Caches:
         return {rank: new_caches(program, program.rank(rank), self.device) for rank in range(self.mesh.size)}
@@ -216,7 +230,7 @@ class _LocalRanks:
 
     world: LocalWorld
     ranks: Sequence[Ready]
-    state: Sequence[Mapping[str, Tensor]]
+    state: Sequence[dict[str, Tensor]]
     cut: Sequence[str]
     joined: Mapping[str, Tensor]
     handover: HandOver

@@ -25,6 +25,7 @@ from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..launch.consistency import agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
+from ..state.changed_buffers import split_results, written
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore, shared_by
 from ..state.local_values import StageGradient, StoredPart
@@ -75,26 +76,31 @@ class ProcessBackend:
         self.mine = set(self._owned(program))
         self.placed = frozenset(() if slots is None else slots.names)
         self.state: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}  # the module's own, which are whole on every rank
         self.parameters: dict[str, nn.Parameter] = {}
         self._take_all(tensors)
         self.values.keep(self.state, self.parameters)
 
     def _take_all(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep this rank's parts of these tensors, and leave nothing else of the module's parameters."""
-        new = {name: self._take(name, x) for name, x in tensors.items() if name in self.specs}
+        new = {name: self._take(x, self.specs[name]) for name, x in tensors.items() if name in self.specs}
         if self.slots is not None:
             self.slots.put(new)
 
-    def _take(self, name: str, x: Tensor) -> Tensor:
+    def _take(self, x: Tensor, spec: StateSpec) -> Tensor:
         """What the module has from now on in the place of ``x``."""
-        spec = self.specs[name]
+        name = spec.name
         if spec.kind != "parameter":
             if spec.kind == "buffer" and not x.is_meta:
                 x = moved(x, self.device)
-                self.state[name] = part_of(x.detach(), spec.sharding, self.axes, self.place)  # the module's own memory
+                self.buffers[name] = x.detach()
+                self.state[name] = part_of(self.buffers[name], spec.sharding, self.axes, self.place)
                 return x
             self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
-            return self.state[name] if self.state[name].shape == x.shape else x
+            if self.state[name].shape != x.shape:
+                return x
+            self.buffers[name] = self.state[name]
+            return self.state[name]
         trainable = x.requires_grad if isinstance(x, nn.Parameter) else spec.trainable
         if name in self.mine:
             self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
@@ -178,14 +184,25 @@ class ProcessBackend:
             if how.train:
                 self.scaler.update(how, finite=good)
                 ready.handover.put(repeat(None)) if self.scaler.skipped else ready.handover.give(old)
+            results, new = split_results(program, results)
+            self._write(program, new)
         return results
+
+    def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
+        """The new values of buffers."""
+        now = written(program, new, self.buffers) if new else {}
+        assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
+        if self.slots is not None and assigned:
+            self.slots.assign(assigned)
+        self.buffers |= assigned
+        for name, x in now.items():
+            self.state[name] = part_of(x, program.state[name].sharding, self.axes, self.place)
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
         new = not_known(program, self.state)
         self.values.see({name: tensors[name] for name in new})
         for name in new:
-            spec = program.state[name]
-            self.state[name] = _kept(tensors[name].detach(), spec, program.axes, self.place, self.device)
+            self._take(tensors[name], program.state[name])
         self.values.keep({name: self.state[name] for name in new})
 
     def new_caches(self, program: DistributedProgram) -> Caches:

@@ -314,17 +314,16 @@ class Executor:
         mesh = self.program.mesh
         owner = next(s.index for s in self.program.stages if position in s.results)
         local = self._joined(spec.sharding, self._over_time(spec.sharding, found)) if found else None
-        if spec.shape == ():
-            return self._sum_of_scalars(spec.sharding, local, spec.dtype)
+        screened = position == 0 and self.gradients is not None
+        if spec.shape == () and (screened or P in spec.sharding):
+            return self._sum_of_scalars(spec.sharding, local, spec.dtype, screened=screened)
         if mesh["pp"] == 1:
             assert local is not None
             return local
         source = self._rank_of(owner)
         if local is None:
             local = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        return self.transport.broadcast(
-            local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, f"output {position}"
-        )
+        return self.transport.broadcast(local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, spec.path)
 
     def _joined(self, sharding: Sequence[Any], x: Tensor) -> Tensor:
         """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""
@@ -344,8 +343,11 @@ class Executor:
             return total
         return found[-1]
 
-    def _sum_of_scalars(self, sharding: Sequence[Any], local: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """One sum over all ranks: terms where partial, one copy where whole, nothing from other stages."""
+    def _sum_of_scalars(
+        self, sharding: Sequence[Any], local: Tensor | None, dtype: torch.dtype, *, screened: bool
+    ) -> Tensor:
+        """One sum over all ranks: terms where partial, one copy where whole, nothing from other stages. ``screened``:
+        it tells every rank whether all gradients may be finite, too."""
         whole = [
             axis.name
             for axis, kind in zip(self.program.axes, sharding, strict=True)
@@ -354,7 +356,7 @@ class Executor:
         counts = local is not None and all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
         x = local.clone() if counts and local is not None else torch.zeros((), dtype=dtype, device=self.device)
         everyone = tuple(range(self.program.mesh.size))
-        if self.gradients is None or not self.check_finite:
+        if self.gradients is None or not screened or not self.check_finite:
             return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
         # the same sum tells every rank whether some rank's gradients are bad
         seen = self.gradients.screen().to(x.device)

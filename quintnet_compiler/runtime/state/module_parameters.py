@@ -223,6 +223,15 @@ class Slots:
                         retire(x)
         self.look()
 
+    def assign(self, buffers: Mapping[str, Tensor]) -> None:
+        """Put these buffers where modules have others."""
+        for name, x in buffers.items():
+            path, _, key = name.rpartition(".")
+            owner = _owner(self.modules, path)
+            assert owner is not None, f"no module has {name}"
+            owner._buffers[key] = x
+        self.look()
+
 
 def retire(old: nn.Parameter) -> None:
     """Free a parameter in whose place the module has another one."""

@@ -1,0 +1,109 @@
+"""What a traced function changes of what it is given: buffers, which a program writes back; all else is refused."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from ..compat.torch import BatchNorm, InstanceNorm, OpOverload, pytree, schema
+from ..core.errors import CompileError, Where
+from .places import where_of
+
+_MUTATED = types.MappingProxyType(
+    {
+        OutputKind.BUFFER_MUTATION: "buffer",
+        OutputKind.PARAMETER_MUTATION: "parameter",
+        OutputKind.USER_INPUT_MUTATION: "input",
+    }
+)
+
+
+def changed_buffers(
+    exported: ExportedProgram, model: nn.Module, sample: Any, assigned: frozenset[str] | None
+) -> dict[str, int]:
+    """The buffers that are changed, and which output of the graph has the new value.
+
+    Args:
+        assigned: those in whose place forward puts other tensors; None where no buffer may change.
+
+    Raises:
+        CompileError: QN110 if another tensor changes; or if what is assigned would change with another tensor.
+    """
+    found: dict[str, int] = {}
+    made = {node.name: node for node in exported.graph.nodes}
+    for position, spec in enumerate(exported.graph_signature.output_specs):
+        if spec.kind in _MUTATED:
+            name = (spec.target or "").removeprefix("model.")
+            if spec.kind is not OutputKind.BUFFER_MUTATION or assigned is None:
+                raise _refusal(exported, model, sample, spec.kind, name, where_of(made[spec.arg.name]))
+            found[name] = position
+    ends: Any = exported.graph.output_node().args[0]
+    of: dict[fx.Node, str] = {}
+    for name in sorted((assigned or frozenset()) & found.keys()):
+        source = _memory_of(ends[found[name]])
+        other = f"the buffer {of[source]!r}" if source in of else _given(exported, source)
+        if other:
+            raise CompileError(
+                "QN110",
+                f"the forward pass assigns a view of {other} to the buffer {name!r}, which would change with it",
+                where=where_of(ends[found[name]]),
+                fix="assign a copy: .clone()",
+            )
+        of[source] = name
+    return found
+
+
+def _refusal(
+    exported: ExportedProgram, model: nn.Module, sample: Any, kind: OutputKind, name: str, where: Where
+) -> CompileError:
+    what, fix, owner = _MUTATED[kind], "", name.rpartition(".")[0]
+    if what == "buffer" and isinstance(_part(model, owner), BatchNorm | InstanceNorm):
+        where = Where(owner, where.source)
+        fix = "use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
+    elif what == "input":
+        paths, _ = pytree.tree_flatten_with_path(sample)
+        given = dict(zip(exported.graph_signature.user_inputs, (path for path, _ in paths), strict=False))
+        name = f"batch{pytree.keystr(given.get(name, ()))}"
+        fix = f"change a copy: {name}.clone()"
+    return CompileError(
+        "QN110", f"the forward pass changes the {what} {name!r}; a program would not", where=where, fix=fix
+    )
+
+
+def _part(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _memory_of(node: Any) -> fx.Node:
+    """What first had the memory of a value that is written over another one."""
+    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload) and node.args:
+        returned = schema(node.target).returns
+        if node.target.namespace == "aten" and schema(node.target).name == "aten::copy":
+            node = node.args[1]
+        elif returned and returned[0].alias_info is not None and isinstance(node.args[0], fx.Node):
+            node = node.args[0]
+        else:
+            break
+    assert isinstance(node, fx.Node)
+    return node
+
+
+def _given(exported: ExportedProgram, node: fx.Node) -> str:
+    """What an input of the graph is, for people; empty for what the graph makes."""
+    signature, name = exported.graph_signature, node.name
+    kinds: list[tuple[str, Mapping[str, str]]] = [
+        ("parameter", signature.inputs_to_parameters),
+        ("buffer", signature.inputs_to_buffers),
+    ]
+    for kind, names in kinds:
+        if name in names:
+            return f"the {kind} {names[name].removeprefix('model.')!r}"
+    return "the batch" if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor) else ""

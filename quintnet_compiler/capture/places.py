@@ -1,0 +1,30 @@
+"""Where in the user's code a node of an exported graph was made."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torch import fx
+
+from ..core.code_origin import PACKAGE, TORCH
+from ..core.errors import Where
+
+OWN = (TORCH, PACKAGE)  # code that is not the user's
+
+
+def where_of(node: fx.Node) -> Where:
+    """The module and the innermost line that is the user's."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    path = re.sub(r"^(L__self___|L\['self'\]\.?)", "", path)
+    path = path.removeprefix("model").removeprefix(".")
+    source = ""
+    text = node.meta.get("stack_trace")
+    if text:
+        frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n?\s*([^\n]*)', text)
+        for name, line, code in reversed(frames):
+            if not name.startswith(OWN):
+                source = f"{Path(name).name}:{line}: {code.strip()}"
+                break
+    return Where(path, source)

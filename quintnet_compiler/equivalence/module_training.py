@@ -1,0 +1,140 @@
+"""The user's module, trained in one process beside a compiled program."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..capture.step_module import LossFn, loss_of
+from ..compat.torch import pytree
+from ..core.errors import CompileError, QuintNetError
+from .module_copy import module_copy
+from .reference import differs, largest
+
+LEARNING_RATE = 0.01
+FLOOR = 1e-3  # an error is relative to the largest element of a tensor, or to so much of that of all of its kind
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What a step of the module made: its loss, and by name gradients, and then parameters and buffers (copies, in
+    float64; complex ones as pairs)."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+class ModuleTraining:
+    """Trains a copy of a module, of its own dtypes or (``exact``) in float64."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, device: torch.device, *, exact: bool) -> None:
+        self.model, self.loss_fn = module_copy(model, loss_fn)
+        self.exact = exact
+        own = self.loss_fn if isinstance(self.loss_fn, nn.Module) else None
+        self.sides = {"": self.model, **({} if own is None else {"loss_fn.": own})}
+        for module in self.sides.values():
+            module.to(device)
+            if exact:
+                module.double()
+        self.parameters = {f"{prefix}{n}": p for prefix, m in self.sides.items() for n, p in m.named_parameters()}
+        self.optimizer = sgd(p for p in self.parameters.values() if p.requires_grad)
+
+    def inputs(self, batch: Any) -> Any:
+        """A batch in the module's dtype."""
+        return in_float64(batch) if self.exact else batch
+
+    def step(self, batch: Any, numbers: contextlib.AbstractContextManager[None], forwards: int = 1) -> TrainedStep:
+        """One step. ``numbers``: entered around forward and backward. ``forwards``: how often forward runs.
+
+        Raises:
+            CompileError: QN111 for whatever the module itself raises.
+        """
+        self.optimizer.zero_grad()
+        with failing("a training step"), numbers:  # checkpoints draw in the backward, too
+            for _ in range(forwards):
+                loss = self._loss(self.inputs(batch))
+            loss.backward()  # type: ignore[no-untyped-call]
+        trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        gradients = {name: or_zeros(p.grad, p) for name, p in trained.items()}
+        self.optimizer.step()
+        return TrainedStep(loss.detach(), gradients, {n: p.detach() for n, p in trained.items()}, self.buffers())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Their values now."""
+        return {f"{prefix}{n}": as_float64(x) for prefix, m in self.sides.items() for n, x in m.named_buffers()}
+
+    def _loss(self, batch: Any) -> Tensor:
+        inputs = model_inputs(batch, self.loss_fn)
+        out = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+        loss: Tensor = loss_of(out if inputs is batch or self.loss_fn is None else self.loss_fn(out, batch[-1]))
+        return loss
+
+
+def own_errors(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    device: torch.device,
+    batch: Any,
+    numbers: Sequence[Callable[[], contextlib.AbstractContextManager[None]]],
+) -> dict[tuple[str, str, int], float]:
+    """How far a module is from itself in float64, by (what, name, step): the gradient of a bias before a batch norm,
+    say, is nothing but rounding. ``numbers``: of each step, see :meth:`ModuleTraining.step`.
+
+    Raises:
+        CompileError: QN111 if the module does not run in float64.
+    """
+    rounded, exact = (ModuleTraining(model, loss_fn, device, exact=which) for which in (False, True))
+    found: dict[tuple[str, str, int], float] = {}
+    for step, drawn in enumerate(numbers):
+        a, b = (side.step(batch, drawn()) for side in (rounded, exact))
+        found["loss", "", step] = differs(a.loss, b.loss)
+        kinds = ("gradient", a.gradients, b.gradients), ("parameter", a.parameters, b.parameters)
+        for what, ours, theirs in (*kinds, ("buffer", a.buffers, b.buffers)):
+            floor = FLOOR * largest(list(theirs.values()))
+            found |= {(what, name, step): differs(ours[name], x, floor) for name, x in theirs.items()}
+    return found
+
+
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """What both sides train with."""
+    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+
+
+def as_float64(x: Tensor) -> Tensor:
+    """A copy; complex values as pairs."""
+    x = x.detach()
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).to(torch.float64, copy=True)
+
+
+def in_float64(batch: Any) -> Any:
+    """A batch whose floating-point tensors are in float64."""
+    return pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+
+
+def or_zeros(x: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient; zeros where there is none."""
+    return torch.zeros_like(like) if x is None else x.detach()
+
+
+def model_inputs(batch: Any, loss_fn: LossFn | None) -> Any:
+    """What of a batch the model itself takes: with a loss function, the last tensor is for that."""
+    return batch[:-1] if loss_fn is not None and not isinstance(batch, dict) else batch
+
+
+@contextlib.contextmanager
+def failing(what: str) -> Iterator[None]:
+    """Raises: CompileError QN111 for whatever the module itself raises."""
+    try:
+        yield
+    except QuintNetError:
+        raise
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0][:300]
+        raise CompileError("QN111", f"{what} of the module itself fails: {type(error).__name__}: {text}") from error

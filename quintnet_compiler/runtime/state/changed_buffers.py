@@ -1,0 +1,30 @@
+"""Buffers that forward changes: what a step made of them becomes the module's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from ...compat.torch import storage_key
+from ...ir.program import DistributedProgram
+
+
+def split_results(program: DistributedProgram, results: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What the module returns, and the new values of the buffers that it changes."""
+    names = program.captured.changed
+    own = len(results) - len(names)
+    return list(results[:own]), dict(zip(names, results[own:], strict=True))
+
+
+def written(program: DistributedProgram, new: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the module has from now on: the tensors that it has ``there``, with new values, as forward changes them in
+    place; other tensors where forward assigns others."""
+    assigned = program.captured.assigned
+    memory = {storage_key(there[name]) for name in new}
+    # two buffers may change places: nothing is written before all is read
+    new = {
+        name: x.to(there[name].dtype, copy=True) if name in assigned or storage_key(x) in memory else x
+        for name, x in new.items()
+    }
+    return {name: x if name in assigned else there[name].copy_(x) for name, x in new.items()}
