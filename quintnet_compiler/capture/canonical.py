@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat.torch import EXPORT_CHECKS, HigherOrderOperator, free_unbacked_symbols, pytree
+from ..compat.torch import EXPORT_CHECKS, HigherOrderOperator, OpOverload, free_unbacked_symbols, pytree, schema
 from ..core.annotations import Leaf
 from ..core.errors import CompileError, Where
 from ..ir.program import Captured
@@ -26,7 +26,8 @@ WHERE = "quintnet_where"
 
 
 def inline_no_grad(gm: fx.GraphModule) -> None:
-    """Replace ``wrap_with_set_grad_enabled`` by its body, each output behind ``detach``.
+    """Replace ``wrap_with_set_grad_enabled`` by its body. Without gradients, each output is behind ``detach``, and so is
+    all that is written to a tensor of others.
 
     ``run_decompositions`` would inline it too, and silently drop the no_grad.
     """
@@ -44,7 +45,9 @@ def inline_no_grad(gm: fx.GraphModule) -> None:
                     continue
                 if n.op == "output":
                     continue
-                env[n] = graph.node_copy(n, env.__getitem__)
+                env[n] = new = graph.node_copy(n, env.__getitem__)
+                if not enabled and isinstance(n.target, OpOverload) and schema(n.target).is_mutable:
+                    _detach_what_is_read(new)
             returned = body.graph.output_node().args[0]
             returned = returned if isinstance(returned, (tuple, list)) else (returned,)
             results = []
@@ -62,6 +65,24 @@ def inline_no_grad(gm: fx.GraphModule) -> None:
         graph.erase_node(node)
     graph.eliminate_dead_code()
     gm.recompile()
+
+
+def _detach_what_is_read(node: fx.Node) -> None:
+    """An operator that writes to a tensor reads all others behind ``detach``."""
+    arguments = schema(node.target).arguments
+    kept = {given.name for given in arguments if given.alias_info is not None and given.alias_info.is_write}
+
+    def detached(x: fx.Node) -> fx.Node:
+        if not isinstance(x.meta.get("val"), Tensor):
+            return x
+        with node.graph.inserting_before(node):
+            made = node.graph.call_function(torch.ops.aten.detach.default, (x,))
+        made.meta = dict(x.meta)
+        return made
+
+    positional = zip(arguments, node.args, strict=False)
+    node.args = tuple(x if given.name in kept else fx.map_arg(x, detached) for given, x in positional)
+    node.kwargs = {name: x if name in kept else fx.map_arg(x, detached) for name, x in node.kwargs.items()}
 
 
 def module_of(node: fx.Node) -> str:

@@ -33,7 +33,7 @@ from .canonical import canonical, inline_no_grad, module_of
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
 from .modes import evaluating, without_autocast
-from .places import OWN
+from .places import OWN, where_of
 from .step_module import Call, LossFn, StepModule
 from .user_derivatives import user_derivatives
 
@@ -160,7 +160,19 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
 
 
 def _functional(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The same without in-place operators. This traces the graph again, which costs as much as forward did."""
+    """The same without in-place operators. This traces the graph again, which costs as much as forward did.
+
+    Raises:
+        CompileError: QN110 for running statistics that this would lose.
+    """
+    for node in exported.graph.nodes:
+        if node.target is _aten.instance_norm.default and node.args[3] is not None and node.args[5]:
+            raise CompileError(
+                "QN110",
+                "an InstanceNorm that trains changes its running statistics; a program would not",
+                where=where_of(node),
+                fix="use track_running_stats=False, or put the module in evaluation mode: .eval()",
+            )
     if any(_writes(node.target) for node in exported.graph.nodes):
         exported = exported.run_decompositions({})
     return exported
