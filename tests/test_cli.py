@@ -40,8 +40,13 @@ def build():
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
     return model, (torch.randn(8, 16), torch.randint(0, 8, (8,))), F.cross_entropy
 
-def batch_norm():
-    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)), (torch.randn(8, 16), torch.randn(8, 16)), F.mse_loss
+class Clamped(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+def clamped():
+    return Clamped(16, 16), (torch.randn(8, 16), torch.randn(8, 16)), F.mse_loss
 
 def huge():
     with torch.device("meta"):
@@ -121,8 +126,8 @@ def test_an_answer_goes_nowhere_else(capfd: pytest.CaptureFixture[str]) -> None:
         ("cli_missing:build", "No module named 'cli_missing'"),
         ("cli_target:nothing", "has no attribute 'nothing'"),
         ("cli_target:number", "number is a int, and no function"),
-        ("cli_target:fails", "IndexError: list index out of range (cli_target.py:19)"),
-        ("cli_target:leaves", "SystemExit: bye (cli_target.py:22)"),
+        ("cli_target:fails", "IndexError: list index out of range (cli_target.py:24)"),
+        ("cli_target:leaves", "SystemExit: bye (cli_target.py:27)"),
         ("cli_target:one", "must return model, batch[, loss_fn], and returned a Linear"),
         ("cli_broken:build", "SyntaxError"),
         ("hf:missing.json", "missing.json cannot be read: No such file"),
@@ -158,7 +163,7 @@ def test_every_verb_that_takes_a_plan_takes_its_decisions() -> None:
 def test_exit_codes() -> None:
     assert _run("verify", "cli_target:build").exit_code == answer.USAGE  # no mesh
     assert _run("verify", *PLAIN, "--limit", "1e-12").exit_code == answer.NOT_EQUAL
-    found = _document("verify", "cli_target:batch_norm", "--mesh", "dp=2", code=answer.UNSUPPORTED)
+    found = _document("verify", "cli_target:clamped", "--mesh", "dp=2", code=answer.UNSUPPORTED)
     assert found["error"]["id"] == "QN110" and found["error"]["fix"]
     found = _document("plan", "cli_target:huge", "--nodes", "1", "--gpus-per-node", "1", code=answer.NO_PLAN)
     assert found["error"]["id"] == "QN212"

@@ -64,6 +64,22 @@ class Norm(OneLinear):
         return self.norm(self.layer(x))
 
 
+class Clamped(OneLinear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.clamp_(-1, 1)
+        return self.layer(x)
+
+
+class Instances(OneLinear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x).view(-1, 4, 2)).flatten(1)
+
+
 class Counts(OneLinear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.poisson(self.layer(x).abs())
@@ -150,7 +166,9 @@ WRONG: dict[str, Callable[[], object]] = {
     "parameters before a batch": lambda: list(quintnet.compile(MLP(), Mesh(dp=2)).parameters()),
     "loss that couples samples": lambda: quintnet.compile(Contrast(), Mesh(), _pair(), microbatches=2),
     "statistics of the batch": lambda: _compile(Tall(), Mesh(), microbatches=2),
-    "batch norm": lambda: _compile(Norm()),
+    "batch norm": lambda: _compile(Norm(), microbatches=2),
+    "clamped weight": lambda: _compile(Clamped()),
+    "instance norm": lambda: _compile(Instances()),
     "random numbers": lambda: _compile(Counts()),
     "more stages than operators": lambda: _compile(mesh=Mesh(pp=64)),
     "no values": lambda: _compile(MLP().to("meta")).step(_batch()),
@@ -338,10 +356,23 @@ MESSAGES: dict[str, str] = {
         "  fix: use microbatches=1"
     ),
     "batch norm": (
-        "QN110 forward changes something, or draws what is drawn once\n"
-        "  the forward pass changes the buffer 'norm.running_mean'; a program would not\n"
+        "QN104 the loss cannot be split into microbatches\n"
+        "  aten.sub.Tensor needs the sum over all rows that comes out of aten.div.Scalar, and each of 2 microbatches has"
+        " rows of its own\n"
         "  at: norm  test_errors.py:N: return self.norm(self.layer(x))\n"
-        "  fix: use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
+        "  fix: use microbatches=1"
+    ),
+    "clamped weight": (
+        "QN110 forward changes something, or draws what is drawn once\n"
+        "  the forward pass changes the parameter 'layer.weight'; a program would not\n"
+        "  at: test_errors.py:N: self.layer.weight.clamp_(-1, 1)\n"
+        "  fix: change it outside forward, between steps"
+    ),
+    "instance norm": (
+        "QN110 forward changes something, or draws what is drawn once\n"
+        "  an InstanceNorm that trains changes its running statistics; a program would not\n"
+        "  at: norm  test_errors.py:N: return self.norm(self.layer(x).view(-1, 4, 2)).flatten(1)\n"
+        "  fix: use track_running_stats=False, or put the module in evaluation mode: .eval()"
     ),
     "random numbers": (
         "QN105 the model uses something that is not supported yet\n"

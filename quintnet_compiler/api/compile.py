@@ -63,7 +63,7 @@ def compile(
         rules: sharding rules for further operators, see :func:`quintnet.rule`.
         check_finite: whether a step raises, before an optimizer sees it, if its loss or a gradient is NaN or Inf.
         training: False for a program that only computes outputs. ``batch`` then is what the model itself takes. No
-            gradient is kept or communicated, and models that only train on one device (BatchNorm) are fine.
+            gradient is kept or communicated.
         backend: ``"eager"``: generated functions run as Python. ``"inductor"``: TorchInductor compiles each compute
             segment between collectives when it first runs; what it cannot compile runs eagerly, with a BackendWarning.
             ``"cudagraphs"``: as ``"inductor"``, and segments are captured in CUDA graphs where a replay does the same;

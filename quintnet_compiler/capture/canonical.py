@@ -26,8 +26,8 @@ WHERE = "quintnet_where"
 
 
 def inline_no_grad(gm: fx.GraphModule) -> None:
-    """Replace ``wrap_with_set_grad_enabled`` by its body. Without gradients, each output is behind ``detach``, and so is
-    all that is written to a tensor of others.
+    """Replace ``wrap_with_set_grad_enabled`` by its body. Without gradients, each output is behind ``detach``, and so
+    are the values that an in-place operator reads.
 
     ``run_decompositions`` would inline it too, and silently drop the no_grad.
     """
@@ -102,7 +102,7 @@ def canonical(
 ) -> Captured:
     """``assigned``: see :func:`.mutations.changed_buffers`."""
     signature = exported.graph_signature
-    changed = changed_buffers(exported, model, sample, assigned)
+    changed = changed_buffers(exported, sample, assigned)
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}

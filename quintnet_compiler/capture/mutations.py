@@ -6,11 +6,11 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from ..compat.torch import BatchNorm, InstanceNorm, OpOverload, pytree, schema
+from ..compat.torch import OpOverload, pytree, schema
 from ..core.errors import CompileError, Where
 from .places import where_of
 
@@ -23,9 +23,7 @@ _MUTATED = types.MappingProxyType(
 )
 
 
-def changed_buffers(
-    exported: ExportedProgram, model: nn.Module, sample: Any, assigned: frozenset[str] | None
-) -> dict[str, int]:
+def changed_buffers(exported: ExportedProgram, sample: Any, assigned: frozenset[str] | None) -> dict[str, int]:
     """The buffers that are changed, and which output of the graph has the new value.
 
     Args:
@@ -40,7 +38,7 @@ def changed_buffers(
         if spec.kind in _MUTATED:
             name = (spec.target or "").removeprefix("model.")
             if spec.kind is not OutputKind.BUFFER_MUTATION or assigned is None:
-                raise _refusal(exported, model, sample, spec.kind, name, where_of(made[spec.arg.name]))
+                raise _refusal(exported, sample, spec.kind, name, where_of(made[spec.arg.name]))
             found[name] = position
     ends: Any = exported.graph.output_node().args[0]
     of: dict[fx.Node, str] = {}
@@ -58,14 +56,9 @@ def changed_buffers(
     return found
 
 
-def _refusal(
-    exported: ExportedProgram, model: nn.Module, sample: Any, kind: OutputKind, name: str, where: Where
-) -> CompileError:
-    what, fix, owner = _MUTATED[kind], "", name.rpartition(".")[0]
-    if what == "buffer" and isinstance(_part(model, owner), BatchNorm | InstanceNorm):
-        where = Where(owner, where.source)
-        fix = "use GroupNorm or LayerNorm, or put the module in evaluation mode: .eval()"
-    elif what == "input":
+def _refusal(exported: ExportedProgram, sample: Any, kind: OutputKind, name: str, where: Where) -> CompileError:
+    what, fix = _MUTATED[kind], "change it outside forward, between steps"
+    if what == "input":
         paths, _ = pytree.tree_flatten_with_path(sample)
         given = dict(zip(exported.graph_signature.user_inputs, (path for path, _ in paths), strict=False))
         name = f"batch{pytree.keystr(given.get(name, ()))}"
@@ -73,13 +66,6 @@ def _refusal(
     return CompileError(
         "QN110", f"the forward pass changes the {what} {name!r}; a program would not", where=where, fix=fix
     )
-
-
-def _part(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def _memory_of(node: Any) -> fx.Node:

@@ -19,8 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,8 +33,6 @@ __all__ = [
     "make_fx",  # traces a function of tensors into a graph; instead: torch.export of a module around it
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
-    "BatchNorm",  # the base class, for isinstance; instead: the public classes, lazy and synchronised ones too
-    "InstanceNorm",  # likewise
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
     "plain_function", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name", "silu",

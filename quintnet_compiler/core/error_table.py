@@ -47,8 +47,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN105": ErrorEntry(
             "the model uses something that is not supported yet",
-            "The model uses something that would not give the unsplit model's gradients (BatchNorm in training, hooks, "
-            "data-dependent shapes, ...), so it is refused rather than approximated.",
+            "The model uses something that would not give the unsplit model's gradients (hooks without a result, "
+            "other random generators, ...), so it is refused rather than approximated.",
             "The message names what and where; it suggests what to use instead.",
         ),
         "QN106": ErrorEntry(
@@ -74,11 +74,12 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN110": ErrorEntry(
             "forward changes something, or draws what is drawn once",
-            "A program is a function of parameters, buffers and the batch. Any other effect of forward (it "
-            "counts, keeps a tensor in an attribute, changes a buffer, a parameter or its batch, draws "
-            "Python's random numbers) would happen once, during tracing, and never again.",
-            "The message names what changes and the line. Change it outside of forward, or return it; put "
-            "numbers that change with every step into the batch.",
+            "A program returns its results and the new values of buffers. Any other effect of forward (it counts in "
+            "an attribute, keeps a tensor there, changes a parameter or its batch, draws Python's random numbers) "
+            "would happen once, during tracing, and never again. A new value of a buffer may not require a gradient, "
+            "nor share its memory with another tensor.",
+            "The message names what changes and the line. Change it outside of forward, return it, or keep it "
+            "in a buffer; put numbers that change with every step into the batch.",
         ),
         "QN111": ErrorEntry(
             "the program differs from the module",

@@ -143,7 +143,7 @@ class ModuleCheck:
         first = FirstDifference()
         with contextlib.suppress(Exception):  # the difference is established; where it begins may not be
             first = first_difference(sides.step, self.owner, sides.batch, sides.limit, forward=forward)
-        changed = ", ".join(sides.theirs.changes.tensors)
+        changed = ", ".join(name for name in sides.theirs.changes.tensors if name not in sides.step.changed)
         state = f"forward changes {changed}, which the program does not" if changed else ""
         text = "\n  ".join(filter(None, (noise or sides.told(wrong), state, first.text)))
         return CompileError("QN111", text, where=first.where, fix=HOW)

@@ -1,0 +1,261 @@
+"""Buffers that forward changes: the same values as the module's on every layout, and written back where it reads them.
+
+:mod:`.test_frontier_processes` runs the same modules on gloo processes.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quintnet
+from quintnet_compiler.passes.frontend import norm_rewrites
+from quintnet_compiler.runtime.backends import local
+
+from .changing_modules import BY_ROWS, SHAPES, AverageLoss, Counter, ResNet, Tokens, Twice, changing
+from .frontier import LAYOUTS, Case, compare, report
+
+MORE = {
+    "pp2 x dp2, ZeRO 3": ({"pp": 2, "dp": 2}, {"zero": 3}),
+    "dp2 x tp2, ZeRO 2, recomputed": ({"dp": 2, "tp": 2}, {"zero": 2, "recompute": "full"}),
+    "cp2": ({"cp": 2}, {}),
+}
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_three_steps_are_those_of_the_module(kind: type[nn.Module], layout: str) -> None:
+    report(changing(kind), {layout: compare(changing(kind), LAYOUTS[layout])})
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("layout", MORE)
+@pytest.mark.parametrize("kind", [Tokens, ResNet, Twice])
+def test_other_layouts(kind: type[nn.Module], layout: str) -> None:
+    axes, options = MORE[layout]
+    if "cp" in axes and kind is not Tokens:
+        pytest.skip("no sequence")
+    case = changing(kind, options=options)
+    report(case, {layout: compare(case, axes)})
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("kind", BY_ROWS)
+def test_microbatches_count_once(kind: type[nn.Module], axes: dict[str, int]) -> None:
+    """A counter counts a step, not its microbatches; averages are over the batch."""
+    case = changing(kind, options={"microbatches": 2})
+    report(case, {str(axes): compare(case, axes)})
+
+
+@pytest.mark.parametrize("kind", [ResNet, Twice])
+def test_statistics_of_the_batch_need_all_rows(kind: type[nn.Module]) -> None:
+    model, batch = _built(kind)
+    with pytest.raises(quintnet.CompileError, match=r"QN104[\s\S]*microbatches=1"):
+        quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy, microbatches=2)
+
+
+# -- the module afterwards
+
+
+def test_buffers_stay_the_tensors_that_they_are_unless_forward_assigns() -> None:
+    model, batch = _built(Counter)
+    twin, held, view = copy.deepcopy(model), dict(model.named_buffers()), model.count.view(1)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    assert model.count.item() == 0 and model.b.sum() == 5, "compiling is no step"
+    for _ in range(2):
+        program.step(batch)
+        twin(batch[0])
+    assert model.count is held["count"] and view.item() == 2  # in place
+    assert model.a is not held["a"] and torch.equal(held["a"], torch.zeros(5)), "assigned: the old tensor is as it was"
+    _same_buffers(model, twin)
+
+
+def test_what_the_user_writes_between_steps_is_read() -> None:
+    model, batch = _built(Twice)
+    twin = copy.deepcopy(model)
+    program = quintnet.compile(model, quintnet.Mesh(tp=2), batch, loss_fn=F.cross_entropy)
+    for step in range(3):
+        for one in (model, twin):
+            with torch.no_grad():
+                one.norm.running_mean.fill_(step)
+                one.norm.num_batches_tracked += 10
+        program.step(batch)
+        twin(batch[0])
+        _same_buffers(model, twin)
+
+
+def test_evaluation_and_inference_read_the_statistics_that_training_wrote() -> None:
+    model, batch = _built(ResNet)
+    twin = copy.deepcopy(model)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    for _ in range(2):
+        program.step(batch)
+        twin(batch[0])
+    with torch.no_grad():
+        assert torch.allclose(program.evaluate(batch), F.cross_entropy(twin.eval()(batch[0]), batch[1]), atol=1e-12)
+        assert torch.allclose(program(batch[0]), twin(batch[0]), atol=1e-12)
+    _same_buffers(model, twin)
+
+
+def test_an_evaluation_that_changes_a_buffer_does_so() -> None:
+    model, batch = _built(Counter)
+    program = quintnet.compile(model, quintnet.Mesh(pp=2), batch, loss_fn=F.cross_entropy)
+    program.step(batch)
+    program.evaluate(batch)
+    assert model.count.item() == 2
+
+
+def test_checkpoints_have_the_changed_values(tmp_path: Path) -> None:
+    model, batch = _built(ResNet)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    program.step(batch)
+    program.save(tmp_path, step=1)
+    kept = {name: x.clone() for name, x in model.named_buffers()}
+    program.step(batch)
+    assert not torch.equal(model.stem[1].running_mean, kept["stem.1.running_mean"])
+    other, _ = _built(ResNet)
+    loaded = quintnet.compile(other, quintnet.Mesh(tp=2), batch, loss_fn=F.cross_entropy)
+    loaded.load(tmp_path)
+    for name, x in other.named_buffers():
+        assert torch.equal(x, kept[name]), name
+    loaded.step(batch)  # goes on from there; no optimizer has changed a weight
+    _same_buffers(other, model)
+
+
+def test_a_step_that_fails_changes_nothing() -> None:
+    model, batch = _built(ResNet)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    program.step(batch)
+    kept = {name: x.clone() for name, x in model.named_buffers()}
+    with pytest.raises(quintnet.QuintNetError):
+        program.step((batch[0][:3], batch[1]))
+    for name, x in model.named_buffers():
+        assert torch.equal(x, kept[name]), name
+
+
+# -- proofs
+
+
+def test_verify_proves_the_buffers() -> None:
+    model, batch = _built(AverageLoss)
+    program = quintnet.compile(model, quintnet.Mesh(pp=2, dp=2), batch, microbatches=2)
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    found = program.verify()
+    assert found.ok and all(torch.equal(x, before[name]) for name, x in model.named_buffers())
+
+
+def test_compile_finds_a_wrong_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of a training step depends on running statistics: only their own comparison can find this."""
+    true = norm_rewrites._averaged
+    monkeypatch.setattr(norm_rewrites, "_averaged", lambda *given: true(*given[:-1], given[-1] * (1 + 1e-3)))
+    model, batch = _built(Twice)
+    with pytest.raises(quintnet.CompileError, match="QN111") as caught:
+        quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy)
+    assert "buffer norm.running_mean differs by" in str(caught.value) and "does not" not in str(caught.value)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy, check="off")
+    wrong = {one.name for one in program.verify().comparisons if not one.ok}
+    assert wrong == {"norm.running_mean", "norm.running_var"}
+
+
+def test_verify_finds_a_value_that_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local.LocalBackend, "_write", lambda *_: None)
+    model, batch = _built(Counter)
+    found = quintnet.compile(model, quintnet.Mesh(dp=2), batch, loss_fn=F.cross_entropy).verify()
+    assert {one.name for one in found.comparisons if not one.ok and one.what == "buffer"} == {"count", "a", "b"}
+
+
+# -- refusals
+
+
+class _Net(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.inner, self.norm, self.body = nn.Linear(8, 4), nn.InstanceNorm1d(8, track_running_stats=True), body
+        self.register_buffer("ema", torch.zeros(4))
+        self.register_buffer("other", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def _shares_a_weight(net: _Net, x: Tensor) -> Tensor:
+    net.ema = net.inner.bias.detach()
+    return net.inner(x).square().mean()
+
+
+def _shares_the_batch(net: _Net, x: Tensor) -> Tensor:
+    net.ema = x[0, :4].detach()
+    return net.inner(x).square().mean()
+
+
+def _shares_a_buffer(net: _Net, x: Tensor) -> Tensor:
+    net.ema = net.other
+    return (net.inner(x) * net.ema).square().mean()
+
+
+def _keeps_the_graph(net: _Net, x: Tensor) -> Tensor:
+    y = net.inner(x)
+    net.ema = 0.9 * net.ema + y.mean(0)
+    return y.square().mean()
+
+
+def _changes_a_weight(net: _Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.inner.weight.clamp_(-0.1, 0.1)
+    return net.inner(x).square().mean()
+
+
+def _instance(net: _Net, x: Tensor) -> Tensor:
+    return net.inner(net.norm(x[:, None].expand(-1, 8, -1)).mean(1)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        (_shares_a_weight, "assigns a view of the parameter 'inner.bias' to the buffer 'ema'"),
+        (_shares_the_batch, "assigns a view of the batch to the buffer 'ema'"),
+        (_shares_a_buffer, "assigns a view of the buffer 'other' to the buffer 'ema'"),
+        (_keeps_the_graph, "'ema'[\\s\\S]*requires a gradient[\\s\\S]*detach"),
+        (_changes_a_weight, "changes the parameter 'inner.weight'"),
+        (_instance, "InstanceNorm"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_refused(body: Any, cause: str) -> None:
+    torch.manual_seed(0)
+    net, x = _Net(body), torch.randn(8, 8)
+    kept = {name: value.clone() for name, value in net.state_dict().items()}
+    with pytest.raises(quintnet.CompileError, match=cause) as caught:
+        quintnet.compile(net, quintnet.Mesh(dp=2), (x,))
+    assert caught.value.code == "QN110" and (caught.value.where.source or body is _shares_a_buffer)
+    assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items())
+
+
+def test_one_value_per_channel_is_what_torch_says() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    batch = torch.randn(1, 4), torch.randn(1, 4)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        model(batch[0])
+    with pytest.raises((quintnet.QuintNetError, ValueError), match="more than 1 value per channel"):
+        quintnet.compile(model, quintnet.Mesh(tp=2), batch, loss_fn=F.mse_loss)
+
+
+def _built(kind: type[nn.Module]) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    case: Case = changing(kind)
+    x, y = case.batch(0)
+    return kind().double(), (x.double(), y)
+
+
+def _same_buffers(model: nn.Module, expected: nn.Module) -> None:
+    there = dict(model.named_buffers())
+    for name, x in expected.named_buffers():
+        assert torch.allclose(there[name], x, rtol=1e-12, atol=1e-12), name
