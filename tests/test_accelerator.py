@@ -195,7 +195,9 @@ def test_the_page_counts_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("eager", "jobs"), [(False, JOBS), (True, JOBS[1:3])], ids=["communicators at first use", "one for each group"]
+    ("eager", "jobs"),
+    [(False, JOBS[::4]), (True, JOBS[1:3]), pytest.param(False, JOBS, marks=pytest.mark.slow)],
+    ids=["communicators at first use", "one for each group", "all"],
 )
 def test_a_sample_on_two_devices(eager: bool, jobs: Sequence[Job]) -> None:
     for found in run(train_all, World(2, eager=eager, seed=1), jobs):
@@ -240,6 +242,7 @@ def test_a_step_of_a_dense_model_makes_the_host_wait_once() -> None:
             assert counted.waits == {"aten::_local_scalar_dense": 1}, job
 
 
+@pytest.mark.slow
 def test_a_mixture_makes_the_host_wait_once_where_rows_travel() -> None:
     """For each layer and microbatch: for how many rows go where, or how many each expert has where there is no grouped
     matmul. All products read one plan, forward and backward."""

@@ -28,7 +28,7 @@ def _calls(program: quintnet.CompiledProgram) -> Counter[str]:
     return Counter(re.findall(r"comm\.(\w+)\(", program.ranks[0].forward.code))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("context", ["all_gather", "ulysses", "ring"])
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches"),

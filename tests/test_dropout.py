@@ -91,6 +91,7 @@ def test_one_loss_curve_on_every_layout(
         assert abs(found - expected) / expected < limit
 
 
+@pytest.mark.slow
 def test_masks_are_those_of_the_module_itself_under_the_same_numbers() -> None:
     """The unsplit reference is torch's own module, whose dropout draws our numbers; also with recompute."""
     for recompute in ("none", "full"):

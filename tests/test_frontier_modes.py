@@ -34,6 +34,7 @@ class Distilled(nn.Module):
         return F.mse_loss(self.student(x), self.teacher(x))
 
 
+@pytest.mark.slow
 def test_each_module_trains_in_the_mode_that_it_has() -> None:
     frontier.trains_equally(Distilled, (X,))
     model = Distilled()

@@ -70,7 +70,7 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
     ("name", "axes", "microbatches", "options"),
     [
         pytest.param("gpt", {"pp": 2, "dp": 2, "tp": 2}, 2, {}, marks=pytest.mark.slow),
-        ("vit", {"tp": 2, "pp": 2}, 4, {}),
+        pytest.param("vit", {"tp": 2, "pp": 2}, 4, {}, marks=pytest.mark.slow),
         ("cnn", {"dp": 2}, 2, {}),
         ("mixture", {"dp": 2}, 2, {"zero": 3, "experts": ("dp",)}),
         pytest.param("gpt", {"cp": 4}, 1, {"context": "ring"}, marks=pytest.mark.slow),

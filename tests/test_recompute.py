@@ -46,7 +46,7 @@ def _products(program: quintnet.CompiledProgram) -> int:
     ("name", "mesh", "plan"),
     [
         ("gpt", Mesh(tp=2), {}),
-        ("vit", Mesh(dp=2, pp=2), {"microbatches": 2}),
+        pytest.param("vit", Mesh(dp=2, pp=2), {"microbatches": 2}, marks=pytest.mark.slow),
         ("Llama", Mesh(dp=2, tp=2), {}),
         pytest.param("Mixtral", Mesh(dp=2), {"zero": 3, "microbatches": 2}, marks=pytest.mark.slow),
     ],

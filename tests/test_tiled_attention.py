@@ -82,7 +82,7 @@ def _program(mask: str, mesh: quintnet.Mesh, **options: Any) -> quintnet.Compile
 # -- numbers
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("context", ["all_gather", "ring", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_tiles_equal_the_model(mask: str, context: str) -> None:

@@ -20,7 +20,7 @@ def _tokens(vocab: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.roll(-1, 1)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model", "axes", "length", "told"),
     [

@@ -59,7 +59,7 @@ def _batch() -> dict[str, object]:
     return {"images": images, "labels": labels, "deep": True}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [{"dp": 4}, {"tp": 4}, {"cp": 2}, {"pp": 3}, {"pp": 2, "dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 2}],
