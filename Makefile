@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# tests of processes wait for each other, so that there is work for more workers than cores
-WORKERS ?= 4
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# one thread in each worker, and a worker for each core: more threads than cores spend their time waiting for each other
+WORKERS ?= logical
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup demo smoke golden test first-gpu test-all matrix check docs screenshots
 

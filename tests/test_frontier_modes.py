@@ -164,18 +164,6 @@ def _global(net: Any, x: Tensor) -> Tensor:
     return net.inner(x).mean()
 
 
-def _assigns(net: Any, x: Tensor) -> Tensor:
-    h = net.inner(x)
-    net.ema = 0.9 * net.ema + 0.1 * h.detach().mean(0)
-    return (h - net.ema).square().mean()
-
-
-def _adds(net: Any, x: Tensor) -> Tensor:
-    h = net.inner(x)
-    net.ema += 0.1 * h.detach().mean(0)
-    return (h - net.ema).square().mean()
-
-
 def _clamps(net: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         net.inner.weight.clamp_(-0.1, 0.1)
@@ -212,8 +200,6 @@ def _divides(net: Any, x: Tensor) -> Tensor:
         (_global, "variable 'COUNTS'", "COUNTS[0] += 1"),
         (_draws, "state of Python's random", "random.random()"),
         (_draws_numpy, "state of numpy.random", "np.random.rand()"),
-        (_assigns, "buffer 'ema'", "net.ema = 0.9"),
-        (_adds, "buffer 'ema'", ""),
         (_clamps, "parameter 'inner.weight'", ""),
         (_data, r"assigns the \.data", "net.inner.weight.data ="),
         (_data_in_place, "parameter 'inner.weight'", ""),
