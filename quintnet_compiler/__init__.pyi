@@ -10,6 +10,7 @@ from .core.errors import (
     CheckpointWarning,
     CheckWarning,
     CompileError,
+    CompileWarning,
     FaultWarning,
     InputError,
     QuintNetError,
@@ -31,6 +32,7 @@ from .simulation.faults import Faults
 from .simulation.timeline import Timeline
 from .textbook import simulate
 from .training.batches import BatchSampler
+from .training.buckets import pad_to_bucket
 from .training.config import TrainConfig
 from .training.measures import accuracy
 from .training.run import TrainTask
@@ -55,6 +57,7 @@ __all__ = [
     "estimate",
     "plan",
     "CompileError",
+    "CompileWarning",
     "CheckpointError",
     "CompiledProgram",
     "Constant",
@@ -76,6 +79,7 @@ __all__ = [
     "expert_linear",
     "hf_plan",
     "launch",
+    "pad_to_bucket",
     "rule",
     "visualize",
     "simulate",

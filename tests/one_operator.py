@@ -21,6 +21,7 @@ from quintnet_compiler.core import slices
 from quintnet_compiler.core.annotations import Leaf, facts, is_float, needs_grad, values
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.sharding import AxisType, P, Shard, Sharding, gradient, plain
+from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.builder import GraphBuilder
 from quintnet_compiler.ir.program import (
     Axis,
@@ -276,7 +277,9 @@ def operator_program(sample: Sample, known: Reference) -> OneOperator:
 def as_program(builder: GraphBuilder) -> Program:
     """A finished graph as a program that was never captured."""
     nothing = pytree.tree_structure(())
-    return Program(Captured(builder.graph, {}, {}, nothing, nothing, training=True), builder.graph, MODE, 1)
+    return Program(
+        Captured(builder.graph, {}, {}, BatchForm(nothing, ()), nothing, training=True), builder.graph, MODE, 1
+    )
 
 
 def sharded(one: OneOperator, axes: Sequence[Axis], chosen: Sequence[Strategy]) -> ShardedProgram:

@@ -284,9 +284,11 @@ MESSAGES: dict[str, str] = {
         "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
     ),
     "fixed batch size": (
-        "QN106 the batch does not divide\n"
-        "  a batch of 16 rows, and the model's code fixes the batch size that it was traced with: 8\n"
-        "  fix: use x.shape[0] (or -1) where a literal batch size is used, or batches of that size"
+        "QN101 the model cannot be traced\n"
+        "  RuntimeError: shape '[8, 16]' is invalid for input of size 16*sN\n"
+        "  the first batch had 8 rows, and the model's code fixes their number\n"
+        "  at: FixedBatch  test_errors.py:N: return self.layer(x.view(8, 16))\n"
+        "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
     ),
     "no loss": (
         "QN103 the model does not return a loss\n"
@@ -319,19 +321,25 @@ MESSAGES: dict[str, str] = {
         "  fix: use a batch of 4 rows, or drop the last incomplete batch"
     ),
     "dtype at step": (
-        "QN102 the batch does not fit the program\n"
-        "  batch[0] is (8, 16) torch.float64, and (8, 16) torch.float32 was compiled\n"
-        "  fix: pass batches like the first one (any number of rows that divides)"
+        "QN101 the model cannot be traced\n"
+        "  aten.linear.default is given torch.float64 and torch.float32, and PyTorch computes it in one dtype only\n"
+        "  batch[0] is torch.float64\n"
+        "  batch[0] is float64[rows, 16], and was float32[rows, 16]\n"
+        "  at: ups.0  models.py:N: x = x + down(F.gelu(up(norm(x))))"
     ),
     "shape at step": (
-        "QN102 the batch does not fit the program\n"
-        "  batch[0] is (8, 17) torch.float32, and (8, 16) torch.float32 was compiled\n"
-        "  fix: pass batches like the first one (any number of rows that divides)"
+        "QN101 the model cannot be traced\n"
+        "  RuntimeError: Given normalized_shape=[16], expected input with shape [16], but got input of size "
+        "torch.Size([sN, 17])\n"
+        "  batch[0] is float32[rows, 17], and was float32[rows, 16]\n"
+        "  at: MLP  models.py:N: x = x + down(F.gelu(up(norm(x))))\n"
+        "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
     ),
     "structure at step": (
-        "QN102 the batch does not fit the program\n"
-        "  the batch has another structure than the first one: {x: float32[8, 16]}\n"
-        "  fix: pass the same kinds of arguments in the same order"
+        "QN103 the model does not return a loss\n"
+        "  the model returned a tensor of shape (sN, 8) where a scalar loss is needed\n"
+        "  the batch is {'x': float32[rows, 16]}, and the first one was (float32[rows, 16], int64[rows])\n"
+        "  fix: give loss_fn=, or return the loss (or an object with .loss)"
     ),
     "batch at step does not divide": (
         "QN106 the batch does not divide\n"
@@ -444,7 +452,7 @@ def test_nothing_is_lost_on_bad_input() -> None:
     before = program.step(case.batch(8))
     program.zero_grad()
     for bad in ((case.batch(8)[0].float(), case.batch(8)[1]), case.batch(7), {"x": case.batch(8)[0]}):
-        with pytest.raises(quintnet.InputError):
+        with pytest.raises((quintnet.InputError, quintnet.CompileError)):
             program.step(bad)
     assert all(p.grad is None for p in program.parameters())
     assert torch.equal(program.step(case.batch(8)), before)

@@ -53,7 +53,7 @@ def _refused(model: nn.Module, batch: Any) -> None:
 
 
 def _failing(program: quintnet.CompiledProgram) -> None:
-    with pytest.raises(quintnet.InputError):
+    with pytest.raises(quintnet.CompileError):
         program.step((torch.zeros(8, 7), torch.zeros(8, 8)))
 
 

@@ -60,8 +60,8 @@ def _rows(axes: dict[str, int]) -> tuple[bool, bool]:
     same = torch.equal(program.step(mine, batch_is_local=True), whole)
     try:
         program.step((case.batch(8)[0].float(), case.batch(8)[1]))
-    except quintnet.InputError as error:
-        return same, error.code == "QN102"
+    except quintnet.CompileError as error:
+        return same, error.code == "QN101"
     return same, False
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ...compat.torch import FakeTensorMode, OpOverload, pytree
 from ...core.absent_gpu import AbsentGpu
 from ...core.annotations import Leaf, facts, needs_grad, shape, value
 from ...core.errors import CompileError, Where
+from ...ir.batch_form import ROWS
 from ...ir.builder import GraphBuilder
 from ...ir.program import Captured, Program, outputs
 from ...ops.rules.table import RULES
@@ -40,7 +41,8 @@ class Normalize:
     After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss``, ``sum``, ``div``
     Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
 
-    ``batch_size`` is the global batch: all data ranks and all microbatches. ``device``: where programs will run, of
+    ``batch_size`` is the global batch: all data ranks and all microbatches. ``lengths``: further sizes of batches, by
+    their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`. ``device``: where programs will run, of
     which the type alone enters the program; ``absent``: what it is, where this machine has none.
 
     Raises:
@@ -51,6 +53,7 @@ class Normalize:
     batch_size: int
     device: torch.device
     absent: AbsentGpu | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self, captured: Captured, /) -> Program:
         if captured.only_rows not in (None, self.batch_size):
@@ -91,7 +94,7 @@ class Normalize:
                 continue  # a number that only an assertion read
             builder.where = node.meta.get(WHERE, Where())
             if node.op == "placeholder":
-                env[node] = self._leaf(builder, node)
+                env[node] = self._leaf(builder, node, captured.symbols)
             elif node.op == "output":
                 builder.output(tuple(_unrounded(env[n]) for n in node.args[0]))
             else:
@@ -102,7 +105,7 @@ class Normalize:
         _drop_unused(builder.graph)
         return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent)
 
-    def _leaf(self, builder: GraphBuilder, node: fx.Node) -> fx.Node:
+    def _leaf(self, builder: GraphBuilder, node: fx.Node, symbols: Mapping[str, str]) -> fx.Node:
         leaf: Leaf = node.meta[LEAF]
         traced = node.meta["val"]
         if not isinstance(traced, Tensor):
@@ -111,7 +114,8 @@ class Normalize:
                 f"the batch has a {type(traced).__name__} at {leaf.name}",
                 fix="pass tensors, and flags that the model's code branches on",
             )
-        sizes = [self.batch_size if isinstance(s, SymInt) else int(s) for s in traced.shape]
+        known = {ROWS: self.batch_size, **self.lengths}
+        sizes = [known[symbols[str(s)]] if isinstance(s, SymInt) else int(s) for s in traced.shape]
         with builder.mode:
             fake = torch.empty(sizes, dtype=traced.dtype, device=self.device.type)
         return builder.placeholder(node.name, fake, leaf, needs_grad=leaf.trainable)

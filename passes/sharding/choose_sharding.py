@@ -20,6 +20,7 @@ from ..strategies.rule_book import RuleBook, refine
 from .axis_search import AxisSearch
 from .axis_view import AxisView, Wishes
 from .conversion_prices import leaves_as_is
+from .follow_sharding import KnownSharding
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class ChooseSharding:
     Ensures: each operator runs a strategy that its rule allows; roles are respected; leaves obey the plan.
 
     ``axes``: outermost first. ``constraints``: what the plan asks. ``repeats``: how many operators one
-    stands for, see :class:`~quintnet_compiler.passes.sharding.fold_blocks.FoldBlocks`.
+    stands for, see :class:`~quintnet_compiler.passes.sharding.fold_blocks.FoldBlocks`. ``known``: a program for other
+    sizes of the batch, which is followed where that is legal.
 
     Raises:
         CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
@@ -43,6 +45,7 @@ class ChooseSharding:
     cost: CostModel
     constraints: Wishes = Wishes()
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
+    known: ShardedProgram | None = None
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
@@ -50,12 +53,14 @@ class ChooseSharding:
         for (name, axis_name), kind in self.constraints.fixed.items():
             fixed[name] |= {(axis_name, kind)}
         same = same_in_every_block(program.graph, fixed)
+        known = KnownSharding.of(program, self.axes, self.known)
         chosen: dict[fx.Node, tuple[Strategy, ...]] = dict.fromkeys(factors, ())
         for position, axis in enumerate(self.axes):
             view = AxisView(
                 program, axis, self.axes[:position], factors, chosen, self.cost, self.constraints, self.repeats
             )
-            for node, strategy in AxisSearch(view, same).solve().items():
+            followed = known.choice(view) if known is not None else None
+            for node, strategy in (followed or AxisSearch(view, same).solve()).items():
                 chosen[node] += (strategy,)
                 factors[node] = refine(factors[node], strategy, axis.size)
         for node in program.graph.nodes:

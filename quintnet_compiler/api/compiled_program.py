@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from ..capture.capture import batch_size_of, plain_batch
 from ..capture.modes import refuse_autocast
 from ..compat.torch import pytree
 from ..compat.torch_hooks import share_backward_hooks
@@ -22,6 +21,7 @@ from ..driver.variants import Programs, check_divides
 from ..equivalence.module_copy import module_copy
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
+from ..ir.batch_form import batch_size_of, plain_batch
 from ..ir.plan import Plan, precision_of
 from ..ir.program import DistributedProgram
 from ..passes.frontend.normalize import dtypes_of_results
@@ -365,13 +365,15 @@ class CompiledProgram(ProgramReports):
         batch = plain_batch(batch)
         rows = batch_size_of(batch)
         program = self._programs.get(kind, batch, rows * (self.mesh.data_ways if local else 1))
-        inputs = self._programs.inputs(kind, program, batch, local)
+        inputs = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
         if kind == "train" and not local:
             self._batch = batch
         backend = self._state()
         self._programs.verdict.hear(backend)
         if program is not self._primary().program:
             backend.learn(program, self._programs.captured[kind].tensors)
+        for old in self._programs.forgotten():
+            backend.forget(old)
         results = backend.run(program, inputs, self._how(kind, local), recorder=recorder)
         dtypes = dtypes_of_results(self._programs.captured[kind])
         return [x.to(dtype) for x, dtype in zip(results, dtypes, strict=True)]

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.capture import batch_size_of, capture, plain_batch
+from ..capture.capture import capture
 from ..capture.step_module import LossFn
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.progress import bar
 from ..core.replaced import one_thread
 from ..cost_models.cluster import Cluster
+from ..ir.batch_form import batch_size_of, plain_batch
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES

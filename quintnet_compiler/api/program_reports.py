@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,11 @@ class ProgramReports(ProgramState):
         """Whether this process is rank 0, which writes logs and files."""
         return self._state().first
 
-    @functools.cached_property
+    @property
     def model_flops(self) -> float:
-        """FLOPs of one step of the unsplit model on the batch that the program was compiled for."""
-        return model_flops(self._primary().program.source.local.staged.sharded.program.graph)
+        """FLOPs of one step of the unsplit model on the latest batch (before any: what it was compiled for)."""
+        program = self._programs.latest(self._task.primary_kind) or self._primary().program
+        return model_flops(program.source.local.staged.sharded.program.graph)
 
     @property
     def plan(self) -> Plan:
@@ -172,9 +172,7 @@ class ProgramReports(ProgramState):
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
             rows = primary.program.source.local.staged.sharded.program.batch_size
             request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent)
-            other = compile_program(
-                self._programs.captured[task.primary_kind], request, Runner(), training=task.training
-            )
+            other = compile_program(primary.program.captured, request, Runner(), training=task.training)
             return other.program, other.plan
 
         return Explain(primary.program, task.plan, primary.plan, task.rules, self._prices(costs), recompile)(

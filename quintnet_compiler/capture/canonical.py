@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from ..compat.torch import EXPORT_CHECKS, HigherOrderOperator, OpOverload, free_unbacked_symbols, pytree, schema
 from ..core.annotations import Leaf
 from ..core.errors import CompileError, Where
+from ..ir.batch_form import ROWS, BatchForm, TensorForm
 from ..ir.program import Captured
 from .block_reuse import Skipped
 from .mutations import changed_buffers
@@ -97,10 +98,11 @@ def canonical(
     sample: Any,
     training: bool,
     skipped: Skipped,
+    form: BatchForm,
     only_rows: int | None = None,
     assigned: frozenset[str] | None = None,
 ) -> Captured:
-    """``assigned``: see :func:`.mutations.changed_buffers`."""
+    """``form``: of ``sample``; ``assigned``: see :func:`.mutations.changed_buffers`."""
     signature = exported.graph_signature
     changed = changed_buffers(exported, sample, assigned)
     owned = dict(model.named_parameters())
@@ -108,13 +110,15 @@ def canonical(
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
     tensors: dict[str, Tensor] = {}
     graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
-    paths, input_spec = pytree.tree_flatten_with_path(sample)
-    literals = tuple(x for _, x in paths if not isinstance(x, Tensor))
+    paths, _ = pytree.tree_flatten_with_path(sample)
     given, lifted = signature.user_inputs, _Lifted.of(exported)
-    flat_inputs = dict(zip(given, paths, strict=True)) if len(given) == len(paths) else {}
+    inputs = [(path, leaf) for (path, _), leaf in zip(paths, form.leaves, strict=True)]
+    flat_inputs = dict(zip(given, inputs, strict=True)) if len(given) == len(inputs) else {}
+    symbols: dict[str, str] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder":
-            leaf, tensor = _leaf(node, lifted, aliases, owned, flat_inputs, only_rows)
+            leaf, tensor = _leaf(node, lifted, aliases, owned, flat_inputs)
+            symbols |= _symbols(node, flat_inputs)
             if leaf.kind != "input" and leaf.name in kept:
                 env[node] = kept[leaf.name]
                 continue
@@ -162,11 +166,11 @@ def canonical(
         graph,
         state,
         aliases,
-        input_spec,
+        form,
         output_spec,
         training,
         only_rows,
-        literals,
+        types.MappingProxyType(symbols),
         like,
         changed=tuple(changed),
         assigned=(assigned or frozenset()) & changed.keys(),
@@ -202,8 +206,7 @@ def _leaf(
     lifted: _Lifted,
     aliases: Mapping[str, str],
     owned: Mapping[str, nn.Parameter],
-    flat_inputs: Mapping[str, Any],
-    only_rows: int | None,
+    flat_inputs: Mapping[str, tuple[Any, Any]],
 ) -> tuple[Leaf, Tensor | None]:
     exported = lifted.exported
     if full := lifted.parameters.get(node.name):
@@ -217,7 +220,15 @@ def _leaf(
     if full := lifted.constants.get(node.name):
         constant = exported.constants[full]
         return Leaf("constant", f"{full.removeprefix('model.')}{_mark(constant)}"), constant
-    path, sample = flat_inputs.get(node.name, ((), None))
-    rows = sample.shape[0] if isinstance(sample, Tensor) and sample.dim() > 0 else None
-    batched = rows is not None and (isinstance(node.meta["val"].shape[0], torch.SymInt) or rows == only_rows)
+    path, form = flat_inputs.get(node.name, ((), None))
+    batched = isinstance(form, TensorForm) and form.sizes[:1] == (ROWS,)
     return Leaf("input", pytree.keystr(path) or node.name, batched=batched), None
+
+
+def _symbols(node: fx.Node, flat_inputs: Mapping[str, tuple[Any, Any]]) -> dict[str, str]:
+    """The trace's symbols for sizes of an input, and what :class:`BatchForm` calls them."""
+    _, form = flat_inputs.get(node.name, ((), None))
+    if not isinstance(form, TensorForm):
+        return {}
+    traced = node.meta["val"].shape
+    return {str(s): name for s, name in zip(traced, form.sizes, strict=True) if isinstance(s, torch.SymInt)}  # type: ignore[misc]

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,8 +25,9 @@ from ..compat.torch_hooks import without_hooks_of_export
 from ..core.empty_storage import device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
-from ..core.replaced import one_thread
+from ..core.replaced import new_garbage_only, one_thread
 from ..huggingface.registries import traced_as_few_nodes
+from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_batch
 from ..ir.program import Captured
 from .block_reuse import Skipped, blocks_once
 from .canonical import canonical, inline_no_grad, module_of
@@ -41,35 +42,6 @@ Batch = tuple[Any, ...] | Mapping[str, Any]
 _aten = torch.ops.aten
 
 
-def batch_size_of(batch: Any) -> int:
-    """The size of dim 0 of the first tensor of ``batch``.
-
-    Raises:
-        CompileError: QN102 if there is no tensor with a dim.
-    """
-    for x in pytree.tree_leaves(plain_batch(batch)):
-        if isinstance(x, Tensor) and x.dim() > 0:
-            return x.shape[0]
-    raise CompileError("QN102", "the batch holds no tensor", fix="pass a tuple or a dict of tensors")
-
-
-def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
-    """A batch as a plain tuple or dict.
-
-    Raises:
-        CompileError: QN102 if it is neither a tuple (or list), nor a mapping.
-    """
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch)
-    if isinstance(batch, Mapping):
-        return dict(batch)
-    raise CompileError(
-        "QN102",
-        f"the batch is a {type(batch).__name__}",
-        fix="pass what one step consumes: a tuple (arguments) or a dict (keyword arguments)",
-    )
-
-
 def capture(
     model: nn.Module,
     batch: Any,
@@ -80,13 +52,15 @@ def capture(
     trained: bool = True,
     call: Call | None = None,
     once: bool = False,
+    form: BatchForm | None = None,
 ) -> Captured:
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
     ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
     does). ``training``: each module keeps the mode that it has; if not, all are in evaluation mode. ``trained``:
     whether any program will train the parameters. ``once``: equal blocks are traced once, see
-    :mod:`.block_reuse`; such a program is for planning.
+    :mod:`.block_reuse`; such a program is for planning. ``form``: which sizes of the batch vary; by default, the number
+    of rows.
 
     Raises:
         CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
@@ -98,9 +72,8 @@ def capture(
             check_names(module)
     size = batch_size_of(batch)
     device = device_of(model)
-    # A batch of one would be taken for a constant; two stands for any size.
-    sample = pytree.tree_map(lambda x: _sample(x, size, max(size, 2), device), batch)
-    dynamic = pytree.tree_map(lambda x: {0: torch.export.Dim("batch", min=1)} if _batched(x, size) else None, batch)
+    form = form or BatchForm.of(batch, size)
+    sample = _sample(form, batch, device)
     changing = call is None
     step = StepModule(model, loss_fn, want, call, buffers=changing)
     blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
@@ -111,6 +84,7 @@ def capture(
     hollow, plain = hollow_parameters(step), plain_parameters(step.brought())
     with (
         one_thread(),
+        new_garbage_only(),
         mode,
         flags,
         user as own,
@@ -122,32 +96,36 @@ def capture(
         blocks as skipped,
     ):
         rows = None
+
+        def exported_as(sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
+            skipped.like.clear()
+            return _functional(step.traced(own.repeated(functools.partial(_export, step, sample, dynamic))))
+
         try:
-            exported = _functional(step.traced(own.repeated(functools.partial(_export, step, sample, dynamic))))
+            exported, form = _varying(exported_as, sample, form)
         except QuintNetError:
             raise
         except Exception as error:
-            if not _fixes_the_batch(error):
+            if not _fixes_the_batch(error) or form.lengths:
                 raise _untraceable(error) from error
             # a loss over pairs of rows, say: a program of this very batch size
-            sample, rows = pytree.tree_map(lambda x: _sample(x, size, size, device), batch), size
+            sample, rows = pytree.tree_map(lambda x: _zeros(x, tuple(x.shape), device), batch), size
             try:
-                skipped.like.clear()
-                exported = _functional(step.traced(own.repeated(functools.partial(_export, step, sample, None))))
+                exported = exported_as(sample, None)
             except QuintNetError:
                 raise
             except Exception:
                 raise _untraceable(error) from error
         own.finish(exported.graph)
         captured = canonical(
-            exported, model, sample, training, skipped, only_rows=rows, assigned=step.assigned if changing else None
+            exported, model, sample, training, skipped, form, rows, assigned=step.assigned if changing else None
         )
         check_dtypes(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
         captured = replace(captured, tensors=tensors)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
         return replace(captured, guards=step.guards(training=training))
-    return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call)
+    return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call, form=form)
 
 
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
@@ -188,18 +166,53 @@ def _writes(target: Any) -> bool:
 def _fixes_the_batch(error: Exception) -> bool:
     text = str(error)
     signs = "specialized" in text or "Constraints violated" in text or "ConstraintViolation" in type(error).__name__
-    return "batch" in text and signs
+    return ROWS in text and signs
 
 
-def _batched(x: Any, size: int) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == size
+def _sample(form: BatchForm, batch: Any, device: torch.device) -> Any:
+    """Zeros of the sizes of ``batch``. A size of one would be taken for a constant; two stands for any size."""
+
+    def zeros(x: Any, known: Any) -> Any:
+        if not isinstance(known, TensorForm):
+            return x
+        pairs = zip(x.shape, known.sizes, strict=True)
+        return _zeros(x, tuple(max(size, 2) if isinstance(name, str) else size for size, name in pairs), device)
+
+    leaves = zip(pytree.tree_leaves(batch), form.leaves, strict=True)
+    return pytree.tree_unflatten([zeros(x, known) for x, known in leaves], form.structure)
 
 
-def _sample(x: Any, size: int, traced: int, device: torch.device) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    shape = (traced, *x.shape[1:]) if _batched(x, size) else tuple(x.shape)
-    return torch.zeros(shape, dtype=x.dtype, device=device)
+def _zeros(x: Any, shape: tuple[int, ...], device: torch.device) -> Any:
+    return torch.zeros(shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+
+
+def _varying(
+    exported_as: Callable[[Any, Any], torch.export.ExportedProgram], sample: Any, form: BatchForm
+) -> tuple[torch.export.ExportedProgram, BatchForm]:
+    """What is traced, and the form of the batches that it serves: the model's code may allow some lengths only."""
+    try:
+        return exported_as(sample, _dynamic(form)), form
+    except Exception as error:
+        limits = {
+            name: (int(low or form.limits[name][0]), int(high) if high else form.limits[name][1])
+            for name, low, high in re.findall(r"(length\d+) = Dim\('\1'(?:, min=(\d+))?(?:, max=(\d+))?\)", str(error))
+        }
+        if not limits:
+            raise
+        form = replace(form, limits={**form.limits, **limits})
+    return exported_as(sample, _dynamic(form)), form
+
+
+def _dynamic(form: BatchForm) -> Any:
+    """What torch.export is told of sizes that vary."""
+    dims = {name: torch.export.Dim(name, min=low, max=high) for name, (low, high) in form.limits.items()}
+    leaves = [
+        {d: dims[size] for d, size in enumerate(leaf.sizes) if isinstance(size, str)} or None
+        if isinstance(leaf, TensorForm)
+        else None
+        for leaf in form.leaves
+    ]
+    return pytree.tree_unflatten(leaves, form.structure)
 
 
 @contextlib.contextmanager

@@ -1,25 +1,45 @@
-"""What was captured of a module under several settings of its attributes, modes and flags; the latest few are kept."""
+"""What was captured of a module, in several settings of its attributes, modes and flags, and for several forms of
+batches; the programs that were used last are kept."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from ..ir.batch_form import BatchForm
 from ..ir.program import Captured, DistributedProgram
 
-KEPT = 8  # of each kind
+KEPT = 64  # programs of each kind
+Sizes = tuple[tuple[str, int], ...]  # of what varies in a batch, by name
 
 
-@dataclass(frozen=True)
+@dataclass
 class Version:
-    """A capture, and the programs that were made of it, by number of rows."""
+    """A capture, and the programs that were made of it, by sizes of the batch; the one used last is the last."""
 
     captured: Captured
-    made: dict[int, DistributedProgram] = field(default_factory=dict)
+    made: dict[Sizes, DistributedProgram] = field(default_factory=dict)
+    fixed: bool = False  # whether it was tried in vain to capture it for other lengths
 
     @property
     def holds(self) -> bool:
         """Whether the module is as it was captured."""
         return self.captured.guards is None or self.captured.guards.hold()
+
+    def sizes(self, batch: Any, rows: int) -> Mapping[str, int] | None:
+        """What varies in ``batch``, if it may be what this was captured for; else None."""
+        if self.captured.only_rows not in (None, rows):
+            return None
+        return self.captured.form.sizes(batch, rows)
+
+    def get(self, sizes: Mapping[str, int]) -> DistributedProgram | None:
+        """The program for these sizes, if there is one."""
+        key = tuple(sizes.items())
+        if key not in self.made:
+            return None
+        self.made[key] = self.made.pop(key)
+        return self.made[key]
 
 
 class CapturedVersions:
@@ -28,26 +48,68 @@ class CapturedVersions:
     def __init__(self) -> None:
         self._kept: dict[str, list[Version]] = {}
         self._first: dict[str, Version] = {}
+        self._forgotten: list[DistributedProgram] = []
 
-    def look(self, kind: str) -> Version | None:
-        """The version that was made of the module as it is now."""
-        kept = self._kept.get(kind, [])
-        for index, version in enumerate(kept):
-            if version.holds:
-                if index:
-                    kept.insert(0, kept.pop(index))
-                return version
+    def look(self, kind: str, batch: Any, rows: int) -> Version | None:
+        """The version that was made of the module as it is now, for batches like this one; of several, one that has a
+        program for its sizes."""
+        kept, fits = self._kept.get(kind, []), None
+        for version in kept:
+            sizes = version.sizes(batch, rows)
+            if sizes is None or (fits is not None and tuple(sizes.items()) not in version.made) or not version.holds:
+                continue
+            fits = version
+            if tuple(sizes.items()) in version.made:
+                break
+        if fits is not None and fits is not kept[0]:
+            kept.insert(0, kept.pop(kept.index(fits)))
+        return fits
+
+    def alike(self, kind: str, batch: Any, rows: int) -> tuple[Version, BatchForm] | None:
+        """A version of the module as it is now for other lengths than those of ``batch``, and the form of both."""
+        for version in self._kept.get(kind, []):
+            known = version.captured.form
+            wider = known.widened(BatchForm.of(batch, rows, known))
+            if wider is None or wider.sizes(batch, rows) is None:
+                continue
+            if not version.fixed and version.captured.only_rows is None and version.holds:
+                return version, wider
         return None
+
+    def first(self, kind: str) -> Captured | None:
+        """What was captured first of this kind."""
+        return self._first[kind].captured if kind in self._first else None
+
+    def count(self, kind: str) -> int:
+        """How many versions there are."""
+        return len(self._kept.get(kind, []))
 
     def add(self, kind: str, captured: Captured) -> Version:
         version = Version(captured)
-        self._kept[kind] = [version, *self._kept.get(kind, [])[: KEPT - 1]]
+        self._kept.setdefault(kind, []).insert(0, version)
         self._first.setdefault(kind, version)
         return version
 
-    def difference(self, kind: str, found: Version | None) -> str:
-        """What is not as it was at the first capture, for people; "" if all is."""
+    def keep(self, kind: str, version: Version, sizes: Mapping[str, int], program: DistributedProgram) -> None:
+        """Keep ``program``, and forget those that were not used for the longest time."""
+        version.made[tuple(sizes.items())] = program
+        kept = self._kept[kind]
+        while sum(len(one.made) for one in kept) > KEPT:
+            oldest = next(one for one in reversed(kept) if one.made)
+            self._forgotten.append(oldest.made.pop(next(iter(oldest.made))))
+        self._kept[kind] = [one for one in kept if one.made]
+
+    def latest(self, kind: str) -> DistributedProgram | None:
+        """The program that was used last."""
+        made = [version.made for version in self._kept.get(kind, []) if version.made]
+        return made[0][next(reversed(made[0]))] if made else None
+
+    def forgotten(self) -> list[DistributedProgram]:
+        """The programs that are no longer kept, each told once."""
+        told, self._forgotten = self._forgotten, []
+        return told
+
+    def difference(self, kind: str) -> str:
+        """What of the module is not as it was at the first capture, for people; "" if all is."""
         first = self._first.get(kind)
-        if first is None or found is first or first.captured.guards is None:
-            return ""
-        return "; ".join(first.captured.guards.broken())
+        return "" if first is None or first.captured.guards is None else "; ".join(first.captured.guards.broken())

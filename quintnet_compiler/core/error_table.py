@@ -29,9 +29,9 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN102": ErrorEntry(
             "the batch does not fit the program",
-            "A batch has different keys, dtypes or shapes than the one the program was compiled with, or "
-            "there was no batch yet. Only the number of rows may change.",
-            "Pass batches like the first one; give compile a batch, or call prepare(batch).",
+            "There was no batch yet, a batch is neither a tuple nor a dict of tensors, or ranks were given "
+            "different batches.",
+            "Give compile a batch, or call prepare(batch); read the same data on every rank.",
         ),
         "QN103": ErrorEntry(
             "the model does not return a loss",

@@ -69,6 +69,10 @@ class CheckWarning(UserWarning):
     """A program could not be compared with its module."""
 
 
+class CompileWarning(UserWarning):
+    """A module is traced again and again, because batches differ in more than their sizes."""
+
+
 class CheckpointWarning(UserWarning):
     """A checkpoint is damaged, and another one is used."""
 

@@ -1,9 +1,10 @@
-"""What of torch and transformers is replaced for a while: by one thread at a time, and for that thread alone."""
+"""What of Python, torch and transformers is otherwise for a while: one thread at a time, and for that thread alone."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,20 @@ def one_thread() -> Iterator[None]:
     times. Around compiling as a whole, for torch's own FakeTensorMode replaces a function of the process, too."""
     with _TURN:
         yield
+
+
+@contextlib.contextmanager
+def new_garbage_only() -> Iterator[None]:
+    """The garbage collector looks only at objects that are made inside: a look at all those of torch, transformers and
+    earlier programs takes as long as a small compilation. As always where a program has frozen objects itself."""
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def for_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from ..capture.modes import without_autocast
 from ..core.annotations import num_bytes, values
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..core.replaced import one_thread
+from ..core.replaced import new_garbage_only, one_thread
 from ..core.sharding import AxisType
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
@@ -92,6 +92,7 @@ class Compiled:
 
 
 @one_thread()
+@new_garbage_only()
 def compile_program(captured: Captured, request: Request, runner: Runner, *, training: bool = True) -> Compiled:
     """Captured model -> programs of all ranks; not ``training``: forwards alone, in the order of the plan's stages.
 
@@ -139,6 +140,7 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
 
 
 @one_thread()
+@new_garbage_only()
 def follow_program(
     captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:

@@ -17,7 +17,7 @@ from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..ir.cost_protocol import CostModel
 from ..ir.plan import Plan, fixed_types, precision_of
-from ..ir.program import Axis, Program
+from ..ir.program import Axis, Program, ShardedProgram
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
@@ -74,7 +74,8 @@ class PassRunner(Protocol):
 @dataclass(frozen=True)
 class Request:
     """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already;
-    ``absent``: what ``device`` is, where this machine has none."""
+    ``absent``: what ``device`` is, where this machine has none; ``lengths``: sizes of the batch that vary, beside the
+    number of rows; ``known``: a program of the same kind for other sizes."""
 
     mesh: Mesh
     plan: Plan
@@ -83,6 +84,8 @@ class Request:
     rules: Mapping[Any, Rule] = field(default_factory=lambda: RULES)
     held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
     absent: AbsentGpu | None = None
+    lengths: Mapping[str, int] = field(default_factory=dict)
+    known: ShardedProgram | None = None
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
-    return _planned(ChooseSharding, s, axes_of(s.request.mesh, s.microbatches), s.book, s.cost, constraints, s.repeats)
+    axes, known = axes_of(s.request.mesh, s.microbatches), s.request.known
+    return _planned(ChooseSharding, s, axes, s.book, s.cost, constraints, s.repeats, known)
 
 
 def _store(s: PassSetting, sharded: Any) -> Pass:
@@ -207,7 +211,9 @@ def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
 PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
-        lambda s, p: _planned(Normalize, s, s.request.batch_size, s.request.device, s.request.absent),
+        lambda s, p: _planned(
+            Normalize, s, s.request.batch_size, s.request.device, s.request.absent, s.request.lengths
+        ),
     ),
     PassSpec(
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..capture.capture import capture, plain_batch
+from ..capture.capture import capture
 from ..capture.modes import without_autocast
 from ..capture.versions import CapturedVersions, Version
-from ..compat.torch import pytree
-from ..core.errors import CompileError, InputError
+from ..core.errors import CompileError, CompileWarning, InputError
 from ..core.mesh import Mesh
 from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
+from ..ir.batch_form import ROWS, BatchForm, batch_size_of, plain_batch
 from ..ir.program import Captured, DistributedProgram
 from ..runtime.backends.split_parameters import home_of
 from ..runtime.state.module_parameters import Slots
@@ -26,6 +28,8 @@ from .generation import Held
 from .pipeline import Request
 from .shared_parameters import join_program
 from .task import Task, modules_of
+
+MANY = 8  # captures of a kind, after which a user hears of it
 
 
 class Programs:
@@ -67,34 +71,53 @@ class Programs:
             CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
             InputError: QN106 if the rows do not divide.
         """
-        version = self._versions.look(kind)
-        if version is not None:
+        version = self._versions.look(kind, batch, batch_size_of(batch))
+        found = None if version is None else version.get(_sizes(version, batch, size))
+        if version is not None and found is not None:
             self.captured[kind] = version.captured
-            if size in version.made:
-                return version.made[size]
+            return found
         check_divides(self.task.mesh, self.task.plan.microbatches if kind == "train" else 1, size)
         if self._primary is None:
             self._lead(batch, size) if kind == self.task.primary_kind else self._lead_for(kind, batch, size)
             if kind == self.task.primary_kind:
                 return self.primary.program
         version = self._capture(kind, batch)
-        found = self.follow(version.captured, size, training=kind == "train")
+        sizes = _sizes(version, batch, size)
+        known = self.latest(kind)
+        found = self.follow(version.captured, size, lengths=sizes, known=known, training=kind == "train")
         self._compare(kind, version.captured, batch, first=False)
-        version.made[size] = found
+        self._versions.keep(kind, version, sizes, found)
         return found
 
     def changed(self, kind: str) -> str:
         """What of the module is not as it was when the first program of this kind was captured; "" if all is."""
-        return self._versions.difference(kind, self._versions.look(kind))
+        return self._versions.difference(kind)
+
+    def latest(self, kind: str) -> DistributedProgram | None:
+        """The program of this kind that was asked for last."""
+        return self._versions.latest(kind)
 
     def follow(
-        self, captured: Captured, size: int, held: Held = MappingProxyType({}), *, training: bool = False
+        self,
+        captured: Captured,
+        size: int,
+        held: Held = MappingProxyType({}),
+        *,
+        lengths: Mapping[str, int] = MappingProxyType({}),
+        known: DistributedProgram | None = None,
+        training: bool = False,
     ) -> DistributedProgram:
-        """A program of another kind, on the parameters where the leader has them."""
+        """A program of another kind or for other sizes, on the parameters where the leader has them. ``known``: one of
+        the same kind."""
         task, primary = self.task, self.primary
-        request = Request(task.mesh, primary.plan, size, task.device, task.rules, held, task.absent)
+        sharded = None if known is None else known.source.local.staged.sharded
+        request = Request(task.mesh, primary.plan, size, task.device, task.rules, held, task.absent, lengths, sharded)
         with without_autocast():
             return follow_program(captured, request, primary, Runner(), training=training)
+
+    def forgotten(self) -> list[DistributedProgram]:
+        """The programs that will not run again, each told once; never the one that leads."""
+        return [program for program in self._versions.forgotten() if program is not self.primary.program]
 
     def _lead_for(self, kind: str, batch: Any, size: int) -> None:
         """Evaluation came first: the training program still decides where parameters live."""
@@ -121,21 +144,53 @@ class Programs:
         self._primary = primary
         self._parameters = version.captured.tensors
         self.slots = Slots(modules_of(task), primary.program.state)
-        version.made[size] = primary.program
+        self._versions.keep(task.primary_kind, version, _sizes(version, batch, size), primary.program)
 
     def _capture(self, kind: str, batch: Any) -> Version:
-        version = self._versions.look(kind)
-        if version is None:
-            task = self.task
-            want = "outputs" if kind == "outputs" else "loss"
-            captured = capture(
-                task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training
-            )
-            if self._primary is not None:
-                self._refuse_other_parameters(captured)
-            version = self._versions.add(kind, captured)
+        version = self._versions.look(kind, batch, batch_size_of(batch)) or self._further(kind, batch)
         self.captured[kind] = version.captured
         return version
+
+    def _further(self, kind: str, batch: Any) -> Version:
+        """A capture for batches like this one. Where there is one that differs in lengths alone, the new one is for all
+        lengths that the model's code treats alike, if there is such a capture.
+
+        Raises:
+            CompileError: see :func:`capture`; also says in what the batch differs from the first one.
+        """
+        other = self._versions.alike(kind, batch, batch_size_of(batch))
+        if other is not None:
+            with contextlib.suppress(CompileError):
+                captured = self._traced(kind, batch, other[1])
+                if captured.form.sizes(batch, batch_size_of(batch)) is not None:
+                    return self._versions.add(kind, captured)
+        first = self._versions.first(kind)
+        form = BatchForm.of(batch, batch_size_of(batch), None if first is None else first.form)
+        difference = "" if first is None else form.difference(first.form)
+        if first is not None and first.only_rows is not None and not difference:
+            difference = f"the first batch had {first.only_rows} rows, and the model's code fixes their number"
+        try:
+            captured = self._traced(kind, batch, form)
+        except CompileError as error:
+            text = f"{error.message}\n  {difference}" if difference else error.message
+            raise CompileError(error.code, text, where=error.where, fix=error.fix) from error
+        if other is not None:
+            other[0].fixed = True
+        if difference and self._versions.count(kind) == MANY:
+            text = f"forward is traced for the {MANY + 1}th time; for this batch, because {difference}"
+            hint = "pass numbers that change as tensors, and pad lengths with quintnet.pad_to_bucket"
+            warnings.warn(CompileWarning(f"{text}. To trace less often, {hint}."), stacklevel=2)
+        return self._versions.add(kind, captured)
+
+    def _traced(self, kind: str, batch: Any, form: BatchForm) -> Captured:
+        task = self.task
+        want = "outputs" if kind == "outputs" else "loss"
+        captured = capture(
+            task.model, batch, task.loss_fn, want=want, training=kind == "train", trained=task.training, form=form
+        )
+        if self._primary is not None:
+            self._refuse_other_parameters(captured)
+        return captured
 
     def _refuse_other_parameters(self, captured: Captured) -> None:
         """Raises: CompileError QN112 if a parameter is not in the place where the program that leads has it."""
@@ -171,40 +226,6 @@ class Programs:
         owner = Owner(task.model, task.loss_fn, self.now(captured.tensors), want, kind == "train")
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
-    def inputs(self, kind: str, program: DistributedProgram, batch: Any, local: bool) -> list[Tensor]:
-        """The batch's tensors, as ``program`` takes them; ``local``: this data rank's rows.
-
-        Raises:
-            InputError: QN102 for a batch of another structure, other constants, or other shapes.
-        """
-        leaves, spec = pytree.tree_flatten(batch)
-        captured = self.captured[kind]
-        if spec != captured.input_spec:
-            raise InputError(
-                "QN102",
-                f"the batch has another structure than the first one: {_outline(batch)}",
-                fix="pass the same kinds of arguments in the same order",
-            )
-        literals = tuple(x for x in leaves if not isinstance(x, Tensor))
-        if literals != captured.literals:
-            raise InputError(
-                "QN102",
-                f"the batch has {_values(literals)} where the first one had {_values(captured.literals)}",
-                fix="compile again for other values: the model's code may take another way with them",
-            )
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        for x, want in zip(tensors, program.inputs, strict=True):
-            expected = list(want.shape)
-            if local and x.dim() and expected[0] != x.shape[0]:
-                expected[0] //= self.task.mesh.data_ways
-            if list(x.shape) != expected or x.dtype != want.dtype:
-                raise InputError(
-                    "QN102",
-                    f"batch{want.path} is {tuple(x.shape)} {x.dtype}, and {tuple(expected)} {want.dtype} was compiled",
-                    fix="pass batches like the first one (any number of rows that divides)",
-                )
-        return tensors
-
 
 def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
     """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches."""
@@ -220,14 +241,6 @@ def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
         )
 
 
-def _values(literals: tuple[Any, ...]) -> str:
-    return ", ".join(map(repr, literals))[:200]
-
-
-def _outline(batch: Any) -> str:
-    def one(x: Any) -> str:
-        return f"{x.dtype}{list(x.shape)}".removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
-
-    if isinstance(batch, dict):
-        return "{" + ", ".join(f"{name}: {one(x)}" for name, x in batch.items()) + "}"
-    return "(" + ", ".join(one(x) for x in batch) + ")"
+def _sizes(version: Version, batch: Any, size: int) -> dict[str, int]:
+    """What varies in ``batch``, with ``size`` rows on all data ranks together."""
+    return {**(version.sizes(batch, batch_size_of(batch)) or {}), ROWS: size}

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..capture.block_reuse import blocks_once
-from ..capture.capture import batch_size_of, capture
+from ..capture.capture import capture
 from ..compat.torch import pytree
 from ..core.annotations import leaf, num_bytes, values
 from ..core.errors import CheckWarning, CompileError, QuintNetError
+from ..ir.batch_form import batch_size_of
 from ..ir.program import Captured
 from ..ops.rules.notation import Rule
 from ..runtime.state.module_parameters import has_values

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +19,7 @@ from ..core.precision import Precision
 from ..core.sharding import AxisType, Shard, Sharding
 from ..guards.guards import Guards
 from ..schedules.schedule import Action, Schedule, StageEdge
+from .batch_form import BatchForm
 from .headings import with_headings
 
 TILE_BYTES = 32 * 2**20  # of a mask of attention: large enough to keep a device busy, and little of its memory
@@ -28,12 +28,12 @@ BUCKET_MIB = 25.0  # as in DistributedDataParallel: large enough for bandwidth, 
 
 @dataclass(frozen=True)
 class Captured:
-    """The user's model as torch.export sees it: ATen operators, symbolic batch size, global shapes.
+    """The user's model as torch.export sees it: ATen operators, symbols for sizes that vary, global shapes.
 
     ``tensors`` holds the module's own parameters, buffers and constants under their original names; ``aliases``
     maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
-    graph to be that of the module. ``only_rows``: the batch size, where the
-    model's code fixes it. ``literals``: what the batch holds beside tensors; the graph is made for these values.
+    graph to be that of the module. ``form``: of the batches that it serves; ``symbols``: what it calls the sizes that
+    are symbols in the graph. ``only_rows``: the batch size, where the model's code fixes it.
     ``changed``: the buffers that forward changes; the graph's last outputs are their new values. ``assigned``: those of
     them in whose place forward puts another tensor.
     """
@@ -41,11 +41,11 @@ class Captured:
     graph: fx.Graph
     tensors: Mapping[str, Tensor]
     aliases: Mapping[str, str]
-    input_spec: pytree.TreeSpec
+    form: BatchForm
     output_spec: pytree.TreeSpec
     training: bool
     only_rows: int | None = None
-    literals: tuple[Any, ...] = ()
+    symbols: Mapping[str, str] = field(default_factory=dict)
     like: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guards: Guards | None = field(default=None, compare=False, repr=False)
     changed: tuple[str, ...] = ()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
-from ..capture.capture import batch_size_of, plain_batch
 from ..checkpoint.manifest import steps_in
 from ..compat.torch import pytree
+from ..ir.batch_form import batch_size_of, plain_batch
 from .batches import BatchSampler
+from .buckets import pad_to_bucket
 from .measures import Metric, device_flops, memory_gib
 from .records import ConsoleRecord, JsonRecord, Record, TensorBoardRecord
 from .validation import validate
@@ -50,6 +51,7 @@ class Trainer:
         scheduler: of the learning rate, stepped after each optimizer step.
         epochs: passes over the data after which ``fit`` ends.
         max_steps: steps after which ``fit`` ends, if that is sooner.
+        buckets: lengths to which the sequences of training batches are padded, see :func:`pad_to_bucket`; None: not.
         max_grad_norm: the largest global L2 norm of all gradients; None: no clipping.
         validate_every: steps between validations; None: after every epoch.
         patience: stop after this many validations whose loss was not below the best one; None: never.
@@ -75,6 +77,7 @@ class Trainer:
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     epochs: int = 1
     max_steps: int | None = None
+    buckets: int | Sequence[int] | None = None
     max_grad_norm: float | None = None
     validate_every: int | None = None
     patience: int | None = None
@@ -158,6 +161,7 @@ class Trainer:
     def _step(self, batch: Any, records: list[Record]) -> None:
         start = time.perf_counter()
         log = self.log_every > 0 and (self.history.step + 1) % self.log_every == 0
+        batch = batch if self.buckets is None else pad_to_bucket(batch, self.buckets)
         loss = self._loss(batch)
         norm = None
         if self.max_grad_norm is not None or log:

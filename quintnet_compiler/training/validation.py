@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
-from ..capture.capture import batch_size_of, plain_batch
 from ..compat.torch import pytree
 from ..core.errors import InputError
+from ..ir.batch_form import batch_size_of, plain_batch
 from .measures import Metric
 
 

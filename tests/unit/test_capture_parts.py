@@ -22,9 +22,10 @@ from quintnet_compiler.capture.repetition import longest_repetition
 from quintnet_compiler.capture.step_module import StepModule, loss_of
 from quintnet_compiler.capture.tensor_hooks import place_hooks
 from quintnet_compiler.capture.user_derivatives import DerivativeFinder
-from quintnet_compiler.capture.versions import KEPT, CapturedVersions
+from quintnet_compiler.capture.versions import KEPT, CapturedVersions, Version
 from quintnet_compiler.capture.watched_trace import WatchedTrace
 from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.program import Captured
 
 
@@ -112,22 +113,43 @@ class Switch:
 
 
 def test_the_version_of_the_module_as_it_is_now() -> None:
-    kept, switches = CapturedVersions(), [Switch() for _ in range(KEPT + 1)]
-    assert kept.look("train") is None
+    kept, switches, batch = CapturedVersions(), [Switch() for _ in range(2)], (torch.zeros(4, 3),)
+    assert kept.look("train", batch, 4) is None and kept.difference("train") == ""
+    assert kept.first("train") is None
 
-    def add(guards: Any) -> Any:
-        return kept.add("train", Captured(None, {}, {}, None, None, True, guards=guards))  # type: ignore[arg-type]
+    def add(guards: Any, form: BatchForm) -> Version:
+        return kept.add("train", Captured(None, {}, {}, form, None, True, guards=guards))  # type: ignore[arg-type]
 
-    first, second = add(switches[0]), add(switches[1])
-    assert kept.look("train") is second and kept.look("evaluate") is None
+    form = BatchForm.of(batch, 4)
+    first, second = add(switches[0], form), add(switches[1], form)
+    assert kept.look("train", batch, 4) is second and kept.look("evaluate", batch, 4) is None
     switches[1].on = False
-    assert kept.look("train") is first and kept.difference("train", first) == ""
+    assert kept.look("train", batch, 4) is first and kept.difference("train") == ""
+    assert kept.look("train", (torch.zeros(4, 5),), 4) is None
+    other = kept.alike("train", (torch.zeros(2, 5),), 2)
+    assert other is not None and other[0] is first and other[1].sizes((torch.zeros(8, 9),), 8) == {
+        "rows": 8, "length0": 9,
+    }  # fmt: skip
     switches[0].on = False
-    assert kept.look("train") is None and kept.difference("train", None) == "scale is 2 and was 1"
-    for switch in switches[2:]:
-        add(switch)
-    switches[0].on = True
-    assert kept.look("train") is not first  # the latest few are kept
+    assert kept.look("train", batch, 4) is None and kept.difference("train") == "scale is 2 and was 1"
+    assert kept.alike("train", (torch.zeros(2, 5),), 2) is None
+
+
+def test_the_programs_that_were_used_last_are_kept() -> None:
+    kept, batch = CapturedVersions(), (torch.zeros(4, 3),)
+    captured: Any = Captured(None, {}, {}, BatchForm.of(batch, 4), None, True)  # type: ignore[arg-type]
+    version = kept.add("train", captured)
+    programs: list[Any] = [object() for _ in range(KEPT + 1)]
+    for rows, program in enumerate(programs[:KEPT], 1):
+        kept.keep("train", version, {"rows": rows}, program)
+    assert version.get({"rows": 1}) is programs[0] and kept.latest("train") is programs[0] and not kept.forgotten()
+    kept.keep("train", version, {"rows": KEPT + 1}, programs[KEPT])
+    assert kept.forgotten() == [programs[1]] and kept.forgotten() == []
+    assert version.get({"rows": 2}) is None and version.get({"rows": 1}) is programs[0]
+    single = kept.add("train", captured)
+    kept.keep("train", single, {"rows": 9}, programs[1])
+    assert kept.look("train", (torch.zeros(9, 3),), 9) is single  # one that has a program for its sizes
+    assert kept.look("train", (torch.zeros(8, 3),), 8) is version
 
 
 def test_a_step_is_the_model_and_its_loss() -> None:

@@ -9,7 +9,7 @@ import pytest
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import aten
-from quintnet_compiler.ir.program import Axis, ShardedProgram, Strategy
+from quintnet_compiler.ir.program import Axis, Gathered, ShardedProgram, Strategy
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_search import AxisSearch
 from quintnet_compiler.passes.sharding.axis_view import OperandEdge, Wishes, stores_state
@@ -17,6 +17,7 @@ from quintnet_compiler.passes.sharding.batch_factors import batch_factors, made_
 from quintnet_compiler.passes.sharding.candidates import Candidates
 from quintnet_compiler.passes.sharding.conversion_prices import DISCOURAGED, ConversionPrices, leaves_as_is
 from quintnet_compiler.passes.sharding.coupled_rows import coupling
+from quintnet_compiler.passes.sharding.follow_sharding import KnownSharding
 from quintnet_compiler.passes.sharding.integer_program import FORBIDDEN, IntegerProgram
 from quintnet_compiler.passes.sharding.replicated import unsplit
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
@@ -117,6 +118,37 @@ def test_a_matmul_is_split_where_its_weight_is() -> None:
     found = _solved(Prices(operator=1.0, collective=1e-9))
     assert found["y"].splits and found["w"].outputs == (found["y"].inputs[1],)
     assert found["w"].outputs[0] in (S(0), S(1)) and found["loss"].outputs[0] in (P, I)
+
+
+def test_another_length_is_split_as_the_first_one() -> None:
+    made, nodes = linear(features=6, results=4)
+    view = View(made, TP)()
+    kept = {**AxisSearch(view, {node: node.name for node in made.graph.nodes}).solve()}
+    row = next(s for s in view.legal(nodes["y"], {}) if s.inputs == (S(1), S(1)))
+    kept |= {nodes["y"]: row, nodes["w"]: Strategy((), (S(1),), "split d1 1"), nodes["x"]: Strategy((), (S(1),), "")}
+    known = ShardedProgram(made, (TP,), {node: (strategy,) for node, strategy in kept.items()})
+    other, same = linear(features=8, results=6)
+    found = KnownSharding.of(other, (TP,), known)
+    assert found is not None
+    choice = found.choice(View(other, TP)())
+    assert choice is not None and choice[same["y"]] == row and choice[same["w"]].outputs == (S(1),)
+    odd = linear(features=7)[0]
+    refused = KnownSharding.of(odd, (TP,), known)
+    assert refused is not None and refused.choice(View(odd, TP)()) is None, "7 features do not divide"
+    stored = ShardedProgram(made, (TP,), known.strategies, {nodes["w"]: Gathered((I,), once=True, deferred=False)})
+    whole = KnownSharding.of(other, (TP,), stored)
+    assert whole is not None and (whole.choice(View(other, TP)()) or {})[same["w"]].outputs == (I,)
+
+
+def test_programs_that_differ_in_more_than_lengths_are_not_followed() -> None:
+    made, _ = linear()
+    known = ShardedProgram(made, (TP,), {})
+    assert KnownSharding.of(made, (TP,), None) is None and KnownSharding.of(made, (DP,), known) is None
+    assert KnownSharding.of(linear(rows=4)[0], (TP,), known) is None, "another number of rows"
+    to = builder()
+    x, w = leaf(to, "input", "x", 8, 6), leaf(to, "parameter", "w", 4, 6)
+    other = program(to, to.call(aten.mean.default, to.call(aten.linear.default, x, w)))
+    assert KnownSharding.of(other, (TP,), known) is None
 
 
 def test_a_conversion_that_no_rank_could_do_names_its_place() -> None:

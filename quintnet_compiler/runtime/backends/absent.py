@@ -52,3 +52,6 @@ class AbsentBackend(WholeState):
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
         """Nothing that would run has constants of its own."""
+
+    def forget(self, program: DistributedProgram) -> None:
+        """Nothing ran it."""

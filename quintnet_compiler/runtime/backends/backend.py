@@ -52,6 +52,10 @@ class Backend(Protocol):
         """Take those constants of ``program`` that the first program did not have; ``tensors``: their values."""
         ...
 
+    def forget(self, program: DistributedProgram) -> None:
+        """Free what ran ``program``, which will not run again."""
+        ...
+
     def new_caches(self, program: DistributedProgram) -> Caches:
         """Room for what the ranks of this process keep from one run of ``program`` to the next."""
         ...

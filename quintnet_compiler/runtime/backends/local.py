@@ -148,6 +148,9 @@ class LocalBackend(WholeState):
         for name in not_known(program, self.tensors):
             self._take(name, tensors[name], program.state[name])
 
+    def forget(self, program: DistributedProgram) -> None:
+        self.worlds.pop(id(program), None)
+
     def new_caches(self, program: DistributedProgram) -> Caches:
         return {rank: new_caches(program, program.rank(rank), self.device) for rank in range(self.mesh.size)}
 

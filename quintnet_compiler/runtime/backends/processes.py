@@ -173,6 +173,8 @@ class ProcessBackend:
         state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad(), running_on(self.device):
             old = ready.handover.take() if how.train else None
+            if how.train:
+                self._free_gradients(program)
             if how.train and ready.handover.kept:
                 ready = self.ready[id(program)] = self._made(program, how.train)
             try:
@@ -187,6 +189,16 @@ class ProcessBackend:
             results, new = split_results(program, results)
             self._write(program, new)
         return results
+
+    def _free_gradients(self, program: DistributedProgram) -> None:
+        """Only one program at a time has memory for gradients."""
+        for key, other in list(self.ready.items()):
+            if key == id(program) or other.store is None:
+                continue
+            if other.handover.kept:
+                del self.ready[key]  # somebody has them: what runs this program next has others
+            else:
+                other.store.release()
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
         """The new values of buffers."""
@@ -204,6 +216,10 @@ class ProcessBackend:
         for name in new:
             self._take(tensors[name], program.state[name])
         self.values.keep({name: self.state[name] for name in new})
+
+    def forget(self, program: DistributedProgram) -> None:
+        self.ready.pop(id(program), None)
+        self.counted.pop(id(program), None)
 
     def new_caches(self, program: DistributedProgram) -> Caches:
         rank = self.transport.rank

@@ -93,6 +93,13 @@ class GradientStore:
             bucket.hold()
             bucket.buffer.zero_()
 
+    def release(self) -> None:
+        """Give all memory back until the next step: nobody has its gradients any more."""
+        for bucket in self.buckets:
+            bucket.release()
+        for copy in self.copies[0]:
+            copy.untyped_storage().resize_(0)
+
     def _idle(self) -> list[str]:
         """Parameters that stages here use without a gradient, and other stages with one: its sum arrives here too."""
         here = {stage.index for stage in self.part.stages}
@@ -168,6 +175,8 @@ class GradientStore:
         if scale != 1:
             foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
         if self.copies[0]:
+            for copy in self.copies[0]:
+                copy.untyped_storage().resize_(copy.nbytes)
             foreach_copy_(*self.copies)
 
     def _finish(self, bucket: Bucket) -> None:

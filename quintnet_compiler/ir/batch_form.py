@@ -1,0 +1,166 @@
+"""What batches have in common that one capture serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.torch import pytree
+from ..core.errors import CompileError
+
+ROWS = "rows"
+SHORTEST = 2  # code often does something else with one position
+
+
+def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
+    """A batch as a plain tuple or dict.
+
+    Raises:
+        CompileError: QN102 if it is neither a tuple (or list), nor a mapping.
+    """
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch)
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    raise CompileError(
+        "QN102",
+        f"the batch is a {type(batch).__name__}",
+        fix="pass what one step consumes: a tuple (arguments) or a dict (keyword arguments)",
+    )
+
+
+def batch_size_of(batch: Any) -> int:
+    """The size of dim 0 of the first tensor of ``batch``.
+
+    Raises:
+        CompileError: QN102 if there is no tensor with a dim.
+    """
+    for x in pytree.tree_leaves(plain_batch(batch)):
+        if isinstance(x, Tensor) and x.dim() > 0:
+            return x.shape[0]
+    raise CompileError("QN102", "the batch holds no tensor", fix="pass a tuple or a dict of tensors")
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """A tensor's dtype, and for each dim its size, or the name of a size that varies."""
+
+    dtype: torch.dtype
+    sizes: tuple[int | str, ...]
+
+    def meets(self, other: TensorForm) -> bool:
+        """Whether the same can be said of both, but for sizes other than the number of rows."""
+        same = self.dtype is other.dtype and len(self.sizes) == len(other.sizes)
+        return same and (self.sizes[:1] == (ROWS,)) == (other.sizes[:1] == (ROWS,))
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """The structure of a batch, and its leaves: a :class:`TensorForm` of each tensor, and everything else as it is.
+    ``limits``: the least and the greatest value of each size that varies (None: any)."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    limits: Mapping[str, tuple[int, int | None]] = field(default_factory=lambda: {ROWS: (1, None)})
+
+    @classmethod
+    def of(cls, batch: Any, rows: int, like: BatchForm | None = None) -> BatchForm:
+        """The form of ``batch``: only the number of rows varies. A tensor has rows if its first dim is as long as the
+        batch; of a further batch, those that have rows in ``like``."""
+        leaves, structure = pytree.tree_flatten(batch)
+        before: list[Any] = (
+            list(like.leaves) if like is not None and like.structure == structure else [None] * len(leaves)
+        )
+
+        def form(x: Any, known: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            has_rows = x.dim() > 0 and x.shape[0] == rows
+            if isinstance(known, TensorForm) and len(known.sizes) == x.dim():
+                has_rows = has_rows and known.sizes[:1] == (ROWS,)
+            return TensorForm(x.dtype, (ROWS, *x.shape[1:]) if has_rows else tuple(x.shape))
+
+        return cls(structure, tuple(map(form, leaves, before)))
+
+    def sizes(self, batch: Any, rows: int) -> Mapping[str, int] | None:
+        """The sizes that vary, by name, if ``batch`` with so many rows has this form; else None."""
+        leaves, structure = pytree.tree_flatten(batch)
+        if structure != self.structure:
+            return None
+        found = {ROWS: rows}
+        for x, form in zip(leaves, self.leaves, strict=True):
+            if not isinstance(form, TensorForm):
+                if isinstance(x, Tensor) or type(x) is not type(form) or x != form:
+                    return None
+                continue
+            if not isinstance(x, Tensor) or x.dtype is not form.dtype or x.dim() != len(form.sizes):
+                return None
+            for size, wanted in zip(x.shape, form.sizes, strict=True):
+                if size != (found.setdefault(wanted, size) if isinstance(wanted, str) else wanted):
+                    return None
+        within = all(
+            low <= found[name] and (high is None or found[name] <= high) for name, (low, high) in self.limits.items()
+        )
+        return found if within else None
+
+    def widened(self, other: BatchForm) -> BatchForm | None:
+        """The form of both, with a name for each size in which they differ: sizes that differ in the same way have one
+        name. None if they differ in more than sizes, or not at all."""
+        if self.structure != other.structure:
+            return None
+        names: dict[tuple[int | str, int | str], str] = {}
+        leaves: list[Any] = []
+        for one, two in zip(self.leaves, other.leaves, strict=True):
+            tensors = isinstance(one, TensorForm), isinstance(two, TensorForm)
+            if tensors != (True, True):
+                if any(tensors) or one != two:
+                    return None
+                leaves.append(one)
+                continue
+            if not one.meets(two):
+                return None
+            sizes = [
+                a if a == b else names.setdefault((a, b), f"length{len(names)}")
+                for a, b in zip(one.sizes, two.sizes, strict=True)
+            ]
+            leaves.append(replace(one, sizes=tuple(sizes)))
+        limits = {ROWS: self.limits[ROWS], **dict.fromkeys(names.values(), (SHORTEST, None))}
+        return BatchForm(self.structure, tuple(leaves), limits) if names else None
+
+    def difference(self, first: BatchForm) -> str:
+        """In what a batch of this form differs from one of the form ``first``, for people; "" if in nothing."""
+        if self.structure != first.structure:
+            return f"the batch is {self}, and the first one was {first}"
+        paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(self.leaves), self.structure))
+        pairs = zip(paths, self.leaves, first.leaves, strict=True)
+        odd = [
+            f"batch{pytree.keystr(path)} is {_shown(now)}, and was {_shown(old)}"
+            for (path, _), now, old in pairs
+            if now != old
+        ]
+        return "; ".join(odd[:4])
+
+    def __str__(self) -> str:
+        return str(pytree.tree_unflatten([_Shown(_shown(leaf)) for leaf in self.leaves], self.structure))
+
+    @property
+    def lengths(self) -> bool:
+        """Whether more varies than the number of rows."""
+        return len(self.limits) > 1
+
+
+class _Shown(str):
+    """Text without quotation marks."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _shown(leaf: Any) -> str:
+    if not isinstance(leaf, TensorForm):
+        return repr(leaf)[:80]
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.sizes))}]"

@@ -1,0 +1,100 @@
+"""What batches have in common that one capture serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintnet
+from quintnet_compiler.ir.batch_form import ROWS, BatchForm, batch_size_of
+from quintnet_compiler.training.buckets import pad_to_bucket
+
+
+def _batch(rows: int = 4, length: int = 6, **more: Any) -> dict[str, Any]:
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    return {"ids": ids, "labels": ids.clone(), "scale": torch.ones(3), "deep": True, **more}
+
+
+def test_only_rows_vary_at_first() -> None:
+    form = BatchForm.of(_batch(), 4)
+    assert form.sizes(_batch(8), 8) == {ROWS: 8} and not form.lengths
+    assert form.sizes(_batch(length=7), 4) is None
+    assert form.sizes(_batch(deep=False), 4) is None and form.sizes(_batch(deep=1), 4) is None
+    assert form.sizes(_batch(scale=torch.ones(4)), 4) is None
+    assert form.sizes(_batch(scale=torch.ones(3).double()), 4) is None
+    assert form.sizes(tuple(_batch().values()), 4) is None
+
+
+def test_a_tensor_has_rows_as_in_the_first_batch() -> None:
+    first = BatchForm.of(_batch(scale=torch.ones(8)), 4)
+    later = BatchForm.of(_batch(8, scale=torch.ones(8)), 8, first)
+    assert later == first and first.sizes(_batch(8, scale=torch.ones(8)), 8) == {ROWS: 8}
+    assert BatchForm.of(_batch(8, scale=torch.ones(8)), 8) != first
+
+
+def test_one_name_for_lengths_that_change_together() -> None:
+    form = BatchForm.of(_batch(), 4)
+    wider = form.widened(BatchForm.of(_batch(length=9), 4))
+    assert wider is not None and wider.lengths
+    assert wider.sizes(_batch(2, 5), 2) == {ROWS: 2, "length0": 5}
+    assert wider.sizes(_batch(2, 5, labels=torch.zeros(2, 6, dtype=torch.int64)), 2) is None
+    assert wider.sizes(_batch(2, 1), 2) is None  # code often does something else with one position
+    limited = BatchForm(wider.structure, wider.leaves, {**wider.limits, "length0": (2, 16)})
+    assert limited.sizes(_batch(4, 16), 4) and limited.sizes(_batch(4, 17), 4) is None
+    assert form.widened(form) is None
+    assert form.widened(BatchForm.of(_batch(deep=False), 4)) is None
+    assert form.widened(BatchForm.of(_batch(scale=torch.ones(3, 1)), 4)) is None
+    further = wider.widened(BatchForm.of(_batch(length=9, scale=torch.ones(5)), 4))
+    assert further is not None and further.sizes(_batch(4, 8, scale=torch.ones(7)), 4) == {
+        ROWS: 4, "length0": 8, "length1": 7,
+    }  # fmt: skip
+
+
+def test_what_differs_is_told() -> None:
+    form = BatchForm.of(_batch(), 4)
+    assert BatchForm.of(_batch(length=7, deep=False), 4).difference(form) == (
+        "batch['ids'] is int64[rows, 7], and was int64[rows, 6]; "
+        "batch['labels'] is int64[rows, 7], and was int64[rows, 6]; batch['deep'] is False, and was True"
+    )
+    told = BatchForm.of((torch.zeros(4, 2),), 4).difference(form)
+    assert told.startswith("the batch is (float32[rows, 2],), and the first one was {'ids': int64[rows, 6], ")
+
+
+def test_the_size_of_a_batch() -> None:
+    assert batch_size_of((1, torch.tensor(2.0), torch.zeros(5, 2))) == 5
+    with pytest.raises(quintnet.CompileError, match="QN102"):
+        batch_size_of({"x": 1})
+
+
+def _padded(batch: Any, buckets: Any = 8, **options: Any) -> Any:
+    return pad_to_bucket(batch, buckets, **options)
+
+
+def test_padding_to_buckets() -> None:
+    ids = torch.arange(10).reshape(2, 5)
+    batch = {"input_ids": ids, "attention_mask": torch.ones(2, 5), "labels": ids, "kind": torch.ones(2), "flag": True}
+    found = _padded(batch, values={"input_ids": 7})
+    assert found["input_ids"].tolist() == [[0, 1, 2, 3, 4, 7, 7, 7], [5, 6, 7, 8, 9, 7, 7, 7]]
+    assert found["labels"][0].tolist() == [0, 1, 2, 3, 4, -100, -100, -100]
+    assert found["attention_mask"].sum() == 10 and found["kind"] is batch["kind"] and found["flag"] is True
+    assert _padded({"input_ids": ids}, [4, 6, 16])["input_ids"].shape == (2, 6)
+    assert _padded({"input_ids": ids}, 5)["input_ids"] is ids
+    features, labels = _padded((torch.ones(2, 5, 3), torch.ones(2)))
+    assert features.shape == (2, 8, 3) and float(features.sum()) == 30 and labels.shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("batch", "buckets", "code"),
+    [
+        ((torch.ones(2),), 8, "QN102"),
+        ((torch.ones(2, 9),), [4, 8], "QN102"),
+        ((torch.ones(2, 9),), 0, "QN108"),
+        ((torch.ones(2, 9),), [], "QN108"),
+    ],
+)
+def test_what_cannot_be_padded(batch: tuple[Tensor, ...], buckets: Any, code: str) -> None:
+    with pytest.raises(quintnet.QuintNetError, match=code):
+        pad_to_bucket(batch, buckets)
