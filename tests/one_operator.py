@@ -227,12 +227,12 @@ def require_equal(found: Tensor, expected: Tensor, what: str) -> None:
     """Raises: Wrong unless shape and dtype are the same and values agree to 1e-12."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         raise Wrong(f"{what}: {tuple(found.shape)} {found.dtype}, not {tuple(expected.shape)} {expected.dtype}")
-    if found.dtype == torch.float64:
+    if found.dtype in (torch.float64, torch.complex128):
         same = torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
     else:
         same = torch.equal(found, expected)
     if not same:
-        error = (found.double() - expected.double()).abs().max()
+        error = (found.to(torch.complex128) - expected.to(torch.complex128)).abs().max()
         raise Wrong(f"{what}: off by {float(error):.3g}")
 
 

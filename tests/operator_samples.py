@@ -52,6 +52,16 @@ def pos(*shape: int) -> Input:
     return Input(shape, lambda g, s: torch.rand(s, generator=g, dtype=torch.float64) * 0.8 + 0.1)
 
 
+def spd(*shape: int) -> Input:
+    """Symmetric matrices whose eigenvalues are positive and apart."""
+
+    def draw(dice: Generator, shape: tuple[int, ...]) -> Tensor:
+        x = torch.randn(shape, generator=dice, dtype=torch.float64) * 0.1
+        return x @ x.mT + torch.diag(torch.arange(1, shape[-1] + 1, dtype=torch.float64))
+
+    return Input(shape, draw)
+
+
 def ints(high: int, *shape: int) -> Input:
     """Integers from 0 to ``high - 1``; each occurs where there are enough of them."""
 
@@ -117,6 +127,9 @@ def _elementwise() -> list[Sample]:
         call(aten.clamp.default, f(4, 6), -0.5, 0.5),
         call(aten.bitwise_not.default, ints(8, 4, 6)),
         call(aten.bitwise_not.default, bools(4, 6)),
+        *_each([aten.bitwise_and.Scalar, aten.bitwise_or.Scalar, aten.bitwise_xor.Scalar], ints(8, 4, 6), 5),
+        *_each([aten.bitwise_left_shift.Tensor, aten.bitwise_right_shift.Tensor], ints(8, 4, 6), ints(3, 4, 6)),
+        *_each([aten.gcd.default, aten.lcm.default], ints(8, 4, 6), ints(5, 6)),
         *_each([aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar], ints(8, 4, 6), 1),
         call(aten.fill.Scalar, f(4, 6), 2.0),
         call(aten.fill.Tensor, const(4, 6), f()),
@@ -513,6 +526,41 @@ def _lookups() -> list[Sample]:
         call(aten.isin.Tensor_Tensor, ints(6, 4, 6), ints(6, 2)),
         call(aten.grid_sampler_2d.default, f(2, 4, 4, 4), f(2, 6, 4, 2), 0, 0, False),
         call(aten.grid_sampler.default, f(2, 4, 4, 4), f(2, 6, 4, 2), 0, 0, False),
+        call(aten.index_reduce.default, f(4, 6), 1, ints(6, 2), f(4, 2), "prod"),
+        call(aten.scatter_reduce.two, f(4, 6), 1, ints(6, 4, 2), f(4, 2), "amax"),
+        call(aten.scatter_reduce.two, f(4, 6), 1, ints(6, 4, 2), f(4, 2), "sum"),
+        call(aten.searchsorted.Tensor, sorted_values(4), f(4, 6)),
+        call(aten.embedding_bag.padding_idx, f(6, 4), ints(6, 8), ints(1, 1), False, 0, False, None, False, -1),
+        call(aten.renorm.default, f(4, 6), 2, 0, 1.0),
+        *_each(
+            [
+                aten.linalg_inv.default,
+                aten.linalg_inv_ex.default,
+                aten.linalg_det.default,
+                aten.linalg_slogdet.default,
+                aten.linalg_cholesky.default,
+                aten.linalg_cholesky_ex.default,
+                aten.linalg_eigh.default,
+                aten.linalg_eigvalsh.default,
+                aten.linalg_qr.default,
+                aten.linalg_svdvals.default,
+                aten.linalg_matrix_exp.default,
+                aten.matrix_exp.default,
+            ],
+            spd(4, 3, 3),
+        ),
+        call(aten.linalg_svd.default, spd(4, 3, 3), False),
+        call(aten.cholesky_solve.default, f(4, 3, 2), spd(4, 3, 3)),
+        call(aten.linalg_householder_product.default, f(4, 3, 2), f(4, 2)),
+        call(aten.linalg_solve.default, spd(4, 3, 3), f(4, 3, 2)),
+        call(aten.linalg_solve.default, spd(3, 3), f(3, 4), left=True),
+        call(aten.linalg_solve.default, spd(3, 3), f(4, 3), left=False),
+        call(aten.linalg_solve_triangular.default, spd(4, 3, 3), f(4, 3, 2), upper=True),
+        call(aten._fft_r2c.default, f(4, 6), [1], 0, True),
+        call(aten._fft_c2c.default, cplx(4, 6), [1], 0, True),
+        call(aten._fft_c2r.default, cplx(4, 4), [1], 0, 6),
+        call(aten.max_unpool2d.default, f(2, 4, 2, 2), ints(4, 2, 4, 2, 2), [4, 4]),
+        call(aten.max_unpool3d.default, f(2, 4, 2, 2, 2), ints(8, 2, 4, 2, 2, 2), [2, 4, 4], [1, 2, 2], [0, 0, 0]),
         call(aten.cdist.default, f(2, 4, 6), f(2, 6, 6)),
         call(aten._cdist_forward.default, const(2, 4, 6), const(2, 6, 6), 2.0, None),
     ]

@@ -16,6 +16,7 @@ from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention import attention
 from ...ops.expert_linear import expert_linear
+from ...ops.rules.notation import Factors
 from ..strategies.expert_axes import expert_parameters, travelling
 from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_factors, made_of_the_batch
@@ -27,6 +28,8 @@ CONTRACTIONS: Mapping[Any, int] = {
     aten.addmm.default: 2,
     expert_linear: 2,
 }
+
+_TRANSPOSED = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 
 class Candidates:
@@ -45,7 +48,7 @@ class Candidates:
         self.samples = batch_factors(graph, view.factors) if role == "context" else {}
         self.work = made_of_the_batch(graph) if role in ("context", "model") else frozenset()
         self.expert_parameters = expert_parameters(graph) if view.spreads_experts else frozenset[fx.Node]()
-        self.weights = _contraction_weights(graph) if role == "model" else frozenset()
+        self.weights = _contraction_weights(graph, view.factors) if role == "model" else frozenset()
 
     def __call__(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         found, options = leaf(node), self.view.legal(node, cuts)
@@ -160,8 +163,9 @@ def _widens(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
     return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
 
 
-def _contraction_weights(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Parameters that are the second operand of a matmul: what tensor parallelism is there to split."""
+def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> frozenset[fx.Node]:
+    """Parameters that are the second operand of a matmul: what tensor parallelism is there to split. Without those of
+    which another operator needs all (a determinant)."""
     found = set()
     for node in graph.nodes:
         if node.op != "call_function" or is_getitem(node) or node.target not in CONTRACTIONS:
@@ -170,10 +174,24 @@ def _contraction_weights(graph: fx.Graph) -> frozenset[fx.Node]:
         while isinstance(weight, fx.Node):
             kind = leaf(weight)
             if kind is not None:
-                if kind.kind == "parameter":
+                if kind.kind == "parameter" and not _needed_whole(weight, factors):
                     found.add(weight)
                 break
-            if weight.target not in (aten.permute.default, aten.transpose.int, aten.t.default):
+            if weight.target not in _TRANSPOSED:
                 break
             weight = weight.args[0]
     return frozenset(found)
+
+
+def _needed_whole(source: fx.Node, factors: Mapping[fx.Node, Factors]) -> bool:
+    """Whether an operator reads ``source``, or its transpose, and can split none of its dims."""
+    for user in source.users:
+        if user.op != "call_function":
+            continue
+        if user.target in _TRANSPOSED and _needed_whole(user, factors):
+            return True
+        spec = factors.get(user)
+        dims = [] if spec is None else [d for n, d in zip(tensor_inputs(user), spec.inputs, strict=True) if n is source]
+        if spec is not None and any({name for dim in one for name in dim} <= spec.whole for one in dims if one):
+            return True
+    return False

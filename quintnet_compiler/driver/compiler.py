@@ -36,7 +36,7 @@ from ..passes.stages.follow_stages import FollowStages
 from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
 from ..schedules.synthesis import StageTimes, schedule_of
-from .pipeline import PassSetting, Request, expert_axes, passed
+from .pipeline import PassSetting, Request, axes_of, expert_axes, passed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -201,8 +201,9 @@ def _node_seconds(request: Request) -> Callable[[fx.Node], float]:
 
 
 def _prices(request: Request) -> Roofline:
-    """Operators with a rule of the user's own, or that a plan lets run without any, have no price either."""
-    own = request.plan.unknown_ops == "replicate" or not request.rules.keys() <= RULES.keys()
+    """Operators with a rule of the user's own, or that may run without any, have no price either."""
+    allowed = request.plan.unknown_ops == "replicate" or not axes_of(request.mesh, 1)
+    own = allowed or not request.rules.keys() <= RULES.keys()
     return Roofline(unknown="memory" if own else "error")
 
 

@@ -112,7 +112,8 @@ class PassSetting:
 
     @property
     def book(self) -> RuleBook:
-        return RuleBook(self.request.rules, self.plan.unknown_ops)
+        alone = not axes_of(self.request.mesh, self.microbatches)  # nothing is split: no rule is needed
+        return RuleBook(self.request.rules, "replicate" if alone else self.plan.unknown_ops)
 
 
 @dataclass(frozen=True)

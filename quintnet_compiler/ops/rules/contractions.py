@@ -47,6 +47,18 @@ def added(text: str) -> SpecFn:
     return factors
 
 
+_SOLVED = {True: Notation.parse("... m n, ... n k -> ... m k", whole="m n", linear=[[1]])}
+_SOLVED[False] = Notation.parse("... m n, ... k m -> ... k n", whole="m n", linear=[[1]])
+
+
+def solve(node: fx.Node) -> Factors:
+    """Each matrix on its own, and each of its right-hand sides."""
+    a, b = map(shape, tensor_inputs(node))
+    if len(a) != len(b) or a[:-2] != b[:-2]:
+        return opaque(node)
+    return _SOLVED[bool(argument(node, "left"))].fit([a, b], [shape(node)])
+
+
 def einsum(node: fx.Node) -> Factors:
     """The equation is a rule. One that repeats a letter in a tensor runs unsplit: all letters are whole."""
     equation = argument(node, "equation").replace(" ", "")

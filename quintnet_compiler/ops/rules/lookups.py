@@ -77,7 +77,7 @@ def index_select(node: fx.Node) -> Factors:
 
 
 def index_add(node: fx.Node) -> Factors:
-    """index_add, index_copy, index_fill: the dim and the index are whole."""
+    """index_add, index_copy, index_fill, index_reduce: the dim and the index are whole."""
     x, picks, *source = tensor_inputs(node)
     if not shape(x) or not shape(picks):
         return opaque(node)
@@ -86,7 +86,7 @@ def index_add(node: fx.Node) -> Factors:
     sizes["p"] = shape(picks)[0]
     other = tuple(("p",) if d == along else f for d, f in enumerate(dims))
     ins = (tuple(dims), (("p",),), *((other,) * len(source)))
-    linear = ((0, 2),) if source and shape(source[0]) else ()
+    linear = ((0, 2),) if source and shape(source[0]) and argument(node, "reduce") is None else ()
     if source and len(shape(source[0])) != len(dims):
         return opaque(node)
     return Factors(ins, (tuple(dims),), sizes, frozenset({f"d{along}", "p"}), linear=linear)
@@ -112,7 +112,7 @@ def gather(node: fx.Node) -> Factors:
 
 
 def scatter(node: fx.Node) -> Factors:
-    """scatter(x, dim, index, source): whole along dim, and wherever the three differ in size."""
+    """scatter, scatter_reduce (x, dim, index, source): whole along dim, and wherever the three differ in size."""
     x, *others = tensor_inputs(node)
     if not shape(x) or not all(map(shape, others)):
         return opaque(node)
@@ -128,5 +128,17 @@ def scatter(node: fx.Node) -> Factors:
             ins[k + 1][d] = (name := f"i{k}_{d}",)
             sizes[name] = shape(other)[d]
             whole.add(name)
-    linear = ((0, 2),) if len(others) == 2 else ()
+    adds = argument(node, "reduce") in (None, "sum")
+    linear = ((0, 2),) if len(others) == 2 and adds else ()
     return Factors(tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset(whole), linear=linear)
+
+
+def searchsorted(node: fx.Node) -> Factors:
+    """One sorted row for all values, or one for each row of values; sorted rows are whole."""
+    ordered, *others = tensor_inputs(node)
+    if len(others) != 1 or not shape(others[0]):
+        return opaque(node)
+    dims, sizes = named(shape(others[0]))
+    rows = dims[: len(shape(ordered)) - 1]
+    sizes["n"] = shape(ordered)[-1]
+    return Factors(((*rows, ("n",)), tuple(dims)), (tuple(dims),), sizes, frozenset({"n"}))

@@ -104,6 +104,28 @@ def leading(count: int, *, linear: bool = False) -> SpecFn:
     return factors
 
 
+def together(count: int) -> SpecFn:
+    """As :func:`leading`, where all inputs have these dims; nothing is split where one lacks them."""
+
+    def factors(node: fx.Node) -> Factors:
+        first, *others = map(shape, tensor_inputs(node))
+        rows = count if count > 0 else len(first) + count
+        tensors = [*others, *(tuple(v.shape) for v in values(node))]
+        if rows < 1 or any(size[:rows] != first[:rows] for size in tensors):
+            return opaque(node)
+        dims, sizes = named(first[:rows])
+        sides: list[list[Dims]] = [[], []]
+        for side, label, shapes in ((0, "i", (first, *others)), (1, "o", [tuple(v.shape) for v in values(node)])):
+            for k, size in enumerate(shapes):
+                rest, more = named(size[rows:], f"{label}{k}_")
+                sizes |= more
+                sides[side].append((*dims, *rest))
+        whole = frozenset(sizes) - {name for (name,) in dims}
+        return Factors(tuple(sides[0]), tuple(sides[1]), sizes, whole)
+
+    return factors
+
+
 def opaque(node: fx.Node) -> Factors:
     """Nothing may be sharded: always correct, never parallel."""
     sizes: dict[str, int] = {}

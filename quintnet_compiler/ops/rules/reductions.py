@@ -72,3 +72,11 @@ def prelu(node: fx.Node) -> Factors:
     dims, sizes = named(shape(x))
     slope: Dims = (dims[1],) if len(dims) > 1 and shape(weight) == shape(x)[1:2] else ((),) * len(shape(weight))
     return Factors((tuple(dims), slope), (tuple(dims),), sizes)
+
+
+def renorm(node: fx.Node) -> Factors:
+    """What is at each place of ``dim`` has a norm of its own; the other dims are whole."""
+    (x,) = tensor_inputs(node)
+    kept = chosen_dims(argument(node, "dim"), len(shape(x)))
+    dims, sizes = named(shape(x))
+    return Factors((tuple(dims),), (tuple(dims),), sizes, frozenset(f"d{d}" for d in range(len(dims)) if d not in kept))

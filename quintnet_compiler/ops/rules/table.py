@@ -22,7 +22,7 @@ from . import lookups as look
 from . import reductions as red
 from . import user_derivatives as own
 from . import views as v
-from .node_factors import along, leading, opaque
+from .node_factors import along, leading, opaque, together
 from .notation import Factors, Rule, SpecFn, Work, rule, table
 
 aten = torch.ops.aten
@@ -73,6 +73,7 @@ RULES = MappingProxyType(
                 aten.div.Scalar_mode, aten.xlogy.Scalar_Other, aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar,
                 aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar, aten.bitwise_not.default, aten.logical_not.default,
                 aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar, aten.fill.Scalar, aten.zeros_like.default,
+                aten.bitwise_and.Scalar, aten.bitwise_or.Scalar, aten.bitwise_xor.Scalar,
                 aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
                 aten.polygamma.default, aten.round.decimals, aten.signbit.default, aten.angle.default,
                 aten.special_erfcx.default, aten.special_i0e.default, aten.special_i1.default,
@@ -90,6 +91,7 @@ RULES = MappingProxyType(
                 aten.atan2.default, aten.hypot.default, aten.copysign.Tensor, aten.logaddexp.default,
                 aten.xlogy.Tensor, aten.masked_fill.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
                 aten.where.Scalar, aten.fill.Tensor, aten._prelu_kernel.default, aten.polar.default, aten.complex.default,
+                aten.bitwise_left_shift.Tensor, aten.bitwise_right_shift.Tensor, aten.gcd.default, aten.lcm.default,
                 aten.nextafter.default, aten.igamma.default, aten.igammac.default, aten.special_zeta.default,
                 aten.special_xlog1py.default, aten.logaddexp2.default,
             ],
@@ -138,6 +140,21 @@ RULES = MappingProxyType(
         _each([cached_attention], c.cached_attention, "attention"),
         rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
+        # each matrix on its own
+        _each(
+            [
+                aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_det.default,
+                aten.linalg_slogdet.default, aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default,
+                aten.linalg_eigh.default, aten.linalg_eigvalsh.default, aten.linalg_qr.default,
+                aten.linalg_svd.default, aten.linalg_svdvals.default, aten.linalg_matrix_exp.default,
+                aten.matrix_exp.default, aten.cholesky_solve.default, aten.linalg_householder_product.default,
+            ],
+            together(-2),
+            "memory",
+        ),
+        _each([aten.linalg_solve.default, aten.linalg_solve_triangular.default], c.solve, "memory"),
+        # Fourier transforms
+        _each([aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default], along(linear=True), "memory"),
         # views
         rule(aten.detach.default, "... -> ...", linear=[[0]], work="view"),
         _each([aten.reshape.default], v.reshape, "view"),
@@ -171,13 +188,13 @@ RULES = MappingProxyType(
             red.reduction(sums=True, linear=True),
             "memory",
         ),
-        _each([aten.count_nonzero.default, aten.count_nonzero.dim_IntList], red.reduction(sums=True), "memory"),
+        _each([aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList], red.reduction(sums=True), "memory"),
         _each(
             [
                 aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.min.default,
                 aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.any.default,
                 aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default,
-                aten.prod.dim_int, aten.nansum.default, aten.logsumexp.default, aten.var.correction, aten.var.dim,
+                aten.prod.dim_int, aten.logsumexp.default, aten.var.correction, aten.var.dim,
                 aten.std.correction, aten.std.dim, aten.var_mean.correction, aten.std_mean.correction,
                 aten.median.default, aten.median.dim, aten.mode.default, aten.kthvalue.default,
                 aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
@@ -201,6 +218,7 @@ RULES = MappingProxyType(
         _each([aten.layer_norm.default, aten.rms_norm.default], red.norm_last, "memory"),
         _each([aten.group_norm.default], leading(1), "memory"),
         _each([aten.instance_norm.default], red.instance_norm, "memory"),
+        _each([aten.renorm.default], red.renorm, "memory"),
         _each([aten._weight_norm.default], red.weight_norm, "memory"),
         _each(
             [aten._native_batch_norm_legit_no_training.default, aten._native_batch_norm_legit.no_stats],
@@ -232,6 +250,8 @@ RULES = MappingProxyType(
             leading(-3),
             "memory",
         ),
+        _each([aten.max_unpool2d.default], together(-2), "memory"),
+        _each([aten.max_unpool3d.default], together(-3), "memory"),
         # lookups
         _each([aten.embedding.default], look.embedding, "memory"),
         _each([row_nll], look.row_nll, "memory"),
@@ -239,13 +259,14 @@ RULES = MappingProxyType(
         _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss, "memory"),
         _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index, "memory"),
         _each([aten.index_select.default], look.index_select, "memory"),
-        _each([aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar], look.index_add, "memory"),
+        _each([aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_reduce.default], look.index_add, "memory"),
         _each([aten.gather.default], look.gather, "memory"),
-        _each([aten.scatter.value, aten.scatter.src, aten.scatter_add.default], look.scatter, "memory"),
-        _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor], opaque, "memory"),
+        _each([aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two], look.scatter, "memory"),
+        _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor, aten.embedding_bag.padding_idx], opaque, "memory"),
         rule(aten.view_as_complex.default, "... part -> ...", whole="part", work="view"),
         rule(aten.view_as_real.default, "... -> ... part", whole="part", work="view"),
         rule(aten.one_hot.default, "... -> ... c", whole="c", work="memory"),
+        _each([aten.searchsorted.Tensor], look.searchsorted, "memory"),
         rule(aten.bucketize.Tensor, "..., n -> ...", whole="n", work="memory"),
         rule(aten.grid_sampler.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
         rule(aten.grid_sampler_2d.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
