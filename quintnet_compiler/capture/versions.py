@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ir.batch_form import BatchForm
+from ..ir.batch_form import ROWS, BatchForm, batch_size_of
 from ..ir.program import Captured, DistributedProgram
 
 KEPT = 64  # programs of each kind
@@ -27,11 +27,12 @@ class Version:
         """Whether the module is as it was captured."""
         return self.captured.guards is None or self.captured.guards.hold()
 
-    def sizes(self, batch: Any, rows: int) -> Mapping[str, int] | None:
-        """What varies in ``batch``, if it may be what this was captured for; else None."""
-        if self.captured.only_rows not in (None, rows):
-            return None
-        return self.captured.form.sizes(batch, rows)
+    def sizes(self, batch: Any, size: int) -> Mapping[str, int] | None:
+        """What varies in ``batch``, with ``size`` rows on all data ranks together, if it may be what this was captured
+        for; else None."""
+        rows = batch_size_of(batch)
+        found = self.captured.form.sizes(batch, rows) if self.captured.only_rows in (None, rows) else None
+        return None if found is None else {**found, ROWS: size}
 
     def get(self, sizes: Mapping[str, int]) -> DistributedProgram | None:
         """The program for these sizes, if there is one."""
@@ -50,12 +51,12 @@ class CapturedVersions:
         self._first: dict[str, Version] = {}
         self._forgotten: list[DistributedProgram] = []
 
-    def look(self, kind: str, batch: Any, rows: int) -> Version | None:
-        """The version that was made of the module as it is now, for batches like this one; of several, one that has a
-        program for its sizes."""
+    def look(self, kind: str, batch: Any, size: int) -> Version | None:
+        """The version that was made of the module as it is now, for batches like this one, with ``size`` rows on all
+        data ranks together; of several, one that has a program for its sizes."""
         kept, fits = self._kept.get(kind, []), None
         for version in kept:
-            sizes = version.sizes(batch, rows)
+            sizes = version.sizes(batch, size)
             if sizes is None or (fits is not None and tuple(sizes.items()) not in version.made) or not version.holds:
                 continue
             fits = version
@@ -65,8 +66,9 @@ class CapturedVersions:
             kept.insert(0, kept.pop(kept.index(fits)))
         return fits
 
-    def alike(self, kind: str, batch: Any, rows: int) -> tuple[Version, BatchForm] | None:
+    def alike(self, kind: str, batch: Any) -> tuple[Version, BatchForm] | None:
         """A version of the module as it is now for other lengths than those of ``batch``, and the form of both."""
+        rows = batch_size_of(batch)
         for version in self._kept.get(kind, []):
             known = version.captured.form
             wider = known.widened(BatchForm.of(batch, rows, known))

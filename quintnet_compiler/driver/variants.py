@@ -19,7 +19,7 @@ from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
-from ..ir.batch_form import ROWS, BatchForm, batch_size_of, plain_batch
+from ..ir.batch_form import BatchForm, batch_size_of, plain_batch
 from ..ir.program import Captured, DistributedProgram
 from ..runtime.backends.split_parameters import home_of
 from ..runtime.state.module_parameters import Slots
@@ -71,8 +71,8 @@ class Programs:
             CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
             InputError: QN106 if the rows do not divide.
         """
-        version = self._versions.look(kind, batch, batch_size_of(batch))
-        found = None if version is None else version.get(_sizes(version, batch, size))
+        version = self._versions.look(kind, batch, size)
+        found = None if version is None else version.get(version.sizes(batch, size) or {})
         if version is not None and found is not None:
             self.captured[kind] = version.captured
             return found
@@ -81,8 +81,8 @@ class Programs:
             self._lead(batch, size) if kind == self.task.primary_kind else self._lead_for(kind, batch, size)
             if kind == self.task.primary_kind:
                 return self.primary.program
-        version = self._capture(kind, batch)
-        sizes = _sizes(version, batch, size)
+        version = self._capture(kind, batch, size)
+        sizes = version.sizes(batch, size) or {}
         known = self.latest(kind)
         found = self.follow(version.captured, size, lengths=sizes, known=known, training=kind == "train")
         self._compare(kind, version.captured, batch, first=False)
@@ -133,7 +133,7 @@ class Programs:
 
     def _lead(self, batch: Any, size: int) -> None:
         task, home = self.task, home_of(self.task.model)
-        version = self._capture(task.primary_kind, batch)
+        version = self._capture(task.primary_kind, batch, size)
         with without_autocast():
             if home is None:
                 request = Request(task.mesh, task.plan, size, task.device, task.rules, absent=task.absent)
@@ -144,10 +144,10 @@ class Programs:
         self._primary = primary
         self._parameters = version.captured.tensors
         self.slots = Slots(modules_of(task), primary.program.state)
-        self._versions.keep(task.primary_kind, version, _sizes(version, batch, size), primary.program)
+        self._versions.keep(task.primary_kind, version, version.sizes(batch, size) or {}, primary.program)
 
-    def _capture(self, kind: str, batch: Any) -> Version:
-        version = self._versions.look(kind, batch, batch_size_of(batch)) or self._further(kind, batch)
+    def _capture(self, kind: str, batch: Any, size: int) -> Version:
+        version = self._versions.look(kind, batch, size) or self._further(kind, batch)
         self.captured[kind] = version.captured
         return version
 
@@ -158,7 +158,7 @@ class Programs:
         Raises:
             CompileError: see :func:`capture`; also says in what the batch differs from the first one.
         """
-        other = self._versions.alike(kind, batch, batch_size_of(batch))
+        other = self._versions.alike(kind, batch)
         if other is not None:
             with contextlib.suppress(CompileError):
                 captured = self._traced(kind, batch, other[1])
@@ -218,7 +218,7 @@ class Programs:
 
     def difference(self, kind: str, batch: Any) -> CompileError | None:
         """What the module does otherwise than what was captured of it; None if nothing."""
-        return self._check(kind, self._capture(kind, batch).captured, batch).difference()
+        return self._check(kind, self._capture(kind, batch, batch_size_of(batch)).captured, batch).difference()
 
     def _check(self, kind: str, captured: Captured, batch: Any) -> ModuleCheck:
         task = self.task
@@ -239,8 +239,3 @@ def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
             f"a batch of {rows} rows does not divide over {split}",
             fix=f"use a batch of {near} rows, or drop the last incomplete batch",
         )
-
-
-def _sizes(version: Version, batch: Any, size: int) -> dict[str, int]:
-    """What varies in ``batch``, with ``size`` rows on all data ranks together."""
-    return {**(version.sizes(batch, batch_size_of(batch)) or {}), ROWS: size}

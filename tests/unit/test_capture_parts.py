@@ -126,13 +126,13 @@ def test_the_version_of_the_module_as_it_is_now() -> None:
     switches[1].on = False
     assert kept.look("train", batch, 4) is first and kept.difference("train") == ""
     assert kept.look("train", (torch.zeros(4, 5),), 4) is None
-    other = kept.alike("train", (torch.zeros(2, 5),), 2)
+    other = kept.alike("train", (torch.zeros(2, 5),))
     assert other is not None and other[0] is first and other[1].sizes((torch.zeros(8, 9),), 8) == {
         "rows": 8, "length0": 9,
     }  # fmt: skip
     switches[0].on = False
     assert kept.look("train", batch, 4) is None and kept.difference("train") == "scale is 2 and was 1"
-    assert kept.alike("train", (torch.zeros(2, 5),), 2) is None
+    assert kept.alike("train", (torch.zeros(2, 5),)) is None
 
 
 def test_the_programs_that_were_used_last_are_kept() -> None:
@@ -150,6 +150,7 @@ def test_the_programs_that_were_used_last_are_kept() -> None:
     kept.keep("train", single, {"rows": 9}, programs[1])
     assert kept.look("train", (torch.zeros(9, 3),), 9) is single  # one that has a program for its sizes
     assert kept.look("train", (torch.zeros(8, 3),), 8) is version
+    assert version.sizes((torch.zeros(3, 3),), 9) == {"rows": 9}  # the rows of one data rank of three
 
 
 def test_a_step_is_the_model_and_its_loss() -> None:
