@@ -114,4 +114,6 @@ class CapturedVersions:
     def difference(self, kind: str) -> str:
         """What of the module is not as it was at the first capture, for people; "" if all is."""
         first = self._first.get(kind)
-        return "" if first is None or first.captured.guards is None else "; ".join(first.captured.guards.broken())
+        if first is None or first.holds or first.captured.guards is None:
+            return ""
+        return "; ".join(first.captured.guards.broken())
