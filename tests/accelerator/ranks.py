@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 import quintnet
 from quintnet_compiler.api import compiled_program
@@ -116,36 +117,64 @@ def _rank(rank: int, world: World, port: int, folder: str, work: Callable[..., A
     os._exit(0)  # its streams' threads have no orderly end
 
 
-def train(job: Job) -> str:
-    """Three steps of AdamW, an evaluation, and a step of another batch size, beside the unsplit module on the CPU.
+def train(job: Job, seeds: Sequence[int] = ()) -> str:
+    """Three steps of AdamW, the last of another batch size, beside the unsplit module on the CPU.
 
+    ``seeds``: the same again from the first parameters, with the delays of each seed. Compiled once.
     Returns "" if everything is equal, or what is not.
     """
     case = CASES[job.model]
-    batch, other = case.batch(8), case.batch(16)
+    batches = [case.batch(8), case.batch(8), case.batch(16)]
     options = {"loss_fn": case.loss_fn, **job.options}  # on the accelerator of the process group
-    program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
-    whole = build(job.model, job.dtype)
-    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (program, whole))
-    wrong = []
-    for rows in (batch, batch, other):
-        loss = program.step(rows)
-        expected, gradients = reference(whole, rows, case.loss_fn)
-        found = {n: p.grad.full_tensor().cpu() for n, p in program.named_parameters() if p.grad is not None}
-        worst, name = worst_error(found, {n: gradients[n] for n in found})
-        if abs(float(loss) - float(expected)) > case.tolerance * max(1.0, abs(float(expected))):
-            wrong.append(f"loss {float(loss)}, not {float(expected)}")
-        if worst > case.tolerance * 100:
-            wrong.append(f"gradient of {name}: {worst:.1e}")
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+    program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batches[0], **options)
+    first = {name: p.detach().clone() for name, p in program.named_parameters()}
+    expected = _unsplit(job, batches)
+    wrong = _differences(job, program, batches, expected)
+    for seed in seeds:
+        install().delay(seed, share=0.1)
+        with torch.no_grad():
+            for name, p in program.named_parameters():
+                p.copy_(first[name])
+        wrong += [f"seed {seed}: {text}" for text in _differences(job, program, batches, expected)]
     return "; ".join(wrong)
 
 
-def train_all(jobs: Sequence[Job]) -> dict[str, str]:
+def _unsplit(job: Job, batches: Sequence[Any]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Loss and gradients of each step of the unsplit module."""
+    whole, found = build(job.model, job.dtype), []
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for rows in batches:
+        found.append(reference(whole, rows, CASES[job.model].loss_fn))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def _differences(
+    job: Job,
+    program: quintnet.CompiledProgram,
+    batches: Sequence[Any],
+    expected: Sequence[tuple[Tensor, dict[str, Tensor]]],
+) -> list[str]:
+    """What is not as ``expected`` in steps from the program's parameters."""
+    case, wrong = CASES[job.model], []
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    for rows, (wanted, gradients) in zip(batches, expected, strict=True):
+        loss = program.step(rows)
+        found = {n: p.grad.full_tensor().cpu() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+        worst, name = worst_error(found, {n: gradients[n] for n in found})
+        if abs(float(loss) - float(wanted)) > case.tolerance * max(1.0, abs(float(wanted))):
+            wrong.append(f"loss {float(loss)}, not {float(wanted)}")
+        if worst > case.tolerance * 100:
+            wrong.append(f"gradient of {name}: {worst:.1e}")
+        optimizer.step()
+        optimizer.zero_grad()
+    return wrong
+
+
+def train_all(jobs: Sequence[Job], seeds: Sequence[int] = ()) -> dict[str, str]:
     """Of each job what :func:`train` says."""
-    return {str(job): train(job) for job in jobs}
+    return {str(job): train(job, seeds) for job in jobs}
 
 
 def count(job: Job) -> Counted:
