@@ -58,6 +58,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_from_config": _LLAMA,
         "_global_mapping": transformers.AttentionInterface(),
         "_init_weights": _LLAMA,
+        "_no_grad_trunc_normal_": nn.init,
+        "_reset_parameters": nn.MultiheadAttention(1, 1),
         "_keys_to_ignore_on_load_unexpected": _LLAMA,
         "_keys_to_ignore_on_save": _LLAMA,
         "_model_mapping": transformers.AutoModelForCausalLM,
@@ -78,6 +80,7 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
         "_dump_nccl_trace_json": "unit/test_device_faults.py",
         "_forward_cls": "test_frontier_functions.py",
         "_guards_fn": "test_frontier_diagnoses.py",
+        "_is_hf_initialized": "test_initial_values.py",
         "_local_tensor": "test_processes.py",
     }
 )

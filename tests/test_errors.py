@@ -397,7 +397,8 @@ MESSAGES: dict[str, str] = {
         "QN604 a tensor has no values yet\n"
         "  values are missing for downs.0.bias, downs.0.weight, downs.1.bias, downs.1.weight, head.bias,"
         " head.weight, norms.0.bias, norms.0.weight and 6 more\n"
-        "  fix: call program.load_pretrained(folder) or program.initialize({...})"
+        "  fix: call program.load_pretrained(folder), program.initialize() for the module's own initial values, or"
+        " program.initialize(build), where build() makes the module"
     ),
     "local rows of all ranks": (
         "QN102 the batch does not fit the program\n"

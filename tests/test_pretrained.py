@@ -444,8 +444,15 @@ def test_buffers_that_nothing_can_compute_are_named(tmp_path: Path) -> None:
         models = Waves(False), Waves(True)
     batch = (torch.randn(4, 8), torch.randn(4, 8))
     program = quintnet.compile(models[0], Mesh(dp=2), batch, loss_fn=F.mse_loss)
-    with pytest.raises(CheckpointError, match=r"(?s)QN604.*what is in waves: no file has it"):
+    save_file(dict(Waves(False).state_dict()), tmp_path / "model.safetensors")
+    program.load_pretrained(tmp_path)
+    with pytest.raises(quintnet.RunError, match=r"(?s)QN604.*missing for waves\n"):
         program.step(batch)
+    program.initialize(lambda: Waves(False))
+    program.load_pretrained(tmp_path)
+    assert program.step(batch).isfinite()
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
     program = quintnet.compile(models[1], Mesh(dp=2), batch, loss_fn=F.mse_loss)
     with pytest.raises(quintnet.RunError, match=r"(?s)QN604.*kept, linear.bias, linear.weight, waves\n"):
         program.step(batch)

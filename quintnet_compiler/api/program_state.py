@@ -23,7 +23,7 @@ from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
 from ..runtime.backends.backend import Backend
-from ..weights.initialize import Init, chosen, key_of
+from .initial_values import InitialValues, give_values
 
 
 class ProgramState(abc.ABC):
@@ -86,27 +86,30 @@ class ProgramState(abc.ABC):
             for name, p in brought.items():
                 p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])
 
-    def initialize(self, inits: Mapping[str, Init], *, seed: int | None = None) -> None:
-        """Draw initial values that are the same on every layout; each rank draws its own shards.
+    def initialize(self, values: InitialValues = "model", *, seed: int | None = None) -> None:
+        """Give parameters and buffers initial values: the same on every layout. Each rank keeps its parts, and makes
+        whole tensors one at a time.
 
         Args:
-            inits: name (or glob) -> :class:`quintnet.Normal`, ``Uniform`` or ``Constant``; later patterns win, and
-                parameters that none matches keep their values.
+            values: where values come from.
+
+                - ``"model"``: the module's own reset functions (``init_weights`` of a Hugging Face model, else
+                  ``reset_parameters`` of each module, its children's first). The values are those that
+                  ``torch.manual_seed(seed)`` and these functions give the unsplit module on the CPU.
+                - a function that builds the module, such as its class: the values of
+                  ``torch.manual_seed(seed); build()``, of buffers and tensors in attributes, too.
+                - a dict from names (or globs) of parameters to :class:`quintnet.Normal`, ``Uniform``, ``Constant``, or
+                  to functions that fill a tensor, such as those of ``torch.nn.init``. Later patterns win, and what
+                  none matches keeps its values. Buffers are given by their full names. Functions are called in the
+                  order of ``model.named_parameters()`` (and buffers last), after ``torch.manual_seed(seed)``.
             seed: by default the program's.
 
         Raises:
-            CompileError: QN204 for a pattern that matches no parameter.
+            CompileError: QN204 for a pattern that matches no parameter; QN604 with the tensors that would be left
+                without values, before any is changed, or if a function does not fill its tensor.
         """
-        program, backend = self._primary().program, self._state()
-        names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
-        wanted = chosen(inits, names)
         seed = self._task.plan.seed if seed is None else seed
-        with torch.no_grad():
-            for spec, part, positions in backend.parts(program):
-                if spec.name in wanted:
-                    key = key_of(seed, names.index(spec.name))
-                    part.copy_(wanted[spec.name].draw(positions, spec.shape, key, spec.dtype))
-        backend.unset -= wanted.keys()
+        give_values(self._primary().program, self._state(), modules_of(self._task), values, seed)
 
     # -- Hugging Face folders
 

@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 __all__ = [
     "pytree",  # nested batches and outputs as lists of leaves; instead: optree, or torch.export's public registry
@@ -30,14 +31,15 @@ __all__ = [
     "FakeTensor",  # tells tensors of a trace from real ones; instead: the mode's own record of what it made
     "FunctionalTensor",  # likewise, inside torch.export
     "TorchDispatchMode",  # sees each operator that runs; instead: a tensor subclass with __torch_dispatch__
+    "without_modes",  # operators run as usual inside a mode; instead: calling them before it is entered
     "make_fx",  # traces a function of tensors into a graph; instead: torch.export of a module around it
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
-    "plain_function", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name", "silu",
-    "storage_key", "storage_uses", "version", "without_printed_graphs", "without_torch_function", "built_for_xpu",
-    "has_kernel", "RNN_WEIGHT_LISTS",
+    "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
+    "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
+    "without_torch_function", "built_for_xpu", "has_kernel", "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
 
 # -- tensors
@@ -64,6 +66,22 @@ foreach_mul_, foreach_copy_, foreach_norm = torch._foreach_mul_, torch._foreach_
 
 # As __torch_function__: operators on a subclass give plain tensors; instead: Tensor.__torch_function__, and unwrapping.
 plain_function: Any = torch._C._disabled_torch_function_impl
+
+
+@contextlib.contextmanager
+def truncated_normals(replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, what ``torch.nn.init.trunc_normal_`` draws with, whose loop depends on values, is what ``replaced`` makes
+    of it; instead: nothing, ``trunc_normal_`` itself cannot be replaced in modules that have imported it."""
+    with mock.patch.object(torch.nn.init, "_no_grad_trunc_normal_", replaced(torch.nn.init._no_grad_trunc_normal_)):
+        yield
+
+
+def resets_itself(module: torch.nn.Module) -> Callable[[], object] | None:
+    """What gives a module's own parameters their first values; instead: ``reset_parameters`` alone, which
+    MultiheadAttention and Transformer do not have."""
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
 
 # Autograd's graph is read as it is, whatever modes are on; instead: torch.overrides, which disables subclasses alone.
 without_torch_function: Any = torch._C.DisableTorchFunction

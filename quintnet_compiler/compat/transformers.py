@@ -13,8 +13,8 @@ from typing import Any
 
 __all__ = [
     "EXPERTS_CHOICE", "apply_gate", "attention_registries", "built_on_meta", "causal_class", "conversions",
-    "experts_run_by", "ignored_on_load", "ignored_on_save", "initialize", "is_conversion", "mask_parts",
-    "norm_after_experts", "parallel_rules", "renamed", "sort_key", "without_packed_documents",
+    "experts_run_by", "ignored_on_load", "ignored_on_save", "initialize", "initialize_again", "is_conversion",
+    "mask_parts", "norm_after_experts", "parallel_rules", "renamed", "sort_key", "without_packed_documents",
 ]  # fmt: skip
 
 _MASKS = "transformers.masking_utils"
@@ -122,6 +122,14 @@ def ignored_on_save(model: Any) -> list[str]:
 def initialize(model: Any, module: Any) -> None:
     """Values of a module of ``model``, its buffers too; instead: building the model on a real device."""
     model._init_weights(module)
+
+
+def initialize_again(model: Any) -> None:
+    """Values of all of a model, as its constructor gives them last; instead: ``init_weights``, which leaves out what
+    has values already."""
+    for one in (*model.modules(), *model.parameters(), *model.buffers()):
+        vars(one).pop("_is_hf_initialized", None)
+    model.init_weights()
 
 
 # -- models from configurations

@@ -15,31 +15,13 @@ from torch import Tensor, nn
 
 from ..compat.torch import version
 from ..compat.transformers import initialize
-from ..core.errors import CheckpointError
 from .names import is_hugging_face
 
 
 def with_buffers(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors`` with values for every buffer on the meta device that can be computed.
-
-    Buffers that cannot, but that files hold (persistent ones), stay as they are.
-
-    Raises:
-        CheckpointError: QN604 with each further one.
-    """
-    found = dict(tensors)
+    """``tensors`` with values for every buffer on the meta device that can be computed; the others stay as they are."""
     parameters = {name for name, _ in model.named_parameters()}
-    wanted = [name for name, x in tensors.items() if x.is_meta and name not in parameters]
-    found |= computed_buffers(model, wanted)
-    kept = model.state_dict(keep_vars=True).keys()
-    lost = [name for name in wanted if found[name].is_meta and name not in kept]
-    if lost:
-        raise CheckpointError(
-            "QN604",
-            f"the model is on the meta device, and nothing says what is in {', '.join(lost)}: no file has it",
-            fix="build the model on a real device, or make it a persistent buffer and load it",
-        )
-    return found
+    return dict(tensors) | computed_buffers(model, [n for n, x in tensors.items() if x.is_meta and n not in parameters])
 
 
 def computed_buffers(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

@@ -130,13 +130,12 @@ def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
     """Raises: RunError QN604 if the program reads a tensor without values."""
     names = sorted(unset & program.state.keys())
     if names:
-        parameters = all(program.state[name].kind == "parameter" for name in names)
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise RunError(
             "QN604",
             f"values are missing for {', '.join(names[:8])}{more}",
-            fix="call program.load_pretrained(folder)"
-            + (" or program.initialize({...})" if parameters else ", or build the model on a real device"),
+            fix="call program.load_pretrained(folder), program.initialize() for the module's own initial values, or "
+            "program.initialize(build), where build() makes the module",
         )
 
 

@@ -1,0 +1,206 @@
+"""What a module's own code does to tensors when it initialises them, recorded on tensors without values.
+
+The code runs once, on the meta device, and is told that its tensors are on the CPU: it does what it would do there, and
+no memory is used. Operators are kept with places in memory, not with tensors: views, ``.data`` and copies of Python
+objects need no rules then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..compat.torch import (
+    TorchDispatchMode,
+    operator_name,
+    pytree,
+    schema,
+    storage_key,
+    truncated_normals,
+    without_modes,
+    without_torch_function,
+)
+from ..core.replaced import for_this_thread, one_thread
+from .tape import Call, MemoryPlace, Tape, refuse_initialisation
+
+# These write all of what they are given and do not read it, and so does what is given as ``out``.
+_DRAWS = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_")
+_OVERWRITES = frozenset(("fill_", "zero_", "copy_", *_DRAWS))
+_NO_VALUES = frozenset(["empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"])
+_OTHER_MEMORY = frozenset(["set_", "resize_", "resize_as_"])
+_CODE = "the code that initialises the module"
+
+
+class Recording:
+    """What ran inside ``with recording.on():`` is on its ``tape``."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self._kept: list[torch.UntypedStorage] = []  # so that no memory's key is used again
+        self._constants: dict[int, torch.UntypedStorage] = {}  # memory without values, for memory that has some
+        self._random = torch.random.get_rng_state()
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, operators are recorded and compute nothing.
+
+        Raises:
+            CompileError: QN604 for what cannot be recorded.
+        """
+        self._random = torch.random.get_rng_state()
+
+        def truncated_normal(theirs: Callable[..., Any]) -> Callable[..., Any]:
+            return for_this_thread(partial(self._truncated_normal, theirs), theirs)
+
+        try:
+            with one_thread(), truncated_normals(truncated_normal), _RecorderOfValues(self), _CPU, _AsOnCpu():
+                yield
+        except (RuntimeError, NotImplementedError) as error:
+            cause = str(error).strip().splitlines() or [type(error).__name__]
+            refuse_initialisation(f"{_CODE} cannot be followed: {cause[0]}")
+
+    def place(self, x: Tensor) -> MemoryPlace:
+        """Where a tensor lies."""
+        x = self.stand_in(x)
+        if x.is_conj() or x.is_neg():
+            refuse_initialisation(f"{_CODE} uses lazily conjugated values")
+        key, memory = storage_key(x), x.untyped_storage()
+        if key not in self.tape.sizes:
+            self._kept.append(memory)
+            self.tape.sizes[key] = memory.nbytes()
+        return MemoryPlace(key, x.dtype, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+
+    def stand_in(self, x: Any) -> Any:
+        """For a tensor with values (a constant of the code), the same without: always in the same memory."""
+        if not isinstance(x, Tensor) or x.is_meta:
+            return x
+        key = storage_key(x)
+        if key not in self._constants:
+            memory = x.untyped_storage()
+            data = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
+            stand_in = torch.empty(memory.nbytes(), dtype=torch.uint8, device="meta")
+            self._kept.append(memory)
+            self._constants[key] = stand_in.untyped_storage()
+            results = (self.place(stand_in),)
+            none: frozenset[int] = frozenset()
+            self.tape.calls.append(Call(data.clone, (), {}, none, none, none, results, False, torch.float32))
+        made = torch.empty(0, dtype=x.dtype, device="meta")
+        return made.set_(self._constants[key], x.storage_offset(), x.shape, x.stride())
+
+    def add(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Keep a call, unless it only makes views, or memory without values."""
+        name = operator_name(function)
+        if name in _OTHER_MEMORY:
+            refuse_initialisation(f"{_CODE} calls {name}")
+        args, kwargs = pytree.tree_map(self._placed, (tuple(args), dict(kwargs)))
+        inputs = {place.memory for place in pytree.tree_leaves((args, kwargs)) if isinstance(place, MemoryPlace)}
+        reads: set[int] = set()
+        writes: set[int] = set()
+        over: set[int] = set()
+        for i, argument in enumerate(schema(function).arguments):
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for x in pytree.tree_leaves(given):
+                if isinstance(x, MemoryPlace):
+                    (writes if written else reads).add(x.memory)
+                    if written and (argument.is_out or name in _OVERWRITES) and self._covers(x):
+                        over.add(x.memory)
+        results = [self.place(x) for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        fresh = tuple(None if place.memory in inputs else place for place in results)
+        if name in _NO_VALUES or not (writes or any(fresh)):
+            return
+        draws, over = torch.Tag.nondeterministic_seeded in function.tags, over - reads
+        known = frozenset(reads), frozenset(writes), frozenset(over)
+        self._keep(Call(function, args, kwargs, *known, fresh, draws, torch.get_default_dtype()))
+
+    def _truncated_normal(self, theirs: Callable[..., Any], x: Tensor, *bounds: Any, **more: Any) -> Tensor:
+        """Keep what fills ``x`` as one call: how often it draws depends on values."""
+        with without_torch_function(), without_modes():
+            args, kwargs = pytree.tree_map(self._placed, ((x, *bounds), more))
+            place = args[0]
+            over = frozenset({place.memory} if self._covers(place) else ())
+            written = frozenset({place.memory})
+            self._keep(Call(theirs, args, kwargs, frozenset(), written, over, (None,), True, torch.get_default_dtype()))
+        return x
+
+    def _keep(self, call: Call) -> None:
+        if call.draws and not torch.equal(torch.random.get_rng_state(), self._random):
+            refuse_initialisation(f"{_CODE} seeds random numbers itself", "leave it to program.initialize(seed=)")
+        self.tape.calls.append(call)
+
+    def _placed(self, x: Any) -> Any:
+        """What a call keeps of an argument."""
+        if isinstance(x, torch.Generator):
+            refuse_initialisation(f"{_CODE} has a random generator of its own", "use torch's default generator")
+        return self.place(x) if isinstance(x, Tensor) else x
+
+    def _covers(self, place: MemoryPlace) -> bool:
+        """Whether a place has every byte of its memory."""
+        dense = all(stride > 0 or size == 1 for size, stride in zip(place.size, place.stride, strict=True))
+        return dense and torch.Size(place.size).numel() * place.dtype.itemsize == self.tape.sizes[place.memory]
+
+
+_CPU = torch.device("cpu")
+_OF_TENSOR: Any = Tensor
+_TOLD = {
+    _OF_TENSOR.is_meta.__get__: False,
+    _OF_TENSOR.is_cpu.__get__: True,
+    _OF_TENSOR.device.__get__: _CPU,
+}
+
+
+class _AsOnCpu(TorchFunctionMode):
+    """What Python code sees of tensors on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TOLD:
+            return _TOLD[func]
+        if func is Tensor.tolist and args[0].is_meta:
+            return _listed(args[0])
+        if func is Tensor.numpy and args[0].is_meta:
+            refuse_initialisation(f"{_CODE} makes a NumPy array of a tensor")
+        if (kwargs or {}).get("out") is not None:  # it says where it is, and the device cpu is not added
+            with without_torch_function():
+                return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class _RecorderOfValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, into: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.into = into
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with without_torch_function():
+            return self._recorded(func, args, kwargs or {})
+
+    def _recorded(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self.into.tape.number(self.into.place(args[0]))
+        own: dict[int, Tensor] = {}  # what code gave, by what stands for it
+
+        def without_values(x: Any) -> Any:
+            if isinstance(x, torch.device):
+                return torch.device("meta")
+            stand_in = self.into.stand_in(x)
+            if stand_in is not x:
+                own[id(stand_in)] = x
+            return stand_in
+
+        args, kwargs = pytree.tree_map(without_values, (tuple(args), dict(kwargs)))
+        if any(argument.name == "device" for argument in schema(func).arguments) and not kwargs.get("device"):
+            there = any(isinstance(x, Tensor) for x in pytree.tree_leaves(args))
+            kwargs |= {} if there else {"device": torch.device("meta")}
+        out = func(*args, **kwargs)
+        self.into.add(func, args, kwargs, out)
+        return pytree.tree_map(lambda x: own.get(id(x), x), out)
+
+
+def _listed(x: Tensor) -> Any:
+    return x.item() if x.dim() == 0 else [_listed(one) for one in x.unbind(0)]
