@@ -54,6 +54,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_version": _NET.weight,
         "_flat_weights": nn.LSTM(1, 1),
         "_flat_weight_refs": nn.LSTM(1, 1),
+        "_custom_op_handlers": DTensor._op_dispatcher,
+        "_op_dispatcher": DTensor,
         "_ep_plan": _LLAMA,
         "_from_config": _LLAMA,
         "_global_mapping": transformers.AttentionInterface(),

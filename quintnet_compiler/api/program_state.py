@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import repeat
@@ -22,7 +22,8 @@ from ..checkpoint.training_state import Restored, Snapshot, read, snapshot, writ
 from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
-from ..runtime.backends.backend import Backend
+from ..runtime.backends.backend import Backend, refuse_unset
+from ..runtime.state.whole_optimizer import Make, WholeOptimizer
 from .initial_values import InitialValues, give_values
 
 
@@ -175,6 +176,27 @@ class ProgramState(abc.ABC):
         plan = self._task.plan.changed({"seed": state["seed"]})
         self._task = replace(self._task, plan=plan)
         self._steps = state["step"]
+
+    def optimizer(self, make: Make, parameters: Iterable[Any] | None = None) -> WholeOptimizer:
+        """An optimizer whose update of a parameter needs all of it (Muon, Adafactor, Shampoo): the same on every layout
+        as ``make`` of the unsplit parameters.
+
+        Each parameter and its gradient are gathered on one of the ranks that share it, which computes the update, keeps
+        the state and sends the parts back: ranks divide the work. :meth:`save` and :meth:`load` take the optimizer; any
+        layout reads its state.
+
+        Args:
+            make: makes the optimizer of whole parameters: ``lambda p: torch.optim.Muon(p, lr=0.02)``. An update must be
+                a function of one parameter, its gradient and its state; none may depend on other parameters.
+            parameters: those of this program to optimize, or groups of them; by default all.
+
+        Raises:
+            RunError: QN113 for parameters of others.
+        """
+        given = self.parameters() if parameters is None else parameters
+        backend, program = self._state(), self._primary().program
+        refuse_unset(backend.unset, program)
+        return WholeOptimizer(given, make, backend.whole_tensors(program))
 
     # -- checkpoints
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..core.errors import CheckpointError
+from ..runtime.state.whole_optimizer import WholeOptimizer
 from .parts import SavedPart
 
 Note = Mapping[str, Any]  # JSON
@@ -45,6 +46,8 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace
         for key, x in optimizer.state.get(place.parameter, {}).items():
             if not isinstance(x, Tensor):
                 values.setdefault(name, {})[key] = plain(x, f"{key} of {name}")
+            elif isinstance(optimizer, WholeOptimizer):
+                tensors[f"{name}/{key}"] = SavedPart.whole(x.detach())
             elif tuple(x.shape) == tuple(place.shape):
                 tensors[f"{name}/{key}"] = place.part(local_of(x))
             elif x.dim() == 0 or tuple(place.parameter.shape) == tuple(local_of(place.parameter).shape):
@@ -54,9 +57,9 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace
                     "QN603",
                     f"the optimizer keeps {key} of {name} as {tuple(x.shape)}, and the parameter, "
                     f"{tuple(place.shape)}, is split: no other layout could read it",
-                    fix="use an optimizer whose state has the shape of its parameter, as AdamW's",
+                    fix="make it with program.optimizer(make), which keeps whole state",
                 )
-    return tensors, {"class": type(optimizer).__name__, "options": options, "values": values}
+    return tensors, {"class": _kind(optimizer), "options": options, "values": values}
 
 
 def merged(notes: Sequence[Note]) -> Note:
@@ -84,7 +87,7 @@ def restored(
     Raises:
         CheckpointError: QN602 if it is not the state of such an optimizer for these parameters.
     """
-    kind = type(optimizer).__name__
+    kind = _kind(optimizer)
     if note["class"] != kind:
         raise CheckpointError("QN602", f"the optimizer is a {kind}, and the checkpoint has that of a {note['class']}")
     targets: dict[str, SavedPart] = {}
@@ -109,10 +112,12 @@ def restored(
         if other == name:
             changes.append((group, options))
         place = places[name]
+        if isinstance(optimizer, WholeOptimizer) and not optimizer.here(place.parameter):
+            continue
         states[name] = dict(note["values"].get(name, {}))
         for key in keys.get(name, ()):
             meta = saved[f"{name}/{key}"]
-            made, part = _room(place, key, meta, group)
+            made, part = _room(place, key, meta, group, whole=isinstance(optimizer, WholeOptimizer))
             states[name][key], targets[f"{name}/{key}"] = made, part
 
     def finish() -> None:
@@ -120,10 +125,16 @@ def restored(
             for key, x in options.items():
                 _set(group, key, x)
         for name, state in states.items():
-            if state:
+            if state and isinstance(optimizer, WholeOptimizer):
+                optimizer.restore(places[name].parameter, state)
+            elif state:
                 optimizer.state[places[name].parameter] = state
 
     return targets, finish
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer.inner if isinstance(optimizer, WholeOptimizer) else optimizer).__name__
 
 
 def _named(
@@ -142,11 +153,11 @@ def _named(
 
 
 def _room(
-    place: ParameterPlace, key: str, meta: TensorStorageMetadata, group: Mapping[str, Any]
+    place: ParameterPlace, key: str, meta: TensorStorageMetadata, group: Mapping[str, Any], *, whole: bool
 ) -> tuple[Tensor, SavedPart]:
     parameter, dtype = place.parameter, meta.properties.dtype
     own = local_of(parameter)
-    if tuple(meta.size) != tuple(place.shape):
+    if whole or tuple(meta.size) != tuple(place.shape):
         # a count of steps: torch keeps it beside the parameter only where a kernel reads it there
         there = group.get("capturable") or group.get("fused") or meta.size
         x = torch.zeros(meta.size, dtype=dtype, device=own.device if there else "cpu")

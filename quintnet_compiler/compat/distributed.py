@@ -20,7 +20,8 @@ __all__ = [
     "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
     "Store",  # likewise
     "TCPStore",  # likewise
-    "all_gather", "flight_record", "interleaved_shard", "local_tensor", "reduce_scatter", "replace_local_tensor",
+    "all_gather", "flight_record", "interleaved_shard", "local_tensor", "numbers_by",
+    "reduce_scatter", "replace_local_tensor",
     "symmetric_matmuls", "use_symmetric_memory",
 ]  # fmt: skip
 
@@ -60,6 +61,14 @@ def _redistribute_interleaved() -> None:
             return as_order(placements, mesh, False)
 
     spec._normalize_placements_into_shard_order = staticmethod(normalize)
+
+
+@cache
+def numbers_by(number: Callable[[DTensor], Any]) -> None:
+    """From now on, what a DTensor gives as a Python number (``item()``, ``float()``), where torch gives that of this
+    rank's part; instead: nothing, results of operators are torch's own DTensors."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = lambda function, args, kwargs: number(args[0])
 
 
 def use_symmetric_memory(group: dist.ProcessGroup) -> None:

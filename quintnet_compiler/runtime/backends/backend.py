@@ -22,6 +22,7 @@ from ..execute.record import Recorder
 from ..launch.device_faults import explained
 from ..state.gradients import GradientStore
 from ..state.local_values import StoredPart
+from ..state.whole_optimizer import WholeTensors
 
 Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
@@ -72,6 +73,10 @@ class Backend(Protocol):
 
     def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
         """Each of these tensors in turn, whole on the first rank; None on the others, which must ask for as many."""
+        ...
+
+    def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
+        """Where each parameter is whole, for an optimizer that needs it so; every rank calls this."""
         ...
 
     def cuts(self) -> Mapping[str, StoredPart]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...compat.distributed import local_tensor, replace_local_tensor
+from ...compat.distributed import local_tensor, numbers_by, replace_local_tensor
 from ...compat.torch_hooks import share_hooks
 from ...core import slices
 from ...core.empty_storage import of_other_ranks
@@ -28,13 +28,14 @@ from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_buffers import split_results, written
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore, shared_by
-from ..state.local_values import StageGradient, StoredPart
+from ..state.local_values import StageGradient, StoredPart, whole_number
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.same_values import SameValues
 from ..state.state import new_caches, part_of, sharded_dtensor
 from ..transport.connections import connections_of
 from ..transport.distributed import DistributedTransport, device_mesh, gradient_groups
 from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
+from .whole_parameters import OneOwnerEach
 
 
 class ProcessBackend:
@@ -63,6 +64,7 @@ class ProcessBackend:
                 fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
             )
         agree({"torch": torch.__version__, "plan": plan}, device)
+        numbers_by(whole_number)
         self.values = SameValues(mesh, device)
         self.values.see(tensors)
         self.devices = device_mesh(mesh, device.type)
@@ -272,6 +274,10 @@ class ProcessBackend:
         found = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         dist.recv(found, sender)
         return found
+
+    def whole_tensors(self, program: DistributedProgram) -> OneOwnerEach:
+        specs = {id(p): program.state[name] for name, p in self.parameters.items()}
+        return OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device)
 
     def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -9,6 +9,8 @@ from torch import Tensor
 from ...core import slices
 from ...ir.program import DistributedProgram, StateSpec
 from ..state.local_values import StoredPart
+from ..state.whole_optimizer import WholeTensors
+from .whole_parameters import AllHere
 
 
 class WholeState:
@@ -26,6 +28,9 @@ class WholeState:
     def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
         for name in names:
             yield name, self.tensors[name]
+
+    def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
+        return AllHere()
 
     def cuts(self) -> Mapping[str, StoredPart]:
         return {}

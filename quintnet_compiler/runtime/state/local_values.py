@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...compat.distributed import local_tensor
 from ...compat.torch import foreach_norm, plain_function
 from ...core import slices
 from ...core.errors import RunError
@@ -21,22 +22,44 @@ class StageGradient(DTensor):
     """The gradient of a parameter that other pipeline stages do not have. A norm of these alone is no norm of all.
 
     Raises:
-        RunError: QN113 by torch.nn.utils.clip_grad_norm_.
+        RunError: QN113 by torch.nn.utils.clip_grad_norm_ and torch.optim.LBFGS.
     """
 
     @staticmethod
     def __torch_function__(
         func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in (torch.linalg.vector_norm, foreach_norm):
-            caller = sys._getframe(1)
-            if caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        if func in (torch.linalg.vector_norm, foreach_norm, Tensor.view):
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if caller == "torch.optim.lbfgs":
+                raise RunError(
+                    "QN113",
+                    "this rank has the gradients of its pipeline stages alone, and LBFGS needs products of all",
+                    fix="use a mesh without pp, or an optimizer that updates each parameter by itself, as AdamW",
+                )
+            if caller == "torch.nn.utils.clip_grad":
                 raise RunError(
                     "QN113",
                     "this rank has the gradients of its pipeline stages alone, and would clip by their norm",
                     fix="use program.clip_grad_norm(max_norm): the norm of all gradients, on every rank",
                 )
         return plain_function(func, types, args, kwargs or {})
+
+
+def whole_number(x: DTensor) -> Any:
+    """A DTensor's Python number, if every rank has it.
+
+    Raises:
+        RunError: QN113 for a term of a sum, or for what one rank has alone.
+    """
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise RunError(
+            "QN113",
+            f"a number was asked for of which each rank has a part ({', '.join(map(str, x.placements))}): a norm or "
+            "sum of a split parameter or gradient",
+            fix="x.full_tensor().item() on every rank; in an optimizer's step, make it with program.optimizer(make)",
+        )
+    return local_tensor(x).item()
 
 
 @dataclass(frozen=True)

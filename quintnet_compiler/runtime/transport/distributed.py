@@ -267,6 +267,22 @@ class DistributedTransport:
         dist.broadcast(x, src=source, group=self.group[ranks].group)
         return x
 
+    def gather_parts(self, x: Tensor, ranks: tuple[int, ...], to: int) -> Pending:
+        """What each of ``ranks`` gives, in their order, on the rank ``to``; None on the others."""
+        if len(ranks) == 1:
+            return lambda: [x]
+        parts = [torch.empty_like(x) for _ in ranks] if self.rank == to else None
+        work = dist.gather(x, parts, dst=to, group=self.group[ranks].group, async_op=True)
+        return pending(work, x, lambda: parts)
+
+    def scatter_parts(self, parts: list[Tensor] | None, into: Tensor, ranks: tuple[int, ...], source: int) -> Pending:
+        """``into`` with what the rank ``source`` has for this one in ``parts``, which are in the order of ``ranks``."""
+        if len(ranks) == 1:
+            assert parts is not None
+            return lambda: into.copy_(parts[0])
+        work = dist.scatter(into, parts, src=source, group=self.group[ranks].group, async_op=True)
+        return pending(work, parts, lambda: into)
+
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
         x = x.contiguous()
         work = dist.isend(x, to, group=self.connections.group[Connection(channel, self.rank, to)])

@@ -1,0 +1,134 @@
+"""Parameters that are whole on one of the ranks that share them, which computes their updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...core import slices
+from ...core.errors import RunError
+from ...core.mesh import Mesh
+from ...ir.program import Axis, StateSpec
+from ..state.module_parameters import local_of
+from ..state.whole_optimizer import Pairs
+from ..transport.distributed import DistributedTransport
+from ..transport.transport import Pending
+
+
+class AllHere:
+    """Where all ranks are in this process, parameters are whole."""
+
+    def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
+        return {id(p): p for p in parameters}
+
+    def collect(self, pairs: Pairs) -> None:
+        """They have them."""
+
+    def spread(self, pairs: Pairs) -> None:
+        """They have them."""
+
+
+@dataclass
+class OneOwnerEach:
+    """Each parameter is whole on one of the ranks of its stages: the largest first, each on the rank that has least.
+
+    ``specs``: of this rank's parameters, by id. All ranks of a stage call each method with the same parameters.
+    """
+
+    mesh: Mesh
+    transport: DistributedTransport
+    axes: Sequence[Axis]
+    specs: Mapping[int, StateSpec]
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        stages: dict[int, list[int]] = {}
+        for rank in range(self.mesh.size):
+            stages.setdefault(self.mesh.coordinate(rank).get("pp", 0), []).append(rank)
+        self.transport.add_groups([tuple(ranks) for ranks in stages.values()])
+        self.ranks = tuple(stages[self.mesh.coordinate(self.transport.rank).get("pp", 0)])
+        self.sizes = [axis.size for axis in self.axes]
+        places = [self.mesh.coordinate(rank) for rank in self.ranks]
+        self.places = [tuple(place.get(axis.name, 0) for axis in self.axes) for place in places]
+        self.owners: dict[int, int] = {}
+
+    def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
+        mine = [p for p in parameters if id(p) in self.specs]
+        other = next((p for p in parameters if id(p) not in self.specs and not p.is_meta), None)
+        if other is not None:
+            raise RunError(
+                "QN113",
+                f"the optimizer has a parameter {tuple(other.shape)} that is not this program's",
+                fix="give it parameters of program.parameters()",
+            )
+        held = dict.fromkeys(self.ranks, 0)
+        for p in sorted(mine, key=lambda p: -p.numel()):
+            owner = min(held, key=held.__getitem__)
+            held[owner] += p.numel()
+            self.owners[id(p)] = owner
+        made: dict[int, nn.Parameter] = {}
+        for p in parameters:
+            device = self.device if self.owners.get(id(p)) == self.transport.rank else "meta"
+            made[id(p)] = nn.Parameter(
+                torch.empty(p.shape, dtype=p.dtype, device=device), requires_grad=p.requires_grad
+            )
+        with torch.no_grad():
+            self._take([(p, made[id(p)]) for p in mine])
+        return made
+
+    def collect(self, pairs: Pairs) -> None:
+        there = [(p, whole) for p, whole in pairs if p.grad is not None]
+        self._take(there)
+        waits = [self._gather(p, _gradient(p)) for p, _ in there]
+        for _, whole in pairs:
+            whole.grad = None
+        for (_, whole), wait in zip(there, waits, strict=True):
+            whole.grad = wait()
+
+    def spread(self, pairs: Pairs) -> None:
+        waits: list[Pending] = []
+        for p, whole in pairs:
+            if p.grad is not None:
+                spec, part = self.specs[id(p)], local_of(p)
+                into = torch.empty_like(part, memory_format=torch.contiguous_format)
+                parts = None
+                if not whole.is_meta:
+                    cut = [slices.take_all(whole, spec.sharding, self.sizes, place) for place in self.places]
+                    parts = [x.contiguous() for x in cut]
+                waits.append(self.transport.scatter_parts(parts, into, self.ranks, self.owners[id(p)]))
+        for p, _ in pairs:
+            if p.grad is not None:
+                local_of(p).copy_(waits.pop(0)())
+
+    def _take(self, pairs: Pairs) -> None:
+        waits = [self._gather(p, local_of(p)) for p, _ in pairs]
+        for (_, whole), wait in zip(pairs, waits, strict=True):
+            found = wait()
+            if found is not None:
+                whole.copy_(found)
+
+    def _gather(self, p: nn.Parameter, part: Tensor) -> Pending:
+        """What the ranks have of a tensor like ``p``, whole on the one that owns it."""
+        wait = self.transport.gather_parts(part.detach().contiguous(), self.ranks, self.owners[id(p)])
+
+        def whole() -> Tensor | None:
+            parts = wait()
+            if parts is None:
+                return None
+            joined = slices.assemble(dict(zip(self.places, parts, strict=True)), self.specs[id(p)].sharding, self.sizes)
+            return joined.contiguous()
+
+        return whole
+
+
+def _gradient(p: nn.Parameter) -> Tensor:
+    """This rank's part, cut as the parameter."""
+    gradient = p.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and isinstance(p, DTensor) and gradient.placements != p.placements:
+        gradient = gradient.redistribute(p.device_mesh, p.placements)
+    return local_of(gradient)

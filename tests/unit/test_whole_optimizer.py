@@ -1,0 +1,78 @@
+"""An optimizer of whole parameters: its groups, its options, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+from quintnet_compiler.core.errors import RunError
+from quintnet_compiler.runtime.backends.whole_parameters import AllHere
+from quintnet_compiler.runtime.state.whole_optimizer import Pairs, WholeOptimizer
+
+
+class Apart(AllHere):
+    """Whole parameters beside those of the program, the second of which is elsewhere."""
+
+    def stand_ins(self, parameters):  # type: ignore[no-untyped-def]
+        first = parameters[0].detach().clone()
+        return {id(p): nn.Parameter(first if i == 0 else p.detach().to("meta")) for i, p in enumerate(parameters)}
+
+    def collect(self, pairs: Pairs) -> None:
+        for p, whole in pairs:
+            whole.grad = None if whole.is_meta else p.grad
+
+    def spread(self, pairs: Pairs) -> None:
+        for p, whole in pairs:
+            if not whole.is_meta:
+                p.copy_(whole)
+
+
+def _parameters() -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
+    for p in made:
+        p.grad = torch.ones_like(p)
+    return made
+
+
+def test_options_go_in_and_out() -> None:
+    given = _parameters()
+    optimizer = WholeOptimizer(given, lambda p: optim.SGD(p, 1.0, momentum=0.5), Apart())
+    schedule = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    schedule.step()
+    optimizer.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 0.5 and torch.equal(given[0], torch.full((2,), 1 - 1 - 0.75))
+    assert torch.equal(given[1], torch.ones(3)) and given[1] not in optimizer.state  # where it is whole, it is changed
+    assert optimizer.here(given[0]) and not optimizer.here(given[1])
+    assert torch.equal(optimizer.state[given[0]]["momentum_buffer"], torch.full((2,), 1.5))
+    optimizer.restore(given[0], {"momentum_buffer": torch.zeros(2)})
+    optimizer.step()
+    assert torch.equal(given[0], torch.full((2,), -0.75 - 0.5))
+
+
+def test_groups_are_kept() -> None:
+    first, second = _parameters()
+    groups = [{"params": [first], "lr": 1.0}, {"params": [second]}]
+    optimizer = WholeOptimizer(groups, lambda p: optim.SGD(p, 0.5), AllHere())
+    assert [g["lr"] for g in optimizer.param_groups] == [1.0, 0.5] and len(groups[0]) == 2
+    optimizer.step()
+    assert not first.any() and torch.equal(second, torch.full((3,), 0.5))
+    optimizer.zero_grad()
+    assert first.grad is None
+
+
+def test_what_it_refuses() -> None:
+    optimizer = WholeOptimizer(_parameters(), optim.SGD, AllHere())
+
+    def closure() -> Tensor:
+        return torch.ones(())
+
+    for call in (
+        lambda: optimizer.step(closure),  # type: ignore[arg-type]
+        lambda: optimizer.add_param_group({"params": _parameters()}),
+        lambda: optimizer.state_dict(),
+        lambda: optimizer.load_state_dict({}),
+    ):
+        with pytest.raises(RunError, match="QN113"):
+            call()
