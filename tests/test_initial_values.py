@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import Mesh
+from quintnet_compiler.weights.own_values import values_of_build
 
 Layout = tuple[dict[str, int], dict[str, Any]]
 LAYOUTS: list[Layout] = [({"dp": 2}, {"zero": 3}), ({"tp": 2}, {}), ({"pp": 2}, {}), ({"dp": 2, "tp": 2}, {"zero": 3})]
@@ -88,7 +89,19 @@ def test_values_of_the_modules_own_code(axes: dict[str, int], plan: dict[str, An
 
 def _in_a_process(layouts: list[Layout]) -> list[list[str]]:
     torch.set_num_threads(1)
-    return [_wrong(axes, plan) for axes, plan in layouts]
+    found = [_wrong(axes, plan) for axes, plan in layouts]
+
+    def build() -> nn.Module:
+        net = Net()
+        net.scale.data.mul_(torch.distributed.get_rank())
+        return net
+
+    _, program = _program(*layouts[0])
+    try:
+        program.initialize(build)
+    except quintnet.RunError as error:
+        return found if error.code == "QN403" else [*found, [error.code]]
+    return [*found, ["ranks with other values were not told"]]
 
 
 @pytest.mark.parametrize(
@@ -132,6 +145,43 @@ def test_values_of_a_hugging_face_model() -> None:
     built = _llama()
     for name, p in program.named_parameters():
         assert torch.equal(p.full_tensor(), built.state_dict()[name]), name  # type: ignore[attr-defined]
+
+
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_TEXT = {"vocab_size": 64, **_SIZES}
+_IMAGES = {**_SIZES, "image_size": 32, "patch_size": 8}
+_SOUND = {"conv_dim": (16, 16), "conv_kernel": (4, 4), "conv_stride": (2, 2), "num_feat_extract_layers": 2, **_SIZES}
+_ENCODER_DECODER = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+_WINDOWS = {"image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "ViT": _IMAGES,
+    "T5": _ENCODER_DECODER,
+    "GPT2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "Bert": _TEXT,
+    "Mixtral": {**_TEXT, "num_local_experts": 4, "num_key_value_heads": 2},
+    "Mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2},
+    "Swin": _WINDOWS,
+    "Wav2Vec2": _SOUND,
+    "DebertaV2": _TEXT,
+    "CLIP": {"text_config": _TEXT, "vision_config": _IMAGES},
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_constructors_of_hugging_face_models(family: str) -> None:
+    def build() -> Any:
+        return getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**FAMILIES[family]))
+
+    def tensors(model: Any) -> dict[str, Tensor]:
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    torch.manual_seed(5)
+    expected, own = tensors(build()), values_of_build(build)
+    found = {name: x.clone() for name, x in own.values(expected, 5)}
+    assert expected.keys() == found.keys()
+    for name, x in expected.items():
+        assert found[name].dtype == x.dtype and torch.equal(found[name], x), name
 
 
 # -- by name

@@ -234,9 +234,7 @@ def _a_few(layout: Layout) -> tuple[Outcome, Outcome, Outcome]:
 def test_optimizers_of_split_parameters() -> None:
     for whole, split, refused in quintnet.launch(_a_few, 2, args=(DP3,)):
         _equal([whole, split])
-        muon = refused.pop(
-            "Muon"
-        )  # no error: bfloat16 rounds products of parts otherwise, and the iteration enlarges it
+        muon = refused.pop("Muon")  # bfloat16 rounds products of parts otherwise, and the iteration enlarges it
         assert isinstance(muon, float) and 1e-4 < muon < 0.02
         for name, error in refused.items():
             assert isinstance(error, str), name

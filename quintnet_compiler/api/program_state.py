@@ -108,6 +108,7 @@ class ProgramState(abc.ABC):
         Raises:
             CompileError: QN204 for a pattern that matches no parameter; QN604 with the tensors that would be left
                 without values, before any is changed, or if a function does not fill its tensor.
+            RunError: QN403 if ranks have other code or constants.
         """
         seed = self._task.plan.seed if seed is None else seed
         give_values(self._primary().program, self._state(), modules_of(self._task), values, seed)

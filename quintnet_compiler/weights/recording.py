@@ -8,6 +8,7 @@ objects need no rules then.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -44,7 +45,17 @@ class Recording:
         self.tape = Tape()
         self._kept: list[torch.UntypedStorage] = []  # so that no memory's key is used again
         self._constants: dict[int, torch.UntypedStorage] = {}  # memory without values, for memory that has some
-        self._random = torch.random.get_rng_state()
+        self._clock = torch.random.get_rng_state()
+        self._digest = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """The same where the same operators were recorded, with the same constants."""
+        found = self._digest.copy()
+        for call in self.tape.calls:
+            given = [x for x in pytree.tree_leaves((call.args, dict(call.kwargs))) if not isinstance(x, MemoryPlace)]
+            found.update(f"{getattr(call.function, '__name__', '')} {given}\n".encode())
+        return found.hexdigest()
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -53,7 +64,7 @@ class Recording:
         Raises:
             CompileError: QN604 for what cannot be recorded.
         """
-        self._random = torch.random.get_rng_state()
+        before = self._clock = torch.random.get_rng_state()
 
         def truncated_normal(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return for_this_thread(partial(self._truncated_normal, theirs), theirs)
@@ -61,9 +72,12 @@ class Recording:
         try:
             with one_thread(), truncated_normals(truncated_normal), _RecorderOfValues(self), _CPU, _AsOnCpu():
                 yield
+            self._require_order()
         except (RuntimeError, NotImplementedError) as error:
             cause = str(error).strip().splitlines() or [type(error).__name__]
             refuse_initialisation(f"{_CODE} cannot be followed: {cause[0]}")
+        finally:
+            torch.random.set_rng_state(before)
 
     def place(self, x: Tensor) -> MemoryPlace:
         """Where a tensor lies."""
@@ -86,6 +100,7 @@ class Recording:
             data = torch.empty(0, dtype=torch.uint8).set_(memory).clone()
             stand_in = torch.empty(memory.nbytes(), dtype=torch.uint8, device="meta")
             self._kept.append(memory)
+            self._digest.update(data.numpy().tobytes())
             self._constants[key] = stand_in.untyped_storage()
             results = (self.place(stand_in),)
             none: frozenset[int] = frozenset()
@@ -130,9 +145,19 @@ class Recording:
         return x
 
     def _keep(self, call: Call) -> None:
-        if call.draws and not torch.equal(torch.random.get_rng_state(), self._random):
-            refuse_initialisation(f"{_CODE} seeds random numbers itself", "leave it to program.initialize(seed=)")
+        if call.draws:
+            self._require_order()
+            torch.rand(())  # one number for each call that draws: the generator's state says how many there were
+            self._clock = torch.random.get_rng_state()
         self.tape.calls.append(call)
+
+    def _require_order(self) -> None:
+        """Raises: CompileError QN604 if random numbers do not follow from each other, but from a state that was set."""
+        if not torch.equal(torch.random.get_rng_state(), self._clock):
+            refuse_initialisation(
+                f"{_CODE} sets the seed or the state of random numbers itself",
+                "draw all of them in one sequence, whose seed is that of program.initialize(seed=)",
+            )
 
     def _placed(self, x: Any) -> Any:
         """What a call keeps of an argument."""

@@ -118,6 +118,12 @@ def _seeds() -> Tensor:
     return torch.randn(2)
 
 
+def _forks() -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.randn(2)
+    return torch.randn(2)
+
+
 def _decides() -> Tensor:
     x = torch.randn(2)
     return x if x[0] > 0 else -x
@@ -130,7 +136,8 @@ def _own_generator() -> Tensor:
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (_seeds, "seeds random numbers itself"),
+        (_seeds, "sets the seed or the state of random numbers itself"),
+        (_forks, "sets the seed or the state of random numbers itself"),
         (_decides, "reads a number that depends on random values"),
         (_own_generator, "a random generator of its own"),
         (lambda: torch.ones(2).resize_(4), "calls resize_"),
@@ -139,8 +146,10 @@ def _own_generator() -> Tensor:
     ],
 )
 def test_what_cannot_be_recorded_is_refused(code: Callable[[], Tensor], message: str) -> None:
-    with torch.random.fork_rng(), pytest.raises(CompileError, match=f"QN604.*\n.*{message}"), Recording().on():
+    before = torch.random.get_rng_state()
+    with pytest.raises(CompileError, match=f"QN604.*\n.*{message}"), Recording().on():
         code()
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_memory_that_is_read_before_it_is_written_is_known() -> None:
@@ -154,6 +163,19 @@ def test_memory_that_is_read_before_it_is_written_is_known() -> None:
     assert tape.unknown([recording.place(made).memory]) == {recording.place(given).memory}
     assert tape.unknown([recording.place(written).memory]) == {recording.place(written).memory}
     assert not tape.unknown([recording.place(whole).memory])
+
+
+def test_digests_tell_constants_and_operators_apart() -> None:
+    def digest(code: Callable[[], object]) -> str:
+        recording = Recording()
+        with recording.on():
+            code()
+        return recording.digest
+
+    found = [digest(lambda x=x: torch.from_numpy(np.ones(2) * x) + 1) for x in (1.0, 1.0, 2.0)]  # type: ignore[misc]
+    assert found[0] == found[1] != found[2]
+    assert digest(lambda: torch.ones(2)) != digest(lambda: torch.zeros(2))
+    assert digest(lambda: torch.ones(2).mul_(2.0)) != digest(lambda: torch.ones(2).mul_(3.0))
 
 
 def test_a_number_is_computed_when_it_is_asked_for() -> None:
