@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import quintnet
 from quintnet_compiler.ops.collectives import COLLECTIVES
-from quintnet_compiler.runtime.transport.collectives import Exchanges, Native, collectives
+from quintnet_compiler.runtime.transport.collectives import Exchanges, Native, SharedMemory, collectives
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 
 torch.set_num_threads(1)
@@ -52,14 +52,15 @@ def _both(mine: Native, theirs: Native, shape: tuple[int, ...], dtype: torch.dty
 def _compare() -> str:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups = [pairs[dist.get_rank() // 2], dist.group.WORLD]
-    for group in groups:
+    for group, kind in zip(groups, (SharedMemory, Exchanges), strict=True):
         assert group is not None
         mine = collectives(group)
-        assert type(mine) is Exchanges
-        for shape in SHAPES:
-            for dtype in (torch.float32, torch.bfloat16):
-                for later in (False, True):
-                    _both(mine, Native(group), shape, dtype, later)
+        assert type(mine) is kind
+        for one in (mine, Exchanges(group)):
+            for shape in SHAPES:
+                for dtype in (torch.float32, torch.bfloat16):
+                    for later in (False, True):
+                        _both(one, Native(group), shape, dtype, later)
     _bundles()
     return "equal"
 

@@ -22,7 +22,7 @@ __all__ = [
     "TCPStore",  # likewise
     "all_gather", "flight_record", "interleaved_shard", "local_tensor", "numbers_by",
     "reduce_scatter", "replace_local_tensor",
-    "symmetric_matmuls", "use_symmetric_memory",
+    "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
 ]  # fmt: skip
 
 # torch 2.13 renamed these two; the names before it are deprecated
@@ -69,6 +69,12 @@ def numbers_by(number: Callable[[DTensor], Any]) -> None:
     rank's part; instead: nothing, results of operators are torch's own DTensors."""
     handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     handlers[torch.ops.aten._local_scalar_dense.default] = lambda function, args, kwargs: number(args[0])
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that ranks of a group of gloo wait for each other; instead: none, ``init_process_group`` keeps it."""
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
 
 
 def use_symmetric_memory(group: dist.ProcessGroup) -> None:

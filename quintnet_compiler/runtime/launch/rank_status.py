@@ -105,7 +105,7 @@ def place(stacks: str, thread: int) -> tuple[bool, str]:
     """
     waiting = False
     for file, line, name in FRAME.findall(stacks.partition(f" 0x{thread:016x} ")[2].partition("\n\n")[0]):
-        waiting = waiting or "/torch/distributed/" in file or file.endswith("runtime/transport/distributed.py")
+        waiting = waiting or "/torch/distributed/" in file or "/runtime/transport/" in file
         if not file.startswith(OTHERS):
             return waiting, f"{file}:{line} in {name}"
     return waiting, ""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.distributed import all_gather, reduce_scatter
+from .shared_memory import LARGEST, Link, link
 from .transport import Pending
 
 PIECES, PIECE_BYTES = 16, 2**20  # at most so many in one message, of so many bytes at least: else one copy costs less
@@ -129,8 +130,49 @@ class Exchanges(Native):
         return pending(work, x, lambda: made(got))
 
 
+class SharedMemory(Exchanges):
+    """Between two ranks of one host, what is not large goes through memory that both have."""
+
+    def __init__(self, group: dist.ProcessGroup, link: Link) -> None:
+        super().__init__(group)
+        self.link = link
+
+    def add(self, x: Tensor, later: bool = True) -> Pending:
+        return self.link.exchange(x, x.add_) if _fits(x) else super().add(x, later)
+
+    def all_reduce(self, x: Tensor, later: bool) -> Pending:
+        return self.link.exchange(x, x.add) if _fits(x) else super().all_reduce(x, later)
+
+    def all_gather(self, x: Tensor, into: Tensor, later: bool) -> Pending:
+        if not _fits(x):
+            return super().all_gather(x, into, later)
+        halves = into.view(2, -1)
+        if halves[self.rank].data_ptr() != x.data_ptr():
+            halves[self.rank].copy_(x.view(-1))
+        return self.link.exchange(x.view(-1), lambda got: (halves[1 - self.rank].copy_(got), into)[1])
+
+    def reduce_scatter(self, x: Tensor, into: Tensor, later: bool) -> Pending:
+        halves = x.view(2, *into.shape)
+        if not _fits(into):
+            return super().reduce_scatter(x, into, later)
+        return self.link.exchange(halves[1 - self.rank], lambda got: torch.add(halves[self.rank], got, out=into))
+
+    def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
+        if sources[self.rank] == self.rank or not _fits(x):
+            return super().permute(x, sources)
+        return self.link.exchange(x, torch.clone)
+
+
+def _fits(x: Tensor) -> bool:
+    return x.nbytes <= LARGEST and x.device.type == "cpu"
+
+
 def collectives(group: dist.ProcessGroup) -> Native:
-    return Exchanges(group) if dist.get_backend(group) == "gloo" else Native(group)
+    """How the ranks of ``group`` add up and join tensors. All of them must call this."""
+    if dist.get_backend(group) != "gloo":
+        return Native(group)
+    found = link(group) if group.size() == 2 else None
+    return Exchanges(group) if found is None else SharedMemory(group, found)
 
 
 def pending(work: dist.Work | None, given: Any, made: Callable[[], Any]) -> Pending:
