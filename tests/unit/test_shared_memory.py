@@ -54,6 +54,19 @@ def test_memory_is_used_again(ends: Ends) -> None:
     assert [len(end.own) for end in ends] == [2, 2]  # one that is read, and one for the next
 
 
+def test_memory_is_used_again_where_one_end_puts_and_the_other_takes() -> None:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    source, target = (Link(one, 60.0, both=False) for one in pair)  # who puts does not wait
+    for number in range(10):
+        source.put(torch.full((2,), float(number)))
+        source.put(torch.full((3,), float(-number)))
+        first, second = (target.take((size,), torch.float32, torch.sum) for size in (2, 3))
+        assert float(second()) == -3.0 * number and float(first()) == 2.0 * number
+    assert len(source.own) == 2 and not target.own
+    for one in pair:
+        one.close()
+
+
 def test_an_end_that_does_not_come_is_waited_for_so_long(ends: Ends) -> None:
     wait = ends[0].exchange(torch.ones(2), torch.clone)
     with pytest.raises(dist.DistError, match=r"timed out after 0.2 s"):
@@ -71,7 +84,7 @@ def test_an_end_that_is_gone_is_noticed(ends: Ends) -> None:
 
 def test_ends_that_exchange_other_things_are_told(ends: Ends) -> None:
     waits = [end.exchange(torch.ones(size), torch.clone) for end, size in zip(ends, (2, 3), strict=True)]
-    with pytest.raises(dist.DistError, match="exchanges 8 bytes, and the other one 12"):
+    with pytest.raises(dist.DistError, match=r"float32\[2\] is expected of another rank, which sent 12 bytes"):
         waits[0]()
 
 

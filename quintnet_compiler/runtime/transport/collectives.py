@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.distributed import all_gather, reduce_scatter
-from .shared_memory import LARGEST, Link, link
+from .shared_memory import Link, fits, link
 from .transport import Pending
 
 PIECES, PIECE_BYTES = 16, 2**20  # at most so many in one message, of so many bytes at least: else one copy costs less
@@ -164,7 +164,7 @@ class SharedMemory(Exchanges):
 
 
 def _fits(x: Tensor) -> bool:
-    return x.nbytes <= LARGEST and x.device.type == "cpu"
+    return fits(x.shape, x.dtype, x.device)
 
 
 def collectives(group: dist.ProcessGroup) -> Native:

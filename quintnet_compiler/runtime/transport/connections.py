@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ...core.mesh import Mesh
 from ...schedules.schedule import SEND, Op, Schedule
+from .shared_memory import Link, link
 from .transport import GRADIENTS, VALUES
 
 
@@ -59,6 +60,7 @@ class Connections:
         self.rank = dist.get_rank()
         self.known: set[Connection] = set()
         self.group: dict[Connection, dist.ProcessGroup] = {}
+        self.link: dict[Connection, Link | None] = {}  # of processes of one host
 
     def add(self, connections: Iterable[Connection], device: torch.device) -> None:
         """Connect these, for tensors on ``device``. Every rank must call this with the same ones in the same order."""
@@ -70,6 +72,7 @@ class Connections:
             if self.rank in (one.source, one.target):
                 self.group[one] = group
                 self._connect(one, device)
+                self.link[one] = link(group, both=False) if dist.get_backend(group) == "gloo" else None
 
     def _connect(self, one: Connection, device: torch.device) -> None:
         first = torch.zeros(1, device=device)

@@ -20,6 +20,7 @@ from ...ops.collectives import COLLECTIVES, CollectiveSpec
 from ..launch.gloo_threads import lower_gloo_thread_priority
 from .collectives import Native, collectives, pending
 from .connections import Connection, Connections
+from .shared_memory import fits
 from .symmetric import Kernels, kernels_of
 from .transport import Pending, Wait
 
@@ -284,8 +285,11 @@ class DistributedTransport:
         return pending(work, parts, lambda: into)
 
     def send(self, x: Tensor, to: int, channel: int, label: str) -> Wait:
-        x = x.contiguous()
-        work = dist.isend(x, to, group=self.connections.group[Connection(channel, self.rank, to)])
+        x, one = x.contiguous(), Connection(channel, self.rank, to)
+        if (link := self.connections.link[one]) is not None and fits(x.shape, x.dtype, x.device):
+            link.put(x)
+            return lambda: x
+        work = dist.isend(x, to, group=self.connections.group[one])
 
         def wait() -> Tensor:
             if work is not None:
@@ -295,8 +299,11 @@ class DistributedTransport:
         return wait
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
-        x = torch.empty(shape, dtype=dtype, device=self._device())
-        work = dist.irecv(x, source, group=self.connections.group[Connection(channel, source, self.rank)])
+        device, one = self._device(), Connection(channel, source, self.rank)
+        if (link := self.connections.link[one]) is not None and fits(shape, dtype, device):
+            return link.take(shape, dtype, torch.clone)
+        x = torch.empty(shape, dtype=dtype, device=device)
+        work = dist.irecv(x, source, group=self.connections.group[one])
 
         def wait() -> Tensor:
             if work is not None:

@@ -6,12 +6,15 @@ once, and the other process is woken if it waits.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import secrets
 import socket
+import struct
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +26,8 @@ from .transport import Pending
 
 LARGEST = 2**20  # bytes of a message: larger ones gain nothing, and would need as much memory again
 SMALLEST = 2**12  # of a block
+LONGEST = 2**16  # bytes of what is told
+NONE = 2**64 - 1  # no block
 SECRET = 16  # bytes that only the two processes know
 ANSWER = 5.0  # seconds until which a call that has been made is there
 
@@ -32,80 +37,110 @@ class Link:
 
     What one end puts is copied to a block of its memory that holds nothing unread. A message is the numbers of the
     block, of bytes, and of the other end's blocks that were read since; a new block's file comes with its first
-    message. Both ends begin exchanges in the same order, and may end them in any.
+    message. What one end puts, the other takes in the same order, and may wait for in any.
+
+    ``seconds``: how long the other end is waited for; ``both``: both ends put, in turns. Else blocks that were read are
+    given back at once, with a message that has none of its own.
     """
 
-    def __init__(self, connection: socket.socket, seconds: float) -> None:
-        connection.settimeout(seconds)
-        self.connection, self.seconds = connection, seconds
+    def __init__(self, connection: socket.socket, seconds: float, *, both: bool = True) -> None:
+        connection.setblocking(True)
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))  # a timeval
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, limit)
+        self.connection, self.seconds, self.both = connection, seconds, both
         self.own: list[Tensor] = []  # blocks of bytes
         self.free: dict[int, list[int]] = {}  # by size: own blocks that hold nothing unread
         self.others: list[Tensor] = []
         self.read: list[int] = []  # the other's blocks that were read since the last message
-        self.begun = self.heard = 0  # exchanges; messages
-        self.there: dict[int, tuple[int, int]] = {}  # by exchange: the other's block, and how many bytes are in it
+        self.taken = self.heard = 0  # what the other put: how much is or was waited for, and how much is there
+        self.there: dict[int, tuple[int, int]] = {}  # of that: the other's block, and how many bytes are in it
 
     def exchange(self, x: Tensor, made: Callable[[Tensor], Any]) -> Pending:
-        """Send ``x`` (contiguous, at most :data:`LARGEST` bytes) at once. When it is waited for: what is ``made`` of
-        the other's, which is only there until ``made`` returns."""
-        self._put(x)
-        number, self.begun = self.begun, self.begun + 1
+        """:meth:`put` and :meth:`take` what the other end puts, which is like ``x``."""
+        self.put(x)
+        return self.take(x.shape, x.dtype, made)
 
-        def wait() -> Any:
-            block, count = self._arrived(number)
-            if count != x.nbytes:
-                raise dist.DistError(f"this process exchanges {x.nbytes} bytes, and the other one {count}")
-            result = made(_within(self.others[block], x))
-            self.read.append(block)
-            return result
-
-        return wait
-
-    def _put(self, x: Tensor) -> None:
+    def put(self, x: Tensor) -> None:
+        """Send ``x`` (contiguous, at most :data:`LARGEST` bytes), which may change then."""
         size = max(SMALLEST, 1 << (x.nbytes - 1).bit_length())
         free, files = self.free.setdefault(size, []), []
+        if not free and not self.both:
+            self._hear_all()
         if not free:
             free.append(len(self.own))
             files.append(os.memfd_create("quintnet"))
             os.ftruncate(files[0], size)
             self.own.append(_mapped(files[0]))
         block = free.pop()
-        _within(self.own[block], x).copy_(x)
-        message = array("Q", [block, x.nbytes, *self.read]).tobytes()
+        _within(self.own[block], x.shape, x.dtype).copy_(x)
+        self._say(block, x.nbytes, files)
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, made: Callable[[Tensor], Any]) -> Pending:
+        """When it is waited for: what is ``made`` of the next tensor that the other end puts, which is only there until
+        ``made`` returns."""
+        number, self.taken = self.taken, self.taken + 1
+
+        def wait() -> Any:
+            while number not in self.there:
+                self._hear()
+            block, count = self.there.pop(number)
+            if count != math.prod(shape) * dtype.itemsize:
+                what = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+                raise dist.DistError(f"{what} is expected of another rank, which sent {count} bytes")
+            result = made(_within(self.others[block], shape, dtype))
+            self.read.append(block)
+            if not self.both:
+                self._say(NONE, 0, [])
+            return result
+
+        return wait
+
+    def _say(self, block: int, count: int, files: list[int]) -> None:
+        message = array("Q", [block, count, *self.read]).tobytes()
         self.read.clear()
         try:
             if files:
                 socket.send_fds(self.connection, [message], files)
             else:
                 self.connection.send(message)
-        except TimeoutError:
-            raise dist.DistError(f"timed out after {self.seconds} s in which nothing could be sent") from None
+        except BlockingIOError:
+            raise dist.DistError(f"timed out after {self.seconds} s in which another rank took nothing") from None
         except OSError as error:
             raise dist.DistNetworkError(f"Connection closed by peer: {error}") from None
         finally:
             for file in files:
                 os.close(file)
 
-    def _arrived(self, number: int) -> tuple[int, int]:
-        """Where the other's message of an exchange is, once it is there."""
-        while number not in self.there:
-            try:
-                message, files, _, _ = socket.recv_fds(self.connection, SMALLEST, 1)
-            except TimeoutError:
-                raise dist.DistError(f"timed out after {self.seconds} s of waiting for another rank") from None
-            except OSError as error:
-                raise dist.DistNetworkError(f"Connection closed by peer: {error}") from None
-            if not message:
-                raise dist.DistNetworkError("Connection closed by peer")
-            for file in files:
-                self.others.append(_mapped(file))
-                os.close(file)
-            block, count, *free = array("Q", message)
-            for own in free:
-                self.free[self.own[own].numel()].append(own)
+    def _hear(self, flags: int = 0) -> None:
+        """Wait for the next message."""
+        try:
+            # not socket.recv_fds, which drops the flags (Python 3.11)
+            message, beside, _, _ = self.connection.recvmsg(LONGEST, socket.CMSG_LEN(array("i").itemsize), flags)
+        except BlockingIOError:
+            if flags:
+                raise
+            raise dist.DistError(f"timed out after {self.seconds} s of waiting for another rank") from None
+        except OSError as error:
+            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from None
+        if not message:
+            raise dist.DistNetworkError("Connection closed by peer")
+        for _, _, data in beside:
+            (file,) = array("i", data)
+            self.others.append(_mapped(file))
+            os.close(file)
+        block, count, *free = array("Q", message)
+        for own in free:
+            self.free[self.own[own].numel()].append(own)
+        if block != NONE:
             self.there[self.heard] = block, count
             self.heard += 1
-        return self.there.pop(number)
+
+    def _hear_all(self) -> None:
+        """Messages that are there."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._hear(socket.MSG_DONTWAIT)
 
 
 def _mapped(file: int) -> Tensor:
@@ -113,14 +148,19 @@ def _mapped(file: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
 
 
-def _within(block: Tensor, x: Tensor) -> Tensor:
-    """Memory for a tensor like ``x`` at the beginning of ``block``."""
-    return block[: x.nbytes].view(x.dtype).view(x.shape)
+def _within(block: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor at the beginning of ``block``."""
+    return block[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def link(group: dist.ProcessGroup) -> Link | None:
-    """The connection of the two ranks of ``group``; None where they are on different hosts (or in containers that see
-    no sockets of each other), or not on Linux. Both ranks must call this."""
+def fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a tensor is one that links are for."""
+    return device.type == "cpu" and math.prod(shape) * dtype.itemsize <= LARGEST
+
+
+def link(group: dist.ProcessGroup, *, both: bool = True) -> Link | None:
+    """The connection of the two ranks of ``group``, see :class:`Link`; None where they are on different hosts (or see
+    no sockets of each other, in containers), or not on Linux. Both ranks must call this."""
     door = _socket()
     if not all(_told(group, door is not None)) or door is None:
         return None
@@ -134,7 +174,9 @@ def link(group: dist.ProcessGroup) -> Link | None:
             return None
         if group.rank() == 0:
             made = _answered(door, secret)
-        return Link(made, timeout_of(group)) if _told(group, made is not None)[0] and made is not None else None
+        return (
+            Link(made, timeout_of(group), both=both) if _told(group, made is not None)[0] and made is not None else None
+        )
 
 
 def _told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
