@@ -174,9 +174,9 @@ def link(group: dist.ProcessGroup, *, both: bool = True) -> Link | None:
             return None
         if group.rank() == 0:
             made = _answered(door, secret)
-        return (
-            Link(made, timeout_of(group), both=both) if _told(group, made is not None)[0] and made is not None else None
-        )
+        if not _told(group, made is not None)[0] or made is None:
+            return None
+        return Link(made, timeout_of(group), both=both)
 
 
 def _told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
