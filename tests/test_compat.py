@@ -77,6 +77,8 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
         "_apply_gate": "test_experts.py",
         "_assert_async": "test_frontier_diagnoses.py",
         "_assert_scalar": "test_frontier_diagnoses.py",
+        "_get_backend": "test_collectives.py",
+        "_timeout": "test_collectives.py",
         "_assert_tensor_metadata": "test_frontier_diagnoses.py",
         "_dump_fr_trace_json": "unit/test_device_faults.py",
         "_dump_nccl_trace_json": "unit/test_device_faults.py",

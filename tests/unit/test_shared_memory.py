@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 from quintnet_compiler.runtime.transport import shared_memory
-from quintnet_compiler.runtime.transport.shared_memory import SECRET, SMALLEST, Link, _answered, _called
+from quintnet_compiler.runtime.transport.shared_memory import SECRET, SMALLEST, MemoryLink, _answered, _called
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd and SOCK_SEQPACKET are Linux's")
-Ends = tuple[Link, Link]
+Ends = tuple[MemoryLink, MemoryLink]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    yield Link(pair[0], 0.2), Link(pair[1], 0.2)
+    yield MemoryLink(pair[0], 0.2), MemoryLink(pair[1], 0.2)
     for one in pair:
         one.close()
 
@@ -56,7 +56,7 @@ def test_memory_is_used_again(ends: Ends) -> None:
 
 def test_memory_is_used_again_where_one_end_puts_and_the_other_takes() -> None:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    source, target = (Link(one, 60.0, both=False) for one in pair)  # who puts does not wait
+    source, target = (MemoryLink(one, 60.0, both=False) for one in pair)  # who puts does not wait
     for number in range(10):
         source.put(torch.full((2,), float(number)))
         source.put(torch.full((3,), float(-number)))
@@ -98,7 +98,7 @@ def test_only_who_knows_the_secret_is_answered(monkeypatch: pytest.MonkeyPatch) 
         assert stranger is not None and friend is not None
         found = _answered(door, secret)
         assert found is not None
-        ends = Link(found, 1.0), Link(friend, 1.0)
+        ends = MemoryLink(found, 1.0), MemoryLink(friend, 1.0)
         waits = [end.exchange(torch.ones(1), torch.clone) for end in ends]
         assert [float(wait()) for wait in waits] == [1.0, 1.0]
         assert stranger.recv(1) == b""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...compat.distributed import all_gather, reduce_scatter
-from .shared_memory import Link, fits, link
+from .shared_memory import MemoryLink, fits, link
 from .transport import Pending
 
 PIECES, PIECE_BYTES = 16, 2**20  # at most so many in one message, of so many bytes at least: else one copy costs less
@@ -133,7 +133,7 @@ class Exchanges(Native):
 class SharedMemory(Exchanges):
     """Between two ranks of one host, what is not large goes through memory that both have."""
 
-    def __init__(self, group: dist.ProcessGroup, link: Link) -> None:
+    def __init__(self, group: dist.ProcessGroup, link: MemoryLink) -> None:
         super().__init__(group)
         self.link = link
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ...core.mesh import Mesh
 from ...schedules.schedule import SEND, Op, Schedule
-from .shared_memory import Link, link
+from .shared_memory import MemoryLink, link
 from .transport import GRADIENTS, VALUES
 
 
@@ -60,7 +60,7 @@ class Connections:
         self.rank = dist.get_rank()
         self.known: set[Connection] = set()
         self.group: dict[Connection, dist.ProcessGroup] = {}
-        self.link: dict[Connection, Link | None] = {}  # of processes of one host
+        self.link: dict[Connection, MemoryLink | None] = {}  # of processes of one host
 
     def add(self, connections: Iterable[Connection], device: torch.device) -> None:
         """Connect these, for tensors on ``device``. Every rank must call this with the same ones in the same order."""

@@ -32,7 +32,7 @@ SECRET = 16  # bytes that only the two processes know
 ANSWER = 5.0  # seconds until which a call that has been made is there
 
 
-class Link:
+class MemoryLink:
     """One end of a connection to another process.
 
     What one end puts is copied to a block of its memory that holds nothing unread. A message is the numbers of the
@@ -158,9 +158,9 @@ def fits(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool
     return device.type == "cpu" and math.prod(shape) * dtype.itemsize <= LARGEST
 
 
-def link(group: dist.ProcessGroup, *, both: bool = True) -> Link | None:
-    """The connection of the two ranks of ``group``, see :class:`Link`; None where they are on different hosts (or see
-    no sockets of each other, in containers), or not on Linux. Both ranks must call this."""
+def link(group: dist.ProcessGroup, *, both: bool = True) -> MemoryLink | None:
+    """The connection of the two ranks of ``group``, see :class:`MemoryLink`. None where they are on different hosts (or
+    in containers that see no sockets of each other), or not on Linux. Both ranks must call this."""
     door = _socket()
     if not all(_told(group, door is not None)) or door is None:
         return None
@@ -176,7 +176,7 @@ def link(group: dist.ProcessGroup, *, both: bool = True) -> Link | None:
             made = _answered(door, secret)
         if not _told(group, made is not None)[0] or made is None:
             return None
-        return Link(made, timeout_of(group), both=both)
+        return MemoryLink(made, timeout_of(group), both=both)
 
 
 def _told(group: dist.ProcessGroup, mine: Any) -> list[Any]:
