@@ -604,5 +604,34 @@ def _by_target(samples: Iterable[Sample]) -> dict[Any, list[Sample]]:
     return dict(found)
 
 
+def _backwards() -> Iterable[Sample]:
+    """Operators that autograd uses in a backward: gradient first."""
+    plain = (
+        aten.tanh_backward, aten.sigmoid_backward, aten.silu_backward, aten.mish_backward, aten.gelu_backward,
+        aten.hardswish_backward, aten.hardsigmoid_backward, aten.logit_backward,
+    )  # fmt: skip
+    for packet in plain:
+        second = pos(4, 6) if packet is aten.logit_backward else const(4, 6)
+        yield call(packet.default, f(4, 6), second)
+    yield call(aten.tanh_backward.default, f(4, 6), f(4, 6))
+    yield call(aten.threshold_backward.default, f(4, 6), const(4, 6), 0)
+    yield call(aten.leaky_relu_backward.default, f(4, 6), const(4, 6), 0.2, False)
+    yield call(aten.elu_backward.default, f(4, 6), 1.0, 1.0, 1.0, False, const(4, 6))
+    yield call(aten.hardtanh_backward.default, f(4, 6), const(4, 6), -1.0, 1.0)
+    yield call(aten.softplus_backward.default, f(4, 6), f(4, 6), 1.0, 20.0)
+    yield call(aten.softshrink_backward.default, f(4, 6), const(4, 6), 0.5)
+    yield call(aten.hardshrink_backward.default, f(4, 6), const(4, 6), 0.5)
+    flags = (False, True, None)
+    yield call(aten.avg_pool2d_backward.default, f(4, 2, 2, 2), const(4, 2, 4, 4), [2, 2], [2, 2], [0, 0], *flags)
+    yield call(aten._adaptive_avg_pool2d_backward.default, f(4, 2, 2, 2), const(4, 2, 4, 4))
+    places = ints(4, 4, 2, 2, 2)
+    window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    yield call(aten.max_pool2d_with_indices_backward.default, f(4, 2, 2, 2), const(4, 2, 4, 4), *window, places)
+    yield call(aten.contiguous.default, f(4, 6))
+    yield call(aten.diagonal_scatter.default, f(4, 4), f(4))
+
+
 ELEMENTWISE = _by_target([*_elementwise(), *_binary()])
-SAMPLES = ELEMENTWISE | _by_target([*_contractions(), *_views(), *_reductions(), *_lookups(), *_constants()])
+SAMPLES = ELEMENTWISE | _by_target(
+    [*_contractions(), *_views(), *_reductions(), *_lookups(), *_constants(), *_backwards()]
+)

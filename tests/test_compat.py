@@ -47,6 +47,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_forward_pre_hooks": _NET,
         "_func_name": torch.fx.graph.CodeGen(),
         "_is_full_backward_hook": _NET,
+        "_jvp_with_argnums": torch._functorch.eager_transforms,
         "_opname": _OPERATOR,
         "_post_accumulate_grad_hooks": _NET.weight,
         "_root": _GRAPH,
@@ -69,6 +70,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_pp_plan": _LLAMA,
         "_tp_plan": _LLAMA,
         "_experts_implementation": transformers.MixtralConfig(),
+        "_vjp_with_argnums": torch._functorch.eager_transforms,
     }
 )
 # Those that only a model or a process group makes: tests that would fail without them.

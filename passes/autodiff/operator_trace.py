@@ -70,9 +70,17 @@ def trace(
     wanted: Sequence[int],
     mode: FakeTensorMode,
     absent: AbsentGpu | None = None,
+    *,
+    asked: Sequence[bool] | None = None,
+    again: bool = False,
 ) -> Template:
-    """Trace ``target(*args, **kwargs)``, whose tensors are ``tensors``, and the pullback of its outputs ``wanted``."""
-    call = _OperatorCall(target, args, kwargs, tensors, wanted, mode, absent)
+    """Trace ``target(*args, **kwargs)``, whose tensors are ``tensors``, and the pullback of its outputs ``wanted``.
+
+    ``asked``: which tensors get a gradient; by default, those that need one. ``again``: by operators that autograd can
+    differentiate again.
+    """
+    flags = tuple(facts(n).needs_grad for n in tensors) if asked is None else tuple(asked)
+    call = _OperatorCall(target, args, kwargs, tensors, flags, wanted, mode, absent, again)
     try:
         template = call.traced(dense=False)
         if not any(node.target in (*_BY_STRIDE, *_BY_FORMAT) for node in template.graph.nodes):
@@ -88,9 +96,11 @@ class _OperatorCall:
     args: Sequence[Any]
     kwargs: dict[str, Any]
     tensors: list[fx.Node]
+    flags: Sequence[bool]
     wanted: Sequence[int]
     mode: FakeTensorMode
     absent: AbsentGpu | None
+    again: bool
 
     def _run(self, given: list[Tensor]) -> list[Any]:
         source = iter(given)
@@ -105,7 +115,7 @@ class _OperatorCall:
         """Outputs, then gradients."""
         if self.absent is not None:
             like = partial(like, device=CPU)
-        flags = [facts(n).needs_grad for n in self.tensors]
+        flags = self.flags
         # Values may be shared between nodes, and recording tells its inputs apart by identity.
         leaves = [takes(partial(like, value(n))).requires_grad_(f) for n, f in zip(self.tensors, flags, strict=True)]
         with torch.enable_grad():
@@ -113,7 +123,8 @@ class _OperatorCall:
         tangents = [takes(partial(like, outs[i])) for i in self.wanted]
         pairs = [(outs[i], t) for i, t in zip(self.wanted, tangents, strict=True) if outs[i].requires_grad]
         ask = [x for x in leaves if x.requires_grad]
-        found = iter(torch.autograd.grad([o for o, _ in pairs], ask, [t for _, t in pairs], allow_unused=True))
+        ends, arriving = [o for o, _ in pairs], [t for _, t in pairs]
+        found = iter(torch.autograd.grad(ends, ask, arriving, create_graph=self.again, allow_unused=True))
         return [*outs, *(next(found) if flag else None for flag in flags)]
 
     def traced(self, *, dense: bool) -> Template:

@@ -56,6 +56,16 @@ _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
             aten.transpose_copy.int,
             aten.unbind_copy.int,
             aten.unfold_copy.default,
+            aten.slice_backward.default,
+            aten.select_backward.default,
+            aten.diagonal_backward.default,
+            aten.glu_backward.default,
+            aten._softmax_backward_data.default,
+            aten._log_softmax_backward_data.default,
+            aten.native_layer_norm_backward.default,
+            aten.native_group_norm_backward.default,
+            aten.native_batch_norm_backward.default,
+            aten.log_sigmoid_backward.default,
         ]
     )
 )

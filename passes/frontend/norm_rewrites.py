@@ -47,9 +47,9 @@ def batch_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
         out = out if factor is None else call(target, out, builder.reshape(factor, channel))
     out = out if value(out).dtype is dtype else call(aten._to_copy.default, out, dtype=dtype)
     unbiased = call(aten.div.Scalar, squares, count - 1)
-    own = [builder.reshape(call(aten.detach.default, one), channel[1:2]) for one in (mean, scale, unbiased)]
-    new = [_averaged(builder, old, one, momentum) for old, one in zip(running, (own[0], own[2]), strict=False)]
-    return [out, own[0], own[1], *new]
+    kept = [builder.reshape(call(aten.detach.default, one), channel[1:2]) for one in (mean, unbiased)]
+    new = [_averaged(builder, old, one, momentum) for old, one in zip(running, kept, strict=False)]
+    return [out, *(builder.reshape(one, channel[1:2]) for one in (mean, scale)), *new]
 
 
 def _averaged(builder: GraphBuilder, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from ...core.errors import CompileError, Where
 from ...ir.batch_form import ROWS
 from ...ir.builder import GraphBuilder
 from ...ir.program import Captured, Program, outputs
+from ...ops.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
+from .inner_gradients import inner_gradient, without_starts
 from .rewrites import REWRITES, draws
 
 aten = torch.ops.aten
@@ -101,6 +104,7 @@ class Normalize:
                 args = [_resolve(a, env) for a in node.args]
                 kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
                 env[node] = self._node(builder, node, args, kwargs)
+        without_starts(builder.graph)
         _refuse_gradients(captured, outputs(builder.graph))
         _drop_unused(builder.graph)
         return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent)
@@ -143,6 +147,9 @@ class Normalize:
 
     def _rewritten(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = node.target
+        if target is gradient:
+            outs, ins, arriving, again = args
+            return inner_gradient(builder, outs, ins, arriving, again, partial(self._part, builder), self.absent)
         rewrite = REWRITES.get(target)
         if rewrite is not None:
             return rewrite(builder, node, args, kwargs)
@@ -162,12 +169,15 @@ class Normalize:
             )
         return builder.call(target, *args, **kwargs)
 
+    def _part(self, builder: GraphBuilder, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+        some = [_resolve(a, env) for a in node.args]
+        return self._node(builder, node, some, {k: _resolve(a, env) for k, a in node.kwargs.items()})
+
     def _parts(self, builder: GraphBuilder, graph: fx.Graph, given: list[fx.Node]) -> Any:
         env = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
         for node in graph.nodes:
             if node.op == "call_function":
-                some = [_resolve(a, env) for a in node.args]
-                env[node] = self._node(builder, node, some, {k: _resolve(a, env) for k, a in node.kwargs.items()})
+                env[node] = self._part(builder, node, env)
         return fx.map_arg(graph.output_node().args[0], lambda node: env[node])
 
 

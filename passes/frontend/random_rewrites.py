@@ -20,7 +20,7 @@ from ...core.absent_gpu import CPU
 from ...core.annotations import shape, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
-from ...ops.rank_local import RANDOM, noise
+from ...ops.rank_local import RANDOM, dropout, noise
 
 aten = torch.ops.aten
 
@@ -50,7 +50,8 @@ Spelling = Callable[[GraphBuilder, _Drawn, Mapping[str, Any]], fx.Node]  # with 
 
 def random_calls(builder: GraphBuilder) -> int:
     """How many random operators there are so far: their order is that of the model's own calls."""
-    return sum(node.target in RANDOM for node in builder.graph.nodes)
+    drawn = (node for node in builder.graph.nodes if node.target in RANDOM)
+    return len({node.kwargs["op"] if node.target is dropout else node.args[2] for node in drawn})
 
 
 def _rewrite(spell: Spelling) -> Rewrite:

@@ -16,6 +16,7 @@ from ...ir.builder import GraphBuilder
 from ...ops.attention import attention
 from ...ops.rank_local import dropout
 from .attention_rewrites import masked_attention, scaled_dot_product
+from .derivative_rewrites import DERIVATIVE_REWRITES
 from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
 from .norm_rewrites import batch_norm
 from .random_rewrites import RANDOM_REWRITES, Rewrite, random_calls
@@ -152,8 +153,12 @@ def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict
     kept = (
         builder.call(dropout, args[0], probability, op=random_calls(builder)) if probability and training else args[0]
     )
-    # native_dropout also returns its mask, which the derivative does not need here
-    return [kept, kept] if node.target is aten.native_dropout.default else kept
+    if node.target is not aten.native_dropout.default:
+        return kept
+    ones = builder.call(aten.full.default, list(shape(kept)), 1.0, dtype=value(kept).dtype, device=value(kept).device)
+    if kept is not args[0]:  # its mask is where it keeps ones
+        ones = builder.call(dropout, ones, probability, op=kept.kwargs["op"])
+    return [kept, builder.call(aten.ne.Scalar, ones, 0)]
 
 
 def draws(target: Any) -> bool:
@@ -239,6 +244,7 @@ def _pad(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str
 
 REWRITES: dict[Any, Rewrite] = {
     **RANDOM_REWRITES,
+    **DERIVATIVE_REWRITES,
     **dict.fromkeys(
         [aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats], batch_norm
     ),

@@ -31,11 +31,13 @@ from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_ba
 from ..ir.program import Captured
 from .block_reuse import Skipped, blocks_once
 from .canonical import canonical, inline_no_grad, module_of
+from .inner_gradients import InnerGradients, place_starts
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
 from .modes import evaluating, without_autocast
 from .places import OWN, where_of
 from .step_module import Call, LossFn, StepModule
+from .transforms import transforms_followed
 from .user_derivatives import user_derivatives
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
@@ -87,7 +89,9 @@ def capture(
         new_garbage_only(),
         mode,
         flags,
+        InnerGradients(),
         user as own,
+        transforms_followed(),
         plain,
         hollow as real,
         without_autocast(),
@@ -117,6 +121,7 @@ def capture(
             except Exception:
                 raise _untraceable(error) from error
         own.finish(exported.graph)
+        place_starts(exported.graph)
         captured = canonical(
             exported, model, sample, training, skipped, form, rows, assigned=step.assigned if changing else None
         )
@@ -183,7 +188,9 @@ def _sample(form: BatchForm, batch: Any, device: torch.device) -> Any:
 
 
 def _zeros(x: Any, shape: tuple[int, ...], device: torch.device) -> Any:
-    return torch.zeros(shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+    if not isinstance(x, Tensor):
+        return x
+    return torch.zeros(shape, dtype=x.dtype, device=device, requires_grad=x.requires_grad)
 
 
 def _varying(

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
 from ..compat.torch import without_torch_function
+from ..compat.torch_func import is_transformed
 from ..compat.torch_hooks import (
     GLOBAL_BACKWARD_HOOKS,
     FunctionBase,
@@ -35,6 +36,7 @@ from ..compat.torch_hooks import (
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
 from .autograd_functions import Joined, follow, follow_hook
+from .inner_gradients import Linked
 from .module_hooks import ModuleHooks
 from .places import OWN
 from .step_module import StepModule
@@ -70,7 +72,7 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
         kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) give back what was saved
         if kind is torch.autograd.graph.saved_tensors_hooks or not kind.__module__.startswith("torch."):
             finder.refuse("torch.autograd.graph.saved_tensors_hooks")
-        enter(hooks)
+        enter(torch.autograd.graph.saved_tensors_hooks(_same, _same))  # no gradient inside forward runs parts again
 
     with (
         functions_applied_by(for_this_thread(finder.apply, usual)),
@@ -83,6 +85,10 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
         finally:
             step.seen.begin = None
             end.remove()
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 Place = tuple[int, int]  # the number of a derivative, and one of its results
@@ -161,8 +167,10 @@ class DerivativeFinder:
     def apply(self, function: Any, *args: Any) -> Any:
         if function is CheckpointFunction:
             return _checkpointed(*args)
-        if function is Joined or function.__module__.startswith(_OF_TORCH):
+        if function in (Joined, Linked) or function.__module__.startswith(_OF_TORCH):
             return super(FunctionBase, function).apply(*args)  # type: ignore[misc]
+        if any(isinstance(x, Tensor) and is_transformed(x) for x in args):
+            self.refuse(f"torch.autograd.Function {function.__name__} inside a transform of torch.func")
         self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
         number = self.number()
         return follow(function, args, number, functools.partial(self.absent, number), self.refuse)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat.torch import FakeTensor, FunctionalTensor, is_functional, pytree, version
+from ..compat.torch_func import is_transformed
 from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
@@ -26,7 +27,7 @@ _SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[
 
 def _is_real(x: Any) -> bool:
     """Whether a tensor has values: it is not one that only stands for them in a trace."""
-    return isinstance(x, Tensor) and not isinstance(x, _TRACED) and not is_functional(x)
+    return isinstance(x, Tensor) and not isinstance(x, _TRACED) and not is_functional(x) and not is_transformed(x)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +33,8 @@ __all__ = [
     "TorchDispatchMode",  # sees each operator that runs; instead: a tensor subclass with __torch_dispatch__
     "without_modes",  # operators run as usual inside a mode; instead: calling them before it is entered
     "make_fx",  # traces a function of tensors into a graph; instead: torch.export of a module around it
+    "unrecorded",  # inside, a trace takes no notice; instead: removing the nodes that were made meanwhile
+    "recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
@@ -41,6 +43,15 @@ __all__ = [
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "has_kernel", "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
+
+# Autograd runs beside a trace as it does in the plain module; instead: removing the nodes that were made meanwhile.
+unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = disable_proxy_modes_tracing
+
+
+def recording() -> bool:
+    """Whether make_fx or torch.export takes notice of operators now."""
+    return get_proxy_mode() is not None
+
 
 # -- tensors
 

@@ -206,6 +206,6 @@ def _few(batch: Any, size: int, only: int | None) -> int:
 
 def _rows(batch: Any, size: int, rows: int, device: torch.device) -> Any:
     def some(x: Tensor) -> Tensor:
-        return (x[:rows] if x.dim() and x.shape[0] == size else x).detach().to(device)
+        return (x[:rows] if x.dim() and x.shape[0] == size else x).detach().to(device).requires_grad_(x.requires_grad)
 
     return pytree.tree_map_only(Tensor, some, batch)

@@ -14,6 +14,7 @@ from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..compat.torch_hooks import accumulation_hooks
+from .made_leaves import MadeLeaves
 from .reference import same_numbers
 from .unchanged import ModuleChanges, Untouched, reseed_all
 
@@ -89,19 +90,20 @@ def module_step(
         if reseed is not None:
             reseed_all(reseed)
         if again:
-            with _masks(masks), torch.set_grad_enabled(owner.training):
+            with _masks(masks), torch.enable_grad():
                 owner(copied(batch))
+        leaves = MadeLeaves(inputs.values())
         with _masks(masks):
-            with torch.set_grad_enabled(owner.training), watch or contextlib.nullcontext():
+            with torch.enable_grad(), watch or contextlib.nullcontext(), leaves:
                 made = tensors_of(owner(given))
-            gradients = _gradients(owner, made[0]) if owner.training else {}
+            gradients = _gradients(owner, made[0], leaves) if owner.training else {}
         outputs = tuple(x.detach().clone() for x in made)
     return ModuleStep(outputs, gradients, untouched.changes)
 
 
 def copied(batch: Any) -> Any:
     """With tensors of its own, of the same strides."""
-    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), batch)
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch)
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -120,12 +122,14 @@ def _masks(seed: int | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if seed is None else same_numbers(seed, 0)
 
 
-def _wanted(owner: Owner, nodes: Iterable[Any]) -> dict[str, Tensor]:
-    """Everything that autograd would leave a gradient in, found in autograd's own graph."""
+def _wanted(owner: Owner, nodes: Iterable[Any], leaves: MadeLeaves) -> dict[str, Tensor]:
+    """Everything that autograd would leave a gradient in, found in autograd's own graph; not the batch, and what
+    forward itself has made a leaf: nobody sees its gradient afterwards."""
     names = {id(x): name for name, x in owner.tensors.items()}
     found = {name: x for name, x in owner.tensors.items() if x.requires_grad and x.is_leaf}
     for i, leaf in enumerate(node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"):
-        found.setdefault(names.get(id(leaf), f"? {i} {tuple(leaf.shape)}"), leaf)
+        if leaf not in leaves:
+            found.setdefault(names.get(id(leaf), f"? {i} {tuple(leaf.shape)}"), leaf)
     return found
 
 
@@ -141,10 +145,10 @@ def _nodes(loss: Tensor) -> list[Any]:
     return list(seen)
 
 
-def _gradients(owner: Owner, loss: Tensor) -> dict[str, Tensor | None]:
+def _gradients(owner: Owner, loss: Tensor, leaves: MadeLeaves) -> dict[str, Tensor | None]:
     """Hooks run as in training; those that run after a gradient was added up (an optimizer in the backward) do not."""
     nodes = _nodes(loss)
-    wanted = _wanted(owner, nodes)
+    wanted = _wanted(owner, nodes, leaves)
     if not nodes or not wanted:
         return dict.fromkeys(wanted)
     tensors = list(wanted.values())

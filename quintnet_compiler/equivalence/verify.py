@@ -252,7 +252,7 @@ def _outputs(
     asked, how = module.inputs(inputs), Run()
     ours = backend.run(subject.outputs, _tensors(inputs), how)
     masks = _masks(subject.outputs, how.seed, how.step)
-    with failing("evaluation"), evaluating(module.model), torch.no_grad(), masks:
+    with failing("evaluation"), evaluating(module.model), masks:
         theirs = _tensors(module.model(**asked) if isinstance(asked, dict) else module.model(*asked))
     if len(ours) != len(theirs):
         return [], [f"outputs were not compared: {len(ours)} against {len(theirs)} tensors"]

@@ -22,6 +22,7 @@ from . import lookups as look
 from . import reductions as red
 from . import user_derivatives as own
 from . import views as v
+from .backward_operators import BACKWARD_RULES
 from .node_factors import along, leading, opaque, together
 from .notation import Factors, Rule, SpecFn, Work, rule, table
 
@@ -270,6 +271,7 @@ RULES = MappingProxyType(
         rule(aten.bucketize.Tensor, "..., n -> ...", whole="n", work="memory"),
         rule(aten.grid_sampler.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
         rule(aten.grid_sampler_2d.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
+        BACKWARD_RULES,
         # derivatives that the user wrote
         _each([with_tangent], own.with_tangent, "view"),
         _each([declare_gradient], own.declare_gradient, "view"),

@@ -1,0 +1,129 @@
+"""``torch.autograd.grad`` in forward: one node of the traced graph (:mod:`..ops.inner_gradients`).
+
+Autograd runs beside the trace as it does in the plain module, unrecorded. So it says which inputs get a gradient at
+all, and which results may be differentiated again, and raises what it would raise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from ..compat.torch import recording, unrecorded
+from ..compat.torch_func import is_transformed
+from ..core.errors import CompileError, Where
+from ..ops.inner_gradients import gradient, start
+from .places import OWN
+from .transforms import by_transform
+from .watched_trace import user_line
+
+_FLAG = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+class Linked(torch.autograd.Function):
+    """A node's value, with the place in autograd's graph that ``beside`` has."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, beside: Tensor) -> Tensor:
+        return made.view_as(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, gradients[0]
+
+
+class InnerGradients(TorchFunctionMode):
+    """While inside, calls of ``torch.autograd.grad`` become nodes of the graph that is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: Iterator[int] = itertools.count()
+        self.starts: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf, and the node from where on it is one
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.autograd.grad and not any(map(is_transformed, _several(args[0]))):
+            return self._grad(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "_make_dual" and recording() and not by_transform(sys._getframe(1)):
+            where = Where("", user_line(sys._getframe(1), OWN))
+            raise CompileError("QN105", "torch.autograd.forward_ad in forward", where=where, fix="use torch.func.jvp")
+        leaf = args[0] if (func is Tensor.requires_grad_ or func == _FLAG) and recording() else None
+        leaf = None if leaf is not None and is_transformed(leaf) else leaf
+        before = leaf is None or leaf.requires_grad
+        found = func(*args, **(kwargs or {}))
+        if not before and leaf.requires_grad:  # type: ignore[union-attr]
+            with torch.no_grad():
+                self.starts[id(leaf)] = leaf, start(leaf, next(self.numbers))
+        return found
+
+    def _grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        outs, ins, arriving = _several(outputs), _several(inputs), _several(grad_outputs)
+        unused = materialize_grads if allow_unused is None else allow_unused
+        if is_grads_batched:
+            rows = [
+                self._grad(outs, ins, one, True, create_graph, allow_unused=unused)
+                for one in zip(*arriving, strict=True)
+            ]
+            made = [None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)]
+        else:
+            made = self._once(outs, ins, arriving, create_graph, unused)
+        if materialize_grads:
+            made = [torch.zeros_like(x) if g is None else g for x, g in zip(ins, made, strict=True)]
+        return tuple(made)
+
+    def _once(
+        self, outs: Sequence[Tensor], ins: Sequence[Tensor], arriving: Sequence[Any], again: bool, unused: bool
+    ) -> list[Tensor | None]:
+        with unrecorded():
+            given = arriving or None
+            beside = torch.autograd.grad(outs, ins, given, retain_graph=True, create_graph=again, allow_unused=unused)
+        asked = [place for place, one in enumerate(beside) if one is not None]
+        ones = [torch.ones_like(out) if g is None else g for out, g in zip(outs, arriving, strict=False)]
+        wanted = [self.starts.get(id(ins[place]), (None, ins[place]))[1] for place in asked]
+        made: list[Tensor | None] = [None] * len(ins)
+        with torch.no_grad():
+            found = gradient(list(outs), wanted, ones, again) if asked else []
+        for place, one in zip(asked, found, strict=True):
+            linked = again and beside[place].requires_grad
+            made[place] = Linked.apply(one, beside[place]) if linked else one  # type: ignore[no-untyped-call]
+        return made
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return () if given is None else (given,) if isinstance(given, Tensor) else tuple(given)
+
+
+def place_starts(graph: fx.Graph) -> None:
+    """In a traced graph, what is computed of an input of a gradient reads its ``start``: all of it, or what comes after
+    a tensor was made a leaf."""
+    numbers = itertools.count(1 + max((n.args[1] for n in graph.nodes if n.target is start), default=-1))
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    last = max((node for node in graph.nodes if node.op == "placeholder"), key=place.__getitem__, default=None)
+    for node in [n for n in graph.nodes if n.target is start]:
+        x = node.args[0]
+        for user in [u for u in x.users if u is not node and place[u] > place[node]]:
+            user.replace_input_with(x, node)
+    for node in [n for n in graph.nodes if n.target is gradient]:
+        for x in [x for x in node.args[1] if x.target is not start]:
+            after = last if x.op == "placeholder" else x
+            assert after is not None
+            with graph.inserting_after(after):
+                made = graph.call_function(start, (x, next(numbers)))
+            made.meta = dict(x.meta)
+            x.replace_all_uses_with(made, lambda user, made=made: user is not made)  # type: ignore[misc]

@@ -1,0 +1,130 @@
+"""``torch.func`` and ``torch.vmap`` in forward: traced on their own, and put into the trace as plain operators.
+
+The trace of a model takes notice of operators above autograd, where a tensor that stands for a row of a batch, or for
+one with a tangent, is none that it knows. So the outermost transform is traced below autograd, where everything that it
+does is plain operators on plain tensors, and these run in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
+
+from ..compat.torch import FakeTensor, make_fx, pytree, recording, unrecorded
+from ..compat.torch_func import nodes_of_trace, only_function_modes, set_grad, transforms_by
+from ..core.errors import CompileError, Where
+from ..core.replaced import for_this_thread
+from .places import OWN
+from .watched_trace import user_line
+
+aten = torch.ops.aten
+_BY_STRIDE = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
+_OURS = __name__.partition(".")[0]
+_DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def transforms_followed() -> Iterator[None]:
+    """While inside, transforms that a traced forward calls become plain operators.
+
+    Raises:
+        CompileError: QN105 for ``torch.no_grad`` or ``torch.autograd.grad`` inside one.
+    """
+    with transforms_by(_Transforms().run, for_this_thread):
+        yield
+
+
+class _Transforms:
+    def __init__(self) -> None:
+        self.inside = False
+
+    def run(self, transform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ``transform(*args, **kwargs)`` returns; the outermost one becomes plain operators."""
+        if self.inside or not recording():
+            return transform(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        given = [x if isinstance(x, FakeTensor) else x.view_as(x) for x in (leaves[i] for i in places)]
+        sizes = [n.meta["val"] for n in nodes_of_trace() if n.op == "placeholder" and _varies(n.meta.get("val"))]
+        made: list[Any] = []
+        watch = _Detaches()
+
+        def call(*tensors: Tensor) -> list[Tensor]:
+            for place, x in zip(places, tensors, strict=False):
+                leaves[place] = x
+            some, named = pytree.tree_unflatten(leaves, spec)
+            with watch:
+                found, form = pytree.tree_flatten(transform(*some, **named))
+            made[:] = [found, form]
+            return [x for x in found if isinstance(x, Tensor)]
+
+        self.inside = True
+        try:
+            with unrecorded(), only_function_modes(lambda mode: type(mode).__module__.startswith(_OURS)):
+                traced = make_fx(call)(*given, *sizes)  # the latter only tell which number of rows is which
+        finally:
+            self.inside = False
+        for node in traced.graph.find_nodes(op="call_function", target=aten.detach.default):
+            if node.name not in watch.meant:  # autograd's own, of a value that a backward reads
+                node.replace_all_uses_with(node.args[0])
+                traced.graph.erase_node(node)
+        if any(node.target in _BY_STRIDE for node in traced.graph.nodes):
+            raise _refusal("an assignment to a part of a tensor", "torch.where", depth=1)
+        tensors = iter(_Again(traced).run(*given, *sizes))
+        found, form = made
+        return pytree.tree_unflatten([next(tensors) if isinstance(x, Tensor) else x for x in found], form)
+
+
+class _Again(fx.Interpreter):
+    """Runs the operators of a trace in another one, which knows the sizes already."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is aten.sym_size.int:
+            return args[0].shape[args[1]]
+        return super().call_function(target, args, kwargs)
+
+
+def _varies(x: Any) -> bool:
+    return isinstance(x, Tensor) and any(isinstance(size, torch.SymInt) for size in x.shape)
+
+
+class _Detaches(TorchFunctionMode):
+    """Notes which nodes of the trace detach because the user's code says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meant: set[str] = set()
+        self.grad = torch.is_grad_enabled()
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is set_grad and self.grad and args == (False,):
+            raise _refusal("torch.no_grad", "x.detach()")
+        if func is torch.autograd.grad and not by_transform(sys._getframe(1)):
+            raise _refusal("torch.autograd.grad", "torch.func.grad")
+        if func not in _DETACHES:
+            return func(*args, **(kwargs or {}))
+        before = len(nodes_of_trace())
+        found = func(*args, **(kwargs or {}))
+        self.meant.update(node.name for node in nodes_of_trace()[before:])
+        return found
+
+
+def _refusal(what: str, instead: str, depth: int = 2) -> CompileError:
+    where = Where("", user_line(sys._getframe(depth), OWN))
+    return CompileError("QN105", f"{what} inside a transform of torch.func", where=where, fix=f"use {instead} there")
+
+
+def by_transform(frame: types.FrameType | None) -> bool:
+    """Whether a transform of torch's is what calls, and not code of the user's."""
+    while frame is not None and frame.f_code.co_filename.startswith(OWN):
+        if frame.f_code.co_filename.endswith("eager_transforms.py"):
+            return True
+        frame = frame.f_back
+    return False

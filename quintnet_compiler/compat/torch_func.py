@@ -1,0 +1,79 @@
+"""Private names of torch: transforms of functions (``torch.func``, ``torch.vmap``)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import apis, eager_transforms
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+__all__ = ["is_transformed", "nodes_of_trace", "only_function_modes", "set_grad", "transforms_by"]
+
+# A tensor inside a transform, which stands for a row of a batch, say; instead: the exception that tracing it raises.
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+# What torch.no_grad and torch.enable_grad call; instead: torch.is_grad_enabled() after each operator.
+set_grad: Any = torch._C._set_grad_enabled
+
+
+def nodes_of_trace() -> list[fx.Node]:
+    """The nodes that the innermost make_fx has made so far; instead: a TorchDispatchMode that counts operators."""
+    mode = get_proxy_mode()
+    return [] if mode is None else list(mode.tracer.graph.nodes)
+
+
+@contextlib.contextmanager
+def only_function_modes(keep: Callable[[TorchFunctionMode], bool]) -> Iterator[None]:
+    """Inside, only those of the modes that see calls of torch's functions are on; instead: torch.export without its
+    own, which notes tensors inside transforms as constants."""
+    every = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    kept = [mode for mode in reversed(every) if keep(mode)]
+    for mode in kept:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _pop_mode()
+        for mode in reversed(every):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def transforms_by(run: Callable[..., Any], replace: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Inside, a transform that is called is ``run(transform, *args, **kwargs)``, where ``transform`` is torch's own
+    function. ``replace(ours, theirs)`` is what the process calls meanwhile. Instead: our own vmap, grad, jvp, vjp."""
+
+    def ours(transform: Callable[..., Any]) -> Callable[..., Any]:
+        return replace(lambda *args, **kwargs: run(transform, *args, **kwargs), transform)  # type: ignore[no-any-return]
+
+    own = eager_transforms._vjp_with_argnums
+
+    def vjp(function: Any, *primals: Any, **options: Any) -> Any:
+        """Its second result is a function, which computes ``function`` again: a trace keeps equal operators once."""
+        made = run(lambda *given: _without_function(own(function, *given, **options)), *primals)
+
+        def back(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+            return run(lambda given, arriving: own(function, *given, **options)[1](arriving), primals, cotangents)
+
+        return (made[0], back, *made[1:])
+
+    with (
+        mock.patch.object(apis, "vmap_impl", ours(apis.vmap_impl)),
+        mock.patch.object(eager_transforms, "grad_and_value_impl", ours(eager_transforms.grad_and_value_impl)),
+        mock.patch.object(eager_transforms, "_jvp_with_argnums", ours(eager_transforms._jvp_with_argnums)),
+        mock.patch.object(eager_transforms, "_vjp_with_argnums", replace(vjp, own)),
+    ):
+        yield
+
+
+def _without_function(made: Any) -> Any:
+    """``(output, function, auxiliary)`` without the function."""
+    return made[0], *made[2:]
