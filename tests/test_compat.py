@@ -86,6 +86,7 @@ BY_OTHER_TESTS: Mapping[str, str] = MappingProxyType(
         "_dump_nccl_trace_json": "unit/test_device_faults.py",
         "_forward_cls": "test_frontier_functions.py",
         "_guards_fn": "test_frontier_diagnoses.py",
+        "_hop_compile_and_call": "test_control_flow.py",
         "_is_hf_initialized": "test_initial_values.py",
         "_local_tensor": "test_processes.py",
     }

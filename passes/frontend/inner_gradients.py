@@ -84,13 +84,14 @@ def inner_gradient(
         )
     results, before = found.gradients[len(given) :], len(builder.made)
     for part in _needed(found.graph, [g for g in results if g is not None], env):
-        stays = part.target is aten.contiguous.default  # kernels of a backward may ask for it
-        env[part] = builder.call(part.target, env[part.args[0]]) if stays else copy(part, env)  # type: ignore[index]
+        if part.target is aten.contiguous.default:  # kernels of a backward may ask for it
+            env[part] = builder.call(aten.contiguous.default, env[part.all_input_nodes[0]])
+        else:
+            env[part] = copy(part, env)
     if again:
         _check_saved(builder, builder.made[before:])
-    return [
-        _end(builder, env.get(g) if g is not None else None, x, again) for g, x in zip(results, inputs, strict=True)
-    ]
+    ends_of = [None if g is None else env[g] for g in results]
+    return [_end(builder, g, x, again) for g, x in zip(ends_of, inputs, strict=True)]
 
 
 def _check_saved(builder: GraphBuilder, made: Sequence[fx.Node]) -> None:
@@ -108,20 +109,23 @@ def _check_saved(builder: GraphBuilder, made: Sequence[fx.Node]) -> None:
 
 def _has_derivative(builder: GraphBuilder, node: fx.Node, place: int) -> bool:
     """Whether autograd follows this result of an operator."""
+    leaves: list[Tensor] = []
 
     def leaf(x: fx.Node) -> Tensor:
         known = value(x)
         flows = known.is_floating_point() or known.is_complex()
-        return torch.empty_like(known, device=CPU, requires_grad=flows)
+        leaves.append(torch.empty_like(known, device=CPU, requires_grad=flows))
+        return leaves[-1]
 
-    leaves: list[Tensor] = []
+    target: Any = node.target
     with builder.mode, torch.enable_grad():
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: leaves.append(leaf(x)) or leaves[-1])
-        made = node.target(*args, **kwargs)[place]  # type: ignore[operator]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), leaf)
+        made = target(*args, **kwargs)[place]
+        if not made.requires_grad:
+            return False
         asked = [x for x in leaves if x.requires_grad]
-        return made.requires_grad and any(
-            x is not None for x in torch.autograd.grad(made, asked, torch.ones_like(made), allow_unused=True)
-        )
+        found = torch.autograd.grad(made, asked, torch.ones_like(made), allow_unused=True)
+    return any(x is not None for x in found)
 
 
 def _end(builder: GraphBuilder, found: fx.Node | None, x: fx.Node, again: bool) -> fx.Node:
@@ -163,6 +167,7 @@ def _differentiable(node: fx.Node) -> bool:
 
 
 def _run(node: fx.Node, env: dict[fx.Node, Any], absent: AbsentGpu | None) -> Any:
+    args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     target: Any = node.target
     if target is start:

@@ -153,7 +153,8 @@ def canonical(
                     "QN101",
                     f"the shape of what {node.target} returns depends on the values of a tensor",
                     where=where_of(node),
-                    fix="use a mask (torch.where with three arguments); for experts, quintnet.expert_linear",
+                    fix="use a mask (torch.where with three arguments); for a loop over experts, "
+                    "out = out + (weights * (ids == e)).sum(-1, keepdim=True) * expert(x), or quintnet.expert_linear",
                 )
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}

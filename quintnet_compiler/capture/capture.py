@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..compat.torch_hooks import without_hooks_of_export
-from ..core.empty_storage import device_of, hollow_parameters, plain_parameters
+from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
 from ..core.replaced import new_garbage_only, one_thread
@@ -31,6 +31,7 @@ from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_ba
 from ..ir.program import Captured
 from .block_reuse import Skipped, blocks_once
 from .canonical import canonical, inline_no_grad, module_of
+from .control_flow import control_flow_followed
 from .inner_gradients import InnerGradients, place_starts
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
@@ -72,6 +73,7 @@ def capture(
     for module in (model, loss_fn):
         if isinstance(module, nn.Module):
             check_names(module)
+            check_shapes(module)
     size = batch_size_of(batch)
     device = device_of(model)
     form = form or BatchForm.of(batch, size)
@@ -92,6 +94,7 @@ def capture(
         InnerGradients(),
         user as own,
         transforms_followed(),
+        control_flow_followed(),
         plain,
         hollow as real,
         without_autocast(),

@@ -52,13 +52,14 @@ class InnerGradients(TorchFunctionMode):
         if getattr(func, "__name__", "") == "_make_dual" and recording() and not by_transform(sys._getframe(1)):
             where = Where("", user_line(sys._getframe(1), OWN))
             raise CompileError("QN105", "torch.autograd.forward_ad in forward", where=where, fix="use torch.func.jvp")
-        leaf = args[0] if (func is Tensor.requires_grad_ or func == _FLAG) and recording() else None
+        leaf: Any = args[0] if (func is Tensor.requires_grad_ or func == _FLAG) and recording() else None
         leaf = None if leaf is not None and is_transformed(leaf) else leaf
         before = leaf is None or leaf.requires_grad
         found = func(*args, **(kwargs or {}))
-        if not before and leaf.requires_grad:  # type: ignore[union-attr]
+        if not before and leaf.requires_grad:
             with torch.no_grad():
-                self.starts[id(leaf)] = leaf, start(leaf, next(self.numbers))
+                made: Any = start(leaf, next(self.numbers))
+                self.starts[id(leaf)] = leaf, made
         return found
 
     def _grad(
@@ -126,4 +127,4 @@ def place_starts(graph: fx.Graph) -> None:
             with graph.inserting_after(after):
                 made = graph.call_function(start, (x, next(numbers)))
             made.meta = dict(x.meta)
-            x.replace_all_uses_with(made, lambda user, made=made: user is not made)  # type: ignore[misc]
+            x.replace_all_uses_with(made, lambda user, made=made: user is not made)

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch._functorch import apis, eager_transforms
+from torch._functorch.vmap import vmap_impl
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
@@ -33,17 +34,17 @@ def nodes_of_trace() -> list[fx.Node]:
 def only_function_modes(keep: Callable[[TorchFunctionMode], bool]) -> Iterator[None]:
     """Inside, only those of the modes that see calls of torch's functions are on; instead: torch.export without its
     own, which notes tensors inside transforms as constants."""
-    every = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    every = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
     kept = [mode for mode in reversed(every) if keep(mode)]
     for mode in kept:
-        _push_mode(mode)
+        _push_mode(mode)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         for _ in kept:
-            _pop_mode()
+            _pop_mode()  # type: ignore[no-untyped-call]
         for mode in reversed(every):
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ def transforms_by(run: Callable[..., Any], replace: Callable[[Any, Any], Any]) -
         return (made[0], back, *made[1:])
 
     with (
-        mock.patch.object(apis, "vmap_impl", ours(apis.vmap_impl)),
+        mock.patch.object(apis, "vmap_impl", ours(vmap_impl)),
         mock.patch.object(eager_transforms, "grad_and_value_impl", ours(eager_transforms.grad_and_value_impl)),
         mock.patch.object(eager_transforms, "_jvp_with_argnums", ours(eager_transforms._jvp_with_argnums)),
         mock.patch.object(eager_transforms, "_vjp_with_argnums", replace(vjp, own)),

@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .errors import CompileError
 
 _ELSEWHERE = "_quintnet_elsewhere"
 
@@ -25,6 +28,22 @@ def device_of(model: nn.Module) -> torch.device:
     """Where a module's parameters are: on the meta device only if all of them are, and no other rank has them."""
     devices = [p.__dict__.get(_ELSEWHERE, p.device) for p in model.parameters()]
     return next((d for d in devices if d.type != "meta"), devices[0] if devices else torch.device("cpu"))
+
+
+def check_shapes(model: nn.Module) -> None:
+    """Refuse parameters and buffers that have no shape yet: what a program is made of is known before it runs.
+
+    Raises:
+        CompileError: QN101 with their names.
+    """
+    lazy = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if is_lazy(x)]
+    if lazy:
+        more = f" and {len(lazy) - 3} more" if len(lazy) > 3 else ""
+        raise CompileError(
+            "QN101",
+            f"lazy modules have no shapes yet: {', '.join(lazy[:3])}{more}",
+            fix="call the model once, as in model(*batch), before it is compiled and its optimizer is made",
+        )
 
 
 @contextlib.contextmanager

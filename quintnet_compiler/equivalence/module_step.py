@@ -15,6 +15,7 @@ from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..compat.torch_hooks import accumulation_hooks
 from .made_leaves import MadeLeaves
+from .plain_control_flow import in_python
 from .reference import same_numbers
 from .unchanged import ModuleChanges, Untouched, reseed_all
 
@@ -39,7 +40,7 @@ class Owner:
 
     def __call__(self, batch: Any) -> Any:
         """What the module returns for a batch: its loss, or its outputs."""
-        with self.around() if self.around is not None else contextlib.nullcontext():
+        with self.around() if self.around is not None else contextlib.nullcontext(), in_python():
             return self._called(batch)
 
     def _called(self, batch: Any) -> Any:

@@ -14,6 +14,7 @@ from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..core.errors import CompileError, QuintNetError
 from .module_copy import module_copy
+from .plain_control_flow import in_python
 from .reference import differs, largest
 
 LEARNING_RATE = 0.01
@@ -72,8 +73,9 @@ class ModuleTraining:
 
     def _loss(self, batch: Any) -> Tensor:
         inputs = model_inputs(batch, self.loss_fn)
-        out = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
-        loss: Tensor = loss_of(out if inputs is batch or self.loss_fn is None else self.loss_fn(out, batch[-1]))
+        with in_python():
+            out = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+            loss: Tensor = loss_of(out if inputs is batch or self.loss_fn is None else self.loss_fn(out, batch[-1]))
         return loss
 
 

@@ -33,6 +33,7 @@ from .module_training import (
     own_errors,
     sgd,
 )
+from .plain_control_flow import in_python
 from .reference import differs, largest, same_numbers
 from .unchanged import random_numbers_kept
 
@@ -252,7 +253,7 @@ def _outputs(
     asked, how = module.inputs(inputs), Run()
     ours = backend.run(subject.outputs, _tensors(inputs), how)
     masks = _masks(subject.outputs, how.seed, how.step)
-    with failing("evaluation"), evaluating(module.model), masks:
+    with failing("evaluation"), evaluating(module.model), in_python(), masks:
         theirs = _tensors(module.model(**asked) if isinstance(asked, dict) else module.model(*asked))
     if len(ours) != len(theirs):
         return [], [f"outputs were not compared: {len(ours)} against {len(theirs)} tensors"]
