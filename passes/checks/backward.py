@@ -96,13 +96,21 @@ class _Check:
             made = self.program.gradients.get((found.name, stage or 0))
             self._sum(made, terms, f"the gradient of {found.name} in stage {stage}", key[0], stage)
         unread = self._unread()
-        for key in {key for key, _ in self.terms if self._leaf(key) is None and key not in unread}:
-            terms = [t for (k, _), found in self.terms.items() if k == key for t in found]
-            if key not in self.program.cotangents and not self._reads(key, {}):
+        inner: dict[Value, list[Term]] = defaultdict(list)  # of all stages
+        used: set[tuple[str, int | None]] = set()
+        for (key, stage), terms in self.terms.items():
+            found = self._leaf(key)
+            if found is not None:
+                used.add((found.name, stage))
+            elif key not in unread:
+                inner[key] += terms
+        known: dict[Value, bool] = {}
+        for key, terms in inner.items():
+            if key not in self.program.cotangents and not self._reads(key, known):
                 continue
             self._sum(self.program.cotangents.get(key), terms, f"the gradient of {key[0].name}", key[0], None)
         for name, stage in self.program.gradients:
-            if not any((f := self._leaf(k)) is not None and f.name == name and s == stage for k, s in self.terms):
+            if (name, stage) not in used:
                 raise self._fail(f"{name} gets a gradient in stage {stage}, and nothing there uses it", None)
 
     # -- operators

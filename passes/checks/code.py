@@ -79,7 +79,8 @@ class _Stage:
                 raise _fail(f"{name} is cut from the batch in another way", node)
             self.seen.add(node)
         mine = {n for n, index in self.source.stage.items() if index == self.stage.index and n.op == "call_function"}
-        missing = [n for n in self.source.graph.nodes if n in mine - self.seen]
+        mine -= self.seen
+        missing = [n for n in self.source.graph.nodes if n in mine]
         if missing:
             raise _fail(f"stage {self.stage.index} lacks {missing[0].name}", missing[0])
         if sorted(self.settled) != self.gradients:
