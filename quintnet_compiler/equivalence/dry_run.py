@@ -3,7 +3,8 @@ on the other ranks, every message its receiver, and nobody may wait for ever."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from ..core.sharding import Sharding
 from ..core.slices import take_all
 from ..ir.program import DistributedProgram, Piece, RankProgram, StageProgram
 from ..ops.collectives import collective_of
+from ..runtime.execute.comm import Comm
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
@@ -62,7 +64,7 @@ class _DryRank:
     def run(self, transport: LocalTransport) -> None:
         program, part = self.program, self.part
         train = any(stage.gradients for stage in program.stages)
-        store = GradientStore(program, part, transport, META) if train else None
+        store = _ShapeStore(program, part, transport, META) if train else None
         state = {s.name: self._empty(s.shape, s.dtype, s.sharding) for s in program.state.values()}
         inputs = [self._empty(s.shape, s.dtype, s.sharding) for s in program.inputs]
         Executor(program, part, transport, META, store).step(state, inputs, Run(train=train, check_finite=False))
@@ -80,13 +82,43 @@ def _skeleton(stage: StageProgram) -> StageProgram:
     return replace(stage, **changed)
 
 
+class _ShapeStore(GradientStore):
+    """Adds up shapes. The first two terms of a gradient are added as training does it; further ones that look the same
+    are counted."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.added = Counter[Hashable]()
+
+    def accumulate(self, gradient: Tensor, value: str) -> None:
+        if self._new(value, gradient):
+            super().accumulate(gradient, value)
+
+    def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
+        if self._new(value, left, right):
+            super().accumulate_matmul(left, right, value)
+
+    def _new(self, value: str, *terms: Tensor) -> bool:
+        key = value, *((x.shape, x.dtype) for x in terms)
+        self.added[key] += 1
+        if self.added[key] <= 2:
+            return True
+        self._count(self.where[self.names[value]])
+        return False
+
+
 class _Skeleton:
-    """Stands for a generated function: carries out its communication on shapes, and returns shapes."""
+    """Stands for a generated function: carries out its communication on shapes, and returns shapes.
+
+    All that it works on are the shapes of its own graph. Where no other rank took part in the first call, further ones
+    would do the same again: they compare what they are given, and accumulate gradients.
+    """
 
     def __init__(self, piece: Piece) -> None:
         self.nodes = [n for n in piece.module.graph.nodes if _matters(n)]
         self.inputs = [n for n in piece.module.graph.nodes if n.op == "placeholder"]
         self.shapes = {n: _shape(n) for n in piece.module.graph.nodes if known(n)}
+        self.alone = False
 
     def __call__(self, args: list[Any]) -> tuple[Any, ...]:
         comm, *given = args
@@ -94,12 +126,18 @@ class _Skeleton:
         for node, x in zip(self.inputs[1:], given, strict=True):
             if tuple(x.shape) != tuple(self.shapes[node].shape) or x.dtype != self.shapes[node].dtype:
                 raise RuntimeError(f"{node.name} is {tuple(x.shape)} {x.dtype} where {self.shapes[node]} is expected")
+        met = comm.transport.met
+        made = self._carried_out(comm, [n for n in self.nodes if not self.alone or _repeats(n)])
+        self.alone = self.alone or comm.transport.met == met
+        return made
+
+    def _carried_out(self, comm: Comm, nodes: Sequence[fx.Node]) -> tuple[Any, ...]:
         begun: dict[fx.Node, Any] = {}
-        for node in self.nodes:
+        for node in nodes:
             if node.op == "output":
                 if begun:
                     raise RuntimeError(f"{next(iter(begun)).name} is never waited for")
-                return tuple(self.shapes[n] for n in node.args[0])
+                return tuple(self.shapes[n] for n in node.args[0])  # type: ignore[union-attr]
             if node.target == "wait" and node.args[1] not in begun:
                 raise RuntimeError(f"{node.name} waits for {node.args[1]}, which is not under way")
             _, *rest = fx.map_arg(node.args, lambda n: begun.pop(n) if n in begun else self.shapes.get(n))
@@ -119,9 +157,12 @@ def _several(made: Any) -> tuple[Any, ...]:
 
 def _matters(node: fx.Node) -> bool:
     method = str(node.target) if node.op == "call_method" else ""
-    return (
-        node.op == "output" or collective_of(method) is not None or method == "wait" or method.startswith("accumulate")
-    )
+    return _repeats(node) or collective_of(method) is not None or method == "wait"
+
+
+def _repeats(node: fx.Node) -> bool:
+    """Whether a second call of the function does something that the first has not done."""
+    return node.op == "output" or (node.op == "call_method" and str(node.target).startswith("accumulate"))
 
 
 def _shape(node: fx.Node) -> Any:

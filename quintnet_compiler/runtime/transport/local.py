@@ -176,10 +176,10 @@ def _carry_out(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
 
 
 class LocalTransport:
-    """One rank's side of a :class:`LocalWorld`."""
+    """One rank's side of a :class:`LocalWorld`. ``met``: in how many collectives other ranks took part."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
-        self.world, self.rank = world, rank
+        self.world, self.rank, self.met = world, rank, 0
         self.place = world.mesh.coordinate(rank)
         self.peers = {axis: world.mesh.peers(rank, [axis]) for axis in world.mesh.names}
 
@@ -198,6 +198,7 @@ class LocalTransport:
             mine: Tensor = _carry_out([alone] * len(ranks), [ranks.index(self.rank)])[0]
             return mine
         ranks = here
+        self.met += 1
         answer: Tensor = self.world.hub.switch(Rendezvous(kind, ranks, label, x, detail, runs))
         return answer
 
