@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch import RNN_WEIGHT_LISTS
+from ..compat.torch_hooks import MODULE_HOOKS
 
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice)
 PLAIN = (*_NUMBERS, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
@@ -214,16 +215,37 @@ class _Namespace:
                 _refill(value, self.copies[name])
 
 
+@dataclass(frozen=True)
+class _KeptHooks:
+    """The hooks of one kind that a module had. Those that forward registers when it is called first may stay."""
+
+    label: str
+    own: dict[int, Any]
+    then: dict[int, Any]
+    by: str
+
+    def changed(self) -> bool:
+        return list(self.own.items()) != list(self.then.items())
+
+    def change(self) -> Change:
+        put, undo = (
+            functools.partial(_refill, self.own, dict(self.own)),
+            functools.partial(_refill, self.own, self.then),
+        )
+        return Change(f"the hooks of {self.label!r}", self.then, dict(self.own), self.changed, put, undo, self.by)
+
+
 @dataclass
 class AttributeSnapshot:
     """The attributes of objects as they were: what has changed since, and all of it put back.
 
-    Of a module, its parameters, buffers and parts count too: which tensors they are, not their values. ``by``: whose
-    code changes what is added now.
+    Of a module, its parameters, buffers and parts count too: which tensors they are, not their values; and its hooks.
+    ``by``: whose code changes what is added now.
     """
 
     by: str = FORWARD
     kept: list[_Namespace] = field(default_factory=list)
+    hooks: list[_KeptHooks] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
 
     def add(self, label: str, owner: Any) -> None:
@@ -234,6 +256,7 @@ class AttributeSnapshot:
         self.seen.add(id(own))
         if isinstance(owner, nn.Module):
             self.kept += [_Namespace.of(kind, label, own[part], None, self.by) for part, kind in PARTS.items()]
+            self.hooks += [_KeptHooks(label, own[name], dict(own[name]), self.by) for name in MODULE_HOOKS]
         self.kept.append(_Namespace.of("the attribute", label, own, None, self.by))
 
     def add_names(self, own: MutableMapping[str, Any], names: Iterable[str]) -> None:
@@ -247,7 +270,8 @@ class AttributeSnapshot:
             self.kept.append(_Namespace.of("the attribute", owner.__name__, Fields(owner), None, self.by))
 
     def changes(self) -> list[Change]:
-        return [change for kept in self.kept for change in kept.changes()]
+        found = [change for kept in self.kept for change in kept.changes()]
+        return found + [kept.change() for kept in self.hooks if kept.changed()]
 
     def write_buffers(self) -> list[str]:
         """Write what was assigned in place of a buffer to the buffer itself, where it fits; returns the names of such
@@ -258,6 +282,9 @@ class AttributeSnapshot:
         """Every attribute is the object that it was, and lists, sets and dicts have the elements that they had."""
         for kept in self.kept:
             kept.restore()
+        for hooks in self.hooks:
+            if hooks.changed():
+                _refill(hooks.own, hooks.then)
 
 
 def _refill(value: Any, then: Any) -> None:
