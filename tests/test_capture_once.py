@@ -47,7 +47,7 @@ class Stack(nn.Module):
 
 
 def _folded(model: nn.Module, batch: Any, loss_fn: Any, *, once: bool) -> tuple[Folded, int]:
-    captured = capture(model, batch, loss_fn, once=once)
+    captured = capture(model, batch, loss_fn, once=once, each=not once)
     return FoldBlocks()(Normalize(ROWS, torch.device("cpu"))(captured)), len(captured.graph.nodes)
 
 

@@ -1,4 +1,4 @@
-"""Repeated blocks of a module, traced once: for a planner, which needs a block's operators but not a hundred copies."""
+"""Repeated blocks of a module, traced once: a planner needs no more, and :mod:`.repeat_blocks` makes all of them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,28 @@ _TORCHS = frozenset(vars(nn.Module())) - {"training"}
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+Setting = tuple[str, str]  # path of a module in its block, name of an attribute
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """Equal blocks, by name: ``times`` units of ``period`` blocks. ``numbers``: settings that are a block's own
+    number."""
+
+    names: tuple[str, ...]
+    period: int
+    times: int
+    numbers: frozenset[Setting]
+
+
 @dataclass
 class Skipped:
     """``like[name]``: the names of the blocks that were not traced because they do what block ``name`` does.
-    ``readers[name]``: the blocks that may read what a block of a run returns."""
+    ``readers[name]``: the blocks that may read what a block of a run returns. ``runs``: of blocks that are equal."""
 
     like: dict[str, list[str]] = field(default_factory=dict)
     readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    runs: list[BlockRun] = field(default_factory=list)
 
     def has(self, name: str) -> bool:
         """Whether a parameter is inside one of them."""
@@ -50,19 +65,21 @@ def _inside(module: str, block: str) -> bool:
 
 
 @contextlib.contextmanager
-def blocks_once(model: nn.Module) -> Iterator[Skipped]:
+def blocks_once(model: nn.Module, least: int = 4) -> Iterator[Skipped]:
     """While inside, a block that is built and called like the one before it returns what that one returned.
 
     Of each run of equal blocks (numbered children of one module, none of them inside another such run) the first, the
     second and the last are called; those between only where they are given something else. What a block does must not
     depend on its number, other than through what it is built of. Afterwards :meth:`Skipped.chained` says whether
-    nothing but the next block reads what a block that was left out should have made.
+    nothing but the next block reads what a block that was left out should have made. ``least``: of how many equal units
+    a run has at least.
     """
     skipped = Skipped()
     patched: list[nn.Module] = []
     try:
-        for path, blocks, period, times in _runs(model):
+        for path, blocks, period, times in _runs(model, least):
             names = [".".join(filter(None, (path, name))) for name, _ in blocks]
+            skipped.runs.append(BlockRun(tuple(names), period, times, _own_numbers(blocks)))
             skipped.readers |= {name: (*names[i + 1 : i + 2], *names[i + period :][:1]) for i, name in enumerate(names)}
             run = _Run(names, period, times, skipped)
             for index, (_, block) in enumerate(blocks):
@@ -77,7 +94,7 @@ def blocks_once(model: nn.Module) -> Iterator[Skipped]:
 Blocks = list[tuple[str, nn.Module]]
 
 
-def _runs(model: nn.Module) -> Iterator[tuple[str, Blocks, int, int]]:
+def _runs(model: nn.Module, least: int) -> Iterator[tuple[str, Blocks, int, int]]:
     """(path of the parent, blocks, how many of them repeat, how often)."""
     owners = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     modules = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
@@ -85,14 +102,14 @@ def _runs(model: nn.Module) -> Iterator[tuple[str, Blocks, int, int]]:
         if any(part.isdigit() for part in path.split(".")):
             continue
         blocks = [(name, child) for name, child in parent.named_children() if name.isdigit()]
-        if len(blocks) < 4 or any("forward" in vars(child) for _, child in blocks):
+        if len(blocks) < least or any("forward" in vars(child) for _, child in blocks):
             continue
         numbers = _own_numbers(blocks)
         labels = [_built(child, numbers) if _alone(child, owners, modules) else name for name, child in blocks]
         at = 0
         while at < len(blocks):
             period, times = longest_repetition(labels, at)
-            if times > 3:
+            if times >= least:
                 yield path, blocks[at : at + period * times], period, times
             at += period * times
 
@@ -101,9 +118,6 @@ def _alone(block: nn.Module, owners: Mapping[int, int], modules: Mapping[int, in
     """Whether nothing else in the model shares the block, or its parameters."""
     own = Counter(id(p) for _, p in block.named_parameters(remove_duplicate=False))
     return modules[id(block)] == 1 and all(owners[key] == count for key, count in own.items())
-
-
-Setting = tuple[str, str]  # path of a module in its block, name of an attribute
 
 
 def _settings(block: nn.Module) -> Iterator[tuple[Setting, Any]]:
@@ -140,13 +154,18 @@ def _plain(value: Any) -> Hashable:
     return (type(value).__name__, value) if isinstance(value, _PLAIN) else id(value)
 
 
+def _known(leaves: Sequence[Any]) -> bool:
+    """Whether these are tensors and plain values alone, and no objects that collect something."""
+    return all(isinstance(x, (Tensor, *_PLAIN)) for x in leaves)
+
+
 @dataclass
 class _Run:
     names: Sequence[str]
     period: int
     times: int
     skipped: Skipped
-    calls: dict[int, Hashable] = field(default_factory=dict)
+    calls: dict[int, Hashable | None] = field(default_factory=dict)
     alive: list[Any] = field(default_factory=list)  # what calls were given: identities are compared
     results: dict[int, Any] = field(default_factory=dict)
 
@@ -154,8 +173,8 @@ class _Run:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls[index] = self._given(index, (args, kwargs))
             unit, twin = index // self.period, index - self.period
-            alike = self.calls.get(twin) == self.calls[index]
-            if 1 < unit < self.times - 1 and alike:
+            alike = self.calls.get(twin) == self.calls[index] is not None
+            if 1 < unit < self.times - 1 and alike and _known(pytree.tree_leaves(self.results[twin])):
                 # objects of its own, so that who reads them is known
                 self.results[index] = pytree.tree_map_only(Tensor, torch.clone, self.results[twin])
                 self._skip(twin, index)
@@ -165,14 +184,17 @@ class _Run:
 
         return call
 
-    def _given(self, index: int, given: Any) -> Hashable:
-        """What a block is called with, where results of the block before it count by their places alone."""
+    def _given(self, index: int, given: Any) -> Hashable | None:
+        """What a block is called with, where results of the block before it count by their places, and by what they are
+        like. None where a block may change what it is given."""
         before = {id(x): place for place, x in enumerate(pytree.tree_leaves(self.results.get(index - 1)))}
         leaves, spec = pytree.tree_flatten(given)
+        if not _known(leaves):
+            return None
         self.alive.append(leaves)
         found = tuple(
-            ("before", before[id(x)]) if isinstance(x, Tensor) and id(x) in before
-            else _plain(x) for x in leaves
+            ("before", before[id(x)], str(tuple(x.shape)), str(x.stride()), x.dtype, x.requires_grad)
+            if isinstance(x, Tensor) and id(x) in before else _plain(x) for x in leaves
         )  # fmt: skip
         return str(spec), found
 

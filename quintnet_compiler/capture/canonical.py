@@ -101,8 +101,10 @@ def canonical(
     form: BatchForm,
     only_rows: int | None = None,
     assigned: frozenset[str] | None = None,
+    every: bool = False,
 ) -> Captured:
-    """``form``: of ``sample``; ``assigned``: see :func:`.mutations.changed_buffers`."""
+    """``form``: of ``sample``; ``assigned``: see :func:`.mutations.changed_buffers`; ``every``: with the parameters of
+    blocks that were skipped."""
     signature = exported.graph_signature
     changed = changed_buffers(exported, sample, assigned)
     owned = dict(model.named_parameters())
@@ -122,7 +124,7 @@ def canonical(
             if leaf.kind != "input" and leaf.name in kept:
                 env[node] = kept[leaf.name]
                 continue
-            unread = leaf.kind != "parameter" or skipped.has(leaf.name)
+            unread = leaf.kind != "parameter" or (not every and skipped.has(leaf.name))
             if leaf.kind != "input" and not node.users and unread and leaf.name not in changed:
                 continue
             if leaf.kind == "input" and not node.users and isinstance(node.meta["val"], LITERALS):

@@ -37,11 +37,13 @@ from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
 from .modes import evaluating, without_autocast
 from .places import OWN, where_of
+from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .step_module import Call, LossFn, StepModule
 from .transforms import transforms_followed
 from .user_derivatives import user_derivatives
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
+MANY = 8  # equal blocks, from which on one stands for others while a program is traced
 _aten = torch.ops.aten
 
 
@@ -56,14 +58,16 @@ def capture(
     call: Call | None = None,
     once: bool = False,
     form: BatchForm | None = None,
+    each: bool = False,
 ) -> Captured:
     """Trace ``model`` (and its loss) on inputs shaped like ``batch``; nothing is computed.
 
     ``want`` is ``"loss"`` (one scalar output) or ``"outputs"`` (whatever the model returns, or ``call(model, batch)``
     does). ``training``: each module keeps the mode that it has; if not, all are in evaluation mode. ``trained``:
     whether any program will train the parameters. ``once``: equal blocks are traced once, see
-    :mod:`.block_reuse`; such a program is for planning. ``form``: which sizes of the batch vary; by default, the number
-    of rows.
+    :mod:`.block_reuse`; such a program is for planning. Without, they may be traced once, too, where there are many,
+    and are all in the graph, see :mod:`.repeat_blocks`; ``each``: they are all traced. ``form``: which sizes of the
+    batch vary; by default, the number of rows.
 
     Raises:
         CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
@@ -80,7 +84,7 @@ def capture(
     sample = _sample(form, batch, device)
     changing = call is None
     step = StepModule(model, loss_fn, want, call, buffers=changing)
-    blocks = blocks_once(model) if once else contextlib.nullcontext(Skipped())
+    blocks = contextlib.nullcontext(Skipped()) if each else blocks_once(model, least=4 if once else MANY)
     mode = contextlib.nullcontext() if training else evaluating(step)
     flags = contextlib.nullcontext() if trained else _untrained(step)
     shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
@@ -125,15 +129,23 @@ def capture(
                 raise _untraceable(error) from error
         own.finish(exported.graph)
         place_starts(exported.graph)
-        captured = canonical(
-            exported, model, sample, training, skipped, form, rows, assigned=step.assigned if changing else None
-        )
+        assigned = step.assigned if changing else None
+        captured = canonical(exported, model, sample, training, skipped, form, rows, assigned=assigned, every=not once)
         check_dtypes(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
         captured = replace(captured, tensors=tensors)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
-        return replace(captured, guards=step.guards(training=training))
-    return capture(model, batch, loss_fn, want=want, training=training, trained=trained, call=call, form=form)
+        if once or not captured.like:
+            return replace(captured, guards=step.guards(training=training))
+        pure = not step.changed and not own.found and not captured.changed
+        if pure and not numbers_are_read(step.reads, model, skipped.runs):
+            whole = with_all_blocks(captured, skipped.runs)
+            if whole is not None:
+                reads = reads_of_all(step.reads, model, captured)
+                return replace(whole, guards=step.guards(training=training, reads=reads))
+    return capture(
+        model, batch, loss_fn, want=want, training=training, trained=trained, call=call, form=form, each=True
+    )
 
 
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from ..core.errors import CompileError
+from ..guards.attribute_reads import Read
 from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
 from .places import OWN
@@ -26,6 +27,7 @@ class _Seen:
     """What was seen of the latest trace (torch.export gives a module's own attributes back)."""
 
     trace: WatchedTrace | None = None
+    changed: bool = False  # whether forward changed plain data
     refuse: bool = False
     begin: Callable[[], None] | None = None  # called when a trace begins
 
@@ -92,6 +94,7 @@ class StepModule(nn.Module):
         if self.adopt():
             exported = export()
         first = self.seen.trace
+        self.seen.changed = first is not None and bool(first.changes)
         if first is None or not first.changes:
             return exported
         for change in first.changes:
@@ -148,12 +151,23 @@ class StepModule(nn.Module):
         self.remember()
         return True
 
-    def guards(self, *, training: bool) -> Guards | None:
-        """What a trace took from Python; None if nothing was traced."""
+    @property
+    def changed(self) -> bool:
+        """Whether forward, when it was called first, set attributes to plain data."""
+        return self.seen.changed
+
+    @property
+    def reads(self) -> Sequence[Read]:
+        """The attributes that the latest trace read."""
+        return () if self.seen.trace is None else self.seen.trace.reads.found
+
+    def guards(self, *, training: bool, reads: Sequence[Read] | None = None) -> Guards | None:
+        """What a trace took from Python; None if nothing was traced. ``reads``: of attributes, if not those alone that
+        the trace saw."""
         trace = self.seen.trace
         if trace is None:
             return None
-        reads = [read for read in trace.reads.found if training or read.name != "training"]
+        reads = [read for read in reads or self.reads if training or read.name != "training"]
         roots = [(name.removeprefix("model"), module) for name, module in self.named_children()]
         return guards_of(roots, reads, trace.variables, trace.constants.values(), self.modes, flags=training)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -95,7 +94,8 @@ Place = tuple[int, int]  # the number of a derivative, and one of its results
 
 
 class DerivativeFinder:
-    """``known``: the results of derivatives at which no gradient arrives, as the trace before this one found them."""
+    """``known``: the results of derivatives at which no gradient arrives, as the trace before this one found them.
+    ``found``: how many derivatives the latest trace has."""
 
     def __init__(self, step: StepModule) -> None:
         self.step = step
@@ -103,7 +103,7 @@ class DerivativeFinder:
         self._restart()
 
     def _restart(self) -> None:
-        self.numbers, self.removed = itertools.count(), set[int]()
+        self.found, self.removed = 0, set[int]()
         self.asked, self.seen = set[Place](), frozenset[Place]()
 
     def begin(self, hooks: Sequence[tuple[nn.Parameter, Sequence[Any]]]) -> None:
@@ -145,7 +145,8 @@ class DerivativeFinder:
             self.step.seen.trace.follow(*code)
 
     def number(self) -> int:
-        return next(self.numbers)
+        self.found += 1
+        return self.found - 1
 
     def absent(self, number: int, place: int) -> bool | None:
         self.asked.add((number, place))
