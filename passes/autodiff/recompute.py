@@ -14,7 +14,9 @@ from ...ops.catalog import facts_of
 from ...ops.collectives import all_gather
 from ...ops.rank_local import microbatch
 from .recompute_budget import Budget, within_budget
-from .recompute_cut import cheap_values
+from .recompute_cut import cheap_values, fused_values
+
+Blocks = Literal["none", "fused", "selective", "full", "auto"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Recompute:
     depend on nothing but their place (Chen et al. 2016).
 
     ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
-    ``"auto"`` for what makes the rest fit a ``budget``, or ``"none"``.
+    ``"auto"`` for what makes the rest fit a ``budget``, ``"fused"`` for what costs next to nothing where pointwise
+    operators are fused with those that read them (as TorchInductor does), or ``"none"``.
     ``reshard_after_forward``: whether what each microbatch
     gathers is gathered again, too, wherever it is used: parameters (if not, they are kept), and values, of which ranks
     then keep their slices (Korthikanti et al. 2022).
@@ -37,7 +40,7 @@ class Recompute:
         CompileError: QN213 if the budget is too small.
     """
 
-    blocks: Literal["none", "selective", "full", "auto"] = "full"
+    blocks: Blocks = "full"
     reshard_after_forward: bool = True
     budget: Budget | None = None
 
@@ -47,6 +50,8 @@ class Recompute:
         again = frozenset(gathered if self.reshard_after_forward else ())
         if self.blocks == "selective":
             inside = cheap_values(program, inside)
+        elif self.blocks == "fused":
+            inside = fused_values(program, inside)
         inside -= parameters | again
         if self.budget is not None:
             inside = within_budget(program, inside, again, self.budget)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import networkx as nx
@@ -48,12 +48,23 @@ def cheap_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx
     return {node for nodes in groups for node in cut(nodes, lambda n: math.inf if _dear(n) else 0.0, TICK).again}
 
 
-def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> RecomputeCut:
+def fused_values(program: DifferentiatedProgram, inside: set[fx.Node]) -> set[fx.Node]:
+    """The same, but only of pointwise operators and views that the backward's kernels can make themselves, because what
+    reads them is fused with them: no matmul does."""
+    groups = groups_of(program, inside).values()
+    read = {n for n in program.graph.nodes if n.op == "call_function" and facts(n).phase == "backward"}
+    held = {source for node in read for source in node.all_input_nodes} - inside
+    price = {node: math.inf if _in_memory(node) else 0.0 for node in inside}
+    return {node for nodes in groups for node in cut(nodes, price.__getitem__, TICK, held).again}
+
+
+def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float, held: Set[fx.Node] = frozenset()) -> RecomputeCut:
     """What is cheapest of all ways to have in the backward what it reads of a block's ``nodes``: making a node again
     costs ``seconds`` and its inputs, keeping one ``per_byte``.
 
     A minimum cut between what is there and what is wanted, as AOTAutograd's partitioner finds one (for what Chen et al.
-    2016 ask for); a node that is behind the cut pays for being made, too. A view is never kept for itself.
+    2016 ask for); a node that is behind the cut pays for being made, too. A view is never kept for itself. ``held``:
+    what else the backward has anyway.
     """
     mine, graph = set(nodes), nx.DiGraph()
     graph.add_nodes_from([SOURCE, SINK])
@@ -74,7 +85,7 @@ def cut(nodes: Sequence[fx.Node], seconds: Seconds, per_byte: float) -> Recomput
         for source in node.all_input_nodes:
             if source in mine:
                 graph.add_edge((source, "out"), (node, "in"))
-            elif leaf(source) is None:  # parameters, buffers and the batch are there anyway
+            elif leaf(source) is None and source not in held:  # parameters, buffers and the batch are there anyway
                 pay((source, "in"), (source, "out"), per_byte * _bytes(source))
                 graph.add_edge(SOURCE, (source, "in"))
                 graph.add_edge((source, "out"), (node, "in"))
@@ -97,6 +108,28 @@ def takes_long(node: fx.Node) -> bool:
 def _dear(node: fx.Node) -> bool:
     made = origin(node)[0]
     return made.target in COMMUNICATION or takes_long(made)
+
+
+def _in_memory(node: fx.Node) -> bool:
+    """Whether a value, made in the backward again, would have to be written to memory there."""
+    return not _view(node) and (not _tagged(node, torch.Tag.pointwise) or _read_from_memory(node))
+
+
+def _read_from_memory(node: fx.Node) -> bool:
+    """Whether the backward reads a value by an operator that is not fused with the one that makes it."""
+    users = [user for user in node.users if user.op == "call_function"]
+    if any(_view(user) and _read_from_memory(user) for user in users):
+        return True
+    readers = [user for user in users if not _view(user) and facts(user).phase == "backward"]
+    return not all(_tagged(user, torch.Tag.pointwise, torch.Tag.reduction) for user in readers)
+
+
+def _view(node: fx.Node) -> bool:
+    return memory_of(node) is not node
+
+
+def _tagged(node: fx.Node, *tags: torch.Tag) -> bool:
+    return not set(tags).isdisjoint(getattr(origin(node)[0].target, "tags", ()))
 
 
 def _several(node: fx.Node) -> bool:

@@ -171,7 +171,7 @@ class ProgramReports(ProgramState):
 
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
             rows = primary.program.source.local.staged.sharded.program.batch_size
-            request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent)
+            request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent, fused=task.fused)
             other = compile_program(primary.program.captured, request, Runner(), training=task.training)
             return other.program, other.plan
 

@@ -22,7 +22,7 @@ from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
-from ..passes.autodiff.recompute import Recompute
+from ..passes.autodiff.recompute import Blocks, Recompute
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
 from ..passes.checks.code import check_code
@@ -75,7 +75,8 @@ class PassRunner(Protocol):
 class Request:
     """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already;
     ``absent``: what ``device`` is, where this machine has none; ``lengths``: sizes of the batch that vary, beside the
-    number of rows; ``known``: a program of the same kind for other sizes."""
+    number of rows; ``known``: a program of the same kind for other sizes; ``fused``: whether what runs the program
+    fuses operators."""
 
     mesh: Mesh
     plan: Plan
@@ -86,6 +87,7 @@ class Request:
     absent: AbsentGpu | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
     known: ShardedProgram | None = None
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,12 +180,13 @@ def _store(s: PassSetting, sharded: Any) -> Pass:
 
 def _recompute(s: PassSetting, program: Any) -> Pass | None:
     plan = s.plan
-    if not s.differentiate.training or (plan.recompute == "none" and not plan.reshard_after_forward):
+    blocks: Blocks = "fused" if plan.recompute == "none" and s.request.fused else plan.recompute
+    if not s.differentiate.training or (blocks == "none" and not plan.reshard_after_forward):
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
         budget = Budget(int(gib * 2**30), _scheduled(s), s.node_seconds)
-    return _planned(Recompute, s, plan.recompute, budget=budget)
+    return _planned(Recompute, s, blocks, budget=budget)
 
 
 def _overlap(s: PassSetting, program: Any) -> Pass | None:

@@ -39,7 +39,7 @@ def join_program(captured: Captured, task: Task, size: int, home: Home) -> Compi
         refuse_other(f"this program trains {further[0]}, which the first one of this module does not have")
     own = {name: getattr(primary.plan, name) for name in PLACES}
     plan = task.plan.changed({**own, "parameters": primary.plan.parameters})
-    request = Request(task.mesh, plan, size, task.device, task.rules)
+    request = Request(task.mesh, plan, size, task.device, task.rules, fused=task.fused)
     runner, again = Runner(), partial(follow_program, captured, request, primary, training=task.training)
     program = again(runner)
     for name, spec in program.state.items():

@@ -42,6 +42,11 @@ class Task:
         """The kind of program that decides where parameters live."""
         return "train" if self.training else "outputs"
 
+    @property
+    def fused(self) -> bool:
+        """Whether what runs the programs fuses operators."""
+        return self.backend != "eager"
+
 
 def modules_of(task: Task) -> dict[str, nn.Module]:
     """The modules whose parameters a task's programs read, by what the names of these begin with."""

@@ -111,7 +111,9 @@ class Programs:
         the same kind."""
         task, primary = self.task, self.primary
         sharded = None if known is None else known.source.local.staged.sharded
-        request = Request(task.mesh, primary.plan, size, task.device, task.rules, held, task.absent, lengths, sharded)
+        request = Request(
+            task.mesh, primary.plan, size, task.device, task.rules, held, task.absent, lengths, sharded, task.fused
+        )
         with without_autocast():
             return follow_program(captured, request, primary, Runner(), training=training)
 
@@ -136,7 +138,9 @@ class Programs:
         version = self._capture(task.primary_kind, batch, size)
         with without_autocast():
             if home is None:
-                request = Request(task.mesh, task.plan, size, task.device, task.rules, absent=task.absent)
+                request = Request(
+                    task.mesh, task.plan, size, task.device, task.rules, absent=task.absent, fused=task.fused
+                )
                 primary = compile_program(version.captured, request, Runner(), training=task.training)
             else:
                 primary = join_program(version.captured, task, size, home)

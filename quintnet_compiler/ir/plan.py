@@ -76,7 +76,8 @@ class Plan(BaseModel):
             results (with ``sequence_parallel``), forward and backward.
         recompute: activation checkpointing of values inside repeated blocks: ``"none"``; ``"selective"``: values that
             take no more than passes over memory (no matmul, attention or communication); ``"full"``: all of them;
-            ``"auto"``: what the cost model finds cheapest within ``activation_memory_budget``.
+            ``"auto"``: what the cost model finds cheapest within ``activation_memory_budget``. With
+            ``backend="inductor"``, ``"none"`` makes again what fused kernels make in passing.
         activation_memory_budget: for ``recompute="auto"``: how many GiB of saved values a rank may hold at once.
         precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
             scaled loss: mixed precision, with 16-bit copies of float32 parameters; the optimizer sees float32. See
