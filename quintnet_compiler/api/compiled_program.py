@@ -348,8 +348,12 @@ class CompiledProgram(ProgramReports):
                 fix="do not catch that error: quintnet.launch then ends all ranks, and restarts them if it may",
             )
         begun = False
+
+        def given() -> Any:
+            changed = self._programs.changed(kind)
+            return {"batch": batch, "changed": changed} if changed else batch
+
         try:
-            given = {"batch": batch, "changed": changed} if (changed := self._programs.changed(kind)) else batch
             with running(self._given, self._steps, kind, local, given):
                 begun = True
                 found = self._run_here(kind, batch, local, recorder)

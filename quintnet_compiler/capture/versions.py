@@ -51,19 +51,20 @@ class CapturedVersions:
         self._first: dict[str, Version] = {}
         self._forgotten: list[DistributedProgram] = []
 
-    def look(self, kind: str, batch: Any, size: int) -> Version | None:
+    def look(self, kind: str, batch: Any, size: int) -> tuple[Version, Mapping[str, int]] | None:
         """The version that was made of the module as it is now, for batches like this one, with ``size`` rows on all
-        data ranks together; of several, one that has a program for its sizes."""
-        kept, fits = self._kept.get(kind, []), None
+        data ranks together, and what varies in this one; of several, one that has a program for its sizes."""
+        kept: list[Version] = self._kept.get(kind, [])
+        fits: tuple[Version, Mapping[str, int]] | None = None
         for version in kept:
             sizes = version.sizes(batch, size)
             if sizes is None or (fits is not None and tuple(sizes.items()) not in version.made) or not version.holds:
                 continue
-            fits = version
+            fits = version, sizes
             if tuple(sizes.items()) in version.made:
                 break
-        if fits is not None and fits is not kept[0]:
-            kept.insert(0, kept.pop(kept.index(fits)))
+        if fits is not None and fits[0] is not kept[0]:
+            kept.insert(0, kept.pop(kept.index(fits[0])))
         return fits
 
     def alike(self, kind: str, batch: Any) -> tuple[Version, BatchForm] | None:

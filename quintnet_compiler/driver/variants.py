@@ -71,11 +71,10 @@ class Programs:
             CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
             InputError: QN106 if the rows do not divide.
         """
-        version = self._versions.look(kind, batch, size)
-        found = None if version is None else version.get(version.sizes(batch, size) or {})
-        if version is not None and found is not None:
-            self.captured[kind] = version.captured
-            return found
+        fits = self._versions.look(kind, batch, size)
+        if fits is not None and (made := fits[0].get(fits[1])) is not None:
+            self.captured[kind] = fits[0].captured
+            return made
         check_divides(self.task.mesh, self.task.plan.microbatches if kind == "train" else 1, size)
         if self._primary is None:
             self._lead(batch, size) if kind == self.task.primary_kind else self._lead_for(kind, batch, size)
@@ -151,7 +150,8 @@ class Programs:
         self._versions.keep(task.primary_kind, version, version.sizes(batch, size) or {}, primary.program)
 
     def _capture(self, kind: str, batch: Any, size: int) -> Version:
-        version = self._versions.look(kind, batch, size) or self._further(kind, batch)
+        fits = self._versions.look(kind, batch, size)
+        version = self._further(kind, batch) if fits is None else fits[0]
         self.captured[kind] = version.captured
         return version
 

@@ -122,9 +122,9 @@ def test_the_version_of_the_module_as_it_is_now() -> None:
 
     form = BatchForm.of(batch, 4)
     first, second = add(switches[0], form), add(switches[1], form)
-    assert kept.look("train", batch, 4) is second and kept.look("evaluate", batch, 4) is None
+    assert kept.look("train", batch, 4) == (second, {"rows": 4}) and kept.look("evaluate", batch, 4) is None
     switches[1].on = False
-    assert kept.look("train", batch, 4) is first and kept.difference("train") == ""
+    assert kept.look("train", batch, 4) == (first, {"rows": 4}) and kept.difference("train") == ""
     assert kept.look("train", (torch.zeros(4, 5),), 4) is None
     other = kept.alike("train", (torch.zeros(2, 5),))
     assert other is not None and other[0] is first and other[1].sizes((torch.zeros(8, 9),), 8) == {
@@ -148,8 +148,9 @@ def test_the_programs_that_were_used_last_are_kept() -> None:
     assert version.get({"rows": 2}) is None and version.get({"rows": 1}) is programs[0]
     single = kept.add("train", captured)
     kept.keep("train", single, {"rows": 9}, programs[1])
-    assert kept.look("train", (torch.zeros(9, 3),), 9) is single  # one that has a program for its sizes
-    assert kept.look("train", (torch.zeros(8, 3),), 8) is version
+    # one that has a program for its sizes
+    assert kept.look("train", (torch.zeros(9, 3),), 9) == (single, {"rows": 9})
+    assert kept.look("train", (torch.zeros(8, 3),), 8) == (version, {"rows": 8})
     assert version.sizes((torch.zeros(3, 3),), 9) == {"rows": 9}  # the rows of one data rank of three
 
 

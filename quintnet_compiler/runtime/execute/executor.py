@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -358,10 +359,9 @@ class Executor:
         everyone = tuple(range(self.program.mesh.size))
         if self.gradients is None or not screened or not self.check_finite:
             return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
-        # the same sum tells every rank whether some rank's gradients are bad
-        seen = self.gradients.screen().to(x.device)
-        bad = 1 - torch.isfinite(seen).to(dtype)
+        # the same sum tells every rank whether some rank's gradients are bad: 0 times what is not finite is NaN
+        bad = (self.gradients.screen() * 0).to(x.device, dtype)
         both = torch.stack([x, bad])
         both = self.transport.start_sum(both, everyone, "loss")() if len(everyone) > 1 else both
-        self.finite = bool(torch.isfinite(both[0]) & (both[1] == 0))
+        self.finite = all(map(math.isfinite, both.tolist()))
         return both[0]

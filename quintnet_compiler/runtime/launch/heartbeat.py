@@ -221,11 +221,12 @@ current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=Non
 
 
 @contextlib.contextmanager
-def running(known: dict[Any, Any], step: int, kind: str, local: bool, batch: Any) -> Iterator[None]:
+def running(known: dict[Any, Any], step: int, kind: str, local: bool, batch: Callable[[], Any]) -> Iterator[None]:
     """One run of a program on every rank. What fails in it because of another rank says so.
 
     Args:
         known: what the program's runs of each kind were given last.
+        batch: what this one is given; it is asked where there are other ranks to compare with.
 
     Raises:
         InputError: QN102 on every rank, if they were given different batches.
@@ -235,7 +236,7 @@ def running(known: dict[Any, Any], step: int, kind: str, local: bool, batch: Any
     if pulse is None:
         yield
         return
-    given = described(batch)
+    given = described(batch())
     pulse.begin(step, given, usual=known.get((kind, local)) == given)
     known[kind, local] = given
     try:
