@@ -18,10 +18,10 @@ from quintnet_compiler.compat.torch import codegen_of, make_fx
 from quintnet_compiler.compat.torch_inductor import decompositions
 from quintnet_compiler.core.absent_gpu import CPU, on_device
 from quintnet_compiler.core.annotations import value
-from quintnet_compiler.runtime.execute.engines import FEWEST_FUSED
+from quintnet_compiler.runtime.execute.engines import can_fuse
 from quintnet_compiler.runtime.execute.segments import Segment
 
-FUSES = {torch.Tag.pointwise, torch.Tag.reduction}
+OWN = "torch.ops.quintnet."  # hands gradients over: counted where the function runs
 
 
 def fused_kernels(segment: Segment) -> Counter[str] | None:
@@ -30,8 +30,7 @@ def fused_kernels(segment: Segment) -> Counter[str] | None:
     engine would run the segment as generated Python."""
     module, mode = _on_cpu(segment.module), FakeTensorMode()
     with mode:
-        given = [value(n) for n in segment.inputs]
-        args = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given]
+        args = [_like(n) for n in segment.inputs]
 
     def flat(*given: torch.Tensor) -> tuple[Any, ...]:
         made: tuple[Any, ...] = module(list(given))
@@ -39,7 +38,7 @@ def fused_kernels(segment: Segment) -> Counter[str] | None:
 
     with torch.no_grad():
         traced = make_fx(flat, decomposition_table=decompositions(), tracing_mode="fake")(*args)
-    if sum(not FUSES.isdisjoint(getattr(node.target, "tags", ())) for node in traced.graph.nodes) < FEWEST_FUSED:
+    if not can_fuse(traced.graph):
         return None
     lowering = GraphLowering(traced)
     on_gpus = config.patch(force_pointwise_cat=True)
@@ -56,7 +55,16 @@ def _name(node: Any) -> str:
     if not node.is_extern():
         return "fused"
     name = getattr(node.node, "python_kernel_name", None) or ""
+    if name.startswith(OWN):
+        return ""
     return name.removeprefix("extern_kernels.").removeprefix("torch.ops.aten.").removesuffix(".default")
+
+
+def _like(node: fx.Node) -> torch.Tensor:
+    if node.name == "comm":
+        return torch.empty(0)
+    x = value(node)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
 
 
 def _on_cpu(module: fx.GraphModule) -> fx.GraphModule:

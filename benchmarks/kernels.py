@@ -258,14 +258,11 @@ def _compiled(piece: Piece, kernels: Kernels) -> set[str]:
     found: set[str] = set()
     for segment in split(piece.module.graph):
         if isinstance(segment, Segment) and (made := fused_kernels(segment)) is not None:
-            kernels.kind = lambda name: "fused by inductor" if name == "fused" else _kind(segment.outputs[0], name)  # noqa: B023
+            inside = [node for node in segment.nodes if node.op == "call_function"]
+            kernels.kind = lambda name: "fused by inductor" if name == "fused" else _kind(inside[-1], name)  # noqa: B023
             for name, n in made.items():
                 kernels.note(name, n)
-            todo = list(segment.outputs)
-            while todo:
-                if (node := todo.pop()) not in segment.inputs and node.name not in found:
-                    found.add(node.name)
-                    todo += node.all_input_nodes
+            found.update(node.name for node in inside)
     return found
 
 
@@ -339,7 +336,8 @@ if __name__ == "__main__":
     given = options.parse_args()
     mesh = quintnet.Mesh(**{k: int(n) for k, n in (a.split("=") for a in given.mesh)})
     rows = given.rows or mesh["dp"]
-    found = layer((compiled(n, mesh, rows, given.length, zero=given.zero) for n in (2, 3)), given.backend)
+    chosen = {"zero": given.zero, "backend": given.backend}
+    found = layer((compiled(n, mesh, rows, given.length, **chosen) for n in (2, 3)), given.backend)
     if given.operators:
         for key, n in sorted(found.kernels.items()):
             print(f"{n:>4}", *key)

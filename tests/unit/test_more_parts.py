@@ -33,6 +33,7 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.passes.autodiff.recompute_cut import cut
 from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks
 from quintnet_compiler.runtime.execute.comm import Comm
+from quintnet_compiler.runtime.execute.gradient_calls import OPERATORS, handle
 from quintnet_compiler.runtime.execute.record import Clock, Recorded, RecordedSpan
 from quintnet_compiler.runtime.execute.replay_safety import Observed
 from quintnet_compiler.runtime.execute.segments import Segment, split
@@ -108,11 +109,29 @@ def test_operators_between_communication() -> None:
     parts = graph.call_function(torch.split, (z, 1))
     w = graph.call_function(torch.neg, (graph.call_function(operator.getitem, (parts, 0)),))
     graph.output((w,))
-    steps = split(graph)
+    steps = split(graph, pure=True)
     kinds = [step.target if isinstance(step, fx.Node) else "segment" for step in steps]
     assert kinds == ["segment", "all_reduce", "segment", "accumulate"]  # a gradient waits for its segment's end
     first = steps[0]
     assert isinstance(first, Segment) and first.inputs == (x,) and first.outputs == (y,)
+    first, _, second = split(graph)  # or it is handed over within
+    assert isinstance(first, Segment) and isinstance(second, Segment)
+    assert second.inputs == (comm, y, z) and second.outputs == (w,) and (first.settles, second.settles) == ((), ("w",))
+
+
+def test_gradients_are_handed_over_by_number() -> None:
+    class Comm:
+        def accumulate(self, gradient: Tensor, value: str) -> None:
+            found.append((gradient.sum().item(), value))
+
+        def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
+            self.accumulate(left @ right, value)
+
+    found: list[tuple[float, str]] = []
+    ones, here = torch.ones(2, 2), handle(Comm(), ("w", "b"))
+    OPERATORS["accumulate"](here, ones, 1)
+    OPERATORS["accumulate_matmul"](here, ones, ones, 0)
+    assert found == [(4.0, "b"), (8.0, "w")]
 
 
 def test_what_a_replay_would_not_do_again() -> None:
@@ -180,6 +199,17 @@ def test_what_is_made_again_is_the_cheapest_cut() -> None:
     assert (cheap.again, cheap.bytes) == ({a, b}, size)  # h is kept alone, and both are made again of it
     dear = cut([h, a, b], lambda node: 1e3, 1e-9)
     assert (dear.again, dear.bytes) == (frozenset(), 2 * size)
+
+
+def test_what_of_others_is_held_anyway_costs_nothing() -> None:
+    to = builder()
+    h = to.call(aten.linear.default, leaf(to, "input", "x", 64, 4), leaf(to, "parameter", "w", 64, 4))
+    a = to.call(aten.gelu.default, h)
+    with to.at(a, backward=True):
+        to.call(aten.neg.default, a)
+    # h, which is not of the block, would be kept instead of a: that takes as many bytes
+    assert cut([a], lambda node: 1e-12, 1.0).again == set()
+    assert cut([a], lambda node: 1e-12, 1.0, {h}).again == {a}
 
 
 def test_equal_blocks_are_folded() -> None:

@@ -13,15 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx
 
-from ...compat.torch import make_fx
+from ...compat.torch import make_fx, schema_or_none
 from ...compat.torch_inductor import decompositions, kernels
 from ...core.errors import BackendWarning
 from .cudagraphs import CudaGraphs, Graphs
 from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
 
 Engine = Callable[[fx.GraphModule, str], Function]  # of a generated function and what messages call it
-
-FEWEST_FUSED = 2  # operators that inductor could put into one kernel; products and views are as fast without it
 
 
 def eager(module: fx.GraphModule, name: str) -> Function:
@@ -34,7 +32,8 @@ def eager(module: fx.GraphModule, name: str) -> Function:
 class Inductor:
     """Between two calls of ``comm``, code that inductor made; equal segments (of repeated blocks, stages, ranks of one
     process) are compiled once, when they first run: then the strides of what they take are known. What inductor
-    cannot compile runs as it is, with one :class:`BackendWarning` for each reason. ``graphs``: what captures it."""
+    cannot compile runs as it is, with one :class:`BackendWarning` for each reason. ``graphs``: what captures it: then
+    segments only compute."""
 
     graphs: Graphs | None = None
     functions: WeakKeyDictionary[fx.GraphModule, Function] = field(default_factory=WeakKeyDictionary)
@@ -43,7 +42,8 @@ class Inductor:
 
     def __call__(self, module: fx.GraphModule, name: str) -> Function:
         if module not in self.functions:
-            self.functions[module] = Stepper.of(module.graph, split(module.graph), lambda s: self._run(s, name))
+            parts = split(module.graph, pure=self.graphs is not None)
+            self.functions[module] = Stepper.of(module.graph, parts, lambda s: self._run(s, name))
         return self.functions[module]
 
     def _run(self, segment: Segment, name: str) -> Function:
@@ -61,7 +61,7 @@ class CompiledSegment:
     variants: dict[tuple[Any, ...], Function] = field(default_factory=dict)
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
-        key = tuple((x.dtype, x.shape, x.stride()) for x in args)
+        key = tuple([(x.dtype, x.shape, x.stride()) for x in args])
         if key not in self.variants:
             if len(self.variants) == MOST_VARIANTS:
                 self._warn(f"it met inputs of more than {MOST_VARIANTS} sizes")
@@ -92,15 +92,30 @@ def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
 
     with torch.no_grad():
         traced = make_fx(flat, decomposition_table=decompositions(), tracing_mode="fake")(*args)
-    if sum(_fuses(node) for node in traced.graph.nodes) < FEWEST_FUSED:
+    if not can_fuse(traced.graph):
         return None
     fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
     return kernels(traced, fakes)
 
 
-def _fuses(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+def can_fuse(graph: fx.Graph) -> bool:
+    """Whether two operators that share a value could be one kernel of inductor's: matmuls and views are as fast without
+    it, and so are casts of one parameter each."""
+    known: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not {torch.Tag.pointwise, torch.Tag.reduction}.isdisjoint(getattr(node.target, "tags", ())):
+            shared = {_seen_in(n) for n in (node, *node.all_input_nodes)}
+            if not known.isdisjoint(shared):
+                return True
+            known |= shared
+    return False
+
+
+def _seen_in(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of; else itself."""
+    while any(made.alias_info is not None for made in getattr(schema_or_none(node.target), "returns", ())):
+        node = node.all_input_nodes[0]
+    return node
 
 
 ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(

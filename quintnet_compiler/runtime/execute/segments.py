@@ -11,6 +11,7 @@ from torch import fx
 
 from ...compat.torch import codegen_of
 from ...ir.program import outputs
+from .gradient_calls import OPERATORS, handle
 
 Function = Callable[[list[Any]], Sequence[Any]]  # takes its arguments in a list, which it empties
 
@@ -20,18 +21,21 @@ MOST_VARIANTS = 8  # of one segment: where row counts depend on values (routed e
 @dataclass(frozen=True)
 class Segment:
     """Operators that nothing interrupts: ``module([*inputs])`` empties the list and returns ``outputs``. Equal segments
-    have equal code, whatever their values were called."""
+    have equal code, whatever their values were called. ``settles``: the parameters whose gradients it hands over;
+    ``comm`` is then one of its inputs, and :func:`.gradient_calls.handle` makes what it gets in its place."""
 
+    nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     module: fx.GraphModule
+    settles: tuple[str, ...] = ()
 
 
-def split(graph: fx.Graph) -> list[fx.Node | Segment]:
+def split(graph: fx.Graph, *, pure: bool = False) -> list[fx.Node | Segment]:
     """``graph``'s calls of ``comm`` (and choices among their results) in order, and segments between them.
 
-    A gradient that was computed already may wait until its segment has ended; a product that is added up where it is
-    computed, or anything that other ranks wait for, may not.
+    Gradients are handed over within segments. ``pure``: segments only compute. Then a gradient waits until its segment
+    has ended, and a product that is added up where it is computed is a step of its own.
     """
     steps: list[fx.Node | Segment] = []
     run: list[fx.Node] = []
@@ -45,7 +49,9 @@ def split(graph: fx.Graph) -> list[fx.Node | Segment]:
         waiting.clear()
 
     for node in graph.nodes:
-        if node.op == "call_method" and node.target == "accumulate":
+        if node.op == "call_method" and node.target in OPERATORS and not pure:
+            run.append(node)
+        elif node.op == "call_method" and node.target == "accumulate":
             waiting.append(node)
         elif node.op == "call_method" or (_chooses(node) and node.all_input_nodes[0].op == "call_method"):
             close()
@@ -67,12 +73,17 @@ def _segment(graph: fx.Graph, nodes: Sequence[fx.Node]) -> Segment:
     outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
     new = fx.Graph()
     env = {node: new.placeholder(f"x{i}") for i, node in enumerate(inputs)}
+    settles: list[str] = []
     for i, node in enumerate(nodes):
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        env[node] = new.create_node("call_function", node.target, args, kwargs, name=f"v{i}")
+        if node.op == "call_method":
+            new.call_function(OPERATORS[str(node.target)], (*args[:-1], len(settles)))
+            settles.append(str(args[-1]))
+        else:
+            env[node] = new.create_node("call_function", node.target, args, kwargs, name=f"v{i}")
     new.output(tuple(env[node] for node in outputs))
     new.set_codegen(codegen_of(graph))
-    return Segment(inputs, outputs, fx.GraphModule({}, new))
+    return Segment(tuple(nodes), inputs, outputs, fx.GraphModule({}, new), tuple(settles))
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ class Stepper:
         used = set(returned)
         for part in reversed(parts):
             if isinstance(part, Segment):
-                run, inputs, made = kernel(part), part.inputs, part.outputs
+                run, inputs, made = _run(part, kernel(part)), part.inputs, part.outputs
             else:
                 run, inputs, made = _call(part), tuple(dict.fromkeys(part.all_input_nodes)), (part,)
             takes = tuple(slot[node] for node in inputs)
@@ -126,6 +137,19 @@ class Stepper:
             for i, x in zip(step.makes, step.run(given), strict=True):
                 env[i] = x
         return tuple(env[i] for i in self.returns)
+
+
+def _run(segment: Segment, kernel: Function) -> Function:
+    """``kernel``, which takes ``comm`` as compiled code can have it."""
+    if not segment.settles:
+        return kernel
+    (place,) = (i for i, node in enumerate(segment.inputs) if node.name == "comm")
+
+    def run(given: list[Any]) -> Sequence[Any]:
+        given[place] = handle(given[place], segment.settles)
+        return kernel(given)
+
+    return run
 
 
 def _call(node: fx.Node) -> Function:

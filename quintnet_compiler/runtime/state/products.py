@@ -26,7 +26,7 @@ def put_product(slot: Tensor, left: Tensor, right: Tensor) -> None:
     """``slot`` becomes ``left @ right``, of matrices or of batches of them. Products of 16-bit factors are summed in
     float32 and not rounded before they are in ``slot``."""
     if left.dtype is slot.dtype:
-        torch.matmul(left, right, out=slot)
+        (torch.mm if slot.dim() == 2 else torch.bmm)(left, right, out=slot)
     elif slot.dim() == 2:
         aten.mm.dtype_out(left, right, slot.dtype, out=slot)
     else:

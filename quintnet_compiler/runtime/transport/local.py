@@ -264,13 +264,12 @@ class LocalTransport:
         return None
 
     def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
-        x.copy_(self._meet("sum", x, ranks, label))
-        return lambda: x
+        # ranks meet where they wait: compiled code, within which sums begin, cannot be left and entered again
+        return lambda: x.copy_(self._meet("sum", x, ranks, label))
 
     def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
         own = x.chunk(len(ranks))[ranks.index(self.rank)]
-        own.copy_(self._meet("scatter", x, ranks, label, 0, 1))
-        return lambda: own
+        return lambda: own.copy_(self._meet("scatter", x, ranks, label, 0, 1))
 
     def broadcast(self, x: Tensor, ranks: tuple[int, ...], source: int, label: str) -> Tensor:
         return self._meet("broadcast", x, ranks, label, source)
