@@ -11,7 +11,7 @@ import gc
 import math
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -226,15 +226,18 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
         given, asked = _batch(case, step), _batch(case, step)
         random.seed(step)
         torch.manual_seed(step)
-        with same_numbers(options["seed"], step // len(programs)):  # each program counts its own steps
-            expected = _plainly(lambda: _loss(plain, loss_of, asked))  # noqa: B023 -- called at once
-            _plainly(expected.backward)
+        expected, parts = torch.zeros(()).double(), _parts(asked, axes, options)
+        for i, part in enumerate(parts):
+            with same_numbers(options["seed"], step // len(programs) * len(parts) + i):  # each counts its own steps
+                one = _plainly(lambda: _loss(plain, loss_of, part)) / len(parts)  # noqa: B023 -- called at once
+                _plainly(one.backward)
+            expected = expected + one.detach()
         random.seed(step)
         torch.manual_seed(step)
         loss = program.step(given)
         same("loss", "", loss, expected)
         gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in theirs.items()}
-        floor = 1e-3 * max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        floor = 1e-3 * _largest(gradients.values())
         for name, parameter in ours.items():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             same("gradient", name, grad, gradients[name], floor)
@@ -245,8 +248,9 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
             optimizer.step()
             optimizer.zero_grad()
         sides.kept = _values(plain)
+        floor = 1e-3 * _largest(theirs.values())  # a bias in front of a norm is nothing but rounding
         for name, parameter in ours.items():
-            same("parameter", name, parameter, theirs[name])
+            same("parameter", name, parameter, theirs[name], floor)
         if case.evaluates and step == 1:
             given, asked = _batch(case, 7), _batch(case, 7)
             random.seed(step)
@@ -255,8 +259,9 @@ def _compare(case: Case, axes: Mapping[str, int], sides: _Sides) -> Verdict:
             random.seed(step)
             same("evaluation", "", program.evaluate(given), expected)
         there = dict(model.named_buffers())
+        floor = 1e-3 * _largest(x for x in plain.buffers() if x.is_floating_point())  # so is a mean behind one
         for name, buffer in plain.named_buffers():
-            same("buffer", name, there[name], buffer)
+            same("buffer", name, there[name], buffer, floor if buffer.is_floating_point() else 0.0)
         for i, (a, b) in enumerate(zip(_tensors(given), _tensors(asked), strict=True)):
             same("batch", str(i), a, b)
         if differences:
@@ -299,6 +304,16 @@ def _batch(case: Case, step: int) -> Any:
         return kept.double() if x.is_floating_point() else kept
 
     return pytree.tree_map(own, made)
+
+
+def _parts(batch: Any, axes: Mapping[str, int], options: Mapping[str, Any]) -> list[Any]:
+    """What the plain module is called with in a step: the batch, or one microbatch after the other, where each is a
+    batch of its own. It has the same rows of every data rank's share."""
+    if options.get("batch_statistics", "batch") == "batch":
+        return [batch]
+    ranks, count = axes.get("dp", 1), options.get("microbatches", 1)
+    split = lambda x, i: x.unflatten(0, (ranks, count, -1))[:, i].flatten(0, 1)  # noqa: E731
+    return [pytree.tree_map_only(Tensor, lambda x: split(x, i), batch) for i in range(count)]  # noqa: B023
 
 
 def _loss(model: nn.Module, loss_fn: Callable[..., Tensor] | None, batch: Any) -> Tensor:
@@ -371,6 +386,10 @@ def _gap(found: Tensor, expected: Tensor, floor: float) -> float:
     difference = float((found.double() - expected.double()).abs().max())
     size = max(float(expected.double().abs().max()), floor)
     return difference / size if size else float("inf")
+
+
+def _largest(tensors: Iterable[Tensor]) -> float:
+    return max((float(x.detach().abs().max()) for x in tensors if x.numel()), default=0.0)
 
 
 def _all_here(

@@ -355,20 +355,20 @@ MESSAGES: dict[str, str] = {
         "QN104 the loss cannot be split into microbatches\n"
         "  aten.matmul.default brings rows together with other rows ([8, 8] and [8, 8]), and each of 2 microbatches has rows of its own\n"
         "  at: test_errors.py:N: similarity = self.layer(x) @ self.layer(y).T\n"
-        "  fix: use microbatches=1"
+        '  fix: use microbatches=1, or batch_statistics="microbatch"'
     ),
     "statistics of the batch": (
         "QN104 the loss cannot be split into microbatches\n"
         "  the rule of aten.std.dim does not split the dim of the batch in [8, 8], and each of 2 microbatches has rows of its own\n"
         "  at: test_errors.py:N: return y / y.std(dim=0).mean()\n"
-        "  fix: use microbatches=1"
+        '  fix: use microbatches=1, or batch_statistics="microbatch"'
     ),
     "batch norm": (
         "QN104 the loss cannot be split into microbatches\n"
         "  aten.sub.Tensor needs the sum over all rows that comes out of aten.div.Scalar, and each of 2 microbatches has"
         " rows of its own\n"
         "  at: norm  test_errors.py:N: return self.norm(self.layer(x))\n"
-        "  fix: use microbatches=1"
+        '  fix: use microbatches=1, or batch_statistics="microbatch"'
     ),
     "clamped weight": (
         "QN110 forward changes something, or draws what is drawn once\n"

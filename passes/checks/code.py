@@ -4,6 +4,7 @@ what generated code may call for an operator."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -35,9 +36,9 @@ def check_code(program: DistributedProgram, stages: Iterable[StageProgram] | Non
         _Stage(program, stage.stage).check()
     _check_state(program)
     _check_transfers(program)
-    time = [axis.size for axis in program.axes if axis.role == "time"] or [1]
-    if program.schedule.num_microbatches != time[0]:
-        raise _fail(f"{program.schedule.num_microbatches} microbatches are scheduled, and the batch has {time[0]}")
+    time = program.batches * math.prod(axis.size for axis in program.axes if axis.role == "time")
+    if program.schedule.num_microbatches != time:
+        raise _fail(f"{program.schedule.num_microbatches} microbatches are scheduled, and the batch has {time}")
     if program.source.gradients:
         verify_schedule(program.schedule, program.edges)
 
@@ -217,7 +218,9 @@ def _check_state(program: DistributedProgram) -> None:
             raise _fail(f"{found.name} is used in stages {sorted(here)}, and shared between {list(spec.stages)}")
     inputs = [n for n, found in sharded.program.leaves.items() if found.kind == "input"]
     for node, known in zip(inputs, program.inputs, strict=True):
-        if known.sharding != sharded.produced(node) or known.shape != shape(node) or known.dtype != value(node).dtype:
+        rows = program.batches if sharded.program.leaves[node].batched else 1
+        size = tuple(n * rows if d == 0 else n for d, n in enumerate(shape(node)))
+        if known.sharding != sharded.produced(node) or known.shape != size or known.dtype != value(node).dtype:
             raise _fail(f"batch{known.path} is laid out in another way than its type says")
 
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from ...compat.torch import function_name
 from ...core.annotations import facts, is_getitem, leaf, num_bytes, shape, value, values
+from ...core.errors import CompileError
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
 from ...ir.program import (
@@ -115,16 +116,23 @@ class _Cut:
     backward: list[fx.Node] = field(default_factory=list)
     slices: list[fx.Node] = field(default_factory=list)
     received: list[fx.Node] = field(default_factory=list)
+    carried: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stage = self.program.stage
         needed: set[fx.Node] = {n for n in self._results().values() if n.op != "placeholder"}
         needed.update(node for (_, index), node in self.program.gradients.items() if index == self.index)
         order = [n for n in self.program.graph.nodes if n.op == "call_function"]
-        for node in reversed(order):
-            if stage.get(node) == self.index or (node in needed and node not in stage):
-                needed.add(node)
-                needed.update(n for n in node.all_input_nodes if n.op == "call_function")
+        while True:  # what a buffer becomes may depend on another one
+            for node in reversed(order):
+                if stage.get(node) == self.index or (node in needed and node not in stage):
+                    needed.add(node)
+                    needed.update(n for n in node.all_input_nodes if n.op == "call_function")
+            self.carried = self._carried(needed)
+            made = {new for new in self.carried.values() if new.op == "call_function"}
+            if made <= needed:
+                break
+            needed |= made
         for node in order:
             if node not in needed:
                 continue
@@ -138,6 +146,31 @@ class _Cut:
                 self.backward.append(node)
             else:
                 self.forward.append(node)
+
+    def _carried(self, needed: Set[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The buffers that this stage reads, and what a batch of the step makes of them for the next.
+
+        Raises:
+            CompileError: QN206 if another stage makes it.
+        """
+        carried = self.program.local.staged.sharded.program.carried
+        given = (node for node in self.program.graph.nodes if node.op == "placeholder")
+        buffers = {node: known.name for node in given if (known := leaf(node)) and known.name in carried}
+        found: dict[fx.Node, fx.Node] = {}
+        here = (node for node in needed if self.program.stage.get(node, self.index) == self.index)
+        todo = {n for node in here for n in node.all_input_nodes} | set(self._results().values())
+        while todo := todo & buffers.keys() - found.keys():
+            found |= {node: self.program.outputs[carried[buffers[node]]] for node in todo}
+            todo = {found[node] for node in todo}  # two buffers may change places
+        for node, new in found.items():
+            if (home := self.program.stage.get(new, self.index)) != self.index:
+                raise CompileError(
+                    "QN206",
+                    f"stage {self.index} reads the buffer {buffers[node]}, stage {home} changes it in each microbatch",
+                    where=facts(new).where,
+                    fix="let the stages begin elsewhere: stages=",
+                )
+        return {node: found[node] for node in self.program.graph.nodes if node in found}
 
     def _results(self) -> dict[int, fx.Node]:
         """By position: one value may be several results."""
@@ -158,11 +191,13 @@ class _Cut:
         leaves = {n: leaf(n) for n in self.program.graph.nodes if n.op == "placeholder"}
         ids = {found.name: n.name for n, found in leaves.items() if found is not None and found.kind == "parameter"}
         forward, backward, once = set(self.forward), set(self.backward), set(self.once)
-        own = forward | set(self.slices) | {n for n in self.received if facts(n).phase == "forward"}
+        own = (
+            forward | set(self.slices) | {n for n in self.received if facts(n).phase == "forward"} | self.carried.keys()
+        )
         saved = [n for n in self.program.graph.nodes if n in own and _used_in(n, backward)]
         places = self._results()
-        results = list(dict.fromkeys(places.values()))
-        static = once | {n for n in self.program.graph.nodes if n.op == "placeholder"}
+        results = list(dict.fromkeys((*places.values(), *self.carried.values())))
+        static = (once | {n for n in self.program.graph.nodes if n.op == "placeholder"}) - self.carried.keys()
         later = {u for n in self.slices for u in n.all_input_nodes}
         needed = forward | backward
         once_out = [n for n in self.once if n in later or n in results or _used_in(n, needed)]
@@ -187,6 +222,7 @@ class _Cut:
             tuple(n.name for n in saved),
             {ids[name]: name for n in [*self.received, *first, *second] for name in gradients.get(n, ())},
             _piece(second, [], static, late, sites) if split else None,
+            {n.name: new.name for n, new in self.carried.items()},
         )
 
     def _halves(self, sends: set[str]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -374,8 +410,13 @@ def dtypes_of_step(program: Program, node: fx.Node) -> tuple[torch.dtype, torch.
 def _inputs(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
     local = program.local
     kinds = {leaf(n).name: s for n, s in local.sharding.items() if leaf(n) is not None and leaf(n).kind == "input"}  # type: ignore[union-attr]
-    return tuple(
-        ValueSpec(found.name, tuple(values(node)[0].shape), values(node)[0].dtype, kinds[found.name])
-        for node, found in local.staged.sharded.program.leaves.items()
+    whole = local.staged.sharded.program
+    sizes = {
+        node: (whole.batches * shape(node)[0], *shape(node)[1:]) if found.batched else shape(node)
+        for node, found in whole.leaves.items()
         if found.kind == "input"
+    }
+    return tuple(
+        ValueSpec(whole.leaves[node].name, tuple(size), value(node).dtype, kinds[whole.leaves[node].name])
+        for node, size in sizes.items()
     )

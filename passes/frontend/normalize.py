@@ -44,7 +44,8 @@ class Normalize:
     After:  ``reshape(x, [8, 64])``, nothing, ``add.Scalar(x, 1)``, ``log_softmax``, ``nll_loss``, ``sum``, ``div``
     Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
 
-    ``batch_size`` is the global batch: all data ranks and all microbatches. ``lengths``: further sizes of batches, by
+    ``batch_size`` is the global batch: all data ranks and all microbatches; ``batches``: of how many such a step
+    consists, see :class:`~quintnet_compiler.ir.program.Program`. ``lengths``: further sizes of batches, by
     their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`. ``device``: where programs will run, of
     which the type alone enters the program; ``absent``: what it is, where this machine has none.
 
@@ -57,6 +58,7 @@ class Normalize:
     device: torch.device
     absent: AbsentGpu | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
+    batches: int = 1
 
     def __call__(self, captured: Captured, /) -> Program:
         if captured.only_rows not in (None, self.batch_size):
@@ -99,7 +101,10 @@ class Normalize:
             if node.op == "placeholder":
                 env[node] = self._leaf(builder, node, captured.symbols)
             elif node.op == "output":
-                builder.output(tuple(_unrounded(env[n]) for n in node.args[0]))
+                first, *rest = (_unrounded(env[n]) for n in node.args[0])
+                if self.batches > 1:  # the step's loss is the mean of theirs
+                    first = builder.call(aten.div.Scalar, first, self.batches)
+                builder.output((first, *rest))
             else:
                 args = [_resolve(a, env) for a in node.args]
                 kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
@@ -107,7 +112,7 @@ class Normalize:
         without_starts(builder.graph)
         _refuse_gradients(captured, outputs(builder.graph))
         _drop_unused(builder.graph)
-        return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent)
+        return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent, batches=self.batches)
 
     def _leaf(self, builder: GraphBuilder, node: fx.Node, symbols: Mapping[str, str]) -> fx.Node:
         leaf: Leaf = node.meta[LEAF]

@@ -22,6 +22,7 @@ from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.expert_linear import counts_on_host, expert_linear
 from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import (
+    DRAWS,
     MICROBATCHES,
     dropout,
     embedding_rows,
@@ -122,7 +123,14 @@ class _CommunicationLowering:
         size = self._local(shape(node), kind)
         with self.builder.mode:
             fake = torch.empty(size, dtype=known.leaf.held or values(node)[0].dtype, device=values(node)[0].device)
+        batches = self.sharded.program.batches if known.leaf.batched else 1
+        if batches > 1:  # the rows of all of them arrive, one of them is read
+            with self.builder.mode:
+                fake = fake.new_empty((batches * size[0], *size[1:]))
         new = self.builder.placeholder(node.name, fake, known.leaf, needs_grad=known.needs_grad)
+        self.sharding[new] = kind
+        if batches > 1:
+            new = self.builder.call(microbatch, new, batches, 0, 1)
         self.local[node, 0] = new
         self.sharding[new] = kind
 
@@ -362,16 +370,19 @@ class _CommunicationLowering:
 
     def _once(self) -> frozenset[fx.Node]:
         """What runs once a step: nodes that no parameter and no one microbatch touches, and gathers of parameters.
-        A node that names the axis in time reads which microbatch it is in (the positions of a random mask do)."""
+        A node that names the axis in time reads which microbatch it is in (the positions of a random mask do); each
+        batch of a step draws numbers of its own, and reads the buffers that the one before has left."""
         once: set[fx.Node] = set()
+        program = self.sharded.program
+        own = DRAWS if program.batches > 1 else frozenset()
         for node in self.builder.graph.nodes:
             if node.op == "placeholder":
                 found = leaf(node)
-                if found is not None and found.kind != "parameter":
+                if found is not None and found.kind != "parameter" and found.name not in program.carried:
                     once.add(node)
                 continue
             anywhere = node.op == "call_function" and node.target is not microbatch and node not in self.stage
-            anywhere = anywhere and MICROBATCHES not in pytree.tree_leaves(node.args)
+            anywhere = anywhere and MICROBATCHES not in pytree.tree_leaves(node.args) and node.target not in own
             if node in self.at_start or (anywhere and all(source in once for source in tensor_inputs(node))):
                 once.add(node)
         return frozenset(once)

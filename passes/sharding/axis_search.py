@@ -179,14 +179,14 @@ class AxisSearch:
             model.constrain([*row, *((v, -1.0) for v in variables)], 0, 0)
 
     def _sinks(self) -> None:
-        graph = self.view.program.graph
-        for result in outputs(graph):
+        graph, carried = self.view.program.graph, self.view.program.carried.values()
+        for position, result in enumerate(outputs(graph)):
             source, output = origin(result)
             key = self.key[source]
             from_: dict[AxisType, list[int]] = defaultdict(list)
             for variable, strategy in zip(self.choice[key], self.options_of[key], strict=True):
                 from_[strategy.outputs[output]].append(variable)
-            free = [a for a in from_ if leaves_as_is(self.axis, a, result)]
+            free = [a for a in from_ if leaves_as_is(self.axis, a, result, carried=position in carried)]
             edge = OperandEdge(source, graph.output_node(), 0, needs_grad(result))
             price = dict.fromkeys(free, 0.0)
             size = num_bytes(values(source)[output]) * self.view.left(source, output)

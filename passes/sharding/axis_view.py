@@ -119,4 +119,6 @@ def _coupled(view: AxisView, edge: OperandEdge) -> CompileError:
         place, why = edge.source, f"{user} would need values of all {many} microbatches at once"
     else:
         place, why = found[0], f"{found[1]}, and each of {many} microbatches has rows of its own"
-    return CompileError("QN104", why, where=facts(place).where, fix="use microbatches=1")
+    return CompileError(
+        "QN104", why, where=facts(place).where, fix='use microbatches=1, or batch_statistics="microbatch"'
+    )

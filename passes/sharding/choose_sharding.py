@@ -6,7 +6,7 @@ A plan is constraints: a fixed type for a leaf. There is no other mechanism.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -65,18 +65,21 @@ class ChooseSharding:
                 factors[node] = refine(factors[node], strategy, axis.size)
         for node in program.graph.nodes:
             if node.op == "output":
-                chosen[node] = self._leaving(node, chosen)
+                chosen[node] = self._leaving(node, chosen, program.carried.values())
         return ShardedProgram(program, self.axes, chosen)
 
-    def _leaving(self, node: fx.Node, chosen: Mapping[fx.Node, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
+    def _leaving(
+        self, node: fx.Node, chosen: Mapping[fx.Node, tuple[Strategy, ...]], carried: Collection[int]
+    ) -> tuple[Strategy, ...]:
         """The types in which the program's outputs leave it, as a strategy of the output node."""
         strategies = []
         for axis_position, axis in enumerate(self.axes):
             types: list[AxisType] = []
-            for result in outputs(node.graph):
+            for position, result in enumerate(outputs(node.graph)):
                 source, output = origin(result)
                 kind = chosen[source][axis_position].outputs[output]
                 as_term = kind is R and needs_grad(result) and shape(result) == ()
-                types.append(kind if leaves_as_is(axis, kind, result) else P if as_term else I)
+                as_is = leaves_as_is(axis, kind, result, carried=position in carried)
+                types.append(kind if as_is else P if as_term else I)
             strategies.append(Strategy(tuple(types), (), "leave"))
         return tuple(strategies)

@@ -85,9 +85,12 @@ class ConversionPrices:
         return price
 
 
-def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node) -> bool:
+def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node, *, carried: bool = False) -> bool:
     """Whether the runtime settles an output of type ``kind``: it adds up a partial scalar, and joins the slices of
-    microbatches and then of data ranks. Everything else is converted to I inside the graph."""
+    microbatches and then of data ranks. Everything else is converted to I inside the graph; so is all that is
+    ``carried``, as the next batch of the step reads it."""
+    if carried:
+        return kind is I
     if kind is I or (kind is R and not needs_grad(result)):
         return True
     if kind is P:

@@ -15,7 +15,7 @@ from ...core.annotations import facts, is_getitem, leaf, needs_grad, num_bytes, 
 from ...core.errors import CompileError
 from ...core.sharding import Shard
 from ...ir.cost_protocol import CostModel
-from ...ir.program import ShardedProgram, StagedProgram
+from ...ir.program import Program, ShardedProgram, StagedProgram, outputs
 from ...ops.user_derivatives import derivatives
 from .partition import Array, balanced_starts
 
@@ -30,7 +30,8 @@ class CutStages:
     Before: %mm_3 = mm(%x, %w)
     After:  %mm_3 = mm(%x, %w) @ stage 1
     Ensures: stages are runs of operators in graph order, so no edge points back; none is empty; what no parameter
-    touches has no stage and runs wherever it is needed; a derivative that the user wrote is in one stage.
+    touches has no stage and runs wherever it is needed; a derivative that the user wrote is in one stage, and so is all
+    from where a buffer is read to where it changes, if the next microbatch reads it.
 
     The slowest stage (its operators, its parameters, what it receives and sends) is as fast as it can be, and among
     such cuts the sum of squares of all stages is least: exactly so for up to 400 operators, among the narrowest places
@@ -49,7 +50,7 @@ class CutStages:
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
         order = staged_operators(program.program.graph)
-        apart = _unbroken(program.program.graph, order)
+        apart = _unbroken(program.program, order)
         most = len(order) - len(apart)
         if self.num_stages > max(1, most):
             raise CompileError(
@@ -75,14 +76,35 @@ class CutStages:
         return StagedProgram(program, self.num_stages, stage)
 
 
-def _unbroken(graph: fx.Graph, order: Sequence[fx.Node]) -> dict[int, int]:
-    """Places inside a derivative that is the user's -> the place where it begins."""
+def _unbroken(program: Program, order: Sequence[fx.Node]) -> dict[int, int]:
+    """Places inside a derivative that is the user's, or inside what reads and changes a buffer that microbatches carry
+    on -> the place where it begins."""
     ends: dict[fx.Node, list[int]] = defaultdict(list)
-    of = derivatives(graph)
-    for place, node in enumerate(order):
+    of, results = derivatives(program.graph), outputs(program.graph)
+    place = {node: index for index, node in enumerate(order)}
+    for node in order:
         if node in of:
-            ends[of[node]].append(place)
-    return {place: min(found) for found in ends.values() for place in range(min(found) + 1, max(found) + 1)}
+            ends[of[node]].append(place[node])
+    for node, found in program.leaves.items():
+        becomes = origin(results[program.carried[found.name]])[0] if found.name in program.carried else None
+        if becomes in place:  # anything else is computed in every stage that reads it
+            ends[node] = [place[becomes], *(place[user] for user in _readers(program.graph, node) if user in place)]
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted((min(found), max(found)) for found in ends.values()):
+        if joined and first <= joined[-1][1]:
+            first, last = joined[-1][0], max(last, joined.pop()[1])
+        joined.append((first, last))
+    return {inside: first for first, last in joined for inside in range(first + 1, last + 1)}
+
+
+def _readers(graph: fx.Graph, source: fx.Node) -> set[fx.Node]:
+    """The operators of stages that read ``source``, or what no parameter touches and is made of it."""
+    staged, found, todo = _trained(graph), set[fx.Node](), [source]
+    while todo:
+        users = set(todo.pop().users) - found
+        found |= users
+        todo += users - staged
+    return found
 
 
 def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
@@ -127,17 +149,19 @@ def module_starts(order: Sequence[fx.Node]) -> dict[fx.Node, str]:
 
 def staged_operators(graph: fx.Graph) -> list[fx.Node]:
     """The operators that depend on a parameter, in order."""
+    depends = _trained(graph)
+    return [node for node in graph.nodes if node in depends and node.op == "call_function" and not is_getitem(node)]
+
+
+def _trained(graph: fx.Graph) -> set[fx.Node]:
+    """All parameters, and what depends on one."""
     depends: set[fx.Node] = set()
-    order = []
     for node in graph.nodes:
         found = leaf(node) if node.op == "placeholder" else None
-        if found is not None and found.kind == "parameter":
+        of_one = node.op == "call_function" and any(source in depends for source in node.all_input_nodes)
+        if of_one or (found is not None and found.kind == "parameter"):
             depends.add(node)
-        elif node.op == "call_function" and any(source in depends for source in node.all_input_nodes):
-            depends.add(node)
-            if not is_getitem(node):
-                order.append(node)
-    return order
+    return depends
 
 
 def _named_starts(names: tuple[str, ...], order: list[fx.Node], num_stages: int) -> list[int]:

@@ -251,6 +251,8 @@ class CompiledProgram(ProgramReports):
         plan = self.plan
         same = Plan(precision=plan.precision, reduce_dtype=plan.reduce_dtype, seed=plan.seed)
         same = same.changed({"unknown_ops": plan.unknown_ops})
+        if plan.batch_statistics == "microbatch":
+            same = same.changed({"batch_statistics": "microbatch", "microbatches": plan.microbatches})
         return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same, check="off"))._compiled(batch)
 
     def _in_float64(self, batch: Any) -> CompiledProgram:

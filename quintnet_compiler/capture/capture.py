@@ -29,6 +29,7 @@ from ..core.replaced import new_garbage_only, one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_batch
 from ..ir.program import Captured
+from .batch_norms import cumulative_averages, one_process
 from .block_reuse import Skipped, blocks_once
 from .canonical import canonical, inline_no_grad, module_of
 from .control_flow import control_flow_followed
@@ -103,6 +104,8 @@ def capture(
         hollow as real,
         without_autocast(),
         without_messages_of_torch(),
+        one_process(),
+        cumulative_averages(),
         shipped,
         blocks as skipped,
     ):

@@ -124,7 +124,7 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
 
 def _compiled(captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
     mesh, plan = request.mesh, request.plan
-    microbatches = plan.microbatches if training else _fitting(request, plan.microbatches)
+    microbatches = plan.microbatches if training else _fitting(request)
     setting = _setting(request, microbatches, training=training)
     staged = passed(runner, setting, captured, CutStages)
     sharded = staged.sharded
@@ -152,9 +152,7 @@ def follow_program(
 def _followed(
     captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:
-    microbatches = request.plan.microbatches
-    if not training:
-        microbatches = _fitting(request, microbatches)
+    microbatches = request.plan.microbatches if training else _fitting(request)
     placement = primary.program.schedule.placement
     follow = FollowStages(len(placement), primary.stages)
     setting = replace(_setting(request, microbatches, training=training), cut=follow)
@@ -169,8 +167,10 @@ def _followed(
     return program
 
 
-def _fitting(request: Request, microbatches: int) -> int:
-    """As many of ``microbatches`` as the rows of a data rank divide into."""
+def _fitting(request: Request) -> int:
+    """Of the plan's microbatches, as many as the rows of a data rank divide into; one, where each would be a batch of
+    its own: evaluation is of the whole batch."""
+    microbatches = request.plan.microbatches if request.plan.batch_statistics == "batch" else 1
     return math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
 
 

@@ -25,6 +25,7 @@ from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Blocks, Recompute
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
+from ..passes.checks.carried import check_carried
 from ..passes.checks.code import check_code
 from ..passes.checks.early import check_early
 from ..passes.checks.fused import check_fused
@@ -113,8 +114,18 @@ class PassSetting:
         return self.request.plan
 
     @property
+    def batches(self) -> int:
+        """Of how many batches a step consists, see :class:`..ir.program.Program`."""
+        return self.microbatches if self.plan.batch_statistics == "microbatch" else 1
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """What shardings nest in: microbatches that are batches of their own are no parts of one."""
+        return axes_of(self.request.mesh, self.microbatches // self.batches)
+
+    @property
     def book(self) -> RuleBook:
-        alone = not axes_of(self.request.mesh, self.microbatches)  # nothing is split: no rule is needed
+        alone = not self.axes  # nothing is split: no rule is needed
         return RuleBook(self.request.rules, "replicate" if alone else self.plan.unknown_ops)
 
 
@@ -169,8 +180,7 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
-    axes, known = axes_of(s.request.mesh, s.microbatches), s.request.known
-    return _planned(ChooseSharding, s, axes, s.book, s.cost, constraints, s.repeats, known)
+    return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, s.request.known)
 
 
 def _store(s: PassSetting, sharded: Any) -> Pass:
@@ -216,7 +226,8 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
         lambda s, p: _planned(
-            Normalize, s, s.request.batch_size, s.request.device, s.request.absent, s.request.lengths
+            Normalize, s, s.request.batch_size // s.batches, s.request.device, s.request.absent, s.request.lengths,
+            s.batches,
         ),
     ),
     PassSpec(
@@ -295,7 +306,9 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
         lambda s, p: _planned(GenerateRanks, s, s.request.mesh, _scheduled(s)),
-        lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
+        lambda s, before, after: [
+            (check_code, (after,)), (check_carried, (after,)), (check_slices, (after,)), (check_ranks, (after,))
+        ],
     ),
 )  # fmt: skip
 

@@ -78,8 +78,11 @@ def localize(
     limit: float,
 ) -> Culprit | None:
     """The first wrong operator of one training step; None if every value that can be compared is right, or the model
-    has derivatives of its own (no autograd beside the program follows those one by one)."""
-    if any(node.target is with_tangent for node in program.source.local.staged.sharded.program.graph.nodes):
+    has derivatives of its own (no autograd beside the program follows those one by one), or a step has several batches.
+    """
+    if program.batches > 1 or any(
+        node.target is with_tangent for node in program.source.local.staged.sharded.program.graph.nodes
+    ):
         return None
     leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
     collectors = [_Collector() for _ in range(program.mesh.size)]

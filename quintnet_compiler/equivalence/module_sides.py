@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.errors import CompileError
 from .module_step import ModuleStep, Owner, module_step, tensors_of
+from .module_training import FLOOR
 from .reference import differs, largest
 from .swapped_values import rounded
 from .unsplit_step import UnsplitStep
@@ -42,7 +43,7 @@ class Sides:
     def compare(self) -> list[Comparison]:
         """What is not equal."""
         theirs, limit = self.theirs.gradients, self.limit
-        floor = 1e-3 * largest([x for x in theirs.values() if x is not None])
+        floor = FLOOR * largest([x for x in theirs.values() if x is not None])
         left = {name: x for name, x in theirs.items() if x is not None}
         found: list[Comparison] = []
 
@@ -57,9 +58,13 @@ class Sides:
         for name, expected in left.items():
             found.append(Comparison("gradient", name, 0, differs(torch.zeros_like(expected), expected, floor), limit))
         found += _outputs(self.owner.want, outputs, self.theirs.outputs, limit)
+        left_as = {name: self.theirs.changes.tensors.get(name, (None, self.owner.tensors[name]))[1] for name in changed}
+        # a mean of what is normalised is nothing but rounding
+        floor = FLOOR * largest([x.detach() for x in left_as.values() if x.is_floating_point()])
         for name, value in zip(changed, new, strict=True):
-            _, expected = self.theirs.changes.tensors.get(name, (None, self.owner.tensors[name]))
-            found.append(Comparison("buffer", name, 0, differs(value, expected.detach()), limit))
+            expected = left_as[name].detach()
+            own = floor if expected.is_floating_point() else 0.0
+            found.append(Comparison("buffer", name, 0, differs(value, expected, own), limit))
         return sorted((one for one in found if not one.ok), key=lambda one: -one.error)
 
     def again(self, **how: Any) -> ModuleStep:

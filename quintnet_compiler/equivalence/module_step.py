@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.batch_norms import one_process
 from ..capture.modes import evaluating
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
@@ -87,7 +88,7 @@ def module_step(
     given = copied(batch)
     inputs = {f"the batch's tensor {i}": x for i, x in enumerate(tensors_of(given))}
     untouched = Untouched(owner.modules, {**owner.tensors, **inputs})
-    with untouched, _mode(owner):
+    with untouched, _mode(owner), one_process():
         if reseed is not None:
             reseed_all(reseed)
         if again:

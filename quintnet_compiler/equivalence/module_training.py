@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture.batch_norms import one_process
 from ..capture.step_module import LossFn, loss_of
 from ..compat.torch import pytree
 from ..core.errors import CompileError, QuintNetError
@@ -17,6 +18,7 @@ from .module_copy import module_copy
 from .plain_control_flow import in_python
 from .reference import differs, largest
 
+Numbers = Callable[[], contextlib.AbstractContextManager[None]]  # what a forward and its backward draw
 LEARNING_RATE = 0.01
 FLOOR = 1e-3  # an error is relative to the largest element of a tensor, or to so much of that of all of its kind
 
@@ -51,25 +53,36 @@ class ModuleTraining:
         """A batch in the module's dtype."""
         return in_float64(batch) if self.exact else batch
 
-    def step(self, batch: Any, numbers: contextlib.AbstractContextManager[None], forwards: int = 1) -> TrainedStep:
-        """One step. ``numbers``: entered around forward and backward. ``forwards``: how often forward runs.
+    def step(self, batches: Sequence[tuple[Any, Numbers]], forwards: int = 1) -> TrainedStep:
+        """One step. Its loss is the mean of those of its ``batches``, one after the other; with each, what is entered
+        around its forward and backward. ``forwards``: how often forward runs.
 
         Raises:
             CompileError: QN111 for whatever the module itself raises.
         """
         self.optimizer.zero_grad()
-        with failing("a training step"), numbers:  # checkpoints draw in the backward, too
-            for _ in range(forwards):
-                loss = self._loss(self.inputs(batch))
-            loss.backward()  # type: ignore[no-untyped-call]
+        losses: list[Tensor] = []
+        for again in reversed(range(forwards)):
+            for batch, numbers in batches:
+                with failing("a training step"), one_process(), numbers():  # checkpoints draw in the backward, too
+                    loss = self._loss(self.inputs(batch))
+                    if not again:
+                        (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+                        losses.append(loss.detach())
+        mean = torch.stack(losses).mean() if len(losses) > 1 else losses[0]
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         gradients = {name: or_zeros(p.grad, p) for name, p in trained.items()}
         self.optimizer.step()
-        return TrainedStep(loss.detach(), gradients, {n: p.detach() for n, p in trained.items()}, self.buffers())
+        return TrainedStep(mean, gradients, {n: p.detach() for n, p in trained.items()}, self.buffers())
 
     def buffers(self) -> dict[str, Tensor]:
         """Their values now."""
         return {f"{prefix}{n}": as_float64(x) for prefix, m in self.sides.items() for n, x in m.named_buffers()}
+
+    def real(self, name: str) -> bool:
+        """Whether a buffer has floating-point numbers."""
+        prefix = "loss_fn." if name.startswith("loss_fn.") and "loss_fn." in self.sides else ""
+        return self.sides[prefix].get_buffer(name.removeprefix(prefix)).is_floating_point()
 
     def _loss(self, batch: Any) -> Tensor:
         inputs = model_inputs(batch, self.loss_fn)
@@ -83,19 +96,18 @@ def own_errors(
     model: nn.Module,
     loss_fn: LossFn | None,
     device: torch.device,
-    batch: Any,
-    numbers: Sequence[Callable[[], contextlib.AbstractContextManager[None]]],
+    steps: Sequence[Sequence[tuple[Any, Numbers]]],
 ) -> dict[tuple[str, str, int], float]:
     """How far a module is from itself in float64, by (what, name, step): the gradient of a bias before a batch norm,
-    say, is nothing but rounding. ``numbers``: of each step, see :meth:`ModuleTraining.step`.
+    say, is nothing but rounding. ``steps``: see :meth:`ModuleTraining.step`.
 
     Raises:
         CompileError: QN111 if the module does not run in float64.
     """
     rounded, exact = (ModuleTraining(model, loss_fn, device, exact=which) for which in (False, True))
     found: dict[tuple[str, str, int], float] = {}
-    for step, drawn in enumerate(numbers):
-        a, b = (side.step(batch, drawn()) for side in (rounded, exact))
+    for step, batches in enumerate(steps):
+        a, b = (side.step(batches) for side in (rounded, exact))
         found["loss", "", step] = differs(a.loss, b.loss)
         kinds = ("gradient", a.gradients, b.gradients), ("parameter", a.parameters, b.parameters)
         for what, ours, theirs in (*kinds, ("buffer", a.buffers, b.buffers)):

@@ -131,7 +131,7 @@ def _(program: DistributedProgram) -> None:
         whole = {*stage.state, *stage.inputs, *stage.once.outputs}
         came = {n for t in program.transfers if t.target == stage.index for n in t.forward}
         returned = {n for t in program.transfers if t.source == stage.index for n in t.backward}
-        fresh = came | set(stage.slices)
+        fresh = came | set(stage.slices) | set(stage.carried)
         kept = fresh | set(stage.forward.outputs)
         behind = kept | returned | set(stage.backward.outputs)
         for label, known in (("forward", fresh), ("backward", kept | returned), ("weight", behind)):

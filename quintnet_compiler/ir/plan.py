@@ -44,6 +44,10 @@ class Plan(BaseModel):
         version: of this format.
         mesh: axis -> number of ranks, outermost axis first; empty: any mesh.
         microbatches: the number of microbatches of a step (gradient accumulation, or pipelining over stages).
+        batch_statistics: what statistics over rows are taken of, with several microbatches: ``"batch"``: all rows (such
+            a module is refused with microbatches); ``"microbatch"``: the rows of one microbatch of all data ranks. A
+            step is then that of the module called with one microbatch after the other: its loss is the mean of their
+            losses, and buffers change once for each. See docs/modules.md.
         schedule: the pipeline schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zb-h1"``, ``"zb-v"`` or
             ``"dualpipe-v"`` (see :mod:`..schedules.kinds`), or ``"synthesized"``, which is generated from the stage
             times that the cost model predicts.
@@ -101,6 +105,7 @@ class Plan(BaseModel):
     version: Literal[2] = 2
     mesh: dict[Text, int] = Field(default_factory=dict)
     microbatches: int = Field(default=1, ge=1)
+    batch_statistics: Literal["batch", "microbatch"] = "batch"
     schedule: Text = "1f1b"
     virtual_stages: int = Field(default=1, ge=1, le=1024)
     sequence_parallel: bool = True
@@ -177,6 +182,7 @@ class PlanOptions(TypedDict, total=False):
     """The fields of :class:`Plan` but ``version`` and ``mesh`` as keyword arguments, for type checkers and editors."""
 
     microbatches: int | None
+    batch_statistics: Literal["batch", "microbatch"] | None
     schedule: str | None
     virtual_stages: int | None
     sequence_parallel: bool | None

@@ -57,7 +57,9 @@ class Program:
     """A captured program for one global batch size: functional, canonical operators, concrete global shapes.
 
     ``precision``: in which dtypes gradients and other partial sums are added up. ``absent``: the GPU that the program
-    is for, where this machine has none.
+    is for, where this machine has none. ``batches``: of how many batches of ``batch_size`` rows a step consists, each
+    of which is one microbatch (``batch_statistics="microbatch"``); the loss is then divided by that, and a buffer that
+    one of them changes is read by the next.
     Invariants: every node carries facts; only the output node has no users; the output is a tuple of nodes.
     """
 
@@ -67,6 +69,14 @@ class Program:
     batch_size: int
     precision: Precision = Precision()
     absent: AbsentGpu | None = None
+    batches: int = 1
+
+    @property
+    def carried(self) -> Mapping[str, int]:
+        """The buffers that go from one batch of a step to the next, and which output is their new value."""
+        names = self.captured.changed if self.batches > 1 else ()
+        first = len(outputs(self.graph)) - len(names)
+        return {name: first + i for i, name in enumerate(names)}
 
     @property
     def leaves(self) -> dict[fx.Node, Leaf]:
@@ -297,7 +307,8 @@ class StageProgram:
     the rest, from the same values and from what ``backward`` hands it. ``state`` maps a value to the parameter,
     buffer or constant that it is; ``inputs`` to its position in the flat batch; ``results`` a position among the
     program's outputs to the value. ``saved`` is what the backward needs of the forward. ``gradients`` maps what the
-    backward accumulates to its parameter, in the order of settling.
+    backward accumulates to its parameter, in the order of settling. ``carried`` maps a value of ``state`` that changes
+    from microbatch to microbatch to the value that it becomes.
     """
 
     index: int
@@ -311,6 +322,7 @@ class StageProgram:
     saved: tuple[str, ...]
     gradients: Mapping[str, str]
     weight: Piece | None = None
+    carried: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def pieces(self) -> Mapping[str, Piece]:
@@ -420,6 +432,11 @@ class DistributedProgram:
         return self.source.local.staged.sharded.program.captured
 
     @property
+    def batches(self) -> int:
+        """See :class:`Program`."""
+        return self.source.local.staged.sharded.program.batches
+
+    @property
     def edges(self) -> tuple[StageEdge, ...]:
         """Which stages hand values to which."""
         return tuple(StageEdge(t.source, t.target, bool(t.backward)) for t in self.transfers)
@@ -428,10 +445,11 @@ class DistributedProgram:
     def digest(self) -> str:
         """SHA-256 of all that ranks must agree on: layout, schedule, and every stage's code."""
         parts: list[object] = [self.mesh, self.axes, self.schedule, self.transfers, self.inputs, self.results]
-        parts.append(self.bucket_mib)
+        parts += [self.bucket_mib, self.batches]
         parts += [*sorted(self.state.items()), *sorted(self.values.items())]
         for stage in self.stages:
             parts += [stage.state, stage.inputs, stage.slices, stage.results, stage.saved, stage.gradients]
+            parts.append(stage.carried)
             for name, piece in stage.pieces.items():
                 parts += [name, piece.code, piece.static, piece.dynamic, piece.outputs]
         return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()

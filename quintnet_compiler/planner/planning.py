@@ -107,6 +107,13 @@ class Planner:
         if not pinned.mesh.keys() <= ways.keys():
             other = ", ".join(pinned.mesh.keys() - ways.keys())
             raise CompileError("QN201", f"the planner does not search over {other}", fix="compile on a mesh instead")
+        if pinned.batch_statistics == "microbatch":
+            raise CompileError(
+                "QN201",
+                'batch_statistics="microbatch" makes results depend on the layout, and the planner compares layouts of '
+                "one result",
+                fix="compile on a mesh instead",
+            )
         if pinned.mesh:
             ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
         spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()

@@ -106,7 +106,7 @@ def test_buffers_may_change_places() -> None:
 def test_a_module_is_trained_in_its_own_dtypes_or_in_float64() -> None:
     model, batch = _Averages(), (torch.randn(2, 4),)
     exact = ModuleTraining(model, None, CPU, exact=True)
-    step = exact.step(batch, contextlib.nullcontext())
+    step = exact.step([(batch, contextlib.nullcontext)])
     assert step.loss.dtype is torch.float64 and step.buffers["count"].item() == 1
     assert step.gradients.keys() == step.parameters.keys() == {"linear.weight", "linear.bias"}
     assert model.count.item() == 0 and model.linear.weight.grad is None, "a copy is trained"
@@ -117,6 +117,6 @@ def test_what_rounding_does_to_a_module() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     batch = torch.randn(64, 4), torch.randn(64, 1)
-    found = own_errors(model, F.mse_loss, CPU, batch, [contextlib.nullcontext])
+    found = own_errors(model, F.mse_loss, CPU, [[(batch, contextlib.nullcontext)]])
     assert found["loss", "", 0] < 1e-6
     assert found["gradient", "0.bias", 0] > 3 * found["gradient", "2.bias", 0]

@@ -158,7 +158,7 @@ def test_a_conversion_that_no_rank_could_do_names_its_place() -> None:
     made = program(to, to.call(aten.sum.default, y), rows=4)
     with pytest.raises(CompileError, match="does not split the dim of the batch") as told:
         AxisSearch(View(made, TIME)(), {node: node.name for node in made.graph.nodes}).solve()
-    assert told.value.code == "QN104" and told.value.fix == "use microbatches=1"
+    assert told.value.code == "QN104" and "microbatches=1" in told.value.fix
 
 
 def test_what_couples_rows() -> None:

@@ -132,6 +132,8 @@ class Executor:
         self.returning: dict[tuple[int, int], list[tuple[str, Wait]]] = defaultdict(list)
         self.sent: dict[Action, list[Wait]] = defaultdict(list)
         self.results: dict[int, list[Tensor]] = defaultdict(list)
+        self.carried: dict[int, dict[str, Tensor]] = {}
+        self.first_draw = how.step * self.program.batches
         self.live: set[tuple[int, int]] = set()
         self.peak_live = 0
         self.comm.seed, self.comm.step, self.comm.scale = how.seed, how.step, how.scale or 1.0
@@ -151,7 +153,7 @@ class Executor:
             self._require_gradients(self.gradients)
             self.gradients.settle(how.scale or 1.0)
         results = [self._settled(position) for position in range(len(self.program.results))]
-        for held in (self.whole, self.static, self.values, self.cotangents, self.results):
+        for held in (self.whole, self.static, self.values, self.cotangents, self.results, self.carried):
             held.clear()  # copies of parameters, say, need not live until the next step
         return results
 
@@ -164,6 +166,7 @@ class Executor:
         made = self._call(stage, "once", 0, [self.comm, *self.starts[stage.index](known)])
         known |= zip(stage.once.outputs, made, strict=True)
         self.whole[stage.index] = known
+        self.carried[stage.index] = {name: known[name] for name in stage.carried}
         for label in stage.pieces:
             self.static[stage.index, label] = self.reads[stage.index, label](known)
         for position, name in stage.results.items():
@@ -176,6 +179,8 @@ class Executor:
 
     def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> tuple[Tensor, ...]:
         self.comm.microbatch = action.microbatch
+        if self.program.batches > 1:  # each draws numbers of its own
+            self.comm.step = self.first_draw + action.microbatch
         args = [self.comm, *self.static[action.stage, label], *dynamic]
         dynamic.clear()
         return self._call(self.stages[action.stage], label, action.microbatch, args)
@@ -194,12 +199,14 @@ class Executor:
             self._forget(send)
         for name, cut in stage.slices.items():
             values[name] = self._slice(stage, name, cut, action.microbatch)
+        values |= self.carried[stage.index]
         dynamic = [values[name] for name in stage.forward.dynamic]
         made = self._run(action, "forward", dynamic)
         values |= zip(stage.forward.outputs, made, strict=True)
         for position, name in stage.results.items():
             if name in values:
                 self.results[position].append(values[name])
+        self.carried[stage.index] = {name: values[new] for name, new in stage.carried.items()}
         self.live.add(here)
         self.peak_live = max(self.peak_live, len(self.live))
         self._hand_over(action, self.forward, values, self.values)
@@ -314,7 +321,7 @@ class Executor:
         found = self.results.get(position)
         mesh = self.program.mesh
         owner = next(s.index for s in self.program.stages if position in s.results)
-        local = self._joined(spec.sharding, self._over_time(spec.sharding, found)) if found else None
+        local = self._joined(spec.sharding, self._over_time(position, spec.sharding, found)) if found else None
         screened = position == 0 and self.gradients is not None
         if spec.shape == () and (screened or P in spec.sharding):
             return self._sum_of_scalars(spec.sharding, local, spec.dtype, screened=screened)
@@ -333,8 +340,10 @@ class Executor:
                 x = self.transport.run("all_gather", x, axis.name, kind.dim, kind.parts, len(self.program.sites) - 1)
         return x
 
-    def _over_time(self, sharding: Sequence[Any], found: list[Tensor]) -> Tensor:
+    def _over_time(self, position: int, sharding: Sequence[Any], found: list[Tensor]) -> Tensor:
         kind = next((k for axis, k in zip(self.program.axes, sharding, strict=True) if axis.role == "time"), None)
+        if position == 0 and self.program.batches > 1:  # each batch gives a term of the step's loss
+            kind = P
         if isinstance(kind, Shard):
             return slices.join(found, kind.dim, kind.parts)
         if kind is P:
