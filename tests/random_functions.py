@@ -14,6 +14,7 @@ NOISY: dict[str, Callable[[Tensor], Tensor]] = {
     "rand_like": lambda h: h * torch.rand_like(h),
     "randn": lambda h: h + torch.randn(h.shape[0], h.shape[1], dtype=h.dtype),
     "randn_like": lambda h: h + torch.randn_like(h),
+    "of no generator": lambda h: h + torch.randn(h.shape, generator=None, dtype=h.dtype, layout=torch.strided),
     "one for each row": lambda h: h * torch.randn(h.shape[0], 1, dtype=h.dtype),
     "one for each column": lambda h: h * torch.randn(h.shape[1], dtype=h.dtype),
     "randint": lambda h: h * torch.randint(-2, 5, (h.shape[0], 1)),

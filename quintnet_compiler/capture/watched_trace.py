@@ -164,7 +164,8 @@ class _Tensors(TorchFunctionMode):
             )
         if func == _GET_DATA:
             func = torch.Tensor.detach
-        kwargs = kwargs or {}
+        # torch's random functions that are told of a generator, if it is None, have no kernel for symbolic sizes
+        kwargs = {name: x for name, x in (kwargs or {}).items() if name != "generator" or x is not None}
         leaves = pytree.tree_leaves((args, kwargs)) if any(map(_holds, (*args, *kwargs.values()))) else ()
         for x in leaves:
             if _is_real(x) and id(x) not in self.stands_for:
