@@ -36,14 +36,14 @@ def one_process() -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(kind: type[nn.Module], forward: Forward) -> Iterator[None]:
     own = vars(kind).get("forward")
-    kind.forward = for_this_thread(forward, kind.forward)  # type: ignore[method-assign]
+    kind.forward = for_this_thread(forward, kind.forward)
     try:
         yield
     finally:
         if own is None:
             del kind.forward
         else:
-            kind.forward = own  # type: ignore[method-assign]
+            kind.forward = own
 
 
 def _cumulative(theirs: Forward) -> Forward:

@@ -43,8 +43,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "the loss cannot be split into microbatches",
             "An operator cannot run on a part of the batch: it combines rows (contrastive losses, "
             "statistics), needs a sum over all rows, or its rule cannot split rows. The message says which.",
-            "Use microbatches=1, or write the loss as a sum or a mean over rows; or, if each microbatch shall be a batch "
-            'of its own, batch_statistics="microbatch".',
+            "Use microbatches=1, or write the loss as a sum or a mean over rows; or, if each microbatch shall be a "
+            'batch of its own, batch_statistics="microbatch".',
         ),
         "QN105": ErrorEntry(
             "the model uses something that is not supported yet",

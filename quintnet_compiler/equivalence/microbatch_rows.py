@@ -23,6 +23,6 @@ def batches_of(program: DistributedProgram, batch: Any) -> list[Any]:
     def own(x: Tensor, index: int) -> Tensor:
         if not x.dim() or x.shape[0] != rows:
             return x
-        return x.unflatten(0, (ranks, count, rows // (ranks * count)))[:, index].flatten(0, 1)
+        return x.reshape(ranks, count, rows // (ranks * count), *x.shape[1:])[:, index].flatten(0, 1)
 
     return [pytree.tree_map_only(Tensor, lambda x: own(x, index), batch) for index in range(count)]  # noqa: B023

@@ -82,7 +82,8 @@ class ModuleTraining:
     def real(self, name: str) -> bool:
         """Whether a buffer has floating-point numbers."""
         prefix = "loss_fn." if name.startswith("loss_fn.") and "loss_fn." in self.sides else ""
-        return self.sides[prefix].get_buffer(name.removeprefix(prefix)).is_floating_point()
+        found: Tensor = self.sides[prefix].get_buffer(name.removeprefix(prefix))
+        return found.is_floating_point()
 
     def _loss(self, batch: Any) -> Tensor:
         inputs = model_inputs(batch, self.loss_fn)
