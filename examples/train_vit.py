@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -35,9 +35,26 @@ LEAST_ACCURACY = 0.95  # of the split model on the validation images, after the 
 
 
 @dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how if the command line says nothing else.
+
+    ``build``: from the side of an image, a model of ten classes; ``optimizer``: of parameters and a learning rate.
+    """
+
+    build: Callable[[int], nn.Module]
+    optimizer: Callable[[Iterable[Tensor], float], torch.optim.Optimizer]
+    mesh: str
+    microbatches: int
+    epochs: int
+    lr: float
+    dump: Path
+
+
+@dataclass(frozen=True)
 class Settings:
     """What defines a run; every rank gets the same."""
 
+    recipe: Recipe
     epochs: int
     batch: int
     microbatches: int
@@ -103,7 +120,9 @@ class Unsplit:
         return loss.detach()
 
     def __call__(self, images: Tensor, /) -> Tensor:
+        self.model.eval()
         logits: Tensor = self.model(images)
+        self.model.train()
         return logits
 
 
@@ -112,7 +131,7 @@ def train(trainee: Trainee, settings: Settings, data: Data, device: torch.device
     history = History()
     shuffle = torch.Generator().manual_seed(settings.seed)
     total = settings.epochs * (len(data.training) // settings.batch)
-    optimizer = torch.optim.AdamW(trainee.parameters(), lr=settings.lr)
+    optimizer = settings.recipe.optimizer(trainee.parameters(), settings.lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_then_cosine(step, total))
     with progress_bar(show) as progress:
         task = progress.add_task("", total=total)
@@ -161,11 +180,15 @@ def progress_bar(show: bool) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
 
 
-def build_model(settings: Settings, data: Data, device: torch.device) -> VisionTransformer:
+def vision_transformer(size: int) -> nn.Module:
+    """Images of 8 x 8 have patches of 2 x 2, larger ones of 4 x 4."""
+    return VisionTransformer(size, patch=2 if size == 8 else 4)
+
+
+def build_model(settings: Settings, data: Data, device: torch.device) -> nn.Module:
     """The same weights wherever it is called: ranks need not send them to each other."""
     torch.manual_seed(settings.seed)
-    size = data.training.size
-    return VisionTransformer(size, patch=2 if size == 8 else 4).to(device, settings.dtype)
+    return settings.recipe.build(data.training.size).to(device, settings.dtype)
 
 
 def train_unsplit(settings: Settings, data: Data) -> History:
@@ -285,23 +308,28 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def argument_parser() -> argparse.ArgumentParser:
+def adamw(parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+    """With torch's defaults."""
+    return torch.optim.AdamW(parameters, lr=lr)
+
+
+def argument_parser(recipe: Recipe, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--epochs", type=positive, default=20, help="how often to see every image (20)")
+    add("--epochs", type=positive, default=recipe.epochs, help="how often to see every image (%(default)s)")
     add("--batch", type=positive, default=128, help="images per step, over all ranks (128)")
-    add("--microbatches", type=positive, default=4, help="parts of each rank's share of a batch (4)")
-    add("--lr", type=float, default=2e-3, help="AdamW's highest learning rate (0.002)")
+    add("--microbatches", type=positive, default=recipe.microbatches, help="parts of a rank's share (%(default)s)")
+    add("--lr", type=float, default=recipe.lr, help="the highest learning rate (%(default)s)")
     add("--seed", type=int, default=0, help="of the weights, the split of the images and their order (0)")
     add("--float64", action="store_true", help="compute in float64, with a tighter limit on differences")
     add("--mnist", type=Path, metavar="DIR", help="MNIST's IDX files, not scikit-learn's digits")
     add("--limit", type=positive, metavar="N", help="at most N images to train on and N to validate with")
-    add("--mesh", type=parse_mesh, default="pp=2,dp=2,tp=2", help="axes, outermost first (pp=2,dp=2,tp=2)")
+    add("--mesh", type=parse_mesh, default=recipe.mesh, help="axes, outermost first (%(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if each rank has one")
     add("--local", action="store_true", help="run all ranks inside this process")
-    add("--dump", type=Path, default=Path("out/vit"), metavar="DIR", help="for the programs (out/vit)")
+    add("--dump", type=Path, default=recipe.dump, metavar="DIR", help="for the programs (%(default)s)")
     add("--no-reference", action="store_true", help="do not train the unsplit model")
     return parser
 
@@ -320,7 +348,7 @@ def load_data(folder: Path | None, limit: int | None, seed: int) -> Data:
     return Data(*(part.first(limit or len(part)) for part in parts))
 
 
-def prepare(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple[Settings, Data]:
+def prepare(parser: argparse.ArgumentParser, given: argparse.Namespace, recipe: Recipe) -> tuple[Settings, Data]:
     """Settings and data that fit each other; ends the program with a usage message where they do not."""
     shares = given.mesh.get("dp", 1) * given.microbatches
     if given.batch % shares:
@@ -332,6 +360,7 @@ def prepare(parser: argparse.ArgumentParser, given: argparse.Namespace) -> tuple
     if len(data.training) < given.batch:
         parser.error(f"--batch {given.batch} is more than the {len(data.training)} images to train on")
     settings = Settings(
+        recipe=recipe,
         epochs=given.epochs,
         batch=given.batch,
         microbatches=given.microbatches,
@@ -352,11 +381,11 @@ def announce(settings: Settings, data: Data) -> None:
     print(f"\nsplit model: {axes} = {settings.ranks} ranks on {settings.device}", flush=True)
 
 
-def main() -> int:
+def main(recipe: Recipe, description: str | None) -> int:
     """Train the split model, then the unsplit one, and compare; returns the exit code."""
-    parser = argument_parser()
+    parser = argument_parser(recipe, description)
     given = parser.parse_args()
-    settings, data = prepare(parser, given)
+    settings, data = prepare(parser, given, recipe)
     if settings.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or the launcher would connect the ranks' GPUs
     first = this_rank() == 0
@@ -373,5 +402,7 @@ def main() -> int:
     return report(split, unsplit, settings)
 
 
+VIT = Recipe(vision_transformer, adamw, mesh="pp=2,dp=2,tp=2", microbatches=4, epochs=20, lr=2e-3, dump=Path("out/vit"))
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(VIT, __doc__))

@@ -1,5 +1,5 @@
-"""Models of torchvision, timm and diffusers, unmodified: three steps are those of the plain module, with noise, drop path
-and running statistics. Where a library is not installed, its models are skipped (``pip install -e .[vision]``)."""
+"""Models of torchvision, timm and diffusers, unmodified: three steps are those of the plain module, with noise, drop
+path and running statistics. Models of a library that is not installed are skipped (``pip install -e .[vision]``)."""
 
 from __future__ import annotations
 
