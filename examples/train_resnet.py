@@ -6,7 +6,8 @@
     python examples/train_resnet.py --mnist DIR   MNIST, from its IDX files
 
 Its BatchNorms have statistics of the whole batch, over all data ranks, as the unsplit model's; so do the running
-averages with which it is validated. The exit code is 1 if the split model ends below 95% validation accuracy or its
+averages with which it is validated. It computes in float64: in float32, plain PyTorch's own losses are 1% from those
+of float64 after ten steps, by rounding alone. The exit code is 1 if the split model ends below 95% validation accuracy or its
 losses differ from the unsplit model's by more than rounding explains.
 """
 
@@ -28,11 +29,11 @@ def resnet(size: int) -> nn.Module:
 
 
 def sgd(parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-    """As He et al. (2016) train it. AdamW would make steps of one size out of gradients that are rounding."""
+    """As He et al. (2016) train it."""
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=1e-4)
 
 
-RESNET = Recipe(resnet, sgd, mesh="dp=2,tp=2", microbatches=1, epochs=8, lr=0.05, dump=Path("out/resnet"))
+RESNET = Recipe(resnet, sgd, mesh="dp=2,tp=2", microbatches=1, epochs=8, lr=0.05, dump=Path("out/resnet"), float64=True)
 
 if __name__ == "__main__":
     sys.exit(main(RESNET, __doc__))

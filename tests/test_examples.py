@@ -20,7 +20,7 @@ def _run(script: str, *given: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_resnet(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    done = _run("train_resnet.py", "--float64", "--dump", str(tmp_path))
+    done = _run("train_resnet.py", "--dump", str(tmp_path))
     assert "largest relative difference" in done.stdout, done.stderr
     assert done.returncode == 1 and done.stdout.count("MISSED") == 1 and "is below 95%" in done.stdout
 

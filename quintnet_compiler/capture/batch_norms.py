@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..compat.torch import check_dims
 from ..core.replaced import for_this_thread, one_thread
 
 Forward = Callable[[Any, Tensor], Tensor]
@@ -52,7 +53,7 @@ def _cumulative(theirs: Forward) -> Forward:
         tracks = self.training and self.track_running_stats and self.momentum is None
         if not tracks or mean is None or variance is None or count is None:
             return theirs(self, x)
-        self._check_input_dim(x)
+        check_dims(self, x)
         now = torch.zeros_like(mean), torch.zeros_like(variance)
         out = F.batch_norm(x, *now, self.weight, self.bias, True, 1.0, self.eps)  # all of what is new
         with torch.no_grad():

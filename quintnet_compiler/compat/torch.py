@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -164,6 +164,11 @@ def has_kernel(target: OpOverload, device: torch.device) -> bool:
     """Whether an operator has a kernel for a device; instead: running it once."""
     key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device.type))
     return bool(target.has_kernel_for_dispatch_key(key))
+
+
+def check_dims(norm: nn.BatchNorm1d, x: Tensor) -> None:
+    """What a batch norm says of an input that is none of its dims; instead: calling the norm."""
+    norm._check_input_dim(x)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.equivalence.microbatch_rows import batches_of
 from quintnet_compiler.ir.program import DistributedProgram
-from quintnet_compiler.passes.checks.carried import check_carried
+from quintnet_compiler.passes.checks.code import check_batches
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.passes.stages.cut_stages import _unbroken, staged_operators
 
@@ -50,18 +50,18 @@ def test_a_microbatch_has_rows_of_every_data_rank() -> None:
 
 def test_what_is_handed_on_is_checked() -> None:
     program = _program(pp=2)
-    check_carried(program)
+    check_batches(program)
     (index,) = (stage.index for stage in program.stages if len(stage.carried) == 2)  # the mean and the variance
     stage = program.stages[index]
     crossed = dict(zip(stage.carried, reversed(stage.carried.values()), strict=True))
     for carried in (crossed, {}):
         stages = tuple(replace(one, carried=carried) if one is stage else one for one in program.stages)
         with pytest.raises(quintnet.CompileError, match=r"QN209[\s\S]*running_(mean|var) becomes"):
-            check_carried(replace(program, stages=stages))
+            check_batches(replace(program, stages=stages))
     late = tuple(replace(piece, static=(*piece.static, *stage.carried)) for piece in (stage.forward,))
     stages = tuple(replace(one, forward=late[0]) if one is stage else one for one in program.stages)
     with pytest.raises(quintnet.CompileError, match="as it was before the step"):
-        check_carried(replace(program, stages=stages))
+        check_batches(replace(program, stages=stages))
 
 
 def test_no_stage_begins_between_a_buffer_and_its_new_value() -> None:
