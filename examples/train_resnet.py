@@ -7,8 +7,8 @@
 
 Its BatchNorms have statistics of the whole batch, over all data ranks, as the unsplit model's; so do the running
 averages with which it is validated. It computes in float64: in float32, plain PyTorch's own losses are 1% from those
-of float64 after ten steps, by rounding alone. The exit code is 1 if the split model ends below 95% validation accuracy or its
-losses differ from the unsplit model's by more than rounding explains.
+of float64 after ten steps, by rounding alone. The exit code is 1 if the split model ends below 95% validation accuracy
+or its losses differ from the unsplit model's by more than rounding explains.
 """
 
 from __future__ import annotations

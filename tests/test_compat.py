@@ -41,6 +41,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
     {
         "_backward_hooks": _NET.weight,
         "_backward_pre_hooks": _NET,
+        "_check_input_dim": nn.BatchNorm1d(1),
         "_cdata": _NET.weight.untyped_storage(),
         "_codegen": _GRAPH,
         "_forward_hooks": _NET,

@@ -41,7 +41,7 @@ __all__ = [
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
-    "without_torch_function", "built_for_xpu", "has_kernel", "RNN_WEIGHT_LISTS",
+    "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
 
 # Autograd runs beside a trace as it does in the plain module; instead: removing the nodes that were made meanwhile.
