@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from .frontier import LAYOUTS, Case, compare, report
-from .vision_models import NARROW, WHOLE
+from .vision_models import MODELS
 from .zoo import InDouble
 
 torch.set_num_threads(1)
@@ -22,13 +22,6 @@ def _check(library: str, case: Case, layout: str) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", SPLIT)
-@pytest.mark.parametrize(("library", "name"), [(library, name) for library in NARROW for name in NARROW[library]])
+@pytest.mark.parametrize(("library", "name"), [(library, name) for library in MODELS for name in MODELS[library]])
 def test_three_steps_are_those_of_the_module(library: str, name: str, layout: str) -> None:
-    _check(library, NARROW[library][name], layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SPLIT)
-@pytest.mark.parametrize("name", WHOLE)
-def test_models_of_their_published_size(name: str, layout: str) -> None:
-    _check("torchvision", WHOLE[name], layout)
+    _check(library, MODELS[library][name], layout)

@@ -64,13 +64,6 @@ def _loss(build: Callable[[], nn.Module], size: int, channels: int = 3) -> Case:
 # -- torchvision
 
 
-def _torchvision(name: str, **options: Any) -> nn.Module:
-    import torchvision
-
-    found: nn.Module = getattr(torchvision.models, name)(weights=None, num_classes=CLASSES, **options)
-    return found
-
-
 def _narrow_resnet() -> nn.Module:
     from torchvision.models.resnet import Bottleneck, ResNet
 
@@ -97,15 +90,6 @@ def _narrow_swin() -> nn.Module:
     return SwinTransformer(
         [2, 2], 16, [2, 2], [2, 4], [2, 2], dropout=0.1, stochastic_depth_prob=0.3, num_classes=CLASSES
     )
-
-
-def _narrow_swin_v2() -> nn.Module:
-    from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
-
-    return SwinTransformer(
-        [2, 2], 16, [2, 2], [2, 4], [2, 2], stochastic_depth_prob=0.3, num_classes=CLASSES,
-        block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2,
-    )  # fmt: skip
 
 
 def _narrow_densenet() -> nn.Module:
@@ -183,16 +167,14 @@ def _dit() -> nn.Module:
     return Denoises(net, lambda net, x, t, y: net(x, t, y).sample)
 
 
-NARROW: Mapping[str, Mapping[str, Case]] = MappingProxyType(
+MODELS: Mapping[str, Mapping[str, Case]] = MappingProxyType(
     {
         "torchvision": {
             "ResNet": _classifier(_narrow_resnet),
             "EfficientNet": _classifier(_narrow_efficientnet),
             "ConvNeXt": _classifier(_narrow_convnext),
             "Swin": _classifier(_narrow_swin),
-            "Swin V2": _classifier(_narrow_swin_v2),
             "DenseNet": _classifier(_narrow_densenet),
-            "MobileNet V3": _classifier(lambda: _torchvision("mobilenet_v3_small", width_mult=0.3)),
         },
         "timm": {
             "ConvNeXt": _classifier(
@@ -217,13 +199,3 @@ NARROW: Mapping[str, Mapping[str, Case]] = MappingProxyType(
         },
     }
 )  # fmt: skip
-
-# as they are published, on images of 32 x 32 or 64 x 64
-WHOLE: Mapping[str, Case] = MappingProxyType(
-    {
-        "resnet50": _classifier(lambda: _torchvision("resnet50"), 64),
-        "efficientnet_b0": _classifier(lambda: _torchvision("efficientnet_b0"), 64),
-        "convnext_tiny": _classifier(lambda: _torchvision("convnext_tiny"), 64),
-        "swin_t": _classifier(lambda: _torchvision("swin_t"), 64),
-    }
-)

@@ -301,7 +301,7 @@ def test_decisions_are_read_from_texts() -> None:
     ("texts", "told"),
     [
         (["zero"], "'zero' is not NAME=VALUE; write for example zero=3"),
-        (["mesh=dp"], "there is no option 'mesh'; the options are microbatches, schedule, "),
+        (["mesh=dp"], "there is no option 'mesh'; the options are microbatches, batch_statistics, schedule, "),
         (["overlapp=true"], "there is no option 'overlapp'; did you mean overlap? the options are "),
         (["zero=1", "zero=2"], "zero is given twice"),
         (["overlap=1"], "overlap=1: overlap is one of true, false"),
