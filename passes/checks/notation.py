@@ -7,6 +7,8 @@ would pass every other check.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,7 +38,8 @@ def check_notation(graph: fx.Graph, rules: Mapping[Any, Rule]) -> None:
 def _misread(rule: Rule, given: Sequence[Sequence[int]], made: Sequence[Sequence[int]], node: fx.Node) -> str:
     """What is wrong with the factors that the rule gives for ``node`` (empty: nothing)."""
     found = rule.factors(node)
-    left, right = ([group.split() for group in side.split(",")] for side in rule.text.split("->"))
+    plain = rule.text.replace("[", "").replace("]", "")
+    left, right = ([re.findall(r"\(.*?\)|[^ ()]+", group) for group in side.split(",")] for side in plain.split("->"))
     words, sizes = [*left[: len(given)], *right], [*given, *made]
     places = [*found.inputs, *found.outputs]
     if not len(words) == len(sizes) == len(places):
@@ -44,15 +47,30 @@ def _misread(rule: Rule, given: Sequence[Sequence[int]], made: Sequence[Sequence
     longest: dict[str, int] = {}
     leading: set[str] = set()
     named = [_named(tensor, dims, leading) for tensor, dims in zip(words, sizes, strict=True)]
+    several: set[str] = set()  # factors that have no dim of their own: what they are multiplied to is checked below
     for tensor in named:
         for name, size in tensor:
-            longest[name] = size if size != 1 else longest.get(name, 1)
+            if name.isdigit():
+                longest |= {name: int(name)} if name != "1" else {}
+            elif name.isidentifier():
+                longest[name] = size if size != 1 else longest.get(name, 1)
+            else:
+                several |= {word for word in name[1:-1].split() if word != "1"}
+    longest |= {word: int(word) if word.isdigit() else found.sizes.get(word, 0) for word in several - longest.keys()}
     if dict(found.sizes) != longest:
         return f"sizes {dict(found.sizes)}, not {longest}"
     for tensor, place in zip(named, places, strict=True):
-        if place != tuple((name,) if size == longest[name] else () for name, size in tensor):
+        wanted = []
+        for name, size in tensor:
+            factors = tuple(word for word in name.strip("()").split() if word != "1")
+            whole = math.prod(longest[word] for word in factors)
+            if size not in (1, whole):
+                return f"a dim {name} of size {size} has factors of {whole}"
+            wanted.append(factors if size == whole else ())
+        if place != tuple(wanted):
             return f"the dims {place} of a tensor {tensor}"
-    return _options(rule.options, found, len(given), leading)
+    numbers = {word for word in longest if word.isdigit()}
+    return _options(rule.options, found, len(given), leading, numbers)
 
 
 def _named(tensor: Sequence[str], dims: Sequence[int], leading: set[str]) -> list[tuple[str, int]]:
@@ -65,14 +83,14 @@ def _named(tensor: Sequence[str], dims: Sequence[int], leading: set[str]) -> lis
     return found[::-1]
 
 
-def _options(options: Mapping[str, Any], found: Factors, inputs: int, leading: Iterable[str]) -> str:
+def _options(options: Mapping[str, Any], found: Factors, inputs: int, leading: Iterable[str], numbers: set[str]) -> str:
     def factors(option: str) -> set[str]:
         words = set(options[option].split())
         return words - {"..."} | (set(leading) if "..." in words else set())
 
     linear = [list(group) for group in options["linear"] if max(group, default=0) < inputs]
     wanted: dict[str, tuple[Any, Any]] = {
-        "whole": (set(found.whole), factors("whole")),
+        "whole": (set(found.whole), factors("whole") | numbers),
         "contiguous": (set(found.contiguous), factors("contiguous")),
         "linear": ([list(group) for group in found.linear], linear),
         "additive": (set(found.additive), {i for i in options["additive"] if i < inputs}),

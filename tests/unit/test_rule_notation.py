@@ -17,8 +17,8 @@ from ..one_operator import Sample, call, operator_program, reference
 from ..operator_samples import f, ints
 
 NO_NAME = (
-    "is not a name; every tensor, in a list or tuple too, is one group of names between commas, and a dim of size 1 "
-    "has a name as well"
+    "is not a name; every tensor, in a list or tuple too, is one group of names between commas; a dim of several "
+    "factors is (h d), one of known size a number"
 )
 
 
@@ -29,8 +29,10 @@ NO_NAME = (
         ("m -> n -> k", {}, "write inputs -> outputs, with one '->'"),
         ("m ... -> m", {}, "'...' may only come first"),
         ("m -> m ...", {}, "'...' may only come first"),
-        ("m 1 -> m", {}, f"'1' {NO_NAME}"),
+        ("m 1.5 -> m", {}, f"'1.5' {NO_NAME}"),
         ("m-k -> m", {}, f"'m-k' {NO_NAME}"),
+        ("m (k -> m", {}, f"'(k' {NO_NAME}"),
+        ("(m k) m -> k", {}, "a factor stands twice in one tensor"),
         ("m m -> m", {}, "a factor stands twice in one tensor"),
         ("m -> m m", {}, "a factor stands twice in one tensor"),
         ("... b1 -> ... b1", {}, "'b1' is a name of a dim of '...'; use another"),
@@ -59,6 +61,9 @@ def test_malformed_rules_are_refused(text: str, options: dict[str, Any], message
         ("... m n -> ... m n", [(4,)], [(4,)], "does not fit a tensor of shape (4,)"),
         ("m k, k n -> m n", [(4, 6), (5, 2)], [(4, 2)], "factor k is both 6 and 5"),
         ("... -> ...", [(4, 6)], [(4, 5)], "factor b0 is both 6 and 5"),
+        ("m 3 -> m", [(4, 5)], [(4,)], "3 is 3, and a dim there has size 5"),
+        ("(h d), h -> h", [(9,), (4,)], [(4,)], "the sizes of d in (h d) of size 9"),
+        ("(h d) -> (d h)", [(12,)], [(12,)], "the sizes of h, d in (h d) of size 12"),
         ("... -> ...", [(4, 6)], [(4, 1)], "factor b0 is 6, but 1 in the result"),
     ],
 )
@@ -97,6 +102,22 @@ def test_leading_dims_can_be_whole() -> None:
 
 def test_scalars_have_no_dims() -> None:
     assert Notation.parse("k, k -> ").fit([(6,), (6,)], [()]).outputs == ((),)
+
+
+def test_a_dim_may_have_several_factors_and_a_number_a_size() -> None:
+    """A fused weight of queries, keys and values, and its three parts, as a tuple."""
+    notation = Notation.parse("(3 h d) i, 1 -> [h d i, h d i, h d i]", whole="d")
+    found = notation.fit([(24, 6), (1,)], [(4, 2, 6)] * 3)
+    assert found.inputs == ((("3", "h", "d"), ("i",)), ((),))
+    assert found.outputs == ((("h",), ("d",), ("i",)),) * 3
+    assert found.sizes == {"3": 3, "h": 4, "d": 2, "i": 6}
+    assert found.whole == {"3", "d"}
+    assert found.offset(found.inputs[0], "h") == (0, 3)
+
+
+def test_the_missing_factor_of_a_dim_follows_from_its_size() -> None:
+    found = Notation.parse("b (h d), h -> b d h").fit([(2, 12), (4,)], [(2, 3, 4)])
+    assert found.sizes == {"b": 2, "h": 4, "d": 3}
 
 
 def test_last_inputs_may_be_missing_with_their_options() -> None:

@@ -2,8 +2,8 @@
 
 A rule names the *factors* of an operator's dims. Everything follows from where a factor stands: an input that has
 it is sharded, an input that lacks it is replicated, an output that lacks it is a partial sum. ``...`` stands for
-leading dims that broadcast. The search for shardings needs no more than this. (After einops' notation and Shardy's
-factors.)
+leading dims that broadcast, ``(h d)`` for a dim that has several factors, a number for a dim of that size. The search
+for shardings needs no more than this. (After einops' notation and Shardy's factors.)
 """
 
 from __future__ import annotations
@@ -118,11 +118,11 @@ class Notation:
         contiguous: str = "",
     ) -> Notation:
         """Read a rule; see :func:`rule`."""
-        sides = text.split("->")
+        sides = text.replace("[", "").replace("]", "").split("->")
         if len(sides) != 2:
             raise ValueError(f"rule {text!r}: write inputs -> outputs, with one '->'")
-        inputs, outputs = (tuple(tuple(part.split()) for part in side.split(",")) for side in sides)
-        named = {token for tensor in (*inputs, *outputs) for token in tensor}
+        inputs, outputs = (tuple(tuple(_DIM.findall(part)) for part in side.split(",")) for side in sides)
+        named = {part for tensor in (*inputs, *outputs) for token in tensor for part in _parts(token)}
         for tensor in (*inputs, *outputs):
             _check_tensor(text, tensor, leading="..." in named)
         for factor in (*whole.split(), *contiguous.split()):
@@ -132,18 +132,19 @@ class Notation:
             if not 0 <= position < len(inputs):
                 raise ValueError(f"rule {text!r}: there is no input {position}")
         groups = tuple(tuple(group) for group in linear)
+        fixed = {*whole.split(), *(name for name in named if name.isdigit())}
         return Notation(
-            text, inputs, outputs, frozenset(whole.split()), groups, frozenset(additive), frozenset(contiguous.split())
+            text, inputs, outputs, frozenset(fixed), groups, frozenset(additive), frozenset(contiguous.split())
         )
 
     @property
     def work(self) -> Work | None:
         """A product, where it sums over factors that two inputs share and is linear in each of them, or adds a bias.
         Else a pass over memory; but what an operator does with a dim that it needs whole, a rule does not say: None."""
-        made, last = {f for dims in self.outputs for f in dims}, len(self.inputs)
+        made, last = {f for dims in self.outputs for token in dims for f in _parts(token)}, len(self.inputs)
         alone = {group[0] for group in self.linear if len(group) == 1}
         factors = set(range(last)) - self.additive if self.additive else alone
-        times = Counter(f for i in factors for f in set(self.inputs[i]) - made)
+        times = Counter(f for i in factors for f in {f for token in self.inputs[i] for f in _parts(token)} - made)
         if any(count > 1 for count in times.values()):
             return "matmul"
         return None if self.whole else "memory"
@@ -162,15 +163,18 @@ class Notation:
         sizes: dict[str, int] = {}
         for names, dims in expanded:
             for name, size in zip(names, dims, strict=True):
+                if name[0] == "(" or name.isdigit():
+                    continue
                 if sizes.get(name, 1) != 1 and size not in (1, sizes[name]):
                     raise ValueError(f"rule {self.text!r}: factor {name} is both {sizes[name]} and {size}")
                 sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
+        self._complete(sizes, [pair for names, dims in expanded for pair in zip(names, dims, strict=True)])
         for names, dims in expanded[len(given) :]:
             for name, size in zip(names, dims, strict=True):
-                if size != sizes[name]:
-                    raise ValueError(f"rule {self.text!r}: factor {name} is {sizes[name]}, but 1 in the result")
+                if size != _size(name, sizes):
+                    raise ValueError(f"rule {self.text!r}: factor {name} is {_size(name, sizes)}, but 1 in the result")
         specs = [
-            tuple((name,) if size == sizes[name] else () for name, size in zip(names, dims, strict=True))
+            tuple(_parts(name) if size == _size(name, sizes) else () for name, size in zip(names, dims, strict=True))
             for names, dims in expanded
         ]
         return Factors(
@@ -182,6 +186,21 @@ class Notation:
             frozenset(i for i in self.additive if i < len(given)),
             _spread(self.contiguous, sizes),
         )
+
+    def _complete(self, sizes: dict[str, int], dims: Sequence[tuple[str, int]]) -> None:
+        """Add the sizes that numbers and dims of several factors say."""
+        sizes |= {part: int(part) for name, _ in dims for part in _parts(name) if part.isdigit()}
+        for _ in dims:
+            for name, size in dims:
+                unknown = [part for part in _parts(name) if part not in sizes]
+                known = math.prod(sizes[part] for part in _parts(name) if part in sizes)
+                if len(unknown) == 1 and size % known == 0:
+                    sizes[unknown[0]] = size // known
+                elif not unknown and size not in (1, known):
+                    raise ValueError(f"rule {self.text!r}: {name} is {known}, and a dim there has size {size}")
+        for name, size in dims:
+            if missing := [part for part in _parts(name) if part not in sizes]:
+                raise ValueError(f"rule {self.text!r}: the sizes of {', '.join(missing)} in {name} of size {size}")
 
     def _names(self, tokens: Sequence[str], dims: Sequence[int]) -> list[str]:
         names = list(tokens)
@@ -196,16 +215,35 @@ class Notation:
 def _check_tensor(text: str, tensor: Sequence[str], *, leading: bool) -> None:
     if "..." in tensor[1:]:
         raise ValueError(f"rule {text!r}: '...' may only come first")
-    for token in tensor:
-        if token != "..." and not token.isidentifier():
+    parts = [part for token in tensor if token != "..." for part in _parts(token)]
+    for part in parts:
+        if not part.isidentifier() and not part.isdigit():
             raise ValueError(
-                f"rule {text!r}: {token!r} is not a name; every tensor, in a list or tuple too, is one group of names "
-                "between commas, and a dim of size 1 has a name as well"
+                f"rule {text!r}: {part!r} is not a name; every tensor, in a list or tuple too, is one group of names "
+                "between commas; a dim of several factors is (h d), one of known size a number"
             )
-        if leading and re.fullmatch(r"b\d+", token):
-            raise ValueError(f"rule {text!r}: {token!r} is a name of a dim of '...'; use another")
-    if len(set(tensor)) != len(tensor):
+        if leading and re.fullmatch(r"b\d+", part):
+            raise ValueError(f"rule {text!r}: {part!r} is a name of a dim of '...'; use another")
+    names = [part for part in parts if not part.isdigit()]
+    if len(set(names)) != len(names):
         raise ValueError(f"rule {text!r}: a factor stands twice in one tensor")
+
+
+_DIM = re.compile(r"\([^()]*\)|\S+")
+
+
+def _parts(token: str) -> tuple[str, ...]:
+    """The factors of a dim, outermost first; a dim of size 1 has none.
+
+    >>> _parts("(3 h d)"), _parts("k"), _parts("1")
+    (('3', 'h', 'd'), ('k',), ())
+    """
+    inner = token[1:-1] if token[:1] == "(" and token[-1:] == ")" else token
+    return tuple(part for part in inner.split() if part != "1")
+
+
+def _size(token: str, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[part] for part in _parts(token))
 
 
 def _spread(names: frozenset[str], sizes: Mapping[str, int]) -> frozenset[str]:
@@ -245,7 +283,10 @@ def rule(
 
     Args:
         target: the operator, such as ``torch.ops.aten.linear.default``.
-        text: factors of each dim of the tensor inputs and outputs; ``...`` stands for leading dims that broadcast.
+        text: factors of each dim of the tensor inputs and outputs, in the order in which the call has them, those in
+            lists and tuples too (``[b n, b k]``: brackets may mark them). ``...`` stands for leading dims that
+            broadcast; ``(h d)`` for a dim that has several factors, the outermost first; a number for a dim of that
+            size, which is whole. Arguments that are no tensors have no place in it.
         whole: factors that must not be split, separated by spaces; ``"..."``: none of the leading dims.
         linear: groups of inputs in which the operator is linear, the others held fixed.
         additive: inputs that are added to a contraction (a bias).
@@ -255,6 +296,9 @@ def rule(
 
     >>> rule("mm", "m k, k n -> m n", linear=[[0], [1]]).text
     'm k, k n -> m n'
+    >>> heads = Notation.parse("b s (3 h d) -> b h s d, b h s d, b h s d", whole="s d")
+    >>> heads.fit([(2, 8, 24)], [(2, 4, 8, 2)] * 3).inputs
+    ((('b',), ('s',), ('3', 'h', 'd')),)
 
     Raises:
         ValueError: if the text is malformed, or an option names a factor or an input that the text lacks.
