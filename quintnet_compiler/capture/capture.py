@@ -278,10 +278,7 @@ def _untraceable(error: Exception) -> CompileError:
     source = _user_frame(stack) or (lines[-1] if lines else "")
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = type(error).__name__
-    if any(Path(frame.filename).parent.name == "distributions" and frame.filename.startswith(OWN) for frame in stack):
-        reason = f"torch.distributions checks the values of its arguments ({kind})"
-        fix = "torch.distributions.Distribution.set_default_validate_args(False)"
-    elif kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
+    if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
         reason = "control flow depends on the values of a tensor, which a compiled program cannot follow"
         fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
     elif "is mutated in the forward method" in reason:  # a plain tensor attribute

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -20,9 +20,12 @@ from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
+from ..ops.ctc import ctc_loss
+from .raising_checks import checks_pass
 
 _TRACED = (FakeTensor, FunctionalTensor)
 _SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[attr-defined]
+_TRACED_AS = {_GET_DATA: Tensor.detach, F.ctc_loss: ctc_loss}
 
 
 def _is_real(x: Any) -> bool:
@@ -75,7 +78,7 @@ class WatchedTrace:
         generators = Generators.now()
 
         def watched() -> Any:
-            with self.reads.recording(), _Tensors(self, stands_for):
+            with self.reads.recording(), _Tensors(self, stands_for), checks_pass(_is_real, self.own):
                 return forward()
 
         def restore() -> None:
@@ -162,8 +165,7 @@ class _Tensors(TorchFunctionMode):
                 "nor a parameter, nor made in forward; a program would not",
                 where=Where("", user_line(sys._getframe(1), self.trace.own)),
             )
-        if func == _GET_DATA:
-            func = torch.Tensor.detach
+        func = _TRACED_AS.get(func, func)
         # torch's random functions that are told of a generator, if it is None, have no kernel for symbolic sizes
         kwargs = {name: x for name, x in (kwargs or {}).items() if name != "generator" or x is not None}
         leaves = pytree.tree_leaves((args, kwargs)) if any(map(_holds, (*args, *kwargs.values()))) else ()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.torch import OpOverload
+from ..compat.torch import OpOverload, schema
 
 _library = torch.library.Library("quintnet", "DEF")  # type: ignore[no-untyped-call]
 
@@ -32,6 +32,11 @@ def define_composite(schema: str, function: Callable[..., Tensor]) -> OpOverload
     _library.impl(name, function, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
     overload: OpOverload = getattr(torch.ops.quintnet, name).default
     return overload
+
+
+def differentiate(operator: OpOverload, keep: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """Give an operator a derivative, as :func:`torch.library.register_autograd` has it; ``keep``: its setup_context."""
+    torch.library.register_autograd(str(schema(operator).name), backward, setup_context=keep, lib=_library)
 
 
 def resized(x: Tensor, dim: int, times: int = 1, over: int = 1) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from quintnet_compiler.ops.cross_entropy import nll_terms, row_nll
+from quintnet_compiler.ops.ctc import ctc_loss, ctc_rows
 from quintnet_compiler.ops.define import resized
 from quintnet_compiler.ops.rank_local import LOCAL, RANKED, microbatch
 
@@ -36,3 +37,29 @@ def test_what_depends_on_a_rank() -> None:
     assert LOCAL < RANKED
     assert microbatch not in RANKED
     assert microbatch(torch.empty(8, 3, device="meta"), 4, 0, 1).shape == (2, 3)
+
+
+def test_ctc_of_rows_is_torchs_own() -> None:
+    """Each reduction, with its gradient; the table has a known size, and nothing in it is left as it was in memory."""
+    dice = torch.Generator().manual_seed(0)
+    given = torch.randn(7, 3, 5, generator=dice, dtype=torch.float64).log_softmax(-1)
+    targets = torch.randint(1, 5, (3, 4), generator=dice)
+    rest = targets, torch.tensor([7, 5, 1]), torch.tensor([4, 2, 3])  # the last cannot be: infinite
+    for reduction in ("none", "mean", "sum"):
+        for zero in (False, True):
+            mine, own = given.clone().requires_grad_(), given.clone().requires_grad_()
+            found = ctc_loss(mine, *rest, reduction=reduction, zero_infinity=zero)
+            expected = F.ctc_loss(own, *rest, reduction=reduction, zero_infinity=zero)
+            torch.testing.assert_close(found, expected)
+            found.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(mine.grad, own.grad, equal_nan=True)
+    losses, table = ctc_rows(given, *rest, 0, False)
+    assert losses.shape == (3,) and table.shape == (3, 7, 9)
+    assert table[1, 5:].isneginf().all() and table[1, :, 5:].isneginf().all()
+
+
+def test_ctc_of_lengths_that_are_no_tensors_is_torchs() -> None:
+    given = torch.randn(4, 2, 3).log_softmax(-1)
+    targets = torch.tensor([[1, 2], [2, 2]])
+    assert torch.equal(ctc_loss(given, targets, (4, 4), (2, 1)), F.ctc_loss(given, targets, (4, 4), (2, 1)))

@@ -1,0 +1,103 @@
+"""The CTC loss of each row as an operator whose results have known shapes.
+
+torch's own keeps a table of as many columns as the longest target has labels, twice, which a trace cannot know. Here it
+has as many as the padded targets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .define import define_operator, differentiate
+
+aten = torch.ops.aten
+
+
+def _wide(targets: Tensor) -> int:
+    return 2 * targets.shape[1] + 1
+
+
+def _empty(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero: bool) -> Any:
+    steps, rows = log_probs.shape[:2]
+    return log_probs.new_empty([rows]), log_probs.new_empty([rows, steps, _wide(targets)])
+
+
+def _losses(log_probs: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, blank: int, zero: bool) -> Any:
+    losses, table = aten._ctc_loss.Tensor(log_probs, targets, inputs, lengths, blank, zero)
+    table = F.pad(table, (0, _wide(targets) - table.shape[2]), value=-torch.inf)
+    step, place = (torch.arange(size, device=table.device) for size in table.shape[1:])
+    inputs, lengths = inputs.to(table.device), lengths.to(table.device)
+    read = (step < inputs[:, None])[:, :, None] & (place < 2 * lengths[:, None] + 1)[:, None]
+    return losses, torch.where(read, table, -torch.inf)  # torch's own leaves the rest as it was in memory
+
+
+def _gradient(
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    inputs: Tensor,
+    lengths: Tensor,
+    losses: Tensor,
+    table: Tensor,
+    blank: int,
+    zero: bool,
+) -> Tensor:
+    given = (log_probs, targets, inputs, lengths, losses, table, blank, zero)
+    made: Tensor = aten._ctc_loss_backward.Tensor(grad.contiguous(), *given)
+    return made
+
+
+# of log-probabilities [steps, rows, classes] and targets [rows, labels], the loss of each row; and a table for backward
+ctc_rows = define_operator(
+    "ctc_rows(Tensor log_probs, Tensor targets, Tensor inputs, Tensor lengths, int blank, bool zero)"
+    " -> (Tensor, Tensor)",
+    _empty,
+    _losses,
+)
+ctc_rows_backward = define_operator(
+    "ctc_rows_backward(Tensor grad, Tensor log_probs, Tensor targets, Tensor inputs, Tensor lengths, Tensor losses, "
+    "Tensor table, int blank, bool zero) -> Tensor",
+    lambda grad, log_probs, *rest: torch.empty_like(log_probs),
+    _gradient,
+)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx: Any, grad: Tensor, _table: Tensor) -> Any:
+    return ctc_rows_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+differentiate(ctc_rows, _keep, _backward)
+
+
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """torch.nn.functional.ctc_loss, of :data:`ctc_rows` where targets are padded and lengths are tensors."""
+    lengths = isinstance(input_lengths, Tensor) and isinstance(target_lengths, Tensor)
+    if not lengths or log_probs.dim() != 3 or targets.dim() != 2 or input_lengths.dim() != 1:
+        whole: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+        return whole
+    losses: Tensor = ctc_rows(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]
+    if zero_infinity:
+        losses = torch.where(losses == torch.inf, 0.0, losses)
+    if reduction == "mean":
+        losses = (losses / target_lengths.clamp(min=1).to(losses.dtype)).mean()
+    if reduction == "sum":
+        losses = losses.sum()
+    return losses
