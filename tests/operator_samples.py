@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.cross_entropy import row_nll
+from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.kv_cache_attention import cached_attention
 
@@ -478,6 +479,8 @@ def _pools() -> list[Sample]:
         call(aten.upsample_bilinear2d.vec, image, [6, 6], False, None),
         call(aten.upsample_trilinear3d.vec, volume, None, True, [2.0, 2.0, 2.0]),
         call(aten.upsample_bicubic2d.vec, image, [6, 6], False, None),
+        call(aten._upsample_bilinear2d_aa.vec, image, [2, 2], False, None),
+        call(aten._upsample_bicubic2d_aa.vec, image, [2, 2], False, None),
     ]
 
 
@@ -549,8 +552,28 @@ def _lookups() -> list[Sample]:
             ],
             spd(4, 3, 3),
         ),
-        call(aten.linalg_svd.default, spd(4, 3, 3), False),
+        *_each([aten.linalg_svd.default, aten._linalg_svd.default], spd(4, 3, 3), False),
+        *_each([aten.cholesky.default, aten.cholesky_inverse.default], spd(4, 3, 3)),
+        call(aten.cholesky_inverse.default, spd(3, 3)),
+        call(aten._linalg_slogdet.default, spd(4, 3, 3)),
+        call(aten.linalg_eig.default, replace(spd(4, 3, 3), grad=False)),
+        *_each([aten.linalg_lu.default, aten.linalg_lu_factor.default, aten.linalg_lu_factor_ex.default], spd(4, 3, 3)),
+        call(aten.lu_unpack.default, spd(4, 3, 3), pivots(4, 3)),
+        call(aten.linalg_lu_solve.default, spd(4, 3, 3), pivots(4, 3), f(4, 3, 2)),
+        call(aten.linalg_lu_solve.default, spd(3, 3), pivots(3), f(4, 3, 2)),
+        call(aten.linalg_lu_solve.default, spd(3, 3), pivots(3), f(4, 3), left=False),
+        call(aten.ormqr.default, f(4, 3, 2), f(4, 2), f(4, 3, 2)),
+        call(aten.triangular_solve.default, f(4, 3, 2), spd(4, 3, 3)),
+        call(aten.triangular_solve.default, f(4, 4, 2), spd(4, 4)),  # one matrix for all
+        call(aten._linalg_solve_ex.default, spd(4, 3, 3), f(4, 3, 2)),
+        call(aten._linalg_solve_ex.default, spd(4, 4, 4), f(4, 4)),  # a vector for each matrix
+        call(aten._linalg_solve_ex.default, spd(4, 4, 4), f(4, 2)),  # one matrix of right-hand sides for all
+        call(aten.linalg_pinv.atol_rtol_tensor, spd(4, 3, 3), atol=const_pos(4)),
+        call(aten.linalg_pinv.atol_rtol_tensor, spd(4, 3, 3), atol=const_pos(4), rtol=const_pos()),
+        call(aten.linalg_tensorinv.default, spd(4, 4), ind=1),
+        call(aten.linalg_tensorsolve.default, spd(4, 4), f(4)),
         call(aten.cholesky_solve.default, f(4, 3, 2), spd(4, 3, 3)),
+        call(aten.cholesky_solve.default, f(4, 4, 2), spd(4, 4)),
         call(aten.linalg_householder_product.default, f(4, 3, 2), f(4, 2)),
         call(aten.linalg_solve.default, spd(4, 3, 3), f(4, 3, 2)),
         call(aten.linalg_solve.default, spd(3, 3), f(3, 4), left=True),
@@ -561,6 +584,53 @@ def _lookups() -> list[Sample]:
         call(aten._fft_c2r.default, cplx(4, 4), [1], 0, 6),
         call(aten.max_unpool2d.default, f(2, 4, 2, 2), ints(4, 2, 4, 2, 2), [4, 4]),
         call(aten.max_unpool3d.default, f(2, 4, 2, 2, 2), ints(8, 2, 4, 2, 2, 2), [2, 4, 4], [1, 2, 2], [0, 0, 0]),
+        call(aten.fractional_max_pool2d.default, f(2, 4, 4, 4), [2, 2], [2, 2], replace(pos(2, 4, 2), grad=False)),
+        call(aten.fractional_max_pool2d.default, f(4, 4, 4), [2, 2], [2, 2], replace(pos(1, 4, 2), grad=False)),
+        call(
+            aten.fractional_max_pool3d.default,
+            f(2, 4, 4, 4, 4),
+            [2, 2, 2],
+            [2, 2, 2],
+            replace(pos(2, 4, 3), grad=False),
+        ),
+        call(
+            aten.max_pool2d_with_indices_backward.default,
+            f(2, 4, 2, 2),
+            const(2, 4, 4, 4),
+            [2, 2],
+            [2, 2],
+            [0, 0],
+            [1, 1],
+            False,
+            ints(16, 2, 4, 2, 2),
+        ),
+        call(aten.adaptive_max_pool3d.default, f(2, 4, 2, 4, 4), [1, 2, 2]),
+        call(aten.max_pool3d_with_indices.default, f(2, 4, 2, 4, 4), [2, 2, 2]),
+        call(aten._softmax_backward_data.default, f(4, 6), pos(4, 6), -1, torch.float64),
+        call(aten._softmax_backward_data.default, f(4, 6), pos(4, 6), 0, torch.float64),
+        call(aten.nanmedian.default, f(4, 6)),
+        call(aten.nanmedian.dim, f(4, 6), 1),
+        call(aten.nanmedian.dim, f(4, 6), 0, True),
+        call(aten.native_layer_norm.default, f(4, 6), [6], f(6), f(6), 1e-5),
+        call(aten.native_layer_norm.default, f(4, 2, 6), [2, 6], None, None, 1e-5),
+        call(aten.native_group_norm.default, f(4, 4, 2), f(4), f(4), 4, 4, 2, 2, 1e-5),
+        call(aten._batch_norm_with_update_functional.default, f(4, 6), f(6), f(6), const(6), const_pos(6), 0.1, 1e-5),
+        call(aten.diagonal_scatter.default, f(4, 6), f(4)),
+        call(aten.diagonal_scatter.default, f(2, 4, 4), f(2, 3), 1, 1, 2),
+        call(aten._conj_physical.default, cplx(4, 6)),
+        call(aten.frexp.Tensor, f(4, 6)),
+        call(aten.grid_sampler_3d.default, f(2, 4, 2, 2, 4), f(2, 6, 4, 2, 3), 0, 0, False),
+        call(aten.multilabel_margin_loss_forward.default, f(4, 6), ints(6, 4, 6), 0),
+        call(aten.multilabel_margin_loss_forward.default, f(6), ints(6, 6), 0),
+        call(aten.multilabel_margin_loss_forward.default, f(4, 6), ints(6, 4, 6), 2),
+        call(ctc_rows, log_probs(6, 4, 3), all_of(1, 4, 2), all_of(6, 4), all_of(2, 4), 0, False),
+        call(aten.dist.default, f(4, 6), f(4, 6)),
+        call(aten.pdist.default, f(4, 6)),
+        call(aten.put.default, f(4, 6), permutations(24, 4), f(4)),
+        call(aten._unsafe_masked_index.default, const(4, 6), bools(2), [ints(4, 2), ints(6, 2)], 0),
+        call(
+            aten._unsafe_masked_index_put_accumulate.default, const(4, 6), bools(2), [ints(4, 2), ints(6, 2)], const(2)
+        ),
         call(aten.cdist.default, f(2, 4, 6), f(2, 6, 6)),
         call(aten._cdist_forward.default, const(2, 4, 6), const(2, 6, 6), 2.0, None),
     ]
@@ -569,6 +639,19 @@ def _lookups() -> list[Sample]:
 def permutations(high: int, *shape: int) -> Input:
     """Indices without repeats along the last dim, so that the order of writing does not matter."""
     return Input(shape, lambda g, s: torch.rand((*s[:-1], high), generator=g).argsort(-1)[..., : s[-1]])
+
+
+def pivots(*shape: int) -> Input:
+    """Which row each row of a matrix changes places with, counted from 1: none."""
+    return Input(shape, lambda g, s: torch.arange(1, s[-1] + 1, dtype=torch.int32).expand(s).contiguous())
+
+
+def log_probs(*shape: int) -> Input:
+    return Input(shape, lambda g, s: torch.randn(s, generator=g, dtype=torch.float64).log_softmax(-1))
+
+
+def all_of(number: int, *shape: int) -> Input:
+    return Input(shape, lambda g, s: torch.full(s, number))
 
 
 def sorted_values(count: int) -> Input:

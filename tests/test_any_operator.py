@@ -15,6 +15,7 @@ import quintnet
 from quintnet import Mesh
 
 from .models import reference, worst_error
+from .unruled import cubed, heads
 
 
 class Net(nn.Module):
@@ -48,7 +49,127 @@ def _spd(net: Net) -> Tensor:
     return weight @ weight.mT + torch.eye(4, dtype=weight.dtype)
 
 
+def _columns(net: Net, h: Tensor) -> Tensor:
+    out = h.new_zeros(h.shape)
+    for t in range(4):
+        out[:, t] = h[:, t] * (t + 1)
+    return out.square().mean()
+
+
+def _masked(net: Net, h: Tensor) -> Tensor:
+    h = h * 1
+    h[h > 0.5] = 0.25
+    return h.square().mean()
+
+
+def _rotary(net: Net, h: Tensor) -> Tensor:
+    """Positions as complex numbers of absolute value 1, as Llama's own code has them."""
+    angles = torch.outer(torch.arange(2.0), torch.tensor([1.0])).double()
+    turns = torch.polar(torch.ones_like(angles), angles)
+    turned = torch.view_as_real(torch.view_as_complex(h.reshape(-1, 2, 1, 2)) * turns.reshape(1, 2, 1)).flatten(2)
+    return turned.square().mean() + turned.sin().mean()
+
+
+def _checked(net: Net, h: Tensor) -> Tensor:
+    """Checks of values, which raise for bad ones, and decide nothing else."""
+    if h.isnan().any():
+        raise ValueError(f"{h} is not a number")
+    assert (h.abs() < 1e6).all(), "too large"
+    if not torch.all(h < 1e6):
+        raise ValueError("too large")
+    labels = (h.detach() * 4).long() % 4
+    if labels.max() >= 4 or labels.min() < 0:
+        raise IndexError("a label is out of range")
+    return F.cross_entropy(h, labels[:, 0], reduction="sum")
+
+
+def _parts(**parts: Callable[[], nn.Module]) -> dict[str, Callable[[], nn.Module]]:
+    return parts
+
+
+def _ids(h: Tensor) -> Tensor:
+    return (h.detach() * 4).long() % 4
+
+
+# with layers of their own
+LAYERS: dict[str, tuple[dict[str, Callable[[], nn.Module]], Callable[[Net, Tensor], Tensor]]] = {
+    "lstm": (
+        _parts(rnn=lambda: nn.LSTM(2, 3, batch_first=True)),
+        lambda net, h: net.rnn(h.reshape(-1, 2, 2))[0].square().mean(),
+    ),
+    "lstm, two layers, both ways": (
+        _parts(rnn=lambda: nn.LSTM(2, 3, num_layers=2, bidirectional=True)),
+        lambda net, h: net.rnn(h.reshape(-1, 2, 2).transpose(0, 1))[1][0].square().sum(),
+    ),
+    "gru": (
+        _parts(rnn=lambda: nn.GRU(2, 3, batch_first=True)),
+        lambda net, h: net.rnn(h.reshape(-1, 2, 2))[0].square().mean(),
+    ),
+    "rnn": (
+        _parts(rnn=lambda: nn.RNN(2, 3, batch_first=True, nonlinearity="relu")),
+        lambda net, h: net.rnn(h.reshape(-1, 2, 2))[0].square().mean(),
+    ),
+    "lstm cell": (
+        _parts(cell=lambda: nn.LSTMCell(4, 3)),
+        lambda net, h: net.cell(h, net.cell(h))[0].square().mean(),
+    ),
+    "gru cell": (_parts(cell=lambda: nn.GRUCell(4, 3)), lambda net, h: net.cell(h, net.cell(h)).square().mean()),
+    "rnn cell": (_parts(cell=lambda: nn.RNNCell(4, 3)), lambda net, h: net.cell(h).square().mean()),
+    "bags": (
+        _parts(bag=lambda: nn.EmbeddingBag(4, 4)),
+        lambda net, h: (h + net.bag(_ids(h))).square().mean(),
+    ),
+    "bags, added up, with a padding row": (
+        _parts(bag=lambda: nn.EmbeddingBag(4, 4, mode="sum", padding_idx=1)),
+        lambda net, h: (h + net.bag(_ids(h))).square().mean(),
+    ),
+    "bags, means without a padding row": (
+        _parts(bag=lambda: nn.EmbeddingBag(4, 4, mode="mean", padding_idx=1)),
+        lambda net, h: (h + net.bag(_ids(h))).square().mean(),
+    ),
+    "bags, weighted": (
+        _parts(bag=lambda: nn.EmbeddingBag(4, 4, mode="sum")),
+        lambda net, h: (h + net.bag(_ids(h), per_sample_weights=h)).square().mean(),
+    ),
+    "bags, largest": (
+        _parts(bag=lambda: nn.EmbeddingBag(4, 4, mode="max")),
+        lambda net, h: (h + net.bag(_ids(h))).square().mean(),
+    ),
+    "bilinear": (_parts(bi=lambda: nn.Bilinear(4, 4, 3)), lambda net, h: net.bi(h, h.flip(1)).square().mean()),
+}
 EVERYWHERE: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "columns that are written": _columns,
+    "a mask that is written": _masked,
+    "rotary positions": _rotary,
+    "checks of values": _checked,
+    "lu": lambda net, h: torch.linalg.lu(h.reshape(-1, 2, 2) + 3 * torch.eye(2))[2].square().sum(),
+    "pseudo-inverse": lambda net, h: torch.linalg.pinv(h.reshape(-1, 2, 2)).atan().mean(),
+    "svd": lambda net, h: torch.svd(h.reshape(-1, 2, 2))[1].square().mean(),
+    "logarithms of determinants": lambda net, h: torch.logdet(
+        h.reshape(-1, 2, 2) @ h.reshape(-1, 2, 2).mT + torch.eye(2).double()
+    ).mean(),
+    "stft": lambda net, h: (
+        torch.stft(h, 2, 1, window=torch.ones(2).double(), return_complex=True).abs().square().mean()
+    ),
+    "as_strided": lambda net, h: h.contiguous().as_strided((h.shape[0], 2, 2), (4, 1, 2)).sin().mean(),
+    "hfft": lambda net, h: torch.fft.hfft(h.to(torch.complex128), n=4).square().mean(),
+    "adaptive pools": lambda net, h: (
+        F.adaptive_avg_pool1d(h[:, None], 2).square().mean()
+        + F.adaptive_max_pool3d(h.reshape(-1, 1, 1, 2, 2), (1, 1, 2)).square().mean()
+    ),
+    "cross": lambda net, h: torch.cross(h[:, :3], h[:, 1:], dim=1).square().mean(),
+    "largest norm": lambda net, h: h.norm(p=float("inf"), dim=1).mean() + torch.linalg.vector_norm(h, 0.5, 1).mean(),
+    "diag_embed": lambda net, h: torch.diag_embed(h).matrix_exp().square().mean(),
+    "repeat": lambda net, h: h.repeat(1, 2).square().mean() + h.repeat(2, 1).square().mean(),
+    "unfold": lambda net, h: (
+        F.fold(F.unfold(h.reshape(-1, 1, 2, 2), 2, padding=1), (2, 2), 2, padding=1).square().mean()
+    ),
+    "pixel shuffle": lambda net, h: F.pixel_shuffle(h.reshape(-1, 4, 1, 1), 2).square().mean(),
+    "reflected and replicated padding": lambda net, h: (
+        F.pad(h[:, None], (1, 1), mode="reflect").square().mean()
+        + F.pad(h[:, None], (1, 1), mode="replicate").square().mean()
+    ),
+    "bicubic": lambda net, h: F.interpolate(h.reshape(-1, 1, 2, 2), scale_factor=2, mode="bicubic").square().mean(),
     "fft": lambda net, h: torch.fft.irfft(torch.fft.rfft(h) * 2, n=4).sin().square().mean(),
     "fft2": lambda net, h: torch.fft.fft2(h.reshape(-1, 2, 2)).real.square().mean(),
     "complex rotation": _complex,
@@ -83,6 +204,7 @@ EVERYWHERE: dict[str, Callable[[Net, Tensor], Tensor]] = {
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "dp2 x tp2": ({"dp": 2, "tp": 2}, {}),
     "pp2, 2 microbatches": ({"pp": 2}, {"microbatches": 2}),
+    "dp2, 2 microbatches": ({"dp": 2}, {"microbatches": 2}),
 }
 
 
@@ -108,19 +230,52 @@ def test_on_every_layout(name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("axes", [{}, {"pp": 2}], ids=str)
 def test_no_rule_is_needed_where_nothing_is_split(axes: dict[str, int]) -> None:
-    def triangle(net: Net, h: Tensor) -> Tensor:
-        return torch.linalg.lu(net.last(h).view(-1, 2, 2))[2].square().sum()
+    def unruled(net: Net, h: Tensor) -> Tensor:
+        return cubed(net.last(h)).sum()
 
     torch.manual_seed(0)
-    _require_equal(Net(triangle, last=nn.Linear(4, 4)).double(), axes)
-    with pytest.raises(quintnet.CompileError, match=r"QN202[\s\S]*linalg_lu"):
-        quintnet.compile(Net(triangle, last=nn.Linear(4, 4)), Mesh(dp=2), (torch.randn(8, 4),))
+    _require_equal(Net(unruled, last=nn.Linear(4, 4)).double(), axes)
+    with pytest.raises(quintnet.CompileError, match=r"QN202[\s\S]*cubed"):
+        quintnet.compile(Net(unruled, last=nn.Linear(4, 4)), Mesh(dp=2), (torch.randn(8, 4),))
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_bags_of_embeddings(axes: dict[str, int]) -> None:
-    def bags(net: Net, h: Tensor) -> Tensor:
-        return (h + net.bag((h.detach() * 4).long() % 4)).square().mean()
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_on_every_layout(name: str, layout: str) -> None:
+    torch.manual_seed(0)
+    axes, options = LAYOUTS[layout]
+    parts, made = LAYERS[name]
+    _require_equal(Net(made, **{part: make() for part, make in parts.items()}).double(), axes, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rule_of_ones_own_has_tuples_and_numbers(layout: str) -> None:
+    """A tuple of results, a dim of three factors of which one is a number, and a number among the arguments, which is
+    the same on every rank: heads are whole."""
+
+    def attends(net: Net, h: Tensor) -> Tensor:
+        q, k, v = heads(net.last(h).reshape(-1, 2, 12), 2)
+        return F.scaled_dot_product_attention(q, k, v).square().mean()
 
     torch.manual_seed(0)
-    _require_equal(Net(bags, bag=nn.EmbeddingBag(4, 4)).double(), axes)
+    axes, options = LAYOUTS[layout]
+    rule = quintnet.rule(
+        torch.ops.quintnet_tests.heads.default, "b s (3 h d) -> [b h s d, b h s d, b h s d]", whole="h", work="view"
+    )
+    _require_equal(Net(attends, last=nn.Linear(4, 24)).double(), axes, rules=[rule], **options)
+
+
+def test_what_a_module_checks_it_checks_on_the_first_batch() -> None:
+    """A program does not check, but the module runs on rows of the first batch beside it."""
+
+    def checks(net: Net, h: Tensor) -> Tensor:
+        if (h.detach() < 1e6).all():
+            raise ValueError("not large enough")
+        return h.square().mean()
+
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 4),)
+    with pytest.raises(ValueError, match="not large enough"):
+        quintnet.compile(Net(checks), Mesh(dp=2), batch).step(batch)
+    quintnet.compile(Net(checks), Mesh(dp=2), batch, check="off").step(batch)

@@ -16,6 +16,7 @@ import quintnet
 from quintnet import Mesh, Plan
 
 from .models import CASES, MLP, build, reference, worst_error
+from .unruled import cubed
 
 torch.set_num_threads(1)
 
@@ -50,9 +51,9 @@ class FixedBatch(OneLinear):
         return self.layer(x.view(8, 16))
 
 
-class Triangle(OneLinear):
+class Cubed(OneLinear):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.linalg.lu(self.layer(x).view(-1, 2, 2))[2].sum()
+        return cubed(self.layer(x)).sum()
 
 
 class Norm(OneLinear):
@@ -148,7 +149,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "malformed type": lambda: _compile(mesh=Mesh(tp=2), plan=_fix(ups__0__weight={"tp": "S0"})),
     "rule over the pipeline": lambda: _compile(plan=_fix(ups__0__weight={"pp": "S(0)"})),
     "type that does not divide": lambda: _compile(mesh=Mesh(tp=3), plan=_fix(ups__0__weight={"tp": "S(0)"})),
-    "operator without a rule": lambda: quintnet.compile(Triangle(), Mesh(dp=2), (torch.randn(8, 16),)),
+    "operator without a rule": lambda: quintnet.compile(Cubed(), Mesh(dp=2), (torch.randn(8, 16),)),
     "branch on data": lambda: _compile(Branch()),
     "item": lambda: _compile(Item()),
     "numpy": lambda: _compile(Numpy()),
@@ -261,8 +262,8 @@ MESSAGES: dict[str, str] = {
     ),
     "operator without a rule": (
         "QN202 an operator has no sharding rule\n"
-        "  aten.linalg_lu.default has no sharding rule\n"
-        "  at: test_errors.py:N: return torch.linalg.lu(self.layer(x).view(-1, 2, 2))[2].sum()\n"
+        "  quintnet_tests.cubed.default has no sharding rule\n"
+        "  at: test_errors.py:N: return cubed(self.layer(x)).sum()\n"
         '  fix: run it unsplit: plan={"unknown_ops": "replicate"}'
     ),
     "branch on data": (
@@ -430,7 +431,7 @@ def test_suggestions_work() -> None:
     assert _compile(mesh=Mesh(tp=2), zero=0).mesh["tp"] == 2 and _compile(mesh=Mesh(dp=2, tp=2), zero=3).plan.zero == 3
     assert _compile(batch=_batch(4), microbatches=2).step(_batch(4)) > 0
     plan = Plan(unknown_ops="replicate")
-    program = quintnet.compile(Triangle(), Mesh(dp=2), (torch.randn(8, 16),), plan=plan)
+    program = quintnet.compile(Cubed(), Mesh(dp=2), (torch.randn(8, 16),), plan=plan)
     assert torch.isfinite(program.step((torch.randn(8, 16),)))
     assert _compile(mesh=Mesh(tp=3), plan=_fix(ups__0__weight={"tp": "I"})).plan.parameters["ups.0.weight"]["tp"] == "I"
 

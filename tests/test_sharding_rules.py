@@ -22,7 +22,7 @@ from quintnet_compiler.ops.rank_local import dropout, noise
 from quintnet_compiler.ops.rules import contractions as contraction_rules
 from quintnet_compiler.ops.rules import lookups as lookup_rules
 from quintnet_compiler.ops.rules import views as view_rules
-from quintnet_compiler.ops.rules.node_factors import along, leading
+from quintnet_compiler.ops.rules.node_factors import along, leading, rows
 from quintnet_compiler.ops.rules.notation import Factors, Rule, rule
 from quintnet_compiler.ops.rules.reductions import reduction
 from quintnet_compiler.ops.rules.table import RULES
@@ -144,6 +144,7 @@ def _swapped(spec: Callable[[fx.Node], Factors], position: int) -> Callable[[fx.
 _GROUPED = call(_SDPA, f(2, 8, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), enable_gqa=True)
 MISTAKES = [
     _mistake("softmax split along its dim", call(aten.softmax.int, f(4, 6), 1), "... -> ..."),
+    _mistake("rows that are said to be independent", call(aten.softmax.int, f(4, 6), 0), rows("... n -> ... k")),
     _mistake("layer_norm split along the normalized dim",
              call(aten.layer_norm.default, f(4, 6), [6], f(6), f(6)), "... n, n, n -> ... n", RuntimeError),
     _mistake("addmm's bias added by every rank", call(aten.addmm.default, f(4), f(4, 6), f(6, 4)), "n, m k, k n -> m n"),

@@ -166,6 +166,19 @@ def divergence(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
     return mean(builder, node, [terms], {}) if reduction == 1 else call(aten.sum.default, terms)
 
 
+def many_labels(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
+    """multilabel_margin_loss: the loss of each row, and their sum or mean; and which classes are labels."""
+    reduction = args[2]
+    made = builder.call(node.target, *args[:2], 0)  # type: ignore[arg-type]
+    losses, labelled = builder.getitem(made, 0), builder.getitem(made, 1)
+    if reduction == 0:
+        return [losses, labelled]
+    total = builder.call(aten.sum.default, cast(builder, losses, widened(value(losses).dtype)))
+    if reduction == 1:
+        total = builder.call(aten.div.Scalar, total, math.prod(shape(losses)))
+    return [cast(builder, total, value(losses).dtype), labelled]
+
+
 def output_dtype(node: fx.Node) -> torch.dtype:
     dtype: torch.dtype = node.meta["val"].dtype
     return dtype

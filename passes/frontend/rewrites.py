@@ -16,10 +16,12 @@ from ...ir.builder import GraphBuilder
 from ...ops.attention import attention
 from ...ops.rank_local import dropout
 from .attention_rewrites import masked_attention, scaled_dot_product
+from .bag_rewrites import embedding_bag
 from .derivative_rewrites import DERIVATIVE_REWRITES
-from .loss_rewrites import cross_entropy, distance, divergence, mean, nll, output_dtype
+from .loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll, output_dtype
 from .norm_rewrites import batch_norm
 from .random_rewrites import RANDOM_REWRITES, Rewrite, random_calls
+from .stride_rewrites import as_strided, as_strided_scatter
 
 aten = torch.ops.aten
 
@@ -251,7 +253,7 @@ REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(
         [
             aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh_copy.default,
-            aten.lift.default, aten.alias_copy.default,
+            aten.lift.default, aten.alias_copy.default, aten.resolve_conj.default, aten.resolve_neg.default,
         ],
         _identity,
     ),
@@ -280,6 +282,9 @@ REWRITES: dict[Any, Rewrite] = {
         ],
         _filled,
     ),
+    aten._conj.default: _called(aten._conj_physical.default),
+    aten._neg_view.default: _called(aten.neg.default),
+    aten.zero.default: _filled,
     aten.max.other: _called(aten.maximum.default),
     aten.min.other: _called(aten.minimum.default),
     aten.__and__.Tensor: _called(aten.bitwise_and.Tensor),
@@ -309,12 +314,16 @@ REWRITES: dict[Any, Rewrite] = {
     aten.copy.default: _copy,
     aten.embedding.default: _embedding,
     aten.embedding_renorm.default: _renormalized,
+    aten.embedding_bag.padding_idx: embedding_bag,
+    **dict.fromkeys([aten.as_strided.default, aten.as_strided_copy.default], as_strided),
+    aten.as_strided_scatter.default: as_strided_scatter,
     aten.index_put.default: _index_put,
     aten.pad.default: _pad,
     aten.cross_entropy_loss.default: cross_entropy,
     **dict.fromkeys([aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default], nll),
     aten.l1_loss.default: distance,
     aten.kl_div.default: divergence,
+    aten.multilabel_margin_loss_forward.default: many_labels,
     aten.scaled_dot_product_attention.default: scaled_dot_product,
     attention: masked_attention,
 }  # fmt: skip

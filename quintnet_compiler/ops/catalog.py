@@ -118,6 +118,7 @@ OPERATORS = _read(
     clone                                                 memory     -   -
     combine                                               memory     -   -
     contiguous                                            memory     -   -
+    ctc_rows_backward                                     memory     -   -
     copy                                                  memory     -   -
     cross_entropy_loss                                    memory     -   -
     dispatch                                              memory     -   -
@@ -137,13 +138,10 @@ OPERATORS = _read(
     local_noise                                           memory     -   -
     _log_softmax_backward_data                            memory     -   -
     loss_scale                                            memory     -   -
-    max_pool2d_with_indices_backward                      memory     -   -
     mean                                                  memory     -   -
     microbatch                                            memory     -   -
     native_dropout                                        memory     -   -
-    native_group_norm                                     memory     -   -
     native_group_norm_backward                            memory     -   -
-    native_layer_norm                                     memory     -   -
     native_layer_norm_backward                            memory     -   -
     nll_loss2d_backward                                   memory     -   -
     nll_loss_backward                                     memory     -   -
@@ -159,7 +157,6 @@ OPERATORS = _read(
     sigmoid_backward                                      memory     -   -
     silu_backward                                         memory     -   -
     slice_backward                                        memory     -   -
-    _softmax_backward_data                                memory     -   -
     tanh_backward                                         memory     -   -
     threshold_backward                                    memory     -   -
     ungroup_rows                                          memory     -   -

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from quintnet_compiler.core.annotations import shape
+from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.precision import Precision
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import GraphBuilder, aten
@@ -20,11 +21,13 @@ from quintnet_compiler.ops.collectives import all_reduce
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.rank_local import dropout
 from quintnet_compiler.passes.frontend.attention_rewrites import masked_attention, scaled_dot_product
+from quintnet_compiler.passes.frontend.bag_rewrites import embedding_bag
 from quintnet_compiler.passes.frontend.decompose import decompose, has_parts
-from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, mean, nll
+from quintnet_compiler.passes.frontend.loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll
 from quintnet_compiler.passes.frontend.narrow_leaves import narrow_leaves
 from quintnet_compiler.passes.frontend.random_rewrites import random_calls
 from quintnet_compiler.passes.frontend.rewrites import REWRITES, draws
+from quintnet_compiler.passes.frontend.stride_rewrites import as_strided, as_strided_scatter
 from quintnet_compiler.passes.lowering.lower_attention import LowerAttention
 from quintnet_compiler.passes.lowering.reductions import cast, move, seed_of
 
@@ -76,6 +79,101 @@ def test_losses_are_what_torch_says(reduction: int) -> None:
     assert torch.allclose(found, F.l1_loss(logits, logp, reduction=name))
     found, _ = _numbers(divergence, aten.kl_div.default, logp, logits.abs(), reduction)
     assert torch.allclose(found, aten.kl_div.default(logp, logits.abs(), reduction), atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_a_loss_of_many_labels_is_that_of_its_rows(reduction: int) -> None:
+    scores, labels = torch.randn(4, 5), torch.tensor([[0, 2, -1, 0, 0], [4, -1, 0, 0, 0], [1, 2, 3, -1, 0], [-1] * 5])
+    to = builder()
+    x, y = leaf(to, "input", "x", 4, 5), leaf(to, "input", "y", 4, 5, dtype=torch.int64)
+    old = fx.Graph().call_function(aten.multilabel_margin_loss_forward.default, ())
+    with to.mode:
+        old.meta["val"] = aten.multilabel_margin_loss_forward.default(torch.empty(4, 5), labels, reduction)
+    to.output(tuple(many_labels(to, old, [x, y, reduction], {})))
+    found, labelled = fx.GraphModule({}, to.graph)(scores, labels)
+    expected, known = aten.multilabel_margin_loss_forward.default(scores, labels, reduction)
+    assert torch.allclose(found, expected) and torch.equal(labelled, known)
+
+
+@pytest.mark.parametrize(
+    ("dims", "size", "stride", "start", "operators"),
+    [
+        ((4, 6), (4, 3, 2), (6, 2, 1), 0, ["index.Tensor"]),  # windows of each row
+        ((4, 6), (4, 2), (6, 3), 1, ["index.Tensor"]),
+        ((4, 6), (3, 2), (1, 7), 2, ["reshape", "index.Tensor"]),  # across rows
+        ((4, 6), (4, 6), (6, 1), None, []),
+        ((4, 6), (2, 2), (0, 0), 5, ["reshape", "index.Tensor"]),
+    ],
+    ids=str,
+)
+def test_strides_are_a_lookup(
+    dims: tuple[int, ...], size: tuple[int, ...], stride: tuple[int, ...], start: int | None, operators: list[str]
+) -> None:
+    """Outer dims that stay as they are remain dims; torch's own operator says what is expected."""
+    x = torch.randn(dims, dtype=torch.float64)
+    to = builder()
+    source = leaf(to, "input", "x", *dims, dtype=torch.float64)
+    source.meta["val"] = x
+    old = fx.Graph().call_function(aten.as_strided.default, (source,))
+    found = as_strided(to, old, [source, list(size), list(stride), start], {})
+    to.output((found,))
+    made = [str(n.target) for n in to.graph.nodes if n.op == "call_function" and n.all_input_nodes[:1] == [source]]
+    assert torch.equal(fx.GraphModule({}, to.graph)(x)[0], x.as_strided(size, stride, start))
+    assert made == [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in operators[:1]]
+
+
+def test_what_strides_say_is_written() -> None:
+    x, part = torch.randn(4, 6), torch.randn(4, 2)
+    to = builder()
+    source, written = leaf(to, "input", "x", 4, 6), leaf(to, "input", "part", 4, 2)
+    source.meta["val"] = x
+    old = fx.Graph().call_function(aten.as_strided_scatter.default, (source,))
+    to.output((as_strided_scatter(to, old, [source, written, [4, 2], [6, 3], 1], {}),))
+    assert torch.equal(fx.GraphModule({}, to.graph)(x, part)[0], torch.as_strided_scatter(x, part, (4, 2), (6, 3), 1))
+
+
+@pytest.mark.parametrize(
+    ("x", "size", "stride", "message"),
+    [
+        (torch.randn(4, 6).t(), [2], [1], "that is not contiguous"),
+        (torch.randn(4, 6), [5], [6], "elements 0 to 24"),
+    ],
+)
+def test_strides_of_unknown_memory_are_refused(x: Tensor, size: list[int], stride: list[int], message: str) -> None:
+    to = builder()
+    source = leaf(to, "input", "x", *x.shape)
+    source.meta["val"] = x
+    old = fx.Graph().call_function(aten.as_strided.default, (source,))
+    with pytest.raises(CompileError, match=message) as caught:
+        as_strided(to, old, [source, size, stride], {})
+    assert caught.value.code == "QN105"
+
+
+def test_what_autograd_and_a_write_in_place_differentiate_otherwise_is_refused() -> None:
+    to = builder()
+    source, written = leaf(to, "parameter", "x", 4, 6), leaf(to, "input", "part", 4, 2)
+    source.meta["val"] = torch.randn(4, 6)
+    old = fx.Graph().call_function(aten.as_strided_scatter.default, (source,))
+    with pytest.raises(CompileError, match="QN105"):
+        as_strided_scatter(to, old, [source, written, [4, 2], [6, 3], 1], {})
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("padding", [-1, 1])
+def test_bags_of_equal_length_are_rows(mode: int, padding: int) -> None:
+    table, ids = torch.randn(5, 3), torch.tensor([0, 1, 4, 4, 1, 1])
+    to = builder()
+    weight, flat = leaf(to, "parameter", "weight", 5, 3), leaf(to, "input", "ids", 6, dtype=torch.int64)
+    offsets = to.call(aten.arange.start_step, 0, 6, 2, device=torch.device("cpu"))
+    old = fx.Graph().call_function(aten.embedding_bag.padding_idx, ())
+    made = embedding_bag(to, old, [weight, flat, offsets, False, mode, False, None, False, padding], {})
+    made = to.getitem(made, 0) if isinstance(made, fx.Node) else made[0]
+    to.output((made,))
+    name, skipped = ("sum", "mean", "max")[mode], padding if padding >= 0 else None
+    expected = F.embedding_bag(ids, table, torch.arange(0, 6, 2), mode=name, padding_idx=skipped)
+    assert torch.allclose(fx.GraphModule({}, to.graph)(table, ids)[0], expected)
+    whole = any(n.target is aten.embedding_bag.padding_idx for n in to.graph.nodes)
+    assert whole == (mode == 2 and padding == 1)  # the largest without a padding row stays torch's
 
 
 def test_attention_without_a_mask_is_one_operator() -> None:

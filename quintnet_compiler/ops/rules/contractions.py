@@ -59,6 +59,16 @@ def solve(node: fx.Node) -> Factors:
     return _SOLVED[bool(argument(node, "left"))].fit([a, b], [shape(node)])
 
 
+_LU_SOLVED = {True: Notation.parse("... m n, ... p, ... n k -> ... m k", whole="m n p", linear=[[2]])}
+_LU_SOLVED[False] = Notation.parse("... m n, ... p, ... k m -> ... k n", whole="m n p", linear=[[2]])
+
+
+def lu_solve(node: fx.Node) -> Factors:
+    """As :func:`solve`; a matrix may be the same for all."""
+    given = [shape(n) for n in tensor_inputs(node)]
+    return _LU_SOLVED[bool(argument(node, "left"))].fit(given, [shape(node)])
+
+
 def einsum(node: fx.Node) -> Factors:
     """The equation is a rule. One that repeats a letter in a tensor runs unsplit: all letters are whole."""
     equation = argument(node, "equation").replace(" ", "")

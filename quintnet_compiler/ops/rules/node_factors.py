@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
 from ...compat.torch import schema
 from ...core.annotations import facts, shape, tensor_inputs, values
-from .notation import Dims, Factors, SpecFn
+from .notation import Dims, Factors, Notation, SpecFn
 
 Named = list[tuple[str, ...]]
 
@@ -66,12 +68,16 @@ def blocked(node: fx.Node, dims: Iterable[int], *, linear: bool = False) -> Fact
 
 
 def along(name: str = "dim", *, linear: bool = False) -> SpecFn:
-    """A rule for operators that work along the dims of the argument ``name``: softmax, cumsum, slice, sort."""
+    """A rule for operators that work along the dims of the argument ``name``: softmax, cumsum, slice, sort. Further
+    inputs have the size of the first."""
 
     def factors(node: fx.Node) -> Factors:
         first, *others = tensor_inputs(node)
-        if others:
+        if any(shape(other) != shape(first) for other in others):
             return opaque(node)
+        if others:
+            found = blocked(node, chosen_dims(argument(node, name), len(shape(first))))
+            return replace(found, inputs=found.inputs * (1 + len(others)))
         return blocked(node, chosen_dims(argument(node, name), len(shape(first))), linear=linear)
 
     return factors
@@ -104,24 +110,25 @@ def leading(count: int, *, linear: bool = False) -> SpecFn:
     return factors
 
 
-def together(count: int) -> SpecFn:
-    """As :func:`leading`, where all inputs have these dims; nothing is split where one lacks them."""
+def rows(text: str) -> SpecFn:
+    """A rule for operators whose rows are independent: all results for ``...`` depend on the inputs' ``...`` alone. The
+    dims with names are whole, so a name says no more than that there is a dim; nothing is split where ``text`` does not
+    fit, or where a result lacks a leading dim.
+
+    >>> rows("... m n, ... k -> ... p q")  # doctest: +ELLIPSIS
+    <function ...>
+    """
+    names = {name for tensor in re.split("->|,", text) for name in tensor.split()} - {"..."}
+    notation = Notation.parse(text, whole=" ".join(sorted(names)))
 
     def factors(node: fx.Node) -> Factors:
-        first, *others = map(shape, tensor_inputs(node))
-        rows = count if count > 0 else len(first) + count
-        tensors = [*others, *(tuple(v.shape) for v in values(node))]
-        if rows < 1 or any(size[:rows] != first[:rows] for size in tensors):
+        try:
+            found = notation.fit([shape(n) for n in tensor_inputs(node)], [tuple(v.shape) for v in values(node)])
+        except ValueError:
             return opaque(node)
-        dims, sizes = named(first[:rows])
-        sides: list[list[Dims]] = [[], []]
-        for side, label, shapes in ((0, "i", (first, *others)), (1, "o", [tuple(v.shape) for v in values(node)])):
-            for k, size in enumerate(shapes):
-                rest, more = named(size[rows:], f"{label}{k}_")
-                sizes |= more
-                sides[side].append((*dims, *rest))
-        whole = frozenset(sizes) - {name for (name,) in dims}
-        return Factors(tuple(sides[0]), tuple(sides[1]), sizes, whole)
+        made = [{name for dim in dims for name in dim} for dims in found.outputs]
+        lost = frozenset(name for name in found.sizes if not all(name in one for one in made))
+        return replace(found, whole=found.whole | lost)
 
     return factors
 

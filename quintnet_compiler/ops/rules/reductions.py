@@ -26,12 +26,14 @@ def reduction(*, sums: bool = False, linear: bool = False) -> SpecFn:
 
 
 def norm_last(node: fx.Node) -> Factors:
-    """layer_norm, rms_norm: the normalized dims are whole; weight and bias lack the others."""
+    """layer_norm, rms_norm: the normalized dims are whole; weight, bias and statistics lack the others, or them."""
     dims, sizes = named(shape(tensor_inputs(node)[0]))
     count = len(argument(node, "normalized_shape"))
     whole = frozenset(f"d{d}" for d in range(len(dims) - count, len(dims)))
     weights = (tuple(dims[-count:]),) * (len(tensor_inputs(node)) - 1)
-    return Factors((tuple(dims), *weights), (tuple(dims),), sizes, whole)
+    statistics: Dims = (*dims[:-count], *(((),) * count))
+    outs = (tuple(dims), *((statistics,) * (len(values(node)) - 1)))
+    return Factors((tuple(dims), *weights), outs, sizes, whole)
 
 
 def instance_norm(node: fx.Node) -> Factors:

@@ -13,6 +13,7 @@ from torch import fx
 from ...core.annotations import is_float, tensor_inputs, value
 from ..attention import attention
 from ..cross_entropy import row_nll
+from ..ctc import ctc_rows
 from ..expert_linear import expert_linear
 from ..kv_cache_attention import cached_attention
 from ..rank_local import dropout, noise
@@ -23,7 +24,7 @@ from . import reductions as red
 from . import user_derivatives as own
 from . import views as v
 from .backward_operators import BACKWARD_RULES
-from .node_factors import along, leading, opaque, together
+from .node_factors import along, leading, opaque, rows, together
 from .notation import Factors, Rule, SpecFn, Work, rule, table
 
 aten = torch.ops.aten
@@ -37,6 +38,11 @@ def _elementwise(targets: Iterable[Any], inputs: int = 1, *, linear: Sequence[Se
     """Operators of up to ``inputs`` tensors that broadcast."""
     text = ", ".join(["..."] * inputs) + " -> ..."
     return [rule(target, text, linear=linear) for target in targets]
+
+
+def _rows(targets: Iterable[Any], text: str) -> list[Rule]:
+    """Operators that work on each row of the leading dims on its own."""
+    return _each(targets, rows(text), "memory")
 
 
 _CAST = rule(aten._to_copy.default, "... -> ...")
@@ -99,11 +105,12 @@ RULES = MappingProxyType(
             2,
         ),
         _elementwise([aten.clamp.Tensor, aten.masked_fill.Tensor], 3),
+        rule(aten.frexp.Tensor, "... -> ..., ..."),
         _each([aten.prelu.default], red.prelu, "memory"),
         # elementwise, linear
         _elementwise(
             [
-                aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.deg2rad.default, aten.rad2deg.default,
+                aten.neg.default, aten._conj_physical.default, aten.mul.Scalar, aten.div.Scalar, aten.deg2rad.default, aten.rad2deg.default,
             ],
             linear=[[0]],
         ),
@@ -142,17 +149,32 @@ RULES = MappingProxyType(
         rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         # each matrix on its own
-        _each(
+        _rows(
             [
-                aten.linalg_inv.default, aten.linalg_inv_ex.default, aten.linalg_det.default,
-                aten.linalg_slogdet.default, aten.linalg_cholesky.default, aten.linalg_cholesky_ex.default,
-                aten.linalg_eigh.default, aten.linalg_eigvalsh.default, aten.linalg_qr.default,
-                aten.linalg_svd.default, aten.linalg_svdvals.default, aten.linalg_matrix_exp.default,
-                aten.matrix_exp.default, aten.cholesky_solve.default, aten.linalg_householder_product.default,
+                aten.linalg_inv.default, aten.linalg_cholesky.default, aten.cholesky.default,
+                aten.cholesky_inverse.default, aten.linalg_matrix_exp.default, aten.matrix_exp.default,
             ],
-            together(-2),
-            "memory",
+            "... m n -> ... p q",
         ),
+        _rows([aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default], "... m n -> ... p q, ..."),
+        _rows([aten.linalg_det.default], "... m n -> ..."),
+        _rows([aten.linalg_slogdet.default], "... m n -> ..., ..."),
+        _rows([aten._linalg_slogdet.default], "... m n -> ..., ..., ... p q, ... k"),
+        _rows([aten.linalg_eigvalsh.default, aten.linalg_svdvals.default], "... m n -> ... k"),
+        _rows([aten.linalg_eigh.default, aten.linalg_eig.default], "... m n -> ... k, ... p q"),
+        _rows([aten.linalg_qr.default], "... m n -> ... p q, ... r s"),
+        _rows([aten.linalg_svd.default, aten._linalg_svd.default], "... m n -> ... p q, ... k, ... r s"),
+        _rows([aten.linalg_lu.default], "... m n -> ... p q, ... r s, ... t u"),
+        _rows([aten.linalg_lu_factor.default], "... m n -> ... p q, ... k"),
+        _rows([aten.linalg_lu_factor_ex.default], "... m n -> ... p q, ... k, ..."),
+        _rows([aten.lu_unpack.default], "... m n, ... k -> ... p q, ... r s, ... t u"),
+        _rows([aten.ormqr.default], "... m n, ... k, ... p q -> ... r s"),
+        _each([aten.linalg_lu_solve.default], c.lu_solve, "memory"),
+        _rows([aten.cholesky_solve.default], "... m n, ... p q -> ... r s"),
+        _rows([aten.triangular_solve.default], "... m n, ... p q -> ... r s, ... t u"),
+        _rows([aten._linalg_solve_ex.default], "... m n, ... p q -> ... r s, ... t u, ... k, ..."),
+        _rows([aten.linalg_householder_product.default], "... m n, ... k -> ... p q"),
+        _rows([aten.linalg_pinv.atol_rtol_tensor], "... m n, ..., ... -> ... p q"),
         _each([aten.linalg_solve.default, aten.linalg_solve_triangular.default], c.solve, "memory"),
         # Fourier transforms
         _each([aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default], along(linear=True), "memory"),
@@ -166,6 +188,7 @@ RULES = MappingProxyType(
         _each([aten.flip.default, aten.roll.default], along("dims", linear=True), "memory"),
         _each([aten.select.int, aten.unbind.int], v.select, "view"),
         _each([aten.diagonal.default], v.diagonal, "view"),
+        _each([aten.diagonal_scatter.default], v.diagonal_scatter, "memory"),
         _each([aten.unfold.default], v.unfold, "view"),
         _each([aten.cat.default], v.cat, "memory"),
         _each([aten.stack.default], v.stack, "memory"),
@@ -197,7 +220,7 @@ RULES = MappingProxyType(
                 aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims, aten.prod.default,
                 aten.prod.dim_int, aten.logsumexp.default, aten.var.correction, aten.var.dim,
                 aten.std.correction, aten.std.dim, aten.var_mean.correction, aten.std_mean.correction,
-                aten.median.default, aten.median.dim, aten.mode.default, aten.kthvalue.default,
+                aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default,
                 aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
             ],
             red.reduction(),
@@ -208,7 +231,7 @@ RULES = MappingProxyType(
         _each(
             [
                 aten.softmax.int, aten.log_softmax.int, aten._safe_softmax.default, aten._softmax.default,
-                aten._log_softmax.default,
+                aten._log_softmax.default, aten._softmax_backward_data.default,
                 aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default,
                 aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.glu.default,
             ],
@@ -216,7 +239,7 @@ RULES = MappingProxyType(
             "memory",
         ),
         # norms and pooling
-        _each([aten.layer_norm.default, aten.rms_norm.default], red.norm_last, "memory"),
+        _each([aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default], red.norm_last, "memory"),
         _each([aten.group_norm.default], leading(1), "memory"),
         _each([aten.instance_norm.default], red.instance_norm, "memory"),
         _each([aten.renorm.default], red.renorm, "memory"),
@@ -238,24 +261,29 @@ RULES = MappingProxyType(
             [
                 aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default,
                 aten.adaptive_avg_pool2d.default, aten.adaptive_max_pool2d.default, aten.upsample_nearest2d.vec,
-                aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec,
+                aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten._upsample_bilinear2d_aa.vec,
+                aten._upsample_bicubic2d_aa.vec,
             ],
             leading(-2),
             "memory",
         ),
         _each(
             [
-                aten.max_pool3d.default, aten.avg_pool3d.default, aten.adaptive_avg_pool3d.default,
-                aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.vec,
+                aten.max_pool3d.default, aten.max_pool3d_with_indices.default, aten.avg_pool3d.default,
+                aten.adaptive_avg_pool3d.default, aten.adaptive_max_pool3d.default, aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.vec,
             ],
             leading(-3),
             "memory",
         ),
-        _each([aten.max_unpool2d.default], together(-2), "memory"),
-        _each([aten.max_unpool3d.default], together(-3), "memory"),
+        _rows([aten.max_unpool2d.default], "... h w, ... p q -> ... r s"),
+        _rows([aten.max_unpool3d.default], "... d h w, ... o p q -> ... r s t"),
+        _rows([aten.fractional_max_pool2d.default], "... h w, ... k -> ... p q, ... r s"),
+        _rows([aten.fractional_max_pool3d.default], "... d h w, ... k -> ... o p q, ... r s t"),
+        _rows([aten.max_pool2d_with_indices_backward.default], "... h w, ... p q, ... r s -> ... t u"),
         # lookups
         _each([aten.embedding.default], look.embedding, "memory"),
         _each([row_nll], look.row_nll, "memory"),
+        rule(ctc_rows, "t n c, n s, n, n -> n, n u a", whole="t c s u a", work="memory"),
         _each([expert_linear], look.expert_linear, "matmul"),
         _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss, "memory"),
         _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index, "memory"),
@@ -272,6 +300,18 @@ RULES = MappingProxyType(
         rule(aten.grid_sampler.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
         rule(aten.grid_sampler_2d.default, "n c h w, n p q xy -> n c p q", whole="h w xy", work="memory"),
         BACKWARD_RULES,
+        rule(aten.grid_sampler_3d.default, "n c d h w, n p q r xyz -> n c p q r", whole="d h w xyz", work="memory"),
+        _rows([aten.multilabel_margin_loss_forward.default], "... c, ... k -> ..., ... p"),
+        # whole on every rank: they read all of their inputs
+        _each(
+            [
+                aten.linalg_tensorinv.default, aten.linalg_tensorsolve.default, aten.dist.default, aten.pdist.default,
+                aten.put.default, aten._unsafe_masked_index.default, aten._unsafe_masked_index_put_accumulate.default,
+                aten.native_group_norm.default, aten._batch_norm_with_update_functional.default,
+            ],
+            opaque,
+            "memory",
+        ),
         # derivatives that the user wrote
         _each([with_tangent], own.with_tangent, "view"),
         _each([declare_gradient], own.declare_gradient, "view"),

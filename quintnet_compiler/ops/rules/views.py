@@ -117,6 +117,17 @@ def diagonal(node: fx.Node) -> Factors:
     return Factors((tuple(dims),), ((*kept, ("diagonal",)),), sizes, whole, linear=((0,),))
 
 
+def diagonal_scatter(node: fx.Node) -> Factors:
+    """The second input replaces a diagonal of the first; the diagonal's two dims are whole."""
+    x, part = tensor_inputs(node)
+    dims, sizes = named(shape(x))
+    gone = chosen_dims([argument(node, "dim1"), argument(node, "dim2")], len(dims))
+    kept = [d for i, d in enumerate(dims) if i not in gone]
+    sizes["diagonal"] = shape(part)[-1]
+    whole = frozenset({"diagonal", *(f"d{d}" for d in gone)})
+    return Factors((tuple(dims), (*kept, ("diagonal",))), (tuple(dims),), sizes, whole, linear=((0, 1),))
+
+
 def unfold(node: fx.Node) -> Factors:
     """Windows along a dim, which is whole; the window becomes the last dim."""
     dims, sizes = named(shape(tensor_inputs(node)[0]))
