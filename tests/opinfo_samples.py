@@ -22,6 +22,7 @@ LARGEST = 2000  # elements of a sample's tensors
 LOOKED_AT = 24  # of an entry's samples; those that are taken are spread over them
 # What the database's functions call a small size; 4 can be split over two ranks, 5 and 3 cannot.
 SIZES = {"S": 4, "M": 8, "L": 16, "XS": 2}
+LIMIT = 1e-9  # of what is largest in a tensor
 _UNINITIALISED = ("empty", "resize_", "resize_as_")
 
 
@@ -132,12 +133,13 @@ def _sample(op: Any, given: Any, number: int) -> Sample | NoSample:
 def _twice(
     function: Any, leaves: list[Any], spec: Any, floats: tuple[Tensor, ...], trained: tuple[int, ...]
 ) -> tuple[Tensor, ...] | None:
-    """Results; None if they are others with another seed, and so not determined."""
+    """Results; None if they are others with another seed, and so not determined. (The database sets a seed of its own
+    around functions that draw; here it sets none.)"""
     seen: list[tuple[Tensor, ...]] = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         given = [x.clone().requires_grad_(i in trained) for i, x in enumerate(floats)]
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), patch.object(torch, "manual_seed"):
             warnings.simplefilter("ignore")
             outs = results(_call(function, leaves, spec, [x * 1 for x in given]))
             ends = [out.sum() for out in outs if out.requires_grad]
@@ -165,3 +167,15 @@ def results(made: Any) -> list[Tensor]:
     outs = [out for out in pytree.tree_leaves(made) if isinstance(out, Tensor) and out.numel()]
     pairs = (torch.view_as_real(out.resolve_conj()) if out.is_complex() else out for out in outs)
     return [out if out.dtype is torch.float64 else out.to(torch.float64) for out in pairs]
+
+
+def gap(have: Tensor | None, want: Tensor | None) -> str:
+    """How far two tensors are from each other; nothing where they are equal."""
+    if have is None or want is None:
+        other = want if have is None else have
+        return "" if other is None or not bool(other.any()) else "a gradient where there should be none, or none"
+    finite = want.isfinite()
+    size = max(float(want[finite].abs().max()) if bool(finite.any()) else 0.0, 1.0)
+    if torch.allclose(have, want, rtol=0.0, atol=LIMIT * size, equal_nan=True):
+        return ""
+    return f"off by {float((have - want).abs().nan_to_num(torch.inf).max()) / size:.2g}"

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 
 import quintnet
 
-from .opinfo_samples import NoSample, Sample, database, samples
+from .opinfo_samples import NoSample, Sample, database, gap, samples
 
 PARTS = 24
 SAMPLES = 2  # of each entry
 LAYOUTS: Mapping[str, Mapping[str, int]] = {"dp1": {"dp": 1}, "dp2 x tp2": {"dp": 2, "tp": 2}}
 SPLIT_FORMS = ("contiguous", "batch")  # on a layout of several ranks; one rank has the others
 EVERYWHERE = ("QN1", "QN202")  # capture, or no rule: refused whatever the form and the layout
-LIMIT = 1e-9
 ROWS = 4
 
 
@@ -185,22 +184,11 @@ def compare(terms: Sequence[Term], layout: str) -> Found:
         return Found("raw", f"{type(error).__name__}: {str(error)[:300]}")
     mine = {name: p.grad for name, p in program.named_parameters()}
     for name, want in gradients.items():
-        text = _gap(mine[name], want)
+        text = gap(mine[name], want)
         if text:
             return Found("different", f"{name}: {text}")
-    text = _gap(loss, expected.detach())
+    text = gap(loss, expected.detach())
     return Found("different", f"loss: {text}") if text else Found("equal")
-
-
-def _gap(have: Tensor | None, want: Tensor | None) -> str:
-    if have is None or want is None:
-        other = want if have is None else have
-        return "" if other is None or not bool(other.any()) else "a gradient where there should be none, or none"
-    finite = want.isfinite()
-    size = max(float(want[finite].abs().max()) if bool(finite.any()) else 0.0, 1.0)
-    if torch.allclose(have, want, rtol=0.0, atol=LIMIT * size, equal_nan=True):
-        return ""
-    return f"off by {float((have - want).abs().nan_to_num(torch.inf).max()) / size:.2g}"
 
 
 def judge(op: Any, count: int) -> Iterator[tuple[str, Found]]:
