@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .node_factors import opaque, together
+from .node_factors import rows
 from .notation import Rule, rule
 
 aten = torch.ops.aten
@@ -20,13 +20,10 @@ BACKWARD_RULES = (
             aten.softshrink_backward.default, aten.hardshrink_backward.default, aten.logit_backward.default,
         )
     ),
+    Rule(aten.max_pool2d_with_indices_backward.default, rows("... h w, ... p q, ... r s -> ... t u"), work="memory"),
     *(
-        Rule(target, together(-2), work="memory")
-        for target in (
-            aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default,
-            aten._adaptive_avg_pool2d_backward.default,
-        )
+        Rule(target, rows("... h w, ... p q -> ... t u"), work="memory")
+        for target in (aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default)
     ),
-    Rule(aten.diagonal_scatter.default, opaque, work="memory"),  # of the basis of a Jacobian
     rule(aten.contiguous.default, "... -> ...", linear=[[0]], work="memory"),
 )  # fmt: skip

@@ -24,7 +24,7 @@ from . import reductions as red
 from . import user_derivatives as own
 from . import views as v
 from .backward_operators import BACKWARD_RULES
-from .node_factors import along, leading, opaque, rows, together
+from .node_factors import along, leading, opaque, rows
 from .notation import Factors, Rule, SpecFn, Work, rule, table
 
 aten = torch.ops.aten
@@ -279,7 +279,6 @@ RULES = MappingProxyType(
         _rows([aten.max_unpool3d.default], "... d h w, ... o p q -> ... r s t"),
         _rows([aten.fractional_max_pool2d.default], "... h w, ... k -> ... p q, ... r s"),
         _rows([aten.fractional_max_pool3d.default], "... d h w, ... k -> ... o p q, ... r s t"),
-        _rows([aten.max_pool2d_with_indices_backward.default], "... h w, ... p q, ... r s -> ... t u"),
         # lookups
         _each([aten.embedding.default], look.embedding, "memory"),
         _each([row_nll], look.row_nll, "memory"),
