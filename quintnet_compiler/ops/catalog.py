@@ -113,11 +113,9 @@ OPERATORS = _read(
     view                                                  view       -   -
     addcdiv                                               memory     -   -
     addcmul                                               memory     -   -
-    avg_pool2d_backward                                   memory     -   -
     bernoulli                                             memory     -   -
     clone                                                 memory     -   -
     combine                                               memory     -   -
-    contiguous                                            memory     -   -
     ctc_rows_backward                                     memory     -   -
     copy                                                  memory     -   -
     cross_entropy_loss                                    memory     -   -
@@ -128,7 +126,6 @@ OPERATORS = _read(
     embedding_rows_backward                               memory     -   -
     _fused_rms_norm                                       memory     -   -
     _fused_rms_norm_backward                              memory     -   -
-    gelu_backward                                         memory     -   -
     grouped_bias_grad                                     memory     -   -
     group_plan                                            memory     -   save
     group_rows                                            memory     -   -
@@ -154,11 +151,7 @@ OPERATORS = _read(
     shard_pad                                             memory     -   -
     shard_slice                                           memory     -   -
     share                                                 memory     -   -
-    sigmoid_backward                                      memory     -   -
-    silu_backward                                         memory     -   -
     slice_backward                                        memory     -   -
-    tanh_backward                                         memory     -   -
-    threshold_backward                                    memory     -   -
     ungroup_rows                                          memory     -   -
     _weight_norm_interface                                memory     -   -
     acos                                                  -          32  -
