@@ -33,15 +33,15 @@ from .batch_norms import cumulative_averages, one_process
 from .block_reuse import Skipped, blocks_once
 from .canonical import canonical, inline_no_grad, module_of
 from .control_flow import control_flow_followed
-from .inner_gradients import InnerGradients, place_starts
+from .derivatives.inner_gradients import InnerGradients, place_starts
+from .derivatives.transforms import transforms_followed
+from .derivatives.user_derivatives import user_derivatives
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
 from .modes import evaluating, without_autocast
 from .places import OWN, where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .step_module import Call, LossFn, StepModule
-from .transforms import transforms_followed
-from .user_derivatives import user_derivatives
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
 MANY = 8  # equal blocks, from which on one stands for others while a program is traced

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintnet_compiler.capture.autograd_functions import needs_gradient
 from quintnet_compiler.capture.block_reuse import blocks_once
 from quintnet_compiler.capture.canonical import LEAF, WHERE, module_of
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.decode import Shape, cache_shapes, capture_call
+from quintnet_compiler.capture.derivatives.autograd_functions import needs_gradient
+from quintnet_compiler.capture.derivatives.module_hooks import ModuleHooks
+from quintnet_compiler.capture.derivatives.tensor_hooks import place_hooks
+from quintnet_compiler.capture.derivatives.user_derivatives import DerivativeFinder
 from quintnet_compiler.capture.matmul_dtypes import check_dtypes
 from quintnet_compiler.capture.modes import evaluating, refuse_autocast, without_autocast
-from quintnet_compiler.capture.module_hooks import ModuleHooks
 from quintnet_compiler.capture.repetition import longest_repetition
 from quintnet_compiler.capture.step_module import StepModule, loss_of
-from quintnet_compiler.capture.tensor_hooks import place_hooks
-from quintnet_compiler.capture.user_derivatives import DerivativeFinder
 from quintnet_compiler.capture.versions import KEPT, CapturedVersions, Version
 from quintnet_compiler.capture.watched_trace import WatchedTrace
 from quintnet_compiler.core.errors import CompileError

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from quintnet_compiler.capture.capture import capture
-from quintnet_compiler.capture.inner_gradients import place_starts
-from quintnet_compiler.capture.transforms import by_transform
+from quintnet_compiler.capture.derivatives.inner_gradients import place_starts
+from quintnet_compiler.capture.derivatives.transforms import by_transform
 from quintnet_compiler.compat.torch import recording
 from quintnet_compiler.compat.torch_func import is_transformed, only_function_modes
 from quintnet_compiler.equivalence.made_leaves import MadeLeaves

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from quintnet_compiler.capture.derivatives.user_derivatives import user_derivatives
 from quintnet_compiler.capture.messages import without_messages_of_torch
 from quintnet_compiler.capture.step_module import StepModule
-from quintnet_compiler.capture.user_derivatives import user_derivatives
 from quintnet_compiler.core.replaced import for_this_thread, one_thread
 from quintnet_compiler.equivalence.reference import same_numbers
 from quintnet_compiler.equivalence.unchanged import random_numbers_kept

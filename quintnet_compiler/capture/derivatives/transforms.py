@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from ..compat.torch import FakeTensor, make_fx, pytree, recording, unrecorded
-from ..compat.torch_func import nodes_of_trace, only_function_modes, set_grad, transforms_by
-from ..core.errors import CompileError, Where
-from ..core.replaced import for_this_thread
-from .places import OWN
-from .watched_trace import user_line
+from ...compat.torch import FakeTensor, make_fx, pytree, recording, unrecorded
+from ...compat.torch_func import nodes_of_trace, only_function_modes, set_grad, transforms_by
+from ...core.errors import CompileError, Where
+from ...core.replaced import for_this_thread
+from ..places import OWN
+from ..watched_trace import user_line
 
 aten = torch.ops.aten
 _BY_STRIDE = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..compat.torch_hooks import FunctionBase
-from ..ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
+from ...compat.torch_hooks import FunctionBase
+from ...ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
 
 Refuse = Callable[[str], Any]
 

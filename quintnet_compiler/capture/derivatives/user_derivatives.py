@@ -1,7 +1,7 @@
 """Derivatives that a model's author wrote (``torch.autograd.Function``, hooks), found while the model is traced.
 
 ``torch.export`` traces the forward of a Function as if it were ordinary code and drops every hook. Here both become
-nodes of the traced graph (:mod:`..ops.user_derivatives`); what cannot be followed is refused, with the line.
+nodes of the traced graph (:mod:`...ops.user_derivatives`); what cannot be followed is refused, with the line.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
-from ..compat.torch import without_torch_function
-from ..compat.torch_func import is_transformed
-from ..compat.torch_hooks import (
+from ...compat.torch import without_torch_function
+from ...compat.torch_func import is_transformed
+from ...compat.torch_hooks import (
     GLOBAL_BACKWARD_HOOKS,
     FunctionBase,
     backward_hooks,
@@ -32,13 +32,13 @@ from ..compat.torch_hooks import (
     node_class,
     old_backward_hooks,
 )
-from ..core.errors import CompileError, Where
-from ..core.replaced import for_this_thread
+from ...core.errors import CompileError, Where
+from ...core.replaced import for_this_thread
+from ..places import OWN
+from ..step_module import StepModule
 from .autograd_functions import Joined, follow, follow_hook
 from .inner_gradients import Linked
 from .module_hooks import ModuleHooks
-from .places import OWN
-from .step_module import StepModule
 from .tensor_hooks import place_hooks
 
 # Functions with which PyTorch itself implements operators and checkpoints: tracing sees what they stand for.

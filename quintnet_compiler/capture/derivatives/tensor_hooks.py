@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
+from ...ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
 
 
 def place_hooks(graph: fx.Graph, removed: Collection[int], refuse: Callable[[str], Any]) -> None:
