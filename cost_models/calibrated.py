@@ -16,7 +16,7 @@ from ..core.errors import CompileError
 from ..ops.catalog import work_of
 from ..ops.collectives import shard_pad, shard_slice, share
 from ..ops.cross_entropy import nll_terms, nll_terms_backward
-from ..ops.rank_local import embedding_rows, embedding_rows_backward, loss_scale, rows_of
+from ..ops.rank_local import embedding_rows, embedding_rows_backward, loss_scale, padding_of, rows_of
 from .calibration import Calibration, Point, interpolated, matmul_seconds
 from .operators import aten, attention_flops, traffic
 
@@ -31,7 +31,7 @@ _SIMPLE = [
     aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.bitwise_not.default,
     aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten.stack.default, aten.scalar_tensor.default,
     aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.index_select.default,
-    aten.repeat_interleave.self_int, share, shard_pad, rows_of, loss_scale,
+    aten.repeat_interleave.self_int, share, shard_pad, rows_of, padding_of, loss_scale,
 ]  # fmt: skip
 FAMILIES: Mapping[Any, str] = MappingProxyType(
     {

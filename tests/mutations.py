@@ -33,6 +33,7 @@ from quintnet_compiler.ops.tiled_attention import tiled_attention, tiled_attenti
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.padding import check_padding
 from quintnet_compiler.passes.checks.positions import check_positions
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
@@ -567,6 +568,7 @@ def check(program: Any, mesh: Mesh, plan: Plan) -> DistributedProgram:
     if isinstance(program, LocalProgram):
         verify(program)
         check_types(program, RuleBook(RULES))
+        check_padding(program, RuleBook(RULES))
         check_positions(program)
         program = Differentiate()(program)
     if isinstance(program, DifferentiatedProgram):

@@ -8,6 +8,7 @@ operator's outputs and autograd's gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.annotations import Leaf, facts, is_float, needs_grad, values
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.core.sharding import AxisType, P, Shard, Sharding, gradient, plain
+from quintnet_compiler.core.sharding import AxisType, P, Shard, Sharding, gradient, plain, shard_shape
 from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.builder import GraphBuilder
 from quintnet_compiler.ir.program import (
@@ -186,12 +187,17 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def lay_out(x: Tensor, sharding: Sharding, ranks: Sequence[int], dice: Generator) -> list[Tensor]:
-    """Every rank's part of ``x``, in rank order: slices, copies, or random terms that add up to it."""
+    """Every rank's part of ``x``, in rank order: slices, copies, or random terms that add up to it. Padding is NaN, or
+    no index of anything."""
     if not sharding:
         return [x]
     kind, count = sharding[0], ranks[0]
     inner = sharding[1:], ranks[1:], dice
     if isinstance(kind, Shard):
+        longer = kind.padded(x.shape[kind.dim], count) // kind.parts - x.shape[kind.dim] // kind.parts
+        rows = torch.unflatten(x, kind.dim, (kind.parts, -1))
+        poison = x.new_full([*rows.shape[: kind.dim + 1], longer, *rows.shape[kind.dim + 2 :]], _poison(x.dtype))
+        x = torch.cat([rows, poison], kind.dim + 1).flatten(kind.dim, kind.dim + 1)
         wholes = [part.contiguous() for part in slices.stack(x, kind.dim, kind.parts, count)]
     elif kind is P:
         terms = [noise(x, dice) for _ in range(count - 1)]
@@ -201,8 +207,14 @@ def lay_out(x: Tensor, sharding: Sharding, ranks: Sequence[int], dice: Generator
     return [part for whole in wholes for part in lay_out(whole, *inner)]
 
 
-def put_together(parts: Sequence[Tensor], sharding: Sharding, ranks: Sequence[int]) -> Tensor:
-    """The tensor of which ``parts`` are the ranks' parts.
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    return math.nan if dtype.is_floating_point or dtype.is_complex else dtype is torch.bool or -(2**20)
+
+
+def put_together(
+    parts: Sequence[Tensor], sharding: Sharding, ranks: Sequence[int], shape: Sequence[int], *, zeros: bool = False
+) -> Tensor:
+    """The tensor of global ``shape`` of which ``parts`` are the ranks' parts. ``zeros``: padding must be zeros.
 
     Raises:
         Wrong: if ranks that must hold the same do not.
@@ -217,9 +229,15 @@ def put_together(parts: Sequence[Tensor], sharding: Sharding, ranks: Sequence[in
             for one, other in zip(groups[0], group, strict=True):
                 require_equal(other, one, f"ranks that are {kind} differ")
         groups = groups[:1]
-    wholes = [put_together(group, sharding[1:], ranks[1:]) for group in groups]
+    left = shard_shape(shape, kind, count)
+    wholes = [put_together(group, sharding[1:], ranks[1:], left, zeros=zeros) for group in groups]
     if isinstance(kind, Shard):
-        return slices.join(wholes, kind.dim, kind.parts)
+        joined = torch.unflatten(slices.join(wholes, kind.dim, kind.parts), kind.dim, (kind.parts, -1))
+        have = shape[kind.dim] // kind.parts
+        kept, padding = joined.tensor_split([have], kind.dim + 1)
+        if zeros and padding.any():
+            raise Wrong("padding has a gradient")
+        return kept.flatten(kind.dim, kind.dim + 1)
     return sum(wholes[1:], start=wholes[0])
 
 
@@ -309,12 +327,20 @@ def sharded(one: OneOperator, axes: Sequence[Axis], chosen: Sequence[Strategy]) 
     return ShardedProgram(one.program, tuple(axes), found)
 
 
+class NoZeros(dict[fx.Node, frozenset[int]]):
+    """Padding of leaves is anything here, and nothing that a pass knows of it holds."""
+
+    def __setitem__(self, node: fx.Node, dims: frozenset[int]) -> None:
+        pass
+
+
 def lowered(program: ShardedProgram, rules: Mapping[Any, Rule]) -> DifferentiatedProgram:
     """What each rank runs, with its backward where there is a loss."""
     calls = [n for n in program.program.graph.nodes if n.op == "call_function"]
     # what the passes InsertCommunication and Differentiate run
     lowering = _CommunicationLowering(StagedProgram(program, 1, dict.fromkeys(calls, 0)), dict(rules))
     lowering.builder.results = RESULTS
+    lowering.padding.zeros = NoZeros()
     tape = _Tape(lowering.run(), any(needs_grad(n) for n in calls), {})
     tape.operators.templates, tape.builder.results = TRACES, RESULTS
     return tape.run()
@@ -439,8 +465,8 @@ def _check_strategy(
     losses = 1 if one.loss else 0
     for i, expected in enumerate(known.outputs):
         parts = [r[losses + i] for r in results]
-        whole = put_together(parts, program.produced(one.node, i), ranks) if sample.compare else parts[0]
         if sample.compare:
+            whole = put_together(parts, program.produced(one.node, i), ranks, expected.shape)
             require_equal(whole, expected, f"output {i}")
     _check_gradients(known, one, program, made, results, ranks)
 
@@ -462,7 +488,7 @@ def _check_gradients(
             continue
         parts = [r[returned.index(found)] for r in results]
         types: tuple[AxisType, ...] = tuple(map(gradient, program.produced(node)))
-        whole = put_together(parts, types, ranks)
+        whole = put_together(parts, types, ranks, known.inputs[i].shape, zeros=True)
         require_equal(whole, torch.zeros_like(known.inputs[i]) if expected is None else expected, f"gradient {i}")
 
 

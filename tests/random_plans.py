@@ -43,6 +43,7 @@ from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
+from quintnet_compiler.passes.checks.padding import check_padding
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
@@ -160,6 +161,7 @@ def random_program(
     staged = run(RandomCut(schedule.num_stages, dice), sharded)
     local = run(InsertCommunication(dict(RULES)), staged)
     check_types(local, RuleBook(RULES))
+    check_padding(local, RuleBook(RULES))
     differentiated = run(Differentiate(), local)
     if dice.random() < 0.5:
         differentiated = run(Recompute(dice.choice(["selective", "full"])), differentiated)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -88,9 +89,9 @@ def check(source: Sharding, target: Sharding, ranks: tuple[int, ...], *, trainin
     results = run_on_ranks(made.graph, mesh_of(axes), given)
     what = f"{source} -> {target} over {ranks}"
     value = [r[1 if training else 0] for r in results]
-    require_equal(put_together(value, target, ranks), x, what)
+    require_equal(put_together(value, target, ranks, x.shape), x, what)
     if training:
-        back = put_together([r[2] for r in results], tuple(map(gradient, source)), ranks)
+        back = put_together([r[2] for r in results], tuple(map(gradient, source)), ranks, x.shape)
         require_equal(back, cotangent, f"the gradient of {what}")
 
 
@@ -104,6 +105,29 @@ def test_every_pair_of_types(ranks: int, training: bool) -> None:
     for source, target in itertools.product(KINDS, KINDS):
         if fits((source,), (ranks,)) and fits((target,), (ranks,)):
             check((source,), (target,), (ranks,), training=training)
+
+
+UNEVEN: tuple[AxisType, ...] = (I, R, P, S(0), S(0, 2), S(0, 1, 5), S(0, 1, 2), S(1), S(1, 3), S(1, 1, 3))
+
+
+def holds(kind: AxisType, ranks: int) -> bool:
+    """Whether a tensor of ``SHAPE`` can have this type: in units that do not divide, or in single indices."""
+    if not isinstance(kind, Shard):
+        return True
+    units, rest = divmod(SHAPE[kind.dim], kind.parts * kind.unit)
+    return not rest and units > 1 and (kind.unit == 1 or units % ranks != 0)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["with gradients", "without gradients"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_pair_of_types_of_sizes_that_do_not_divide(
+    ranks: int, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 and 9 indices in parts and units, with NaN in the padding of what is converted."""
+    monkeypatch.setattr(sys.modules[__name__], "SHAPE", (10, 9))
+    kinds = [kind for kind in UNEVEN if holds(kind, ranks)]
+    for source, target in itertools.product(kinds, kinds):
+        check((source,), (target,), (ranks,), training=training)
 
 
 def pairs(kinds: Sequence[AxisType], ranks: tuple[int, ...]) -> list[tuple[Sharding, Sharding]]:

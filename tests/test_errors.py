@@ -148,7 +148,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "rule for no parameter": lambda: _compile(mesh=Mesh(tp=2), plan=_fix(up__0__weight={"tp": "S(0)"})),
     "malformed type": lambda: _compile(mesh=Mesh(tp=2), plan=_fix(ups__0__weight={"tp": "S0"})),
     "rule over the pipeline": lambda: _compile(plan=_fix(ups__0__weight={"pp": "S(0)"})),
-    "type that does not divide": lambda: _compile(mesh=Mesh(tp=3), plan=_fix(ups__0__weight={"tp": "S(0)"})),
+    "type that does not divide": lambda: _compile(mesh=Mesh(tp=3), plan=_fix(ups__0__weight={"tp": "S(0,5)"})),
     "operator without a rule": lambda: quintnet.compile(Cubed(), Mesh(dp=2), (torch.randn(8, 16),)),
     "branch on data": lambda: _compile(Branch()),
     "item": lambda: _compile(Item()),
@@ -159,11 +159,11 @@ WRONG: dict[str, Callable[[], object]] = {
     "batch is a tensor": lambda: _compile(batch=torch.randn(8, 16)),
     "batch is a string": lambda: _compile(batch="rows"),
     "empty batch": lambda: quintnet.compile(MLP(), Mesh(dp=2), ()),
-    "batch does not divide": lambda: _compile(batch=_batch(6), microbatches=2),
+    "batch does not divide": lambda: _compile(batch=_batch(7), microbatches=2),
     "dtype at step": lambda: _compile().step((torch.randn(8, 16).double(), torch.randint(0, 8, (8,)))),
     "shape at step": lambda: _compile().step((torch.randn(8, 17), torch.randint(0, 8, (8,)))),
     "structure at step": lambda: _compile().step({"x": torch.randn(8, 16)}),
-    "batch at step does not divide": lambda: _compile(microbatches=2).step(_batch(6)),
+    "batch at step does not divide": lambda: _compile(microbatches=2).step(_batch(7)),
     "parameters before a batch": lambda: list(quintnet.compile(MLP(), Mesh(dp=2)).parameters()),
     "loss that couples samples": lambda: quintnet.compile(Contrast(), Mesh(), _pair(), microbatches=2),
     "statistics of the batch": lambda: _compile(Tall(), Mesh(), microbatches=2),
@@ -250,15 +250,15 @@ MESSAGES: dict[str, str] = {
     ),
     "malformed type": (
         "QN207 the plan document is not valid\n"
-        "  parameters.ups.0.weight: 'S0' is not a sharding type; use I, R, P, S(dim) or S(dim,parts)"
+        "  parameters.ups.0.weight: 'S0' is not a sharding type; use I, R, P, S(dim), S(dim,parts) or S(dim,parts,unit)"
     ),
     "rule over the pipeline": (
         "QN201 the mesh is not valid\n  the plan shards 'ups.0.weight' over 'pp'\n  fix: name one of dp, ep, cp, tp"
     ),
     "type that does not divide": (
         "QN203 the layout does not divide\n"
-        "  ups.0.weight of shape (32, 16) cannot be S(0) over tp=3\n"
-        "  fix: use one of I, R"
+        "  ups.0.weight of shape (32, 16) cannot be S(0,5) over tp=3\n"
+        "  fix: use one of I, R, S(0), S(1)"
     ),
     "operator without a rule": (
         "QN202 an operator has no sharding rule\n"
@@ -318,7 +318,7 @@ MESSAGES: dict[str, str] = {
     ),
     "batch does not divide": (
         "QN106 the batch does not divide\n"
-        "  a batch of 6 rows does not divide over dp=2 x 2 microbatches\n"
+        "  a batch of 7 rows does not divide over dp=2 x 2 microbatches\n"
         "  fix: use a batch of 4 rows, or drop the last incomplete batch"
     ),
     "dtype at step": (
@@ -344,7 +344,7 @@ MESSAGES: dict[str, str] = {
     ),
     "batch at step does not divide": (
         "QN106 the batch does not divide\n"
-        "  a batch of 6 rows does not divide over dp=2 x 2 microbatches\n"
+        "  a batch of 7 rows does not divide over dp=2 x 2 microbatches\n"
         "  fix: use a batch of 4 rows, or drop the last incomplete batch"
     ),
     "parameters before a batch": (
@@ -453,7 +453,7 @@ def test_nothing_is_lost_on_bad_input() -> None:
     program = quintnet.compile(build("mlp"), Mesh(dp=2), case.batch(8), loss_fn=case.loss_fn)
     before = program.step(case.batch(8))
     program.zero_grad()
-    for bad in ((case.batch(8)[0].float(), case.batch(8)[1]), case.batch(7), {"x": case.batch(8)[0]}):
+    for bad in ((case.batch(8)[0].float(), case.batch(8)[1]), case.batch(1), {"x": case.batch(8)[0]}):
         with pytest.raises((quintnet.InputError, quintnet.CompileError)):
             program.step(bad)
     assert all(p.grad is None for p in program.parameters())

@@ -79,7 +79,7 @@ class _Stage:
         for name, cut in self.stage.slices.items():
             node = self._node(name)
             made_of = node.args[0].name if isinstance(node.args[0], fx.Node) else ""
-            if node.target is not microbatch or (cut.source, cut.dim, cut.parts) != (made_of, *node.args[2:]):
+            if node.target is not microbatch or (cut.source, cut.dim, cut.parts) != (made_of, *node.args[2:4]):
                 raise _fail(f"{name} is cut from the batch in another way", node)
             self.seen.add(node)
         mine = {n for n, index in self.source.stage.items() if index == self.stage.index and n.op == "call_function"}

@@ -3,6 +3,7 @@ that the sharding gives this rank."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -43,7 +44,10 @@ def _attention(local: LocalProgram, node: fx.Node, made: fx.Node) -> dict[str, A
         return found | {"axis": axis.name, "size": axis.size}
     places = _places(local, node)
     queries = [i for i, dim in enumerate(places.pop("dims")) if dim == 2]
-    return found | {"whole": shape(node)[2]} | {name: [x[i] for i in queries] for name, x in places.items()}
+    del places["units"]  # tiles count on behind the last position
+    queries_here = shape(local.reads[node][0])[2]
+    count = queries_here * math.prod(places["sizes"][i] for i in queries)
+    return found | {"whole": count} | {name: [x[i] for i in queries] for name, x in places.items()}
 
 
 def _random(local: LocalProgram, node: fx.Node, made: fx.Node) -> None:
@@ -61,11 +65,11 @@ def _random(local: LocalProgram, node: fx.Node, made: fx.Node) -> None:
 
 
 def _places(local: LocalProgram, node: fx.Node) -> dict[str, list[Any]]:
-    """The axes that split a result: their names, sizes, dims, and in how many parts."""
+    """The axes that split a result: their names, sizes, dims, in how many parts, and in units of what."""
     sharded = local.staged.sharded
     kinds = zip(sharded.axes, sharded.produced(node), strict=True)
-    cuts = [(axis.name, axis.size, kind.dim, kind.parts) for axis, kind in kinds if isinstance(kind, Shard)]
-    names = "axes", "sizes", "dims", "parts"
+    cuts = [(axis.name, axis.size, kind.dim, kind.parts, kind.unit) for axis, kind in kinds if isinstance(kind, Shard)]
+    names = "axes", "sizes", "dims", "parts", "units"
     return {name: [cut[i] for cut in cuts] for i, name in enumerate(names)}
 
 

@@ -7,8 +7,10 @@ same order everywhere, so of a factor only its local size has to be known.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import fx
 
@@ -19,7 +21,15 @@ from ...ops.rules.notation import Dims, Factors
 from ...ops.user_derivatives import declare_gradient, with_tangent
 from .tables import bare
 
-Split = tuple[str, int]  # a factor, and how many runs of it there are of which each rank takes its part
+# How ranks share a factor: how many runs of it there are of which each takes its part, and, where these do not divide,
+# of how many indices the units are that stay together (else 0).
+Way = tuple[int, int]
+
+
+class Rules(Protocol):
+    """What says which factors the dims of operators have."""
+
+    def factors(self, graph: fx.Graph) -> Mapping[fx.Node, Factors]: ...
 
 
 @dataclass
@@ -31,6 +41,7 @@ class Reading:
     sizes: dict[str, int] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)
+    padded: dict[str, int] = field(default_factory=dict)  # of how many indices the runs are that end in padding
 
     def __post_init__(self) -> None:
         self.sizes, self.whole = dict(self.rule.sizes), set(self.rule.whole)
@@ -41,7 +52,7 @@ class Reading:
         dims = (*self.rule.inputs, *self.rule.outputs)
         if len(chosen.inputs) != len(self.rule.inputs) or len(chosen.outputs) != len(self.rule.outputs):
             return "it has other operands", frozenset()
-        splits: dict[str, int] = {}
+        splits: dict[str, Way] = {}
         for kind, place in zip(kinds, dims, strict=True):
             if isinstance(kind, Shard):
                 found = self._split(place, kind, ranks)
@@ -55,14 +66,21 @@ class Reading:
             why = self._types(chosen, splits) or self._together(chosen, splits)
         return why or self._take(splits, ranks), frozenset(splits)
 
-    def _split(self, place: Dims, kind: Shard, ranks: int) -> Split | None:
-        """The factor of which ``kind`` takes a part: the factors outside it are its runs' repetitions."""
+    def _split(self, place: Dims, kind: Shard, ranks: int) -> tuple[str, Way] | None:
+        """The factor of which ``kind`` takes a part: the factors outside it are its runs' repetitions, and those inside
+        it belong to each of its indices."""
         outside = 1
-        for name in place[kind.dim] if kind.dim < len(place) else ():
+        names = place[kind.dim] if kind.dim < len(place) else ()
+        for position, name in enumerate(names):
             size = self.sizes[name]
             runs, odd = divmod(kind.parts, outside)
-            if not odd and runs and not size % (runs * ranks):
-                return name, runs
+            unit, torn = divmod(kind.unit, math.prod(self.sizes[inner] for inner in names[position + 1 :]))
+            if not odd and runs and kind.unit == 1 and not size % (runs * ranks):
+                return name, (runs, 0)
+            if not odd and runs and unit and not torn and not size % (runs * unit):
+                units = size // (runs * unit)
+                if units > 1 and units % ranks:
+                    return name, (runs, unit)
             outside *= size
         return None
 
@@ -72,7 +90,7 @@ class Reading:
         assert found is not None
         return f"a leaf is {kind}" if kind is P or (kind is R and not found.trainable) else ""
 
-    def _types(self, chosen: Strategy, splits: Mapping[str, int]) -> str:
+    def _types(self, chosen: Strategy, splits: Mapping[str, Way]) -> str:
         if self.node.target in (with_tangent, declare_gradient):
             return self._derivative(chosen)
         wants = needs_grad(self.node)
@@ -110,13 +128,13 @@ class Reading:
         wanted = kind if isinstance(kind, Shard) else {I: I, R: P, P: I}[kind]
         return "" if grad == wanted or not flows else f"the gradient of {kind} is {grad}"
 
-    def _of_output(self, place: Dims, splits: Mapping[str, int]) -> AxisType | None:
+    def _of_output(self, place: Dims, splits: Mapping[str, Way]) -> AxisType | None:
         """None: a slice. A sum over what is split is a term, or settled by the operator itself."""
         if _has(place, splits):
             return None
         return I if splits.keys() <= self.rule.settled else P
 
-    def _of_input(self, place: Dims, splits: Mapping[str, int], *, term: bool) -> AxisType | None:
+    def _of_input(self, place: Dims, splits: Mapping[str, Way], *, term: bool) -> AxisType | None:
         return None if _has(place, splits) else P if term else R
 
     def _unsplit(self, chosen: Strategy, into: list[bool], out: list[bool]) -> str:
@@ -132,7 +150,7 @@ class Reading:
                 return ""
         return "it is neither whole nor linear in its terms"
 
-    def _together(self, chosen: Strategy, splits: Mapping[str, int]) -> str:
+    def _together(self, chosen: Strategy, splits: Mapping[str, Way]) -> str:
         """Two factors may be split at once where the operator itself brings together what belongs together."""
         if len(splits) < 2:
             return ""
@@ -141,8 +159,10 @@ class Reading:
             return f"{', '.join(splits)} do not belong together"
         first, second = pairs[0]
         once = second in self.rule.whole
-        if splits[second] != 1 or (once and (splits[first] != 1 or self.touched & splits.keys())):
+        if splits[second] != (1, 0) or (once and (splits[first] != (1, 0) or self.touched & splits.keys())):
             return f"{first} and {second} can be split together once, from the outside"
+        if splits[first][1]:
+            return f"{first} does not divide"
         both = [place for place in (*self.rule.inputs, *self.rule.outputs) if _has(place, [first])]
         if any(_has(place, [second]) for place in both):
             return f"an operand has {first} and {second}"
@@ -150,14 +170,24 @@ class Reading:
             self.whole |= {first, second}
         return ""
 
-    def _take(self, splits: Mapping[str, int], ranks: int) -> str:
+    def _take(self, splits: Mapping[str, Way], ranks: int) -> str:
         """Leave the next axis what remains."""
-        for name, runs in splits.items():
+        for name, (runs, unit) in splits.items():
             if len(splits) == 1 and name in self.whole:
                 return f"{name} is whole"
             if name in self.rule.contiguous and runs != 1:
                 return f"a rank has no run of {name}"
-            self.sizes[name] //= ranks
+            if name in self.rule.contiguous and unit and name in self.touched:
+                return f"ranks have runs of {name} of other lengths"
+            together = unit or self.sizes[name] // (runs * ranks)
+            if together % self.padded.get(name, 1):
+                return f"{name} is padding on some ranks already"
+            if unit:
+                chunk = unit * -(-self.sizes[name] // (runs * unit * ranks))
+                self.sizes[name] = runs * chunk
+                self.padded[name] = chunk
+            else:
+                self.sizes[name] //= ranks
             self.touched.add(name)
         return ""
 

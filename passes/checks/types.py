@@ -9,9 +9,7 @@ no code that decides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import fx
 
@@ -34,9 +32,10 @@ from ...ops.collectives import COMMUNICATION, convert, share
 from ...ops.expert_linear import expert_linear
 from ...ops.rank_local import microbatch
 from ...ops.rules.notation import Factors
-from .experts import travels, wrong_way
-from .strategies import Reading
+from .padding import peel, without_fill
+from .strategies import Reading, Rules
 from .tables import bare
+from .token_dispatch import travels, wrong_way
 
 Value = tuple[fx.Node, int]
 _MOVES = COMMUNICATION | {convert}
@@ -50,12 +49,6 @@ class Step:
     before: AxisType
     after: AxisType
     node: fx.Node
-
-
-class Rules(Protocol):
-    """What says which factors the dims of operators have."""
-
-    def factors(self, graph: fx.Graph) -> Mapping[fx.Node, Factors]: ...
 
 
 def check_types(local: LocalProgram, rules: Rules) -> None:
@@ -174,7 +167,7 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
     Some operators become several: these together may read nothing else than what stands for the inputs, and
     communicate over no other axes than ``own``.
     """
-    made = [local.parts[node, i] for i in range(len(values(node))) if (node, i) in local.parts]
+    made = [without_fill(local.parts[node, i]) for i in range(len(values(node))) if (node, i) in local.parts]
     if not made or node not in local.reads:
         return None
     reads, todo, seen = local.reads[node], list(made), set[fx.Node]()
@@ -202,6 +195,10 @@ def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:
     start, axes = local.parts[source], local.staged.sharded.axes
     steps: list[Step] = []
     while node is not start and copied_from(node) is not start:
+        padding = peel(node)
+        if padding is not None:  # see check_padding
+            node = padding[0]
+            continue
         step = _step(axes, node)
         if step is None:
             raise _fail(f"{node.name} stands where {source[0].name} should", node)
@@ -220,7 +217,7 @@ def _step(axes: tuple[Axis, ...], node: fx.Node) -> Step | None:
         return Step(numbers[str(node.args[1])], I, P, node)
     if node.target is microbatch:
         time = next(i for i, axis in enumerate(axes) if axis.role == "time")
-        return Step(time, I, Shard(int(node.args[2]), int(node.args[3])), node)  # type: ignore[arg-type]
+        return Step(time, I, Shard(*map(int, node.args[2:])), node)  # type: ignore[arg-type]
     return None
 
 

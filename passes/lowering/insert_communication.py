@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +30,13 @@ from ...ops.rank_local import (
     local_noise,
     microbatch,
     noise,
+    padding_of,
 )
 from ...ops.rules.notation import Rule
 from ..strategies.expert_axes import hops
+from ..strategies.rule_book import RuleBook
 from .lower_attention import LowerAttention
+from .padding import Mixed, Padding, mixed, padded_dims
 
 aten = torch.ops.aten
 
@@ -81,6 +83,8 @@ class _CommunicationLowering:
         self.at_start: set[fx.Node] = set()
         self.deferred: dict[fx.Node, fx.Node] = {}
         self.copies: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        self.padding = Padding(self.builder, self.axes)
+        self.book = RuleBook(self.rules, unknown="replicate")
 
     def run(self) -> LocalProgram:
         for node in self.sharded.program.graph.nodes:
@@ -133,6 +137,7 @@ class _CommunicationLowering:
             new = self.builder.call(microbatch, new, batches, 0, 1)
         self.local[node, 0] = new
         self.sharding[new] = kind
+        self.padding.zeros[new] = self._padded(shape(node), kind)
 
     def _operator(self, node: fx.Node) -> None:
         stage = self.staged.stage.get(node)
@@ -141,8 +146,11 @@ class _CommunicationLowering:
             source, index = origin(given)
             grad = needs_grad(node) and needs_grad(given)
             replacement[position] = self._converted(source, index, self.sharded.wanted(node, position), grad, stage)
+        before, self.padding.stage = len(self.builder.made), stage
+        uneven = any(strategy.unit for strategy in self.sharded.strategies[node])
+        if uneven:
+            replacement = self._filled(node, replacement)
         self.reads[node] = tuple(replacement.values())
-        before = len(self.builder.made)
         results = self._emit(node, replacement)
         for index, result in enumerate(results):
             if result is None:
@@ -156,11 +164,45 @@ class _CommunicationLowering:
                     where=facts(node).where,
                     fix=REPORT,
                 )
+            if uneven:
+                result = self._made_uneven(node, index, result, replacement)
             self.local[node, index] = result
             self.sharding[result] = self.sharded.produced(node, index)
         if stage is not None:
             for new in self.builder.made[before:]:
-                self.stage[new] = stage
+                if new.target is not padding_of:  # once a step, whoever asks
+                    self.stage[new] = stage
+
+    def _filled(self, node: fx.Node, given: dict[int, fx.Node]) -> dict[int, fx.Node]:
+        """The inputs of an operator, with zeros in their padding where it would bring that together with anything."""
+        how = self._mixed(node)
+        found = {}
+        for position, x in given.items():
+            dims = how.inputs[position] - self.padding.zeros.get(x, frozenset())
+            known = leaf(x)
+            if known is not None and known.trainable:
+                dims |= how.own[position]
+            whole = shape(tensor_inputs(node)[position])
+            kind = self.sharded.wanted(node, position)
+            x = self.padding.filled(x, whole, kind, dims - how.ones[position])
+            found[position] = self.padding.filled(x, whole, kind, how.ones[position], 1.0)
+        return found
+
+    def _made_uneven(self, node: fx.Node, index: int, made: fx.Node, given: dict[int, fx.Node]) -> fx.Node:
+        """A result of an operator, whose gradient has zeros where the operator's backward brings padding together."""
+        how, whole, kind = self._mixed(node), values(node)[index].shape, self.sharded.produced(node, index)
+        read = [
+            (x, self._padded(shape(tensor_inputs(node)[i]), self.sharded.wanted(node, i))) for i, x in given.items()
+        ]
+        if not how.anything and self.padding.passed_on(node, self.book.factors_of(node), read):
+            self.padding.zeros[made] = self._padded(whole, kind)
+        return self.padding.filled(made, whole, kind, how.outputs[index])
+
+    def _mixed(self, node: fx.Node) -> Mixed:
+        return mixed(node, self.book.factors_of(node), self.sharded.strategies[node], self.axes)
+
+    def _padded(self, sizes: Sequence[int], kind: Sharding) -> frozenset[int]:
+        return padded_dims(sizes, kind, self.axes)
 
     def _emit(self, node: fx.Node, given: dict[int, fx.Node]) -> list[fx.Node | None]:
         """The operator on local inputs, with local sizes for its literals; one node per output that is used."""
@@ -211,6 +253,10 @@ class _CommunicationLowering:
             scores = call(aten._log_softmax.default, logits, 1, False)
             return self.builder.getitem(call(aten.nll_loss_forward.default, scores, labels, None, 0, ignore), 0)
         names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
+        kinds, whole = self.sharded.wanted(node, 0), shape(tensor_inputs(node)[0])
+        if 1 in self._padded(whole, kinds):  # no class: the least likely
+            least = torch.finfo(value(logits).dtype).min
+            logits = self.padding.filled(logits, whole, kinds, frozenset({1}), least)
         terms = call(nll_terms, logits, labels, names, sizes)
         for axis in reversed(axes):
             terms = self._joined_terms(call(convert, terms, axis.name, axis.size, "S(0)", "I"))
@@ -257,13 +303,13 @@ class _CommunicationLowering:
         """The plan of the rows of this rank's experts. Where the host needs to know how many each gets, and that has
         travelled with the rows, it is not counted again."""
         experts, axes = shape(tensor_inputs(node)[2])[0], self._split_on(node, 2, 0)
+        own = self._local(shape(tensor_inputs(node)[2]), self.sharded.wanted(node, 2))[0]
         known = (ids, *axes, on_host, self.staged.stage.get(node))
         if known not in self.planned:
             if axes:
                 names, sizes = [axis.name for axis in axes], [axis.size for axis in axes]
                 ids = self.builder.call(local_experts, ids, experts, names, sizes)
             counts = way[-1][1][1] if on_host and way and len(way) == len(axes) else None
-            own = experts // math.prod(axis.size for axis in axes)
             self.planned[known] = self._parts(self.builder.call(group_plan, ids, own, counts, on_host))
         return self.planned[known]
 
@@ -280,13 +326,14 @@ class _CommunicationLowering:
         return self.builder.call(aten.native_dropout_backward.default, x, mask, 0.0 if p == 1 else 1 / (1 - p))
 
     def _layout(self, node: fx.Node) -> list[list[Any]]:
-        """The shape of a whole value, and the axes that split it: their names, sizes, dims, and in how many parts."""
+        """The shape of a whole value, and the axes that split it: their names, sizes, dims, in how many parts, and in
+        units of what."""
         cuts = [
-            (axis.name, axis.size, kind.dim, kind.parts)
+            (axis.name, axis.size, kind.dim, kind.parts, kind.unit)
             for axis, kind in zip(self.axes, self.sharded.produced(node), strict=True)
             if isinstance(kind, Shard)
         ]
-        return [list(shape(node)), *([list(column) for column in zip(*cuts, strict=True)] or [[], [], [], []])]
+        return [list(shape(node)), *([list(column) for column in zip(*cuts, strict=True)] or [[], [], [], [], []])]
 
     def _split_on(self, node: fx.Node, position: int, dim: int) -> list[Any]:
         wanted = self.sharded.wanted(node, position)
@@ -303,10 +350,11 @@ class _CommunicationLowering:
         if found is not None and found.held is not None:
             node = self._copied(node, values(source)[0].dtype, stage)
         if held is not None:
-            node, start = self._gathered(node, start, held, stage), held.sharding
+            whole = values(source)[index].shape
+            node, start = self._gathered(node, start, held, stage, whole), held.sharding
         if not grad:  # without gradients I and R are the same bits
             start, target = tuple(map(plain, start)), tuple(map(plain, target))
-        return self._moved(node, start, target, R if grad else I, (home, stage))
+        return self._moved(node, start, target, R if grad else I, (home, stage), values(source)[index].shape)
 
     def _copied(self, stored: fx.Node, dtype: torch.dtype, stage: int | None) -> fx.Node:
         """What ``stage`` reads of a parameter that is held in another dtype."""
@@ -319,10 +367,13 @@ class _CommunicationLowering:
                 self.deferred[copy] = stored
         return self.copies[stored, stage]
 
-    def _gathered(self, stored: fx.Node, start: Sharding, held: Gathered, stage: int | None) -> fx.Node:
+    def _gathered(
+        self, stored: fx.Node, start: Sharding, held: Gathered, stage: int | None, whole: Sequence[int]
+    ) -> fx.Node:
         """What operators of ``stage`` see of a parameter that is stored in slices."""
         before = len(self.builder.made)
-        node = self._moved(stored, start, held.sharding, R if needs_grad(stored) else I, (stage, stage))
+        same = R if needs_grad(stored) else I
+        node = self._moved(stored, start, held.sharding, same, (stage, stage), whole)
         if held.once:
             self.at_start.update(self.builder.made[before:])
         if held.deferred:
@@ -330,11 +381,17 @@ class _CommunicationLowering:
         return node
 
     def _moved(
-        self, node: fx.Node, start: Sharding, target: Sharding, same: AxisType, at: tuple[int | None, int | None]
+        self,
+        node: fx.Node,
+        start: Sharding,
+        target: Sharding,
+        same: AxisType,
+        at: tuple[int | None, int | None],
+        whole: Sequence[int],
     ) -> fx.Node:
-        """``at``: the stage where the value is at home, and that of its user."""
+        """``at``: the stage where the value is at home, and that of its user. ``whole``: its global shape."""
         state, (home, stage) = list(start), at
-        for position, kind in conversion_path(start, target, same):
+        for position, kind in self._path(start, target, same, whole):
             before = state[position]
             state[position] = kind
             away = stage if isinstance(before, Shard) and not isinstance(kind, Shard) else home
@@ -342,17 +399,50 @@ class _CommunicationLowering:
             # users with a gradient and without see other types: I and R are transposed in other ways
             key = (node, position, (before, kind), where)
             if key not in self.made:
-                self.made[key] = self._convert(node, position, before, kind)
+                first = len(self.builder.made)
+                self.made[key] = self._convert(node, position, before, kind, self._local(whole, tuple(state)))
                 if where is not None:
-                    self.stage[self.made[key]] = where
+                    self.stage |= dict.fromkeys(self.builder.made[first:], where)
             node = self.made[key]
             home = where
         return node
 
-    def _convert(self, node: fx.Node, position: int, before: Any, after: Any) -> fx.Node:
+    def _path(
+        self, start: Sharding, target: Sharding, same: AxisType, whole: Sequence[int]
+    ) -> list[tuple[int, AxisType]]:
+        """As :func:`conversion_path`. Ranks that slice one dim in two ways exchange slices only where all have as
+        much."""
+        state, steps = list(start), list[tuple[int, AxisType]]()
+        for position, kind in conversion_path(start, target, same):
+            before = state[position]
+            if isinstance(before, Shard) and isinstance(kind, Shard) and before.dim == kind.dim:
+                left = self._local(whole, tuple(state[:position]), position)[kind.dim]
+                if any(one.padded(left, self.axes[position].size) != left for one in (before, kind)):
+                    steps.append((position, same))
+            steps.append((position, kind))
+            state[position] = kind
+        return steps
+
+    def _convert(
+        self, node: fx.Node, position: int, before: AxisType, after: AxisType, result: Sequence[int]
+    ) -> fx.Node:
+        """``result``: the local shape afterwards. What is cut is made longer first, and what is joined shorter."""
+        axis = self.axes[position]
+        if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:  # and all have as much
+            return self._exchanged(node, position, before, after)
+        if isinstance(after, Shard):
+            node = self.padding.extended(node, after.dim, after.parts, result[after.dim] * axis.size)
+        made = self._exchanged(node, position, before, after)
+        self.padding.moved(node, made)
+        if isinstance(before, Shard):
+            made = self.padding.trimmed(made, before.dim, before.parts, result[before.dim])
+        return made
+
+    def _exchanged(self, node: fx.Node, position: int, before: AxisType, after: AxisType) -> fx.Node:
         axis = self.axes[position]
         if axis.role == "time" and isinstance(after, Shard):
-            return self.builder.call(microbatch, node, axis.size, after.dim, after.parts)
+            unit = [after.unit] if after.unit > 1 else []
+            return self.builder.call(microbatch, node, axis.size, after.dim, after.parts, *unit)
         alone = plain(before) is I and (after is P or (before is R and after is I))
         if axis.role == "time" and not alone:
             raise CompileError(
@@ -365,8 +455,8 @@ class _CommunicationLowering:
             return self.builder.call(share, node, axis.name, axis.size)
         return self.builder.call(convert, node, axis.name, axis.size, str(before), str(after))
 
-    def _local(self, size: Sequence[int], kind: Sharding) -> tuple[int, ...]:
-        return local_shape(size, kind, self.sharded.ranks)
+    def _local(self, size: Sequence[int], kind: Sharding, axes: int | None = None) -> tuple[int, ...]:
+        return local_shape(size, kind, self.sharded.ranks[:axes])
 
     def _once(self) -> frozenset[fx.Node]:
         """What runs once a step: nodes that no parameter and no one microbatch touches, and gathers of parameters.

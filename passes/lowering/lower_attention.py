@@ -57,7 +57,7 @@ class LowerAttention:
             return self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
         grouped: dict[str, Any] = {"enable_gqa": True} if shape(q)[1] != shape(k)[1] else {}
         cuts = [
-            (axis.name, axis.size, kind.parts)
+            (axis.name, axis.size, kind.parts, kind.unit)
             for axis, s in zip(self.axes, self.strategies, strict=True)
             if isinstance(kind := s.outputs[0], Shard) and kind.dim == QUERIES
         ]
@@ -67,8 +67,11 @@ class LowerAttention:
         sizes = [shape(q)[0] if found else 1, shape(q)[QUERIES], shape(k)[QUERIES]]
         if not (causal or window or "segments" in found):
             sizes[1] = 1  # padding hides the same keys from every query
-        if math.prod(sizes) * value(q).element_size() > self.tile_bytes:
-            places = [list(column) for column in zip(*cuts, strict=True)] or [[], [], []]
+        # tiles know runs of positions: padding behind all of them goes on counting, in between it cannot
+        padded = math.prod(shape(q)[QUERIES : QUERIES + 1] + tuple(size for _, size, *_ in cuts))
+        runs = padded == whole or (len(cuts) == 1 and cuts[0][2] == 1)
+        if runs and math.prod(sizes) * value(q).element_size() > self.tile_bytes:
+            whole, places = padded, [list(column) for column in zip(*cuts, strict=True)][:3] or [[], [], []]
             options = [found.get("padding"), found.get("segments"), scale, causal, window, self.tile_bytes]
             return self.builder.getitem(call(tiled_attention, q, k, v, *options, whole, *places), 0)
         mask = self._mask(q, k, cuts, found, causal, window, whole)
@@ -97,7 +100,7 @@ class LowerAttention:
         self,
         q: fx.Node,
         k: fx.Node,
-        cuts: Sequence[tuple[str, int, int]],
+        cuts: Sequence[tuple[str, int, int, int]],
         found: dict[str, fx.Node],
         causal: bool,
         window: int,

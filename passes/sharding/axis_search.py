@@ -89,8 +89,7 @@ class AxisSearch:
         return self.factors[node] == self.factors[other] and flows(node) == flows(other)
 
     def _work(self, node: fx.Node, strategy: Strategy) -> float:
-        part = 1 / self.axis.size if strategy.splits else 1.0
-        found = leaf(node)
+        found, part = leaf(node), strategy.part
         if found is None:
             return self.view.cost.operator_seconds(node) * self.view.share(node) * part
         if found.kind != "parameter" or self.axis.role != "model":

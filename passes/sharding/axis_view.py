@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ...core.annotations import Leaf, facts, leaf
+from ...core.annotations import Leaf, facts, leaf, values
 from ...core.errors import CompileError, Where
-from ...core.sharding import AxisType, Shard, Sharding
+from ...core.sharding import AxisType, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, Strategy
 from ...ops.rules.notation import Factors
@@ -85,14 +85,14 @@ class AxisView:
 
     def share(self, node: fx.Node) -> float:
         """What fraction of a node's work is left after the earlier axes."""
-        return math.prod(
-            1 / ranks for strategy, ranks in zip(self.chosen[node], self.ranks, strict=True) if strategy.splits
-        )
+        return math.prod(strategy.part for strategy in self.chosen[node])
 
     def left(self, node: fx.Node, output: int) -> float:
         """The fraction of a value that one rank holds under the earlier axes."""
         before: Sharding = tuple(s.outputs[output] for s in self.chosen[node])
-        return math.prod(1 / ranks for kind, ranks in zip(before, self.ranks, strict=True) if isinstance(kind, Shard))
+        whole = values(node)[output].shape
+        held = local_shape(whole, before, self.ranks)
+        return math.prod(have / size for have, size in zip(held, whole, strict=True) if size)
 
 
 def refusal(view: AxisView, edge: OperandEdge) -> CompileError:

@@ -87,7 +87,8 @@ class Candidates:
             wanted = S(0) if rows else R if found.trainable else I
         elif found.kind == "parameter":
             shards = tuple(s for s in options if isinstance(s.outputs[0], Shard))
-            return shards if node in self.weights and shards else options
+            must = node in self.weights and shards and not self._torn(node, cuts)
+            return shards if must else options
         elif found.kind == "cache":
             return options
         else:
@@ -142,6 +143,17 @@ class Candidates:
     def _of_batch(self, node: fx.Node) -> bool:
         found = leaf(origin(node)[0])
         return origin(node)[0] in self.work or (found is not None and found.batched)
+
+    def _torn(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> bool:
+        """Whether every even split of some dim would tear a unit of it (a head) that an operator reads as a dim: then
+        ranks may store all of a parameter, and read whole units of it."""
+        for name, inside in cuts.items():
+            size = self.view.factors[node].sizes[name]
+            unit = size // max(inside, default=1)
+            even = [size // (cut * self.axis.size) for cut in (1, *inside) if size % (cut * self.axis.size) == 0]
+            if inside and all(rows % unit for rows in even):
+                return True
+        return False
 
     def _indivisible(self, node: fx.Node) -> tuple[Strategy, ...]:
         found = leaf(node)

@@ -90,8 +90,12 @@ def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, .
     found: list[Strategy] = []
     factors = leaf_factors(node)
     for position, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
-        cuts = {name: [kind.parts] for name in factors.names} if isinstance(kind, Shard) else {}
-        made = [s for s in leaf_strategies(node, factors, cuts, axis.size) if s.outputs == (kind,)]
+        cuts = (
+            {n: [kind.parts, size // kind.unit] for n, size in factors.sizes.items()} if isinstance(kind, Shard) else {}
+        )
+        known = program.produced(node)[position] == kind  # what is stored in more slices divides
+        options = leaf_strategies(node, factors, cuts, axis.size)
+        made = [s for s in options if s.outputs == (kind,) and (known or not s.unit)]
         if not made:
             left = local_shape(shape(node), kinds[:position], program.ranks[:position])
             named = program.program.leaves[node].name

@@ -8,18 +8,34 @@ next one.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 
 from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, origin, tensor_inputs, values
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
-from ...ops.rules.node_factors import opaque
+from ...ops.kv_cache_attention import cached_attention
+from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule
+from ...ops.user_derivatives import after_gradients, declare_gradient, with_tangent
+
+aten = torch.ops.aten
+_EXACT = frozenset(
+    {
+        with_tangent, declare_gradient, after_gradients, cached_attention, aten.nll_loss_forward.default,
+        aten.nll_loss2d_forward.default,
+    }
+)  # fmt: skip
+_NORMS = frozenset({aten.layer_norm.default, aten.group_norm.default, aten.instance_norm.default})
+_DIVISIONS = frozenset(
+    {aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor, aten.div.Tensor_mode, aten.gcd.default}
+)
 
 Value = tuple[fx.Node, int]  # an operator and which of its outputs
 Cut = tuple[int, int]  # dim and k: a boundary inside a dim at which S(dim, k) may start
@@ -43,10 +59,11 @@ class RuleBook:
             if node.op == "placeholder":
                 found[node] = leaf_factors(node)
             elif node.op == "call_function" and not is_getitem(node):
-                found[node] = self._operator(node)
+                found[node] = self.factors_of(node)
         return found
 
-    def _operator(self, node: fx.Node) -> Factors:
+    def factors_of(self, node: fx.Node) -> Factors:
+        """Of one operator. Raises: CompileError QN202 if it has no rule."""
         rule = self.rules.get(node.target)
         if rule is None:
             if self.unknown == "replicate":
@@ -66,12 +83,15 @@ def leaf_factors(node: fx.Node) -> Factors:
     return Factors((), (tuple((name,) for name in sizes),), sizes)
 
 
-def split_factor(factors: Factors, name: str, cut: int, ranks: int) -> Factors:
-    """``factors`` as the next axis sees them after ``ranks`` took their part of factor ``name`` behind ``cut``."""
+def split_factor(factors: Factors, name: str, cut: int, ranks: int, unit: int = 1) -> Factors:
+    """``factors`` as the next axis sees them after ``ranks`` took their part of factor ``name`` behind ``cut``, in
+    whole runs of ``unit``. A part that ends in padding no other axis splits: ranks would have others of other lengths.
+    """
     outer, inner = f"{name}o", f"{name}i"
     sizes = dict(factors.sizes)
     size = sizes.pop(name)
-    sizes |= {outer: cut, inner: size // cut // ranks}
+    padded = Shard(0, cut, unit).padded(size, ranks)
+    sizes |= {outer: cut, inner: padded // cut // ranks}
     new = (outer, inner) if cut > 1 else (inner,)
     if cut == 1:
         del sizes[outer]
@@ -87,8 +107,9 @@ def split_factor(factors: Factors, name: str, cut: int, ranks: int) -> Factors:
         inputs=tuple(swap(d) for d in factors.inputs),
         outputs=tuple(swap(d) for d in factors.outputs),
         sizes=sizes,
-        whole=spread(factors.whole),
+        whole=spread(factors.whole) | ({inner} if padded != size else set()),
         contiguous=spread(factors.contiguous),
+        even=spread(factors.even) | ({inner} if name in factors.contiguous else set()),
         settled=spread(factors.settled),
         joint=frozenset(
             pair
@@ -108,7 +129,7 @@ def refine(factors: Factors, strategy: Strategy, ranks: int) -> Factors:
     once = [one for other in second if other in factors.whole for one in (first, other)]
     for other in second:  # of which an axis takes the outermost part
         factors = split_factor(factors, other, 1, ranks)
-    factors = split_factor(factors, first, cut, ranks)
+    factors = split_factor(factors, first, cut, ranks, strategy.unit or 1)
     if not once:
         return factors
     return replace(factors, whole=factors.whole | {f"{one}i" for one in once})
@@ -167,6 +188,46 @@ def _places(spec: Factors, dims: Dims) -> list[Place]:
     return found
 
 
+def ways(factors: Factors, name: str, cuts: Mapping[str, Iterable[int]], ranks: int) -> Iterator[tuple[int, int]]:
+    """How ``ranks`` may split a factor: behind which cut, and in units of what, which is 0 where all get as much. First
+    the ways in which it divides. A unit is what is behind another cut (a head of a few features), or one index."""
+    size = factors.sizes[name]
+    inside = sorted({1, *(() if name in factors.contiguous else cuts.get(name, ()))})
+    yield from ((cut, 0) for cut in inside if size % (cut * ranks) == 0)
+    for cut in () if name in factors.even else inside:
+        for many in [*inside, size]:
+            if many > cut and many % cut == 0 and (many // cut) % ranks:
+                yield cut, size // many
+
+
+def may_pad(node: fx.Node) -> bool:
+    """Whether an operator may see what is no part of the model's tensors: not what a user's backward computes, nor
+    whole numbers that it divides by, nor rows that it counts or whose variance it divides by."""
+    if node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
+        return False
+    return node.target not in _DIVISIONS or any(map(is_float, values(node)))
+
+
+def part_of(factors: Factors, name: str, cut: int, unit: int, ranks: int) -> float:
+    """Of a factor that ranks split, what each holds: its own share, or a full chunk."""
+    size = factors.sizes[name]
+    return Shard(0, cut, unit or 1).padded(size, ranks) / ranks / size
+
+
+def _label(name: str, cut: int, unit: int) -> str:
+    return f"split {name} {cut}" + (f" {unit}" if unit else "")
+
+
+def shard_of(factors: Factors, dims: Dims, name: str, cut: int, unit: int) -> Shard | None:
+    """The type of a tensor of which ranks split factor ``name``; None where ``dims`` lacks it."""
+    found = factors.offset(dims, name)
+    if found is None:
+        return None
+    dim, outside = found
+    behind = math.prod(factors.sizes[f] for f in dims[dim][dims[dim].index(name) + 1 :])
+    return S(dim, outside * cut, unit * behind) if unit else S(dim, outside * cut)
+
+
 def flows(node: fx.Node) -> tuple[list[bool], list[bool]]:
     """For each tensor input and output of a node: whether gradients flow along it."""
     wants = needs_grad(node)
@@ -179,7 +240,7 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
     """All strategies of an operator on an axis of ``ranks``. The first is always "replicated"."""
     grads_in, grads_out = flows(node)
 
-    def made(label: str, ins: list[AxisType], outs: list[AxisType]) -> Strategy:
+    def made(label: str, ins: list[AxisType], outs: list[AxisType], part: float = 1.0) -> Strategy:
         both = [*ins, *outs]
         for known, grad in factors.dual:
             both[grad] = gradient(both[known])
@@ -188,11 +249,11 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
             tuple(t if g else plain(t) for t, g in zip(ins, grads_in, strict=True)),
             tuple(t if g else plain(t) for t, g in zip(outs, grads_out, strict=True)),
             label,
+            part,
         )
 
-    def place(dims: Dims, name: str, cut: int) -> Shard | None:
-        found = factors.offset(dims, name)
-        return None if found is None else S(found[0], found[1] * cut)
+    def place(dims: Dims, name: str, cut: int, unit: int = 0) -> Shard | None:
+        return shard_of(factors, dims, name, cut, unit)
 
     count_in, count_out = len(grads_in), len(grads_out)
     options = [made("replicated", [I] * count_in, [I] * count_out)]
@@ -203,23 +264,23 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
     for name in factors.names:
         if name in factors.whole:
             continue
-        for cut in sorted({1, *(() if name in factors.contiguous else cuts.get(name, ()))}):
-            if factors.sizes[name] % (cut * ranks):
+        for cut, unit in ways(factors, name, cuts, ranks):
+            if unit and not may_pad(node):
                 continue
             missing = I if name in factors.settled else P
-            outs: list[AxisType] = [place(d, name, cut) or missing for d in factors.outputs]
+            outs: list[AxisType] = [place(d, name, cut, unit) or missing for d in factors.outputs]
             ins: list[AxisType] = []
             for position, dims in enumerate(factors.inputs):
                 term = P if position in factors.additive and P in outs else R
-                ins.append(place(dims, name, cut) or term)
-            options.append(made(f"split {name} {cut}", ins, outs))
+                ins.append(place(dims, name, cut, unit) or term)
+            options.append(made(_label(name, cut, unit), ins, outs, part_of(factors, name, cut, unit, ranks)))
     for first, second in sorted(factors.joint):
         for cut in sorted({1, *(() if second in factors.whole else cuts.get(first, ()))}):
             if factors.sizes[first] % (cut * ranks) or factors.sizes[second] % ranks:
                 continue
             ins = [place(d, first, cut) or place(d, second, 1) or R for d in factors.inputs]
             outs = [place(d, first, cut) or place(d, second, 1) or P for d in factors.outputs]
-            options.append(made(f"split {first}+{second} {cut}", ins, outs))
+            options.append(made(f"split {first}+{second} {cut}", ins, outs, 1 / ranks))
     for group in factors.linear:
         ins = [P if i in group else R for i in range(count_in)]
         options.append(made(f"linear {group}", ins, [P] * count_out))
@@ -232,15 +293,21 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
 def leaf_strategies(
     node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int
 ) -> tuple[Strategy, ...]:
-    """Every type that a leaf may have: replicated or a shard; R where it has a gradient."""
+    """Every type that a leaf may have: replicated or a shard; R where it has a gradient. Where a size does not divide,
+    the shards that torch's DTensors know: of one part, in units of one index."""
     found = leaf(node)
     assert found is not None
     options = [Strategy((), (I,), "replicated")]
     if found.trainable:
         options.append(Strategy((), (R,), "replicated R"))
     for name in factors.names:
-        for cut in sorted({1, *cuts.get(name, ())}):
-            offset = factors.offset(factors.outputs[0], name)
-            if offset and factors.sizes[name] % (cut * ranks) == 0 and factors.sizes[name] > 1:
-                options.append(Strategy((), (S(offset[0], offset[1] * cut),), f"split {name} {cut}"))
+        dim = next(names for names in factors.outputs[0] if name in names)
+        if factors.whole.intersection(dim) or factors.sizes[name] < 2:  # a dim that ends in padding is split no more
+            continue
+        for cut, unit in ways(factors, name, cuts, ranks):
+            kind = shard_of(factors, factors.outputs[0], name, cut, unit)
+            assert kind is not None
+            if not unit or (kind.parts, kind.unit) == (1, 1):
+                part = part_of(factors, name, cut, unit, ranks)
+                options.append(Strategy((), (kind,), _label(name, cut, unit), part))
     return tuple(options)

@@ -54,7 +54,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN106": ErrorEntry(
             "the batch does not divide",
-            "The batch's rows do not divide over data ranks and microbatches. Uneven shares would change means.",
+            "The batch's rows do not divide over data ranks, nor do a rank's rows over microbatches. Over one of these "
+            "axes, the last one, they need not divide.",
             "Use the number of rows in the message, or drop the last incomplete batch of a loader.",
         ),
         "QN107": ErrorEntry(

@@ -15,6 +15,10 @@ P -> I. (The discipline of JAX's shard_map and of PyTorch's SPMD types.)
 
 ``S(d, k)`` views dim ``d`` as (k, n, rest) and slices the n: with k = 3 it shards a fused QKV weight head by head.
 
+A size need not divide. ``S(d, k, u)`` views the dim as (k, units, u) and hands out the units as torch.chunk does: the
+first ranks get full chunks, the next one what is left, and the others nothing. Every rank holds a full chunk, whose end
+is padding where there is nothing left: all ranks of a stage run one program. u matters only where units do not divide.
+
 The axes of a :data:`Sharding` nest: each type speaks of the tensor as the axes before it left it. Two axes may
 therefore shard one dim, the earlier one outermost.
 """
@@ -42,15 +46,30 @@ class Same(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A slice: ``dim`` viewed as (``parts``, ranks, rest), of which each rank holds one index of the middle."""
+    """A slice: ``dim`` viewed as (``parts``, ranks, rest), of which each rank holds one index of the middle. Where
+    units of ``unit`` indices do not divide, the last ranks have fewer of them, and padding in their place."""
 
     dim: int
     parts: int = 1
+    unit: int = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if self.parts == 1 else f"S({self.dim},{self.parts})"
+        return f"S({self.dim})" if (self.parts, self.unit) == (1, 1) else f"S({self.dim},{self.parts}{self._unit})"
 
     __repr__ = __str__
+
+    @property
+    def _unit(self) -> str:
+        return "" if self.unit == 1 else f",{self.unit}"
+
+    def padded(self, size: int, ranks: int) -> int:
+        """``size`` with the padding that makes all ``ranks`` hold as much.
+
+        >>> Shard(0).padded(7, 2), Shard(0, 2).padded(6, 2), Shard(0, 1, 8).padded(24, 2)
+        (8, 8, 32)
+        """
+        step = self.parts * self.unit * ranks
+        return -(-size // step) * step
 
 
 AxisType = Same | Shard
@@ -75,31 +94,31 @@ def plain(kind: AxisType) -> AxisType:
 
 
 def parse_type(text: str) -> AxisType:
-    """Read ``I``, ``R``, ``P``, ``S(0)`` or ``S(0,3)``.
+    """Read ``I``, ``R``, ``P``, ``S(0)``, ``S(0,3)`` or ``S(0,1,64)``.
 
     Raises:
         ValueError: if the text is none of these.
     """
     if text in ("I", "R", "P"):
         return Same(text)
-    match = re.fullmatch(r"S\((\d+)(?:,\s*(\d+))?\)", text)
+    match = re.fullmatch(r"S\((\d+)(?:,\s*(\d+))?(?:,\s*(\d+))?\)", text)
     if match is None:
-        raise ValueError(f"{text!r} is not a sharding type; use I, R, P, S(dim) or S(dim,parts)")
-    return Shard(int(match[1]), int(match[2] or 1))
+        raise ValueError(f"{text!r} is not a sharding type; use I, R, P, S(dim), S(dim,parts) or S(dim,parts,unit)")
+    return Shard(int(match[1]), int(match[2] or 1), int(match[3] or 1))
 
 
 def shard_shape(shape: Sequence[int], kind: AxisType, ranks: int) -> tuple[int, ...]:
-    """The shape that one rank holds after one axis."""
+    """The shape that one rank holds after one axis, with padding."""
     if not isinstance(kind, Shard):
         return tuple(shape)
-    return tuple(size // ranks if dim == kind.dim else size for dim, size in enumerate(shape))
+    return tuple(kind.padded(size, ranks) // ranks if dim == kind.dim else size for dim, size in enumerate(shape))
 
 
 def local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The shape that one rank holds of a tensor of global ``shape``.
+    """The shape that one rank holds of a tensor of global ``shape``, with padding.
 
-    >>> local_shape((8, 6), (S(0), S(1)), (2, 3))
-    (4, 2)
+    >>> local_shape((8, 6), (S(0), S(1)), (2, 3)), local_shape((7,), (S(0),), (2,))
+    ((4, 2), (4,))
     """
     for kind, count in zip(sharding, ranks, strict=True):
         shape = shard_shape(shape, kind, count)

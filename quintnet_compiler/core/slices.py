@@ -1,4 +1,8 @@
-"""Slices of real tensors: the arithmetic behind ``S(dim, parts)``, shared by every transport and by state."""
+"""Slices of real tensors: the arithmetic behind ``S(dim, parts, unit)``, shared by every transport and by state.
+
+Transports know even slices alone. Where a size does not divide, it is made longer before it is cut
+(:func:`extended`), and as long as it was after it is joined (:func:`trimmed`); padding is at the end of each part.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .sharding import P, Shard, Sharding
+from .sharding import P, Shard, Sharding, shard_shape
 
 
 def take(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
@@ -70,10 +74,42 @@ def pad(x: Tensor, dim: int, parts: int, ranks: int, index: int) -> Tensor:
     return join([x if rank == index else zero for rank in range(ranks)], dim, parts)
 
 
+def extended(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
+    """``x`` with ``size`` indices in ``dim``, of which those that it lacks are zeros at the end of each of its parts;
+    ``x`` itself if it lacks none.
+
+    >>> extended(torch.tensor([1, 2, 3, 4]), 0, 2, 6)
+    tensor([1, 2, 0, 3, 4, 0])
+    """
+    if x.shape[dim] == size:
+        return x
+    view = torch.unflatten(x, dim, (parts, -1))
+    longer = view.new_zeros([*view.shape[: dim + 1], size // parts, *view.shape[dim + 2 :]])
+    longer.narrow(dim + 1, 0, view.shape[dim + 1]).copy_(view)
+    return longer.flatten(dim, dim + 1)
+
+
+def trimmed(x: Tensor, dim: int, parts: int, size: int) -> Tensor:
+    """``x`` without the end of each of its parts, so that ``size`` indices in ``dim`` are left: the inverse of
+    :func:`extended`.
+
+    >>> trimmed(torch.tensor([1, 2, 0, 3, 4, 0]), 0, 2, 4)
+    tensor([1, 2, 3, 4])
+    """
+    if x.shape[dim] == size:
+        return x
+    if parts == 1:
+        return x.narrow(dim, 0, size)
+    view = torch.unflatten(x, dim, (parts, -1))
+    return view.narrow(dim + 1, 0, size // parts).flatten(dim, dim + 1)
+
+
 def take_all(x: Tensor, sharding: Sharding, ranks: Sequence[int], coordinate: Sequence[int]) -> Tensor:
-    """One rank's part of the global tensor ``x``: each axis slices what the axes before it left."""
+    """One rank's part of the global tensor ``x``, with zeros where it is padding: each axis slices what the axes before
+    it left."""
     for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
         if isinstance(kind, Shard):
+            x = extended(x, kind.dim, kind.parts, kind.padded(x.shape[kind.dim], count))
             x = take(x, kind.dim, kind.parts, count, index)
     return x
 
@@ -86,16 +122,17 @@ def positions(
     device: torch.device | str = "cpu",
 ) -> list[Tensor]:
     """For each dim of a tensor of global shape ``sizes``, the global indices that one rank's part holds, made on
-    ``device``.
+    ``device``; -1 where it is padding.
 
-    >>> positions((4, 2), (Shard(0),), (2,), (1,))
-    [tensor([2, 3]), tensor([0, 1])]
+    >>> positions((4, 2), (Shard(0),), (2,), (1,)), positions((3,), (Shard(0),), (2,), (1,))
+    ([tensor([2, 3]), tensor([0, 1])], [tensor([ 2, -1])])
     """
-    found = [torch.arange(size, device=device) for size in sizes]
+    numbers = [torch.arange(1, size + 1, device=device) for size in sizes]  # 0: padding
     for kind, count, index in zip(sharding, ranks, coordinate, strict=True):
         if isinstance(kind, Shard):
-            found[kind.dim] = take(found[kind.dim], 0, kind.parts, count, index)
-    return found
+            longer = extended(numbers[kind.dim], 0, kind.parts, kind.padded(len(numbers[kind.dim]), count))
+            numbers[kind.dim] = take(longer, 0, kind.parts, count, index)
+    return [one - 1 for one in numbers]
 
 
 def runs(size: int, parts: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int]) -> list[tuple[int, int]]:
@@ -124,20 +161,23 @@ def _between(held: Sequence[tuple[int, int]], first: int, count: int) -> list[tu
     return found
 
 
-def assemble(parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, ranks: Sequence[int]) -> Tensor:
-    """The global tensor of which ``parts`` are given by coordinate: slices joined (inner axes first), terms added.
+def assemble(
+    parts: Mapping[tuple[int, ...], Tensor], sharding: Sharding, ranks: Sequence[int], shape: Sequence[int]
+) -> Tensor:
+    """The tensor of global ``shape`` of which ``parts`` are given by coordinate: slices joined (inner axes first)
+    without their padding, terms added.
 
     Where ranks hold the same, the first one stands for all; the others may be missing.
     """
     if not sharding:
         return parts[()]
-    kind = sharding[0]
+    kind, left = sharding[0], shard_shape(shape, sharding[0], ranks[0])
     inner = []
     for index in range(ranks[0]) if isinstance(kind, Shard) or kind is P else range(1):
         below = {place[1:]: part for place, part in parts.items() if place[0] == index}
-        inner.append(assemble(below, sharding[1:], ranks[1:]))
+        inner.append(assemble(below, sharding[1:], ranks[1:], left))
     if isinstance(kind, Shard):
-        return join(inner, kind.dim, kind.parts)
+        return trimmed(join(inner, kind.dim, kind.parts), kind.dim, kind.parts, shape[kind.dim])
     total = inner[0]
     for term in inner[1:]:
         total = total + term

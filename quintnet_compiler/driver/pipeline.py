@@ -33,6 +33,7 @@ from ..passes.checks.joined import check_joined
 from ..passes.checks.norms import check_norms
 from ..passes.checks.notation import check_notation
 from ..passes.checks.overlap import check_overlap
+from ..passes.checks.padding import check_padding
 from ..passes.checks.positions import check_positions
 from ..passes.checks.reductions import check_reductions
 from ..passes.checks.slices import check_slices
@@ -216,6 +217,7 @@ def _typed(s: PassSetting, before: Any, after: Any) -> list[Check]:
     return [
         (check_notation, (before.sharded.program.graph, s.request.rules)),
         (check_types, (after, s.book)),
+        (check_padding, (after, s.book)),
         (check_positions, (after,)),
         (check_reductions, (after,)),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -232,9 +233,12 @@ class Programs:
 
 
 def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
-    """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches."""
+    """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches: it need
+    not divide over the last of these axes, where some have fewer rows, but over those before."""
     ways = mesh.data_ways * microbatches
-    if rows % ways:
+    *before, _ = [size for size in (mesh["dp"], mesh["ep"], microbatches) if size > 1] or [1]
+    share, left = divmod(rows, math.prod(before))
+    if rows % ways and (left or share < 2 or mesh["ep"] > 1):
         near = max(ways, rows // ways * ways)
         split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
         split += f" x {microbatches} microbatches" if microbatches > 1 else ""

@@ -164,7 +164,9 @@ class _Found:
                 parts.setdefault(key, x)
         if len(parts) != math.prod(axis.size for axis, cut in zip(axes, split, strict=True) if cut):
             return worst
-        return max(worst, differs(slices.assemble(parts, kinds, [axis.size for axis in axes]), expected, floor))
+        return max(
+            worst, differs(slices.assemble(parts, kinds, [axis.size for axis in axes], expected.shape), expected, floor)
+        )
 
 
 def _users(key: Value) -> list[fx.Node]:

@@ -46,7 +46,8 @@ def _(program: Program) -> None:
 
 @verify.register
 def _(program: ShardedProgram) -> None:
-    """Shapes divide under every sharding; the only partial inputs are those of strategies that are linear in them."""
+    """Parts and units of shardings divide every shape; the only partial inputs are those of strategies that are linear
+    in them."""
     for node, strategies in program.strategies.items():
         if node.op == "output" or is_getitem(node):
             continue
@@ -55,7 +56,7 @@ def _(program: ShardedProgram) -> None:
             left = tuple(whole.shape)
             for axis, kind in zip(program.axes, program.produced(node, index), strict=True):
                 if isinstance(kind, Shard):
-                    fits = left[kind.dim] % (kind.parts * axis.size) == 0
+                    fits = left[kind.dim] % (kind.parts * kind.unit) == 0
                     _require(fits, lambda: f"{node} of {left} cannot be {kind} over {axis}", node)  # noqa: B023
                 left = local_shape(left, (kind,), (axis.size,))
         for strategy in strategies:

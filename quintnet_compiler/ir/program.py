@@ -103,11 +103,13 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How one operator runs on one axis: the types it takes and the types it makes."""
+    """How one operator runs on one axis: the types it takes and the types it makes. ``part``: of the work that the
+    earlier axes leave, what a rank does; more than a fair share where a size does not divide."""
 
     inputs: tuple[AxisType, ...]
     outputs: tuple[AxisType, ...]
     label: str = ""
+    part: float = field(default=1.0, compare=False)
 
     @property
     def splits(self) -> bool:
@@ -117,8 +119,14 @@ class Strategy:
     @property
     def factor(self) -> tuple[str, int]:
         """What is split (``"a+b"``: two at once), and behind which cut of it."""
-        _, name, cut = self.label.split()
+        _, name, cut, *_ = self.label.split()
         return name, int(cut)
+
+    @property
+    def unit(self) -> int:
+        """Where the factor does not divide: how many of its indices stay together. 0 where it divides."""
+        unit = self.label.split()[3:] if self.splits else []
+        return int(unit[0]) if unit else 0
 
     @property
     def exchanges(self) -> bool:

@@ -147,6 +147,7 @@ OPERATORS = _read(
     rand                                                  memory     -   -
     randn                                                 memory     -   -
     rows_of                                               memory     -   -
+    padding_of                                            memory     -   -
     select_backward                                       memory     -   -
     shard_pad                                             memory     -   -
     shard_slice                                           memory     -   -

@@ -29,20 +29,27 @@ embedding_rows_backward = define_operator(
 local_experts = define_operator(
     "local_experts(Tensor ids, int experts, str[] axes, int[] sizes) -> Tensor", lambda ids, *_: torch.empty_like(ids)
 )
-# the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts``
+# the global positions of this rank's part of ``dim``, whose size is ``whole`` and which ``axes`` split in ``parts`` and
+# ``units``; 0 where it is padding
 rows_of = define_operator(
-    "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts) -> Tensor",
-    lambda x, dim, whole, axes, sizes, parts: x.new_empty([x.shape[dim]], dtype=torch.int64),
+    "rows_of(Tensor x, int dim, int whole, str[] axes, int[] sizes, int[] parts, int[] units) -> Tensor",
+    lambda x, dim, whole, axes, sizes, parts, units: x.new_empty([x.shape[dim]], dtype=torch.int64),
+)
+# which of the ``size`` places that a rank has for its part of a dim are padding: as ``rows_of``
+padding_of = define_operator(
+    "padding_of(int size, int whole, str[] axes, int[] sizes, int[] parts, int[] units, Device device) -> Tensor",
+    lambda size, whole, axes, sizes, parts, units, device: torch.empty([size], dtype=torch.bool, device=device),
 )
 # ``x`` times the factor of a scaled loss, which the runtime chooses (see :mod:`..runtime.execute.loss_scale`)
 loss_scale = define_operator("loss_scale(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
 # dropout as the model has it: ``op`` numbers the model's random operators in order
 dropout = define_operator("dropout(Tensor x, float p, *, int op) -> Tensor", lambda x, p, op: torch.empty_like(x))
 # this rank's part of the mask of a dropout over a value of global shape ``whole``: each of ``axes`` (outermost first)
-# splits one of ``dims`` in ``parts``
+# splits one of ``dims`` in ``parts`` and ``units``
 keep_mask = define_operator(
-    "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts) -> Tensor",
-    lambda x, p, op, whole, axes, sizes, dims, parts: x.new_empty(x.shape, dtype=torch.bool),
+    "keep_mask(Tensor x, float p, int op, int[] whole, str[] axes, int[] sizes, int[] dims, int[] parts, int[] units) "
+    "-> Tensor",
+    lambda x, *_: x.new_empty(x.shape, dtype=torch.bool),
 )
 # numbers of a standard distribution (``uniform`` in [0, 1), ``normal``, ``exponential``; ``bits``: any int32), as the
 # model has them, and this rank's part of them: as ``dropout`` and ``keep_mask``
@@ -52,7 +59,7 @@ noise = define_operator(
 )
 local_noise = define_operator(
     "local_noise(int[] size, str kind, int op, ScalarType dtype, Device device, int[] whole, str[] axes, int[] sizes, "
-    "int[] dims, int[] parts) -> Tensor",
+    "int[] dims, int[] parts, int[] units) -> Tensor",
     lambda size, kind, op, dtype, device, *_: torch.empty(size, dtype=dtype, device=device),
 )
 RANDOM = frozenset({dropout, noise})  # of a captured model: a program draws the same numbers on every layout
@@ -61,16 +68,16 @@ DRAWS = frozenset({keep_mask, local_noise})  # the same, of a rank's program
 arrived = define_operator("arrived(Tensor x) -> Tensor", lambda x: torch.empty_like(x))
 # one microbatch's slice of a value of the whole batch: the runtime cuts it, in time instead of space
 microbatch = define_operator(
-    "microbatch(Tensor x, int size, int dim, int parts) -> Tensor",
-    lambda x, size, dim, parts: resized(x, dim, over=size),
+    "microbatch(Tensor x, int size, int dim, int parts, int unit=1) -> Tensor",
+    lambda x, size, dim, parts, unit=1: resized(x, dim, over=size),
 )
 
 # depend on the rank's coordinate or on the step, move nothing
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        local_noise, rows_of, local_experts, cached_attention, tiled_attention, tiled_attention_backward, loss_scale,
-        arrived,
+        local_noise, rows_of, padding_of, local_experts, cached_attention, tiled_attention, tiled_attention_backward,
+        loss_scale, arrived,
     }
 )  # fmt: skip
 RANKED = COMMUNICATION | LOCAL | {wait}

@@ -256,8 +256,11 @@ def test_the_coarsest_dtype_says_how_much_may_differ() -> None:
 
 def test_rows_that_do_not_divide() -> None:
     check_divides(Mesh(dp=2), 2, 8)
-    with pytest.raises(InputError, match="QN106"):
-        check_divides(Mesh(dp=2), 2, 6)
+    check_divides(Mesh(dp=2), 2, 6)  # 3 rows of each rank, in microbatches of 2 and 1
+    check_divides(Mesh(dp=2), 1, 7)
+    for mesh, microbatches, rows in ((Mesh(dp=2), 2, 7), (Mesh(dp=2), 2, 2), (Mesh(dp=2), 1, 1), (Mesh(ep=2), 1, 7)):
+        with pytest.raises(InputError, match="QN106"):
+            check_divides(mesh, microbatches, rows)
 
 
 def test_a_runner_keeps_times_and_programs() -> None:

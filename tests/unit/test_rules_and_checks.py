@@ -20,9 +20,9 @@ from quintnet_compiler.ops.rules.node_factors import aligned, argument, chosen_d
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.user_derivatives import with_tangent
 from quintnet_compiler.passes.checks.derivatives import Derivatives, OperatorCall
-from quintnet_compiler.passes.checks.experts import travels
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
+from quintnet_compiler.passes.checks.token_dispatch import travels
 from quintnet_compiler.passes.strategies.expert_axes import check_experts, expert_parameters, travelling
 from quintnet_compiler.passes.strategies.rule_book import strategies
 

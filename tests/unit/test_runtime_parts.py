@@ -34,6 +34,7 @@ from quintnet_compiler.runtime.state.module_parameters import (
     whole_parameter,
 )
 from quintnet_compiler.runtime.state.same_values import EVERY, ValueDifference, due
+from quintnet_compiler.runtime.state.true_part import TruePart
 
 
 def test_how_bad_a_value_is() -> None:
@@ -156,7 +157,7 @@ def test_whole_parameters_offer_what_parts_do() -> None:
 
 
 def test_other_things_than_whole_tensors_are_stored_as_they_are() -> None:
-    part = StoredPart((4,), (), (), ())
+    part = StoredPart((4,), (), (), (), TruePart.of((4,), (), (), {}))
     assert part("text", None) == "text"  # type: ignore[arg-type]
     x = torch.ones(3)
     assert part(x, None) is x  # type: ignore[arg-type]

@@ -186,8 +186,8 @@ def test_what_generated_code_may_be() -> None:
 def test_invariants_name_the_node() -> None:
     made, nodes = linear(features=3)
     verify(made)
-    strategy = {node: (Strategy((I, I), (S(1),)),) for node in (nodes["w"], nodes["y"])}
-    with pytest.raises(CompileError, match=r"w of \(4, 3\) cannot be S\(1\)"):
+    strategy = {node: (Strategy((I, I), (S(1, 2),)),) for node in (nodes["w"], nodes["y"])}
+    with pytest.raises(CompileError, match=r"w of \(4, 3\) cannot be S\(1,2\)"):
         verify(ShardedProgram(made, (TP,), strategy))
     sharded = ShardedProgram(made, (), {})
     with pytest.raises(CompileError, match="sum_1 in stage 0 reads stage 1"):

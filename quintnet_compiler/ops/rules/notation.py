@@ -36,7 +36,8 @@ class Factors:
     largest of) what ranks have, so that its outputs are whole. ``joint``: pairs that one axis may split at once,
     because the operator brings together what belongs together; where the second is ``whole`` on its own, only once,
     from the outside, and before anything else splits one of them. ``dual``: pairs of positions (of inputs, then of
-    outputs) where the second is the gradient of the first, so that its type is the gradient's.
+    outputs) where the second is the gradient of the first, so that its type is the gradient's. ``even``: factors of
+    which a further axis must give all ranks as much (a run of what an axis before it has split).
     """
 
     inputs: tuple[Dims, ...]
@@ -49,6 +50,7 @@ class Factors:
     settled: frozenset[str] = frozenset()
     joint: frozenset[tuple[str, str]] = frozenset()
     dual: tuple[tuple[int, int], ...] = ()
+    even: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, *self.outputs):

@@ -223,7 +223,7 @@ class LocalBackend(WholeState):
                 if one.store is not None and name in one.store.settled and key not in parts:
                     parts[key] = one.store.settled[name]
             kinds = tuple(program.state[name].sharding[i] for i, _ in space)
-            whole.copy_(slices.assemble(parts, kinds, [axis.size for _, axis in space]))
+            whole.copy_(slices.assemble(parts, kinds, [axis.size for _, axis in space], program.state[name].shape))
 
 
 @dataclass(frozen=True)

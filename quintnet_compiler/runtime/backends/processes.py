@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 
 from ...compat.distributed import local_tensor, numbers_by, replace_local_tensor
 from ...compat.torch_hooks import share_hooks
-from ...core import slices
 from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
 from ...core.mesh import Mesh
@@ -32,6 +31,7 @@ from ..state.local_values import StageGradient, StoredPart, whole_number
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.same_values import SameValues
 from ..state.state import new_caches, part_of, sharded_dtensor
+from ..state.true_part import TruePart
 from ..transport.connections import connections_of
 from ..transport.distributed import DistributedTransport, device_mesh, gradient_groups
 from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
@@ -77,7 +77,8 @@ class ProcessBackend:
         self.slots, self.specs, self.axes = slots, program.state, program.axes
         self.mine = set(self._owned(program))
         self.placed = frozenset(() if slots is None else slots.names)
-        self.state: dict[str, Tensor] = {}
+        self.state: dict[str, Tensor] = {}  # this rank's parts, without padding
+        self.padded: dict[str, Tensor] = {}  # what programs read, where a part has padding
         self.buffers: dict[str, Tensor] = {}  # the module's own, which are whole on every rank
         self.parameters: dict[str, nn.Parameter] = {}
         self._take_all(tensors)
@@ -105,7 +106,7 @@ class ProcessBackend:
             return self.state[name]
         trainable = x.requires_grad if isinstance(x, nn.Parameter) else spec.trainable
         if name in self.mine:
-            self.state[name] = _kept(x.detach(), spec, self.axes, self.place, self.device)
+            self.state[name] = self._kept(x.detach(), spec)
             part: Tensor = sharded_dtensor(self.state[name], spec, self.axes, self.stage_mesh)
         else:
             part = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
@@ -120,13 +121,24 @@ class ProcessBackend:
         self.parameters[name] = found
         return found
 
+    def _kept(self, x: Tensor, spec: StateSpec) -> Tensor:
+        """This rank's part of a parameter, where there is room for its padding."""
+        kept = _kept(x, spec, self.axes, self.place, self.device)
+        mine = self._true_part(spec).of_padded(kept)
+        if mine.shape != kept.shape:
+            self.padded[spec.name] = kept
+        return mine
+
+    def _true_part(self, spec: StateSpec) -> TruePart:
+        return TruePart.of(spec.shape, spec.sharding, self.axes, self.place)
+
     def cuts(self) -> dict[str, StoredPart]:
         """Which part of each parameter this rank has."""
         sizes = tuple(axis.size for axis in self.axes)
         places = tuple(self.place.get(axis.name, 0) for axis in self.axes)
         return {
-            name: StoredPart(self.specs[name].shape, self.specs[name].sharding, sizes, places)
-            for name in self.parameters
+            name: StoredPart(spec.shape, spec.sharding, sizes, places, self._true_part(spec))
+            for name, spec in ((name, self.specs[name]) for name in self.parameters)
         }
 
     def _follow_module(self) -> None:
@@ -172,7 +184,7 @@ class ProcessBackend:
             part_of(x, spec.sharding, axes, place).to(self.device)
             for x, spec in zip(inputs, program.inputs, strict=True)
         ]
-        state = {**self.state, **(caches or {}).get(self.transport.rank, {})}
+        state = {**self.state, **self.padded, **(caches or {}).get(self.transport.rank, {})}
         with torch.no_grad(), running_on(self.device):
             old = ready.handover.take() if how.train else None
             if how.train:
@@ -245,11 +257,9 @@ class ProcessBackend:
     def parts(
         self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)
     ) -> Iterator[tuple[StateSpec, Tensor, list[Tensor]]]:
-        sizes = [axis.size for axis in program.axes]
-        places = [self.place.get(axis.name, 0) for axis in program.axes]
         for spec in program.state.values():
             if spec.kind in kinds and spec.name in self.state:
-                yield spec, self.state[spec.name], slices.positions(spec.shape, spec.sharding, sizes, places)
+                yield spec, self.state[spec.name], list(self._true_part(spec).positions)
 
     def wholes(self, program: DistributedProgram, names: Sequence[str]) -> Iterator[tuple[str, Tensor | None]]:
         for name in names:
@@ -323,7 +333,8 @@ class ProcessBackend:
         settled = store.settled if store else {}
         parameters = [self.parameters[name] for name in settled]
         gradients = [
-            sharded_dtensor(x, program.state[name], program.axes, self.stage_mesh) for name, x in settled.items()
+            sharded_dtensor(self._true_part(spec).of_padded(x), spec, program.axes, self.stage_mesh)
+            for x, spec in ((x, program.state[name]) for name, x in settled.items())
         ]
         if self.mesh["pp"] > 1:
             for gradient in gradients:

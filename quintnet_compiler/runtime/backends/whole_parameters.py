@@ -12,8 +12,10 @@ from torch.distributed.tensor import DTensor
 from ...core import slices
 from ...core.errors import RunError
 from ...core.mesh import Mesh
+from ...core.sharding import local_shape
 from ...ir.program import Axis, StateSpec
 from ..state.module_parameters import local_of
+from ..state.true_part import with_padding, without_padding
 from ..state.whole_optimizer import Pairs
 from ..transport.distributed import DistributedTransport
 from ..transport.transport import Pending
@@ -94,7 +96,7 @@ class OneOwnerEach:
         for p, whole in pairs:
             if p.grad is not None:
                 spec, part = self.specs[id(p)], local_of(p)
-                into = torch.empty_like(part, memory_format=torch.contiguous_format)
+                into = part.new_empty(local_shape(spec.shape, spec.sharding, self.sizes))
                 parts = None
                 if not whole.is_meta:
                     cut = [slices.take_all(whole, spec.sharding, self.sizes, place) for place in self.places]
@@ -102,7 +104,8 @@ class OneOwnerEach:
                 waits.append(self.transport.scatter_parts(parts, into, self.ranks, self.owners[id(p)]))
         for p, _ in pairs:
             if p.grad is not None:
-                local_of(p).copy_(waits.pop(0)())
+                into = waits.pop(0)()
+                local_of(p).copy_(without_padding(into, local_of(p).shape))
 
     def _take(self, pairs: Pairs) -> None:
         waits = [self._gather(p, local_of(p)) for p, _ in pairs]
@@ -113,14 +116,16 @@ class OneOwnerEach:
 
     def _gather(self, p: nn.Parameter, part: Tensor) -> Pending:
         """What the ranks have of a tensor like ``p``, whole on the one that owns it."""
-        wait = self.transport.gather_parts(part.detach().contiguous(), self.ranks, self.owners[id(p)])
+        spec = self.specs[id(p)]
+        mine = with_padding(part.detach(), local_shape(spec.shape, spec.sharding, self.sizes)).contiguous()
+        wait = self.transport.gather_parts(mine, self.ranks, self.owners[id(p)])
 
         def whole() -> Tensor | None:
             parts = wait()
             if parts is None:
                 return None
-            joined = slices.assemble(dict(zip(self.places, parts, strict=True)), self.specs[id(p)].sharding, self.sizes)
-            return joined.contiguous()
+            found = dict(zip(self.places, parts, strict=True))
+            return slices.assemble(found, spec.sharding, self.sizes, spec.shape).contiguous()
 
         return whole
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -122,7 +121,9 @@ class Comm:
 
     def local_experts(self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
         """``ids`` counted from this rank's first expert; -1 for those of others."""
-        local, outside = self._rows(ids, experts // math.prod(sizes), axes, sizes)
+        for size in sizes:
+            experts = -(-experts // size)
+        local, outside = self._rows(ids, experts, axes, sizes)
         return local.masked_fill(outside, -1)
 
     def nll_terms(self, logits: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
@@ -162,12 +163,34 @@ class Comm:
         return local.masked_fill_(outside, 0), outside
 
     def rows_of(
-        self, x: Tensor, dim: int, whole: int, axes: Sequence[str], sizes: Sequence[int], parts: Sequence[int], at: int
+        self,
+        x: Tensor,
+        dim: int,
+        whole: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        parts: Sequence[int],
+        units: Sequence[int],
+        at: int,
     ) -> Tensor:
         """The global positions of this rank's part of a dim."""
-        kinds = tuple(Shard(0, count) for count in parts)
+        return self._positions([whole], axes, sizes, [0] * len(axes), parts, units, x.device)[0]
+
+    def padding_of(
+        self,
+        size: int,
+        whole: int,
+        axes: Sequence[str],
+        sizes: Sequence[int],
+        parts: Sequence[int],
+        units: Sequence[int],
+        device: torch.device,
+        at: int,
+    ) -> Tensor:
+        """Where this rank's part of a dim is padding."""
+        kinds = tuple(Shard(0, count, unit) for count, unit in zip(parts, units, strict=True))
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        return slices.positions([whole], kinds, sizes, places, x.device)[0]
+        return slices.positions([whole], kinds, sizes, places, device)[0] < 0
 
     def ring_attention(
         self, q: Tensor, axis: str, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None, *how: Any
@@ -299,10 +322,11 @@ class Comm:
         sizes: Sequence[int],
         dims: Sequence[int],
         parts: Sequence[int],
+        units: Sequence[int],
         at: int,
     ) -> Tensor:
         """Which elements of ``x``, a part of a value of shape ``whole``, a dropout keeps: the same on every layout."""
-        positions = self._positions(whole, axes, sizes, dims, parts, x.device)
+        positions = self._positions(whole, axes, sizes, dims, parts, units, x.device)
         return keep_mask(positions, whole, p, Key(self.seed, self.step, op))
 
     def local_noise(
@@ -317,10 +341,11 @@ class Comm:
         sizes: Sequence[int],
         dims: Sequence[int],
         parts: Sequence[int],
+        units: Sequence[int],
         at: int,
     ) -> Tensor:
         """This rank's part of random numbers of shape ``whole``: the same on every layout."""
-        positions = self._positions(whole, axes, sizes, dims, parts, device)
+        positions = self._positions(whole, axes, sizes, dims, parts, units, device)
         return DISTRIBUTIONS[kind](positions, whole, Key(self.seed, self.step, op), dtype)
 
     def _positions(
@@ -330,9 +355,12 @@ class Comm:
         sizes: Sequence[int],
         dims: Sequence[int],
         parts: Sequence[int],
+        units: Sequence[int],
         device: torch.device,
     ) -> list[Tensor]:
-        """The global positions, by dim, of this rank's part of a value of shape ``whole``."""
-        kinds = tuple(Shard(dim, count) for dim, count in zip(dims, parts, strict=True))
+        """The global positions, by dim, of this rank's part of a value of shape ``whole``. What is computed of padding
+        nobody reads: it may be that of any position."""
+        kinds = tuple(Shard(dim, count, unit) for dim, count, unit in zip(dims, parts, units, strict=True))
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        return slices.positions(whole, kinds, sizes, places, device)
+        found = slices.positions(whole, kinds, sizes, places, device)
+        return [x.clamp_(min=0) for x in found]

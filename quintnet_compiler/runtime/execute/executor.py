@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...core import slices
-from ...core.sharding import P, Shard
-from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram
+from ...core.sharding import P, Shard, local_shape
+from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram, ValueSpec
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
 from ..state.gradients import GradientStore
@@ -321,7 +321,7 @@ class Executor:
         found = self.results.get(position)
         mesh = self.program.mesh
         owner = next(s.index for s in self.program.stages if position in s.results)
-        local = self._joined(spec.sharding, self._over_time(position, spec.sharding, found)) if found else None
+        local = self._joined(spec, self._over_time(position, spec, found)) if found else None
         screened = position == 0 and self.gradients is not None
         if spec.shape == () and (screened or P in spec.sharding):
             return self._sum_of_scalars(spec.sharding, local, spec.dtype, screened=screened)
@@ -333,19 +333,27 @@ class Executor:
             local = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         return self.transport.broadcast(local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, spec.path)
 
-    def _joined(self, sharding: Sequence[Any], x: Tensor) -> Tensor:
+    def _joined(self, spec: ValueSpec, x: Tensor) -> Tensor:
         """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""
-        for axis, kind in reversed(list(zip(self.program.axes, sharding, strict=True))):
+        for position, (axis, kind) in reversed(list(enumerate(zip(self.program.axes, spec.sharding, strict=True)))):
             if isinstance(kind, Shard) and axis.role != "time":
                 x = self.transport.run("all_gather", x, axis.name, kind.dim, kind.parts, len(self.program.sites) - 1)
+                x = self._without_padding(spec, position, kind, x)
         return x
 
-    def _over_time(self, position: int, sharding: Sequence[Any], found: list[Tensor]) -> Tensor:
-        kind = next((k for axis, k in zip(self.program.axes, sharding, strict=True) if axis.role == "time"), None)
+    def _without_padding(self, spec: ValueSpec, position: int, kind: Shard, x: Tensor) -> Tensor:
+        """What the axis at ``position`` has split, after it was joined."""
+        ranks = [axis.size for axis in self.program.axes[:position]]
+        size = local_shape(spec.shape, spec.sharding[:position], ranks)[kind.dim]
+        return slices.trimmed(x, kind.dim, kind.parts, size)
+
+    def _over_time(self, position: int, spec: ValueSpec, found: list[Tensor]) -> Tensor:
+        roles = [axis.role for axis in self.program.axes]
+        kind = spec.sharding[roles.index("time")] if "time" in roles else None
         if position == 0 and self.program.batches > 1:  # each batch gives a term of the step's loss
             kind = P
         if isinstance(kind, Shard):
-            return slices.join(found, kind.dim, kind.parts)
+            return self._without_padding(spec, roles.index("time"), kind, slices.join(found, kind.dim, kind.parts))
         if kind is P:
             total = found[0]
             for term in found[1:]:

@@ -16,6 +16,7 @@ from ...compat.torch import foreach_norm, plain_function
 from ...core import slices
 from ...core.errors import RunError
 from ...core.sharding import Sharding
+from .true_part import TruePart
 
 
 class StageGradient(DTensor):
@@ -70,11 +71,12 @@ class StoredPart:
     sharding: Sharding
     sizes: tuple[int, ...]
     places: tuple[int, ...]
+    true: TruePart
 
     def __call__(self, x: Any, like: DTensor) -> Any:
         """A whole tensor's part; anything else as it is."""
         if not isinstance(x, Tensor) or isinstance(x, DTensor) or tuple(x.shape) != self.shape:
             return x
-        part = slices.take_all(x.detach(), self.sharding, self.sizes, self.places).to(like.device)
+        part = self.true.of_padded(slices.take_all(x.detach(), self.sharding, self.sizes, self.places)).to(like.device)
         shape, stride = torch.Size(self.shape), like.stride()
         return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)

@@ -50,7 +50,7 @@ def placements(spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> tuple
 
 
 def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> DTensor:
-    """This rank's part of a parameter or gradient as a DTensor over the ranks of its stage."""
+    """This rank's part of a parameter or gradient, without padding, as a DTensor over the ranks of its stage."""
     stride = torch.empty(spec.shape, device="meta").stride()
     found: DTensor = DTensor.from_local(
         local, mesh, placements(spec, axes, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
