@@ -76,7 +76,9 @@ class Programs:
         if fits is not None and (made := fits[0].get(fits[1])) is not None:
             self.captured[kind] = fits[0].captured
             return made
-        check_divides(self.task.mesh, self.task.plan.microbatches if kind == "train" else 1, size)
+        plan = self.task.plan
+        even = plan.batch_statistics == "microbatch"  # each microbatch is a batch of its own
+        check_divides(self.task.mesh, plan.microbatches if kind == "train" else 1, size, even=even)
         if self._primary is None:
             self._lead(batch, size) if kind == self.task.primary_kind else self._lead_for(kind, batch, size)
             if kind == self.task.primary_kind:
@@ -232,13 +234,13 @@ class Programs:
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
 
-def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
+def check_divides(mesh: Mesh, microbatches: int, rows: int, *, even: bool = False) -> None:
     """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches: it need
-    not divide over the last of these axes, where some have fewer rows, but over those before."""
+    not divide over the last of these axes, where some have fewer rows, but over those before. ``even``: over all."""
     ways = mesh.data_ways * microbatches
     *before, _ = [size for size in (mesh["dp"], mesh["ep"], microbatches) if size > 1] or [1]
     share, left = divmod(rows, math.prod(before))
-    if rows % ways and (left or share < 2 or mesh["ep"] > 1):
+    if rows % ways and (even or left or share < 2 or mesh["ep"] > 1):
         near = max(ways, rows // ways * ways)
         split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
         split += f" x {microbatches} microbatches" if microbatches > 1 else ""
