@@ -32,6 +32,16 @@ _EXACT = frozenset(
         aten.nll_loss2d_forward.default,
     }
 )  # fmt: skip
+_REFUSING = (
+    "linalg_",
+    "cholesky",
+    "lu_",
+    "ormqr",
+    "geqrf",
+    "ctc_loss",
+    "binary_cross_entropy",
+    "triangular",
+)  # raise for some values
 _NORMS = frozenset({aten.layer_norm.default, aten.group_norm.default, aten.instance_norm.default})
 _DIVISIONS = frozenset(
     {aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor, aten.div.Tensor_mode, aten.gcd.default}
@@ -202,8 +212,10 @@ def ways(factors: Factors, name: str, cuts: Mapping[str, Iterable[int]], ranks: 
 
 def may_pad(node: fx.Node) -> bool:
     """Whether an operator may see what is no part of the model's tensors: not what a user's backward computes, nor
-    whole numbers that it divides by, nor rows that it counts or whose variance it divides by."""
-    if node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
+    whole numbers that it divides by, nor rows that it counts or whose variance it divides by,
+    nor values that it raises for (a singular matrix)."""
+    name = str(node.target).removeprefix("aten.").lstrip("_")
+    if name.startswith(_REFUSING) or node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
         return False
     return node.target not in _DIVISIONS or any(map(is_float, values(node)))
 
