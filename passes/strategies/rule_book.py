@@ -222,8 +222,10 @@ def may_pad(node: fx.Node) -> bool:
 
 def part_of(factors: Factors, name: str, cut: int, unit: int, ranks: int) -> float:
     """Of a factor that ranks split, what each holds: its own share, or a full chunk."""
+    if not unit:
+        return 1 / ranks
     size = factors.sizes[name]
-    return Shard(0, cut, unit or 1).padded(size, ranks) / ranks / size
+    return Shard(0, cut, unit).padded(size, ranks) / ranks / size
 
 
 def _label(name: str, cut: int, unit: int) -> str:
