@@ -3,7 +3,7 @@
 The templates of :mod:`..autodiff.vector_jacobian` say what an operator's backward looks like; this file trusts none.
 The first time that a program has a template, it is evaluated on drawn values beside autograd of the eager operator,
 with the dtypes and memory formats that the program's values and gradients have. Large operands are made smaller, in
-proportion. Operators that depend on a rank have no eager counterpart; their few transposes are written down here.
+proportion, and so are indices and sizes among the arguments; an operator that does not run so keeps its sizes. Operators that depend on a rank have no eager counterpart; their few transposes are written down here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from ..autodiff.vector_jacobian import VectorJacobian
 from .device_kernels import on_cpu
 
 MOST = 1 << 13  # elements of all operands together: more are made fewer
+MOST_AS_THEY_ARE = 1 << 22  # where they cannot be made fewer
 SMALL = 8  # sizes up to this one stay
+INVALID = (RuntimeError, IndexError, ValueError, TypeError)  # what operators raise for arguments that do not fit
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of what is largest; 5e-2 for dtypes of 16 bits
 
 
@@ -89,11 +91,20 @@ class Derivatives:
             _check_ranked(call, made)
         elif all(t is None for t in call.tangents) or _random(call):
             return made
-        elif _elements(call) <= MOST:
+        elif not self._check_smaller(call) and _elements(call) <= MOST_AS_THEY_ARE:
             _check_numbers(call, made)
-        elif (small := _smaller(call, self.scratch.mode)) is not None:
-            _check_numbers(small, self._pattern(small))
         return made
+
+    def _check_smaller(self, call: OperatorCall) -> bool:
+        """Whether a large ``call`` was checked as a smaller one."""
+        small = _smaller(call, self.scratch.mode) if _elements(call) > MOST else None
+        if small is None:
+            return False
+        try:
+            pattern = self._pattern(small)
+        except INVALID:
+            return False  # the call itself was traced: its arguments do not fit the smaller operands
+        return _check_numbers(small, pattern)
 
     def _pattern(self, call: OperatorCall) -> Pattern:
         stands: list[fx.Node] = []
@@ -180,8 +191,8 @@ _RANKED: Mapping[Any, Callable[[Any, Pattern], dict[int, tuple[Any, Any]]]] = Ma
 # -- numbers
 
 
-def _check_numbers(call: OperatorCall, pattern: Pattern) -> None:
-    """Compare the pattern with autograd of the operator itself, where this process can run that."""
+def _check_numbers(call: OperatorCall, pattern: Pattern) -> bool:
+    """Compare the pattern with autograd of the operator itself; False if this process cannot run that."""
     for positive in (False, True):  # some operators are only defined there
         generator = torch.Generator().manual_seed(len(call.operands))
         bound = min([n for x in call.operands for n in x.shape if n] or [1])
@@ -192,8 +203,8 @@ def _check_numbers(call: OperatorCall, pattern: Pattern) -> None:
         arrives = [None if t is None else _drawn(t, generator, bound, False) for t in call.tangents]
         try:
             expected = _eager(call, draw, arrives)
-        except (RuntimeError, IndexError, ValueError, TypeError):
-            return  # no kernel here, or the drawn operands are none of its own
+        except INVALID:
+            return False  # no kernel here, or the drawn operands are none of its own
         if all(x is None or bool(x.isfinite().all()) for x in expected):
             break
     places = zip(pattern.inputs, draw, strict=True)
@@ -202,8 +213,8 @@ def _check_numbers(call: OperatorCall, pattern: Pattern) -> None:
         with torch.inference_mode(False), torch.no_grad():
             found = [None if n is None else _run(n, env) for n in (*pattern.outputs, *pattern.gradients)]
     except NotImplementedError:
-        return  # what it is traced to runs on another kind of device
-    except RuntimeError as error:
+        return False  # what it is traced to runs on another kind of device
+    except INVALID as error:
         raise _wrong(call, f"it does not run: {error}") from error
     for position, (have, want) in enumerate(zip(found, expected, strict=True)):
         worst = _difference(have, want)
@@ -211,6 +222,7 @@ def _check_numbers(call: OperatorCall, pattern: Pattern) -> None:
             count = len(pattern.outputs)
             what = f"output {position}" if position < count else f"gradient {position - count}"
             raise _wrong(call, f"{what} is off by {worst:.1e} of its largest value")
+    return True
 
 
 def _eager(call: OperatorCall, draw: Sequence[Tensor], arrives: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -328,25 +340,12 @@ def _strides(like: Tensor, sizes: Sequence[int]) -> list[int]:
 
 
 def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
-    """The same call of operands of few elements: sizes that are multiples, products or sums of others stay so. None if
-    the operator does not take them."""
-    shapes = [tuple(x.shape) for x in (*call.operands, *call.tangents) if x is not None]
-    runs = [shape[i:j] for shape in shapes for i in range(len(shape)) for j in range(i + 2, len(shape) + 1)]
-    products = {math.prod(run): run for run in runs}
-    sums = {sum(parts): parts for parts in _lists(call.given)}
-    sizes: dict[int, int] = {}
-    for size in sorted({n for shape in shapes for n in (*shape, *products) if n > SMALL}):
-        run = products.get(size, ())
-        fraction = next((n for n in sorted(sizes, reverse=True) if size % n == 0 and size // n <= SMALL), None)
-        if size in sums:
-            sizes[size] = sum(sizes.get(n, n) for n in sums[size])
-        elif run and max(run) < size:
-            sizes[size] = math.prod(sizes.get(n, n) for n in run)
-        else:
-            sizes[size] = sizes[fraction] * (size // fraction) if fraction else SMALL + 2 * (1 + len(sizes))
+    """The same call of operands of few elements, with its indices and sizes made smaller too. None if the operator does
+    not take them, or if nothing would be left of an output."""
+    sizes = _sizes(call)
 
     def literal(x: Any) -> Any:
-        return sizes.get(x, x) if type(x) is int else x
+        return (sizes.get(x, x) if x >= 0 else -sizes.get(-x, -x)) if type(x) is int else x
 
     def fake(like: Tensor, size: Sequence[int]) -> Tensor:
         return torch.empty_strided(size, _strides(like, size), dtype=like.dtype, device=like.device)
@@ -358,11 +357,57 @@ def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
         filled, named = new.filled(operands)
         try:
             made = call_fake(call.target, filled, named)
-        except (RuntimeError, IndexError, ValueError, TypeError):
+        except INVALID:
             return None
         outs = made if isinstance(made, (tuple, list)) else (made,)
-        tangents = [None if t is None else fake(t, o.shape) for t, o in zip(call.tangents, outs, strict=True)]
+        if len(outs) != len(call.tangents):
+            return None
+        pairs = list(zip(call.tangents, outs, strict=True))
+        if any(t is not None and t.numel() and not o.numel() for t, o in pairs):
+            return None
+        tangents = [None if t is None else fake(t, o.shape) for t, o in pairs]
     return replace(new, operands=tuple(operands), tangents=tuple(tangents))
+
+
+def _sizes(call: OperatorCall) -> dict[int, int]:
+    """Smaller numbers for the sizes of a call and the numbers among its arguments. Multiples, products and sums of
+    others stay so, and what is smaller than a number among the arguments, or larger, stays that where it can: an index
+    stays inside of its dim, and a slice inside of what it is cut from."""
+    shapes = [tuple(x.shape) for x in (*call.operands, *call.tangents) if x is not None]
+    runs = [shape[i:j] for shape in shapes for i in range(len(shape)) for j in range(i + 2, len(shape) + 1)]
+    products = {math.prod(run): run for run in runs}
+    sums = {sum(parts): parts for parts in _lists(call.given)}
+    real = {n for shape in shapes for n in shape}
+    largest = max(real, default=0)
+    literals = {n for x in _numbers(call.given) if 0 < (n := abs(x)) < largest}
+    made: dict[int, int] = {}
+
+    def less(n: int) -> int:
+        return made.get(n, n)
+
+    for size in sorted(n for n in real | literals | products.keys() if n > SMALL):
+        run = products.get(size, ())
+        fraction = next((n for n in sorted(made, reverse=True) if size % n == 0 and size // n <= SMALL), None)
+        part = next((n for n in sorted(literals) if size - n in real | literals), None)
+        if size in sums:
+            made[size] = sum(less(n) for n in sums[size])
+        elif run and max(run) < size:
+            made[size] = math.prod(less(n) for n in run)
+        elif part is not None:
+            made[size] = less(part) + less(size - part)
+        elif fraction:
+            made[size] = made[fraction] * (size // fraction)
+        else:
+            below = [made[n] for n in made if n in literals or (size in literals and n in real)]
+            made[size] = max(SMALL + 2 * (1 + len(made)), max(below, default=0) + 2)
+    return made
+
+
+def _numbers(given: Any) -> list[int]:
+    """The whole numbers among arguments."""
+    found: list[int] = []
+    map_aggregate(given, lambda x: found.append(x) if type(x) is int else None)
+    return found
 
 
 def _lists(given: Any) -> Iterator[list[int]]:

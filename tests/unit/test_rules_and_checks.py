@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,3 +157,57 @@ def test_the_derivative_of_a_large_split_is_proven(heads: int, halves: int) -> N
         joined.args = (list(reversed(joined.args[0])), *joined.args[1:])
     with pytest.raises(CompileError, match=r"the derivative of aten\.split_with_sizes\.default is wrong"):
         Derivatives(to, templates).pattern(call)
+
+
+LARGE = (64, 128, 16)
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "literals"),
+    [
+        (aten.select.int, [LARGE], (2, 10)),
+        (aten.select.int, [LARGE], (1, -100)),
+        (aten.select.int, [(4096, 4096)], (0, 4000)),
+        (aten.select_scatter.default, [LARGE, (64, 128)], (2, 10)),
+        (aten.select_scatter.default, [LARGE, (64, 128)], (2, -12)),
+        (aten.slice.Tensor, [LARGE], (1, 100, 110)),
+        (aten.slice.Tensor, [LARGE], (1, -100, 2**63 - 1)),
+        (aten.slice.Tensor, [LARGE], (1, 0, 2**63 - 1, 16)),
+        (aten.slice_scatter.default, [LARGE, (64, 10, 16)], (1, 100, 110)),
+        (aten.slice_scatter.default, [LARGE, (64, 8, 16)], (1, 120, 128)),
+        (aten.slice_scatter.default, [LARGE, (64, 28, 16)], (1, 100, 2**63 - 1)),
+        (aten.narrow.default, [LARGE], (1, 100, 28)),
+        (aten.split.Tensor, [LARGE], (20, 1)),
+        (aten.split_with_sizes.default, [LARGE], ([100, 20, 8], 1)),
+        (aten.unfold.default, [LARGE], (1, 100, 7)),
+        (aten.diagonal.default, [LARGE], (100, 0, 1)),
+        (aten.constant_pad_nd.default, [LARGE], ([0, 0, -100, 0],)),
+        (aten.kthvalue.default, [LARGE], (100, 1)),
+        (aten.avg_pool1d.default, [LARGE], ([12], [4])),
+        (aten.as_strided.default, [LARGE], ([64, 16], [2048, 1], 2032)),
+    ],
+    ids=lambda x: str(x).removeprefix("aten."),
+)
+def test_numbers_among_arguments_fit_the_smaller_operands(op: Any, shapes: Any, literals: Any) -> None:
+    """The derivative of a large call is proven, whatever index of a dim or size its arguments name."""
+    to, templates = builder(), dict[Any, Any]()
+    with to.mode:
+        operands = tuple(torch.empty(shape) for shape in shapes)
+        made = op(*operands, *literals)
+    outs = made if isinstance(made, (tuple, list)) else (made,)
+    arrives = tuple(torch.empty_like(out) if out.is_floating_point() else None for out in outs)
+    count, stands = len(operands), fx.Graph()
+    given = (*(stands.placeholder(f"x{i}") for i in range(count)), *literals), dict[str, Any]()
+    wanted = tuple(i for i, t in enumerate(arrives) if t is not None)
+    call = OperatorCall(op, given, operands, (True,) * count, tuple(range(count)), arrives, wanted)
+    Derivatives(to, templates).pattern(call)
+    for key, template in list(templates.items()):
+        negative = []
+        for gradient in template.gradients:
+            with template.graph.inserting_after(gradient):
+                negative.append(template.graph.call_function(aten.neg.default, (gradient,)))
+            negative[-1].meta = dict(gradient.meta)
+        templates[key] = replace(template, gradients=tuple(negative))
+    with pytest.raises(CompileError, match="gradient 0 is off"):
+        Derivatives(to, templates).pattern(call)
+
