@@ -94,3 +94,24 @@ class Summed(nn.Module):
 def test_parameters_that_share_a_gradient(axes: dict[str, int]) -> None:
     program = quintnet.compile(Summed(), quintnet.Mesh(**axes), (torch.randn(8, 8),), microbatches=2)
     assert program.verify().ok
+
+
+class Steps(nn.Module):
+    """A recurrence that writes each of 16 positions: the check of a derivative uses operands of fewer positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).transpose(1, 2).clone()
+        for t in range(9, 13):
+            h[..., t] = h[..., t - 1].clone() * 0.5 + h[..., t].clone().sin()
+        return self.last(h.transpose(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}], ids=str)
+def test_writes_into_positions_by_number(axes: dict[str, int]) -> None:
+    x = torch.randn(64, 16, 32, dtype=torch.float64)
+    report = quintnet.compile(Steps().double(), quintnet.Mesh(**axes), (x,)).verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)

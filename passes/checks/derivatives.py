@@ -3,7 +3,8 @@
 The templates of :mod:`..autodiff.vector_jacobian` say what an operator's backward looks like; this file trusts none.
 The first time that a program has a template, it is evaluated on drawn values beside autograd of the eager operator,
 with the dtypes and memory formats that the program's values and gradients have. Large operands are made smaller, in
-proportion, and so are indices and sizes among the arguments; an operator that does not run so keeps its sizes. Operators that depend on a rank have no eager counterpart; their few transposes are written down here.
+proportion, and so are indices and sizes among the arguments; where an operator does not take them, they stay. Operators
+that depend on a rank have no eager counterpart; their few transposes are written down here.
 """
 
 from __future__ import annotations

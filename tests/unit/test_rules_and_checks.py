@@ -210,4 +210,3 @@ def test_numbers_among_arguments_fit_the_smaller_operands(op: Any, shapes: Any, 
         templates[key] = replace(template, gradients=tuple(negative))
     with pytest.raises(CompileError, match="gradient 0 is off"):
         Derivatives(to, templates).pattern(call)
-
