@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from ..compat.torch import FakeTensorMode, schema_or_none
 from ..core.absent_gpu import call_fake
@@ -56,8 +57,7 @@ class GraphBuilder:
         """
         if target is operator.getitem:
             return self.getitem(args[0], args[1])
-        if (device := kwargs.get("device")) is not None:  # every rank runs the same code, on its own device
-            kwargs["device"] = torch.device(torch.device(device).type)
+        args, kwargs = map_aggregate((args, kwargs), _of_any_rank)
         key = (target, repr((args, kwargs)), self.scope, self.backward)
         if self.scope is not None and key in self.shared:
             return self.shared[key]
@@ -131,3 +131,8 @@ def _part_name(source: fx.Node, index: int) -> str | None:
 
 def _look(x: Tensor) -> Hashable:
     return tuple(x.shape), x.stride(), x.dtype, x.device
+
+
+def _of_any_rank(x: Any) -> Any:
+    """An argument in code that every rank runs, each on its own device: a device without an index."""
+    return torch.device(x.type) if isinstance(x, torch.device) else x

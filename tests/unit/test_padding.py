@@ -176,3 +176,9 @@ def test_an_operator_that_works_on_each_index_alone_mixes_nothing() -> None:
     broadcast = mixed(ratio, factors[ratio], [rows], [TP])
     assert broadcast.ones == (frozenset(), frozenset({0})) and broadcast.outputs == (frozenset({0}),)
     assert P not in rows.outputs
+
+
+def test_code_names_no_device_by_its_number() -> None:
+    """Wherever an operator takes a device: all ranks of a node run one program."""
+    node = builder().call(padding_of, 3, 5, ["tp"], [2], [1], [1], torch.device("cpu", 0))
+    assert node.args[-1] == torch.device("cpu") and node.args[-1].index is None
