@@ -497,6 +497,7 @@ def _lookups() -> list[Sample]:
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), None, False),
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), f(4, 6), False),
         call(expert_linear, f(8, 4), ints(2, 8), f(4, 4, 6), f(4, 6), True),  # experts that nobody chose
+        call(expert_linear, f(7, 4), ints(6, 7), f(5, 6, 4), f(5, 6), False),  # a row of no expert
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), None, 0, -100),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const(6), 0, 2),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const_pos(6), 1, 2),

@@ -139,26 +139,77 @@ def test_the_loss_that_balances_experts_has_global_statistics(axes: dict[str, in
     assert error.value.code == "QN104" and "microbatches=1" in str(error.value)
 
 
-def _process() -> tuple[float, Tensor, Tensor]:
+def _process(axes: dict[str, int]) -> tuple[float, Tensor, Tensor]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    program = quintnet.compile(Mixture(skew=5.0).double(), quintnet.Mesh(dp=2, ep=2), _batch(), microbatches=2)
-    loss = program.step(_batch()).item()
+    program = quintnet.compile(
+        Mixture(skew=5.0).double(), quintnet.Mesh(**axes), _batch(24), microbatches=2, zero=2 if axes["dp"] > 1 else 0
+    )
+    loss = program.step(_batch(24)).item()
     gradients = {name: p.grad.full_tensor() for name, p in program.named_parameters()}  # type: ignore[union-attr]
     return loss, gradients["up"], gradients["router.weight"]
 
 
-def test_processes_exchange_rows() -> None:
-    expected = _process()
-    for loss, up, router in quintnet.launch(_process, 4, timeout=120):
+@pytest.mark.parametrize(
+    "axes",
+    [{"dp": 1, "ep": 3}, *(pytest.param({"dp": 2, "ep": n}, marks=pytest.mark.slow) for n in (2, 3))],
+    ids=str,
+)
+def test_processes_exchange_rows(axes: dict[str, int]) -> None:
+    expected = _process(axes)
+    for loss, up, router in quintnet.launch(_process, axes["dp"] * axes["ep"], (axes,), timeout=120):
         assert loss == pytest.approx(expected[0], rel=1e-12)
         assert torch.allclose(up, expected[1], atol=1e-14) and torch.allclose(router, expected[2], atol=1e-14)
 
 
-def test_experts_that_do_not_divide() -> None:
-    with pytest.raises(quintnet.CompileError, match=r"4 experts .* cannot be spread over ep=3") as error:
-        quintnet.compile(Mixture().double(), quintnet.Mesh(ep=3), _batch(12))
-    assert error.value.code == "QN203"
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    ("axes", "rows", "options"),
+    [
+        ({"ep": 3}, 12, {}),  # 2, 2 and no experts
+        ({"ep": 3}, 11, {"zero": 1}),
+        ({"dp": 2, "ep": 3}, 6, {"microbatches": 1, "zero": 3}),
+        ({"ep": 3, "tp": 2}, 12, {"microbatches": 2, "recompute": "full"}),
+        ({"dp": 3}, 9, {"experts": ["dp"], "zero": 2}),
+        ({"ep": 3, "pp": 2}, 12, {"microbatches": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("skew", [0.0, 10.0])
+def test_experts_that_do_not_divide(axes: dict[str, int], rows: int, options: dict[str, Any], skew: float) -> None:
+    program = quintnet.compile(Mixture(skew).double(), quintnet.Mesh(**axes), _batch(rows), **options)
+    report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)
+
+
+def test_ranks_have_whole_chunks_of_experts_and_send_what_is_routed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 experts over 3 ranks each has room for 2; rows travel to the experts that there are, and no others."""
+    counts: list[Tensor] = []
+    plan = Router.dispatch_plan
+
+    def spy(self: Router, *args: Any) -> tuple[Tensor, Tensor]:
+        found = plan(self, *args)
+        if not found[0].is_meta:
+            counts.append(found[1])
+        return found
+
+    monkeypatch.setattr(Router, "dispatch_plan", spy)
+    program = quintnet.compile(Mixture().double(), quintnet.Mesh(ep=3), _batch(12))
+    nodes = program.ranks[0].stages[0].forward.module.graph.nodes
+    shapes = {n.name: tuple(n.meta["val"].shape) for n in nodes if n.op == "placeholder" and "val" in n.meta}
+    assert shapes["p_model_up"] == (2, 32, 16) and shapes["p_model_up_bias"] == (2, 32)
+    program.step(_batch(12))
+    sent = sum(found[0] for found in counts)
+    assert [tuple(found.shape) for found in counts] == [(2, 3, 3)] * 3
+    assert sent.sum() == 24 and not sent[2].any() and not sent[:, 2].any()  # type: ignore[index]
+
+
+def test_experts_that_an_axis_has_split_must_divide() -> None:
+    with pytest.raises(quintnet.CompileError, match="4 experts cannot be spread over ep=2: what is left") as error:
+        quintnet.compile(Mixture().double(), quintnet.Mesh(dp=3, ep=2), _batch(12), experts=["dp", "ep"])
+    assert error.value.code == "QN203" and quintnet.compile(
+        Mixture().double(), quintnet.Mesh(dp=3, ep=2), _batch(12), experts=["dp"]
+    )
 
 
 def test_axes_and_experts_that_are_not_there() -> None:

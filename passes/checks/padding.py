@@ -141,7 +141,7 @@ def without_fill(node: fx.Node) -> fx.Node:
 def check_padding(local: LocalProgram, rules: Rules) -> None:
     """Raises: CompileError QN209 with the operator that padding would reach."""
     sharded = local.staged.sharded
-    if not any(strategy.unit for strategies in sharded.strategies.values() for strategy in strategies):
+    if not any(strategy.uneven for strategies in sharded.strategies.values() for strategy in strategies):
         return
     factors = rules.factors(sharded.program.graph)
     known: dict[Value, Numbers] = {}

@@ -159,10 +159,10 @@ class Reading:
             return f"{', '.join(splits)} do not belong together"
         first, second = pairs[0]
         once = second in self.rule.whole
-        if splits[second] != (1, 0) or (once and (splits[first] != (1, 0) or self.touched & splits.keys())):
+        if splits[second][0] != 1 or (once and (splits[first][0] != 1 or self.touched & splits.keys())):
             return f"{first} and {second} can be split together once, from the outside"
-        if splits[first][1]:
-            return f"{first} does not divide"
+        if once and (splits[first][1] or splits[second][1]):
+            return f"{first} or {second} does not divide"
         both = [place for place in (*self.rule.inputs, *self.rule.outputs) if _has(place, [first])]
         if any(_has(place, [second]) for place in both):
             return f"an operand has {first} and {second}"

@@ -155,7 +155,10 @@ def wrong_way(
     if own != shape(weights[0])[0] or not (mine in here or (mine is ids and own == experts)):
         return f"{planned.name} is for other rows or experts"
     # what came with the rows counts those of no expert of this rank, too, where experts are split on another axis
-    elsewhere = shape(weights[0])[0] * math.prod(axis.size for axis, _ in way) != experts
+    held = experts
+    for axis, _ in way:
+        held = math.ceil(held / axis.size)
+    elsewhere = shape(weights[0])[0] != held
     if told is not None and (told is not counts or elsewhere):
         return f"{planned.name} takes the counts of other rows"
     return ""

@@ -147,7 +147,7 @@ class _CommunicationLowering:
             grad = needs_grad(node) and needs_grad(given)
             replacement[position] = self._converted(source, index, self.sharded.wanted(node, position), grad, stage)
         before, self.padding.stage = len(self.builder.made), stage
-        uneven = any(strategy.unit for strategy in self.sharded.strategies[node])
+        uneven = any(strategy.uneven for strategy in self.sharded.strategies[node])
         if uneven:
             replacement = self._filled(node, replacement)
         self.reads[node] = tuple(replacement.values())

@@ -76,8 +76,9 @@ def mixed(node: fx.Node, factors: Factors, chosen: Sequence[Strategy], axes: Seq
     broadcasts = factors.product is None and not factors.whole and not factors.additive
     made = [needs_grad(node) and is_float(x) for x in values(node)]
     for strategy, axis in zip(chosen, axes, strict=True):
-        name = strategy.factor[0] if strategy.unit else ""
-        if name and name not in factors.settled:  # by operators that look at their padding themselves
+        for name in (name for name, unit in strategy.units if unit):
+            if name in factors.settled:  # by operators that look at their padding themselves
+                continue
             read = [_dim(dims, name) for dims in factors.inputs]
             written = [_dim(dims, name) for dims in factors.outputs]
             every = None not in (*read, *written)

@@ -95,7 +95,7 @@ def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, .
         )
         known = program.produced(node)[position] == kind  # what is stored in more slices divides
         options = leaf_strategies(node, factors, cuts, axis.size)
-        made = [s for s in options if s.outputs == (kind,) and (known or not s.unit)]
+        made = [s for s in options if s.outputs == (kind,) and (known or not s.uneven)]
         if not made:
             left = local_shape(shape(node), kinds[:position], program.ranks[:position])
             named = program.program.leaves[node].name

@@ -45,16 +45,16 @@ def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[
     """The strategies in which each rank has rows of its own and experts of its own.
 
     Raises:
-        CompileError: QN203 if the experts do not divide.
+        CompileError: QN203 if the axes before it have split the experts, and what is left does not divide.
     """
     found = tuple(s for s in options if s.exchanges)
     if not found:
         raise CompileError(
             "QN203",
-            f"{shape(tensor_inputs(node)[2])[0]} experts (after the other axes) cannot be spread over "
-            f"{axis.name}={axis.size}",
+            f"{shape(tensor_inputs(node)[2])[0]} experts cannot be spread over {axis.name}={axis.size}: what is left "
+            "of them after the axes before it must divide",
             where=facts(node).where,
-            fix="use a size that divides their number",
+            fix="spread experts over one axis, or over sizes whose product divides their number",
         )
     return found
 

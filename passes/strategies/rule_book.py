@@ -124,7 +124,7 @@ def split_factor(factors: Factors, name: str, cut: int, ranks: int, unit: int = 
         joint=frozenset(
             pair
             for a, b in factors.joint
-            if b not in factors.whole or name not in (a, b)
+            if name not in (a, b) or (b not in factors.whole and padded == size)
             for pair in itertools.product(new if a == name else (a,), new if b == name else (b,))
         ),
     )
@@ -134,12 +134,11 @@ def refine(factors: Factors, strategy: Strategy, ranks: int) -> Factors:
     """What is left of ``factors`` for the next axis when this one runs ``strategy``."""
     if not strategy.splits:
         return factors
-    name, cut = strategy.factor
-    first, *second = name.split("+")
-    once = [one for other in second if other in factors.whole for one in (first, other)]
-    for other in second:  # of which an axis takes the outermost part
-        factors = split_factor(factors, other, 1, ranks)
-    factors = split_factor(factors, first, cut, ranks, strategy.unit or 1)
+    (first, unit), *second = strategy.units
+    once = [one for other, _ in second if other in factors.whole for one in (first, other)]
+    for other, runs in second:  # of which an axis takes the outermost part
+        factors = split_factor(factors, other, 1, ranks, runs or 1)
+    factors = split_factor(factors, first, strategy.factor[1], ranks, unit or 1)
     if not once:
         return factors
     return replace(factors, whole=factors.whole | {f"{one}i" for one in once})
@@ -208,6 +207,18 @@ def ways(factors: Factors, name: str, cuts: Mapping[str, Iterable[int]], ranks: 
         for many in [*inside, size]:
             if many > cut and many % cut == 0 and (many // cut) % ranks:
                 yield cut, size // many
+
+
+def _joint_ways(
+    factors: Factors, first: str, second: str, cuts: Mapping[str, Iterable[int]], ranks: int
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """How ``ranks`` may split two factors at once, of the second its outermost part. One that is whole on its own is
+    split evenly, and so is what goes with it."""
+    together = second in factors.whole
+    for one in ways(factors, first, {} if together else cuts, ranks):
+        for other in ways(factors, second, {}, ranks):
+            if not together or not (one[1] or other[1]):
+                yield one, other
 
 
 def may_pad(node: fx.Node) -> bool:
@@ -289,12 +300,12 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
                 ins.append(place(dims, name, cut, unit) or term)
             options.append(made(_label(name, cut, unit), ins, outs, part_of(factors, name, cut, unit, ranks)))
     for first, second in sorted(factors.joint):
-        for cut in sorted({1, *(() if second in factors.whole else cuts.get(first, ()))}):
-            if factors.sizes[first] % (cut * ranks) or factors.sizes[second] % ranks:
-                continue
-            ins = [place(d, first, cut) or place(d, second, 1) or R for d in factors.inputs]
-            outs = [place(d, first, cut) or place(d, second, 1) or P for d in factors.outputs]
-            options.append(made(f"split {first}+{second} {cut}", ins, outs, 1 / ranks))
+        for (cut, unit), (_, other) in _joint_ways(factors, first, second, cuts, ranks):
+            ins = [place(d, first, cut, unit) or place(d, second, 1, other) or R for d in factors.inputs]
+            outs = [place(d, first, cut, unit) or place(d, second, 1, other) or P for d in factors.outputs]
+            part = max(part_of(factors, first, cut, unit, ranks), part_of(factors, second, 1, other, ranks))
+            units = f" {unit}+{other}" if unit or other else ""
+            options.append(made(f"split {first}+{second} {cut}{units}", ins, outs, part))
     for group in factors.linear:
         ins = [P if i in group else R for i in range(count_in)]
         options.append(made(f"linear {group}", ins, [P] * count_out))

@@ -240,7 +240,7 @@ def check_divides(mesh: Mesh, microbatches: int, rows: int, *, even: bool = Fals
     ways = mesh.data_ways * microbatches
     *before, _ = [size for size in (mesh["dp"], mesh["ep"], microbatches) if size > 1] or [1]
     share, left = divmod(rows, math.prod(before))
-    if rows % ways and (even or left or share < 2 or mesh["ep"] > 1):
+    if rows % ways and (even or left or share < 2):
         near = max(ways, rows // ways * ways)
         split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
         split += f" x {microbatches} microbatches" if microbatches > 1 else ""

@@ -123,10 +123,18 @@ class Strategy:
         return name, int(cut)
 
     @property
-    def unit(self) -> int:
-        """Where the factor does not divide: how many of its indices stay together. 0 where it divides."""
-        unit = self.label.split()[3:] if self.splits else []
-        return int(unit[0]) if unit else 0
+    def units(self) -> tuple[tuple[str, int], ...]:
+        """Each factor that is split, and where it does not divide: how many of its indices stay together (else 0)."""
+        if not self.splits:
+            return ()
+        _, names, _, *units = self.label.split()
+        each = units[0].split("+") if units else ["0"] * (names.count("+") + 1)
+        return tuple(zip(names.split("+"), map(int, each), strict=True))
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks have padding of what is split."""
+        return any(unit for _, unit in self.units)
 
     @property
     def exchanges(self) -> bool:

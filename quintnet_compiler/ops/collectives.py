@@ -89,7 +89,7 @@ share = define_operator("share(Tensor x, str axis, int size) -> Tensor", _same)
 
 
 def _dispatch_plan_shapes(ids: Tensor, axis: str, size: int, experts: int, outer: int) -> tuple[Tensor, Tensor]:
-    counts = torch.empty([2, size, experts // (outer * size) + 1], dtype=torch.int64, device="cpu")
+    counts = torch.empty([2, size, -(-experts // (outer * size)) + 1], dtype=torch.int64, device="cpu")
     return ids.new_empty(ids.shape, dtype=torch.int64), counts
 
 

@@ -93,7 +93,7 @@ def test_experts_travel_where_rows_and_experts_are_both_split() -> None:
     assert travels([ep], [found[0]]) == [(ep, 1)]
     whole = Strategy((S(0), S(0), R), (S(0),), "split n 1")
     assert travels([ep, ep], [whole, found[0]]) == [(ep, 1)]
-    with pytest.raises(CompileError, match=r"4 experts .* cannot be spread over ep=3"):
+    with pytest.raises(CompileError, match="4 experts cannot be spread over ep=3"):
         travelling(node, (whole,), Axis("ep", 3, "data"))
     check_experts(graph, ["ep"])
     with pytest.raises(CompileError, match="the model has no expert_linear"):

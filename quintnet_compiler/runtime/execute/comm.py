@@ -120,11 +120,12 @@ class Comm:
         return found
 
     def local_experts(self, ids: Tensor, experts: int, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
-        """``ids`` counted from this rank's first expert; -1 for those of others."""
+        """``ids`` counted from this rank's first expert; -1 for those of others, and for what is no expert's."""
+        own = experts
         for size in sizes:
-            experts = -(-experts // size)
-        local, outside = self._rows(ids, experts, axes, sizes)
-        return local.masked_fill(outside, -1)
+            own = -(-own // size)
+        local, outside = self._rows(ids, own, axes, sizes)
+        return local.masked_fill(outside | (ids >= experts), -1)
 
     def nll_terms(self, logits: Tensor, labels: Tensor, axes: Sequence[str], sizes: Sequence[int], at: int) -> Tensor:
         """This rank's terms of a cross entropy: of each row its largest logit, the sum of exponentials relative to it,

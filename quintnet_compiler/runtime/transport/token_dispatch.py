@@ -24,10 +24,11 @@ class Router:
         rank of the axis and how many come from each, by expert. ``outer``: the ways in which axes before this one
         split the experts. Rows of no expert go to the last rank."""
         size = self.mesh[axis]
-        own = experts // (outer * size)
+        group = experts // outer
+        own = -(-group // size)
         if ids.is_meta:
             return ids.new_empty(ids.shape, dtype=torch.int64), ids.new_empty([2, size, own + 1], dtype=torch.int64)
-        local = ids.long() % (own * size)
+        local = ids.long() % group
         bins = torch.where((ids >= 0) & (ids < experts), local + local // own, size * (own + 1) - 1)
         order, ends = sort_into(bins, size * (own + 1))
         sends = torch.diff(ends.long(), prepend=ends.new_zeros(1, dtype=torch.int64)).view(size, own + 1)
