@@ -1,4 +1,4 @@
-"""An optimizer of whole parameters: its groups, its options, and what it refuses."""
+"""Optimizers of whole parameters, and those of parts that are refused: groups, options, errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn, optim
 
 from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.runtime.backends.whole_parameters import AllHere
+from quintnet_compiler.runtime.state import split_updates
 from quintnet_compiler.runtime.state.whole_optimizer import Pairs, WholeOptimizer
 
 
@@ -76,3 +77,18 @@ def test_what_it_refuses() -> None:
     ):
         with pytest.raises(RunError, match="QN113"):
             call()
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_muon_is_asked_for_whole_matrices(monkeypatch: pytest.MonkeyPatch, split: bool) -> None:
+    parameter = nn.Parameter(torch.ones(4, 2))
+    monkeypatch.setattr(split_updates, "local_of", lambda p: p[:2] if split else p)
+    muon = optim.Muon([parameter], 0.1)
+    split_updates.refuse_split_update(muon, (), {})  # nothing has a gradient
+    parameter.grad = torch.ones(4, 2)
+    split_updates.refuse_split_update(optim.SGD([parameter]), (), {})
+    if split:
+        with pytest.raises(RunError, match=r"QN113[\s\S]*\[2, 2\] of a parameter \[4, 2\]"):
+            split_updates.refuse_split_update(muon, (), {})
+    else:
+        split_updates.refuse_split_update(muon, (), {})

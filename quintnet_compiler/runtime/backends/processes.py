@@ -30,6 +30,7 @@ from ..state.gradients import GradientStore, shared_by
 from ..state.local_values import StageGradient, StoredPart, whole_number
 from ..state.module_parameters import Slots, check_fits, local_of, moved, retire
 from ..state.same_values import SameValues
+from ..state.split_updates import watch_optimizers
 from ..state.state import new_caches, part_of, sharded_dtensor
 from ..state.true_part import TruePart
 from ..transport.connections import connections_of
@@ -65,6 +66,7 @@ class ProcessBackend:
             )
         agree({"torch": torch.__version__, "plan": plan}, device)
         numbers_by(whole_number)
+        watch_optimizers()
         self.values = SameValues(mesh, device)
         self.values.see(tensors)
         self.devices = device_mesh(mesh, device.type)
