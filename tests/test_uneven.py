@@ -206,3 +206,24 @@ def test_key_heads_that_do_not_divide(heads: int, groups: int, ranks: int) -> No
     with InDouble():
         program = quintnet.compile(entry.build(), quintnet.Mesh(tp=ranks), entry.batch(8))
         assert program.verify().ok
+
+
+class Means(nn.Module):
+    """Means over the rows of each node, whose index is broadcast over features: the last rank's padding has an index,
+    too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 5)
+        self.register_buffer("node", torch.tensor([0, 2, 2, 1, 2, 0]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.lin(x)
+        where = self.node[:, None].expand_as(h)
+        return (torch.zeros_like(y).scatter_reduce(0, where, h, "mean", include_self=False) - y).square().sum()
+
+
+def test_an_index_that_is_broadcast_over_a_padded_dim() -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(6, 4).double(), torch.randn(3, 5).double()
+    _exact(Means().double(), {"tp": 2}, batch, plan={"parameters": {"lin.weight": {"tp": "S(0)"}}})

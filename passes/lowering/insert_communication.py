@@ -194,7 +194,7 @@ class _CommunicationLowering:
         read = [
             (x, self._padded(shape(tensor_inputs(node)[i]), self.sharded.wanted(node, i))) for i, x in given.items()
         ]
-        if not how.anything and self.padding.passed_on(node, self.book.factors_of(node), read):
+        if how.alone and not how.anything and self.padding.passed_on(node, self.book.factors_of(node), read):
             self.padding.zeros[made] = self._padded(whole, kind)
         return self.padding.filled(made, whole, kind, how.outputs[index])
 

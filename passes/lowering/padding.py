@@ -53,12 +53,14 @@ def padded_dims(sizes: Sequence[int], sharding: Sharding, axes: Sequence[Axis]) 
 class Mixed:
     """Of an operator on ranks: for each input the dims whose padding must be zeros before it is read (``ones``: ones,
     as it might divide by it), and for each output those whose gradient must be zeros. ``own``: for each input the dims
-    in whose padding a gradient would arise that is not zero, which a parameter must not have."""
+    in whose padding a gradient would arise that is not zero, which a parameter must not have. ``alone``: whether every
+    factor with padding is in all inputs and outputs, so that the padding of a result is made of padding."""
 
     inputs: tuple[frozenset[int], ...]
     ones: tuple[frozenset[int], ...]
     outputs: tuple[frozenset[int], ...]
     own: tuple[frozenset[int], ...]
+    alone: bool
 
     @property
     def anything(self) -> bool:
@@ -74,14 +76,15 @@ def mixed(node: fx.Node, factors: Factors, chosen: Sequence[Strategy], axes: Seq
     own: list[set[int]] = [set() for _ in factors.inputs]
     ones: list[set[int]] = [set() for _ in factors.inputs]
     broadcasts = factors.product is None and not factors.whole and not factors.additive
-    made = [needs_grad(node) and is_float(x) for x in values(node)]
+    made, alone = [needs_grad(node) and is_float(x) for x in values(node)], True
     for strategy, axis in zip(chosen, axes, strict=True):
         for name in (name for name, unit in strategy.units if unit):
-            if name in factors.settled:  # by operators that look at their padding themselves
-                continue
             read = [_dim(dims, name) for dims in factors.inputs]
             written = [_dim(dims, name) for dims in factors.outputs]
             every = None not in (*read, *written)
+            alone = alone and every
+            if name in factors.settled:  # by operators that look at their padding themselves
+                continue
             times = sum(dim is not None for dim in read)
             for position, dim in enumerate(read):
                 if dim is None:
@@ -96,7 +99,7 @@ def mixed(node: fx.Node, factors: Factors, chosen: Sequence[Strategy], axes: Seq
                 if dim is not None and not every and made[position]:
                     outputs[position].add(dim)
         factors = refine(factors, strategy, axis.size)
-    return Mixed(*(tuple(map(frozenset, dims)) for dims in (inputs, ones, outputs, own)))
+    return Mixed(*(tuple(map(frozenset, dims)) for dims in (inputs, ones, outputs, own)), alone)
 
 
 def _linear_in(factors: Factors, position: int) -> bool:
