@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
 
 from ...core.annotations import Leaf, num_bytes, shape, value
 from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, R, Shard, local_shape
+from ...core.sharding import AxisType, I, R, Shard, local_shape, shard_shape
 from ...ir.program import Gathered, ShardedProgram, Strategy
 from ..strategies.rule_book import leaf_factors, leaf_strategies, refine
 from .axis_view import stores_state
@@ -28,8 +28,8 @@ class ShardParameters:
     where the two stand. 3 (and 0, for what the plan fixes): both in each microbatch. 2: the gather at the start of the
     step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019).
 
-    ``axes``: over which to slice all parameters that divide. ``fixed``: (name, axis) -> type, before all else.
-    ``experts``: the axes over which experts are spread.
+    ``axes``: over which to slice all parameters; where no dim divides, the last ranks have less. ``fixed``: (name,
+    axis) -> type, before all else. ``experts``: the axes over which experts are spread.
 
     Raises:
         CompileError: QN203 if a fixed type does not divide.
@@ -67,8 +67,8 @@ class ShardParameters:
                     )
 
     def _kinds(self, program: ShardedProgram, node: fx.Node, found: Leaf) -> tuple[AxisType, ...]:
-        """The leaf's types, with as many slices as the plan asks for."""
-        kinds = list(program.produced(node))
+        """The leaf's types, with as many slices as the plan asks for; of what divides first, then of what does not."""
+        kinds, whole = list(program.produced(node)), list[int]()
         for position, axis in enumerate(program.axes):
             # R: data is split over the axis; where a trained parameter is I, all ranks compute the same
             if kinds[position] is not (R if found.trainable else I) or axis.role not in ("data", "context"):
@@ -78,11 +78,27 @@ class ShardParameters:
                 stored = isinstance(fixed, Shard) and stores_state(axis, self.experts)
                 kinds[position] = fixed if stored else kinds[position]
             elif axis.name in self.axes and (found.trainable or self.zero == 3):
-                left = local_shape(shape(node), tuple(kinds), program.ranks)
-                inner = {kind.dim for kind in kinds[position + 1 :] if isinstance(kind, Shard)}
-                fits = (d for d, size in enumerate(left) if d not in inner and size % axis.size == 0 < size)
-                kinds[position] = next((Shard(dim) for dim in fits), kinds[position])
+                kinds[position] = _slices(program, shape(node), kinds, position, even=True) or kinds[position]
+                whole += [] if isinstance(kinds[position], Shard) else [position]
+        for position in whole:
+            kinds[position] = _slices(program, shape(node), kinds, position) or kinds[position]
         return tuple(kinds)
+
+
+def _slices(
+    program: ShardedProgram, size: Sequence[int], kinds: Sequence[AxisType], position: int, *, even: bool = False
+) -> Shard | None:
+    """How an axis slices a parameter that it does not split so far: of the dims that no axis further in slices, and in
+    which none leaves padding, the one of which ranks hold the least share, and the first of several. ``even``: of those
+    that divide."""
+    left, taken, ranks = tuple(size), set[int](), program.axes[position].size
+    for place, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
+        if isinstance(kind, Shard) and (place > position or kind.padded(left[kind.dim], axis.size) != left[kind.dim]):
+            taken.add(kind.dim)
+        left = shard_shape(left, kind, axis.size)
+    share = {d: Shard(d).padded(n, ranks) / n for d, n in enumerate(left) if n > 1 and d not in taken}
+    free = [d for d in share if not even or share[d] == 1]
+    return Shard(min(free, key=share.__getitem__)) if free else None
 
 
 def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, ...]) -> tuple[Strategy, ...]:
@@ -93,9 +109,7 @@ def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, .
         cuts = (
             {n: [kind.parts, size // kind.unit] for n, size in factors.sizes.items()} if isinstance(kind, Shard) else {}
         )
-        known = program.produced(node)[position] == kind  # what is stored in more slices divides
-        options = leaf_strategies(node, factors, cuts, axis.size)
-        made = [s for s in options if s.outputs == (kind,) and (known or not s.uneven)]
+        made = [s for s in leaf_strategies(node, factors, cuts, axis.size) if s.outputs == (kind,)]
         if not made:
             left = local_shape(shape(node), kinds[:position], program.ranks[:position])
             named = program.program.leaves[node].name
@@ -130,6 +144,6 @@ def stored_whole(program: ShardedProgram, axes: tuple[str, ...]) -> tuple[str, .
             more = f" and {len(whole) - 1} more parameters" if len(whole) > 1 else ""
             lines.append(
                 f"{axis.name}={axis.size}: {first.name} of {list(shape(node))}{more}, and optimizer state, are whole "
-                "on every rank: the plan says so, or no dim that the other axes leave divides"
+                "on every rank: the plan says so, or the other axes leave no dim to slice"
             )
     return tuple(lines)

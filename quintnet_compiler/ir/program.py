@@ -4,7 +4,8 @@ order does not type-check."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +17,7 @@ from ..core.annotations import Leaf, leaf
 from ..core.axes import Role
 from ..core.mesh import Mesh
 from ..core.precision import Precision
-from ..core.sharding import AxisType, Shard, Sharding
+from ..core.sharding import AxisType, Shard, Sharding, local_shape
 from ..guards.guards import Guards
 from ..schedules.schedule import Action, Schedule, StageEdge
 from .batch_form import BatchForm
@@ -379,6 +380,14 @@ class StateSpec:
         first = next((i for i, kind in enumerate(self.sharding) if kind != self.resident[i]), 0)
         inner = [w for w in self.resident[first:] if isinstance(w, Shard) and w.dim == 0]
         return bool(rows) and all(kind == Shard(0) for kind in rows) and not inner
+
+    def room(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the memory in which a rank keeps it: of its part, or of what is gathered there, with padding."""
+        part = local_shape(self.shape, self.sharding, ranks)
+        if not self.in_place:
+            return part
+        kinds = zip(ranks, self.sharding, self.resident, strict=True)
+        return part[0] * math.prod(size for size, kind, there in kinds if kind != there), *part[1:]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.annotations import leaf, origin
+from ..core.annotations import leaf, memory_of, origin
 from ..core.sharding import local_shape
 from ..ir.program import DistributedProgram, RankProgram, Slice, StageProgram
 from ..ops.collectives import gather_early, gather_state, gather_states
@@ -198,6 +198,8 @@ def _in_place(program: DistributedProgram) -> frozenset[str]:
         elif made.target in (gather_states, gather_early) and made is not node:
             source = made.args[0][number]  # type: ignore[index]
         else:
+            if memory_of(node).name in found:  # a view, without its padding
+                found.add(node.name)
             continue
         known = leaf(source)
         if source.name in found or (known is not None and state[known.name].in_place):
@@ -213,6 +215,6 @@ def _state_bytes(program: DistributedProgram, part: RankProgram, processes: bool
     total = 0
     for spec in program.state.values():
         if mine & set(spec.stages):
-            kinds = spec.resident if processes and spec.in_place else spec.sharding
-            total += torch.Size(local_shape(spec.shape, kinds, sizes)).numel() * spec.dtype.itemsize
+            kept = spec.room(sizes) if processes else local_shape(spec.shape, spec.sharding, sizes)
+            total += torch.Size(kept).numel() * spec.dtype.itemsize
     return total

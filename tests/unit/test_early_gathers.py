@@ -55,6 +55,25 @@ def test_each_is_waited_for_where_it_is_first_read() -> None:
     assert sum(node in after.once for node in after.graph.nodes) == 3
 
 
+def test_padding_is_taken_off_behind_the_wait() -> None:
+    """Of three rows over two ranks the last one is padding: what is read is a view without it."""
+    to = builder()
+    x, w = leaf(to, "input", "x", 4, 4), leaf(to, "parameter", "w", 2, 4)
+    both = to.call(gather_states, [w], "dp", 2, [0], [1])
+    first = to.getitem(both, 0)
+    true = to.call(aten.slice.Tensor, first, 0, 0, 3)
+    y = to.call(aten.linear.default, x, true)
+    to.output((y,))
+    stage = {node: 0 for node in to.graph.nodes if node.op == "call_function"}
+    local: Any = None
+    once = frozenset({both, first, true})
+    after = GatherEarly()(DifferentiatedProgram(local, to.graph, (y,), stage, once, {}, {}, {}))
+    check_early(after)
+    names = [gather_early, operator.getitem, arrived, aten.slice.Tensor, aten.linear.default]
+    assert _targets(after) == names
+    assert [node.target for node in after.graph.nodes if node in after.once] == names[:2]
+
+
 def test_what_else_a_step_begins_with_needs_it_at_once() -> None:
     before = _program(read_at_start=True)
     assert GatherEarly()(before) is before

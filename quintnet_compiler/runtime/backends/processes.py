@@ -367,10 +367,9 @@ def _kept(
     whole: Tensor, spec: StateSpec, axes: Sequence[Axis], place: Mapping[str, int], device: torch.device
 ) -> Tensor:
     """A part in memory of its own (with room for what is gathered there); without values if the module has none."""
+    part = part_of(whole, spec.sharding, axes, place)
+    room = torch.empty(spec.room([axis.size for axis in axes]), dtype=part.dtype, device=device)
     resident = spec.resident if spec.in_place else spec.sharding
-    part = part_of(whole, resident, axes, place)
-    kept = torch.empty(part.shape, dtype=part.dtype, device=device)
-    if not part.is_meta:
-        kept.copy_(part)
     later = tuple(kind if kind != there else I for kind, there in zip(spec.sharding, resident, strict=True))
-    return part_of(kept, later, axes, place)
+    kept = part_of(room, later, axes, place)
+    return kept if part.is_meta else kept.copy_(part)

@@ -102,9 +102,12 @@ def accumulated_shape(spec: StateSpec, program: DistributedProgram) -> torch.Siz
 
 
 def by_rank(x: Tensor, cuts: Sequence[GradientSlice], order: Sequence[str]) -> Tensor:
-    """Every rank's slice of ``x``: a leading dim for each cut, in ``order`` of their axes. A view where parts are 1."""
+    """Every rank's slice of ``x``: a leading dim for each cut, in ``order`` of their axes. A view where parts are 1 and
+    divide; where they do not, the last slices end in zeros."""
     for place, cut in enumerate(cuts):
-        x = slices.stack(x, cut.dim + place, cut.parts, cut.ranks)
+        dim = cut.dim + place
+        x = slices.extended(x, dim, cut.parts, Shard(dim, cut.parts).padded(x.shape[dim], cut.ranks))
+        x = slices.stack(x, dim, cut.parts, cut.ranks)
     names = [cut.axis for cut in reversed(cuts)]
     return x.permute(*(names.index(name) for name in order), *range(len(cuts), x.dim()))
 
@@ -132,7 +135,9 @@ def make_bucket(names: Sequence[str], program: DistributedProgram, rank: int, de
         gaps += [gap] if gap.numel() else []
         whole = len(names) == 1 and not gap.numel()
         if whole and len(cuts[name]) == 1 and (cuts[name][0].dim, cuts[name][0].parts) == (0, 1):
-            slots[name], cuts[name] = slots[name].flatten(0, 1), ()  # the slices of all ranks, in order
+            rows = accumulated_shape(spec, program)[0]  # the slices of all ranks, in order
+            (slots[name], *behind), cuts[name] = slots[name].flatten(0, 1).tensor_split([rows]), ()
+            gaps += [gap for gap in behind if gap.numel()]
     places = zip(names, torch.split(own, rooms), strict=True)
     views = {name: room[: sizes[name]].view(shapes[name]) for name, room in places}
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -324,11 +324,10 @@ def _joined(x: Tensor, size: int, dim: int) -> tuple[int, ...]:
 
 def _room(x: Tensor, group: Native, rows: bool) -> Tensor:
     """Memory for what all ranks have, one after the other: around ``x`` where there is some."""
-    if x.untyped_storage().nbytes() == x.nbytes:
-        return x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    assert rows, "only rows can be gathered in place"
-    first = x.storage_offset() - group.rank * x.numel()
-    return x.as_strided((group.size * x.shape[0], *x.shape[1:]), x.stride(), first)
+    first, size = x.storage_offset() - group.rank * x.numel(), group.size * x.shape[0]
+    if not rows or first < 0 or (first + group.size * x.numel()) * x.itemsize > x.untyped_storage().nbytes():
+        return x.new_empty((size, *x.shape[1:]))
+    return x.as_strided((size, *x.shape[1:]), x.stride(), first)
 
 
 def gradient_groups(mesh: Mesh, axes: Iterable[Sequence[str]]) -> list[tuple[int, ...]]:
