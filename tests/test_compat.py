@@ -47,6 +47,8 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_forward_hooks": _NET,
         "_forward_pre_hooks": _NET,
         "_func_name": torch.fx.graph.CodeGen(),
+        "_is_compiling_flag": torch.compiler,
+        "_is_exporting_flag": torch.compiler,
         "_is_full_backward_hook": _NET,
         "_jvp_with_argnums": torch._functorch.eager_transforms,
         "_opname": _OPERATOR,

@@ -1,14 +1,19 @@
-"""Modes: training follows each module's own, evaluation puts all in evaluation mode; autocast is refused."""
+"""Modes: training follows each module's own, evaluation puts all in evaluation mode; autocast is refused; code that
+asks whether it is compiled is told no."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from ..compat.torch_compiler import QUESTIONS, questions_answered
 from ..core.errors import CompileError
+from ..core.replaced import for_this_thread
 
 
 @contextlib.contextmanager
@@ -30,6 +35,23 @@ def without_autocast() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def uncompiled(own: tuple[str, ...]) -> Iterator[None]:
+    """While inside, code outside of the folders ``own`` that asks whether it is compiled or exported is told no, as
+    when the module runs by itself: what it does only for a trace would not be what the module does. torch's own code
+    is told what is so.
+    """
+
+    def answer(truth: bool) -> bool:
+        asks: types.FrameType | None = sys._getframe(2)
+        while asks is not None and asks.f_code.co_name in QUESTIONS:  # torch has several functions of these names
+            asks = asks.f_back
+        return truth and asks is not None and asks.f_code.co_filename.startswith(own)
+
+    with questions_answered(answer, for_this_thread):
         yield
 
 

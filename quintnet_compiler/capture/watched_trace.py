@@ -21,6 +21,7 @@ from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
 from ..ops.ctc import ctc_loss
+from .modes import uncompiled
 from .raising_checks import checks_pass
 
 _TRACED = (FakeTensor, FunctionalTensor)
@@ -78,7 +79,12 @@ class WatchedTrace:
         generators = Generators.now()
 
         def watched() -> Any:
-            with self.reads.recording(), _Tensors(self, stands_for), checks_pass(_is_real, self.own):
+            with (
+                self.reads.recording(),
+                _Tensors(self, stands_for),
+                checks_pass(_is_real, self.own),
+                uncompiled(self.own),
+            ):
                 return forward()
 
         def restore() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_compiling, is_exporting
 
 from quintnet_compiler.capture.block_reuse import blocks_once
 from quintnet_compiler.capture.canonical import LEAF, WHERE, module_of
@@ -19,11 +21,12 @@ from quintnet_compiler.capture.derivatives.module_hooks import ModuleHooks
 from quintnet_compiler.capture.derivatives.tensor_hooks import place_hooks
 from quintnet_compiler.capture.derivatives.user_derivatives import DerivativeFinder
 from quintnet_compiler.capture.matmul_dtypes import check_dtypes
-from quintnet_compiler.capture.modes import evaluating, refuse_autocast, without_autocast
+from quintnet_compiler.capture.modes import evaluating, refuse_autocast, uncompiled, without_autocast
 from quintnet_compiler.capture.repetition import longest_repetition
 from quintnet_compiler.capture.step_module import StepModule, loss_of
 from quintnet_compiler.capture.versions import KEPT, CapturedVersions, Version
 from quintnet_compiler.capture.watched_trace import WatchedTrace
+from quintnet_compiler.compat.torch_compiler import QUESTIONS, questions_answered
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.program import Captured
@@ -93,6 +96,45 @@ def test_autocast_is_refused_around_programs_and_off_inside() -> None:
             refuse_autocast(torch.device("cpu"))
         with without_autocast():
             refuse_autocast(torch.device("cpu"))
+
+
+ASKED: dict[str, Callable[[], bool]] = {
+    "is_exporting": lambda: torch.compiler.is_exporting(),
+    "is_compiling": lambda: torch.compiler.is_compiling(),
+    "imported is_exporting": is_exporting,
+    "imported is_compiling": is_compiling,
+    "of _dynamo": lambda: torch._dynamo.is_compiling(),
+}
+
+
+class Asking(nn.Module):
+    """Computes otherwise while it is traced, as models of transformers do for what export cannot do."""
+
+    def __init__(self, asks: Callable[[], bool]) -> None:
+        super().__init__()
+        self.layer, self.asks = nn.Linear(4, 4), asks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.tan() if self.asks() else x.sin())
+
+
+@pytest.mark.parametrize("asks", ASKED.values(), ids=ASKED)
+def test_a_model_that_asks_whether_it_is_traced_is_told_no(asks: Callable[[], bool]) -> None:
+    targets = _targets(_captured(Asking(asks)))
+    assert "aten.sin.default" in targets and "aten.tan.default" not in targets
+
+
+def test_torch_itself_is_told_that_it_exports() -> None:
+    def told(file: str) -> bool:
+        found: bool = eval(compile("torch.compiler.is_exporting()", file, "eval"), {"torch": torch})
+        return found
+
+    with mock.patch.object(torch.compiler, "_is_exporting_flag", True):
+        with uncompiled(("/torch/",)):
+            assert told("/torch/nn/functional.py") and not told("/home/model.py")
+            with questions_answered(lambda truth: not truth, lambda ours, theirs: ours):
+                assert told("/home/model.py") and {"is_compiling", "is_exporting"} == QUESTIONS
+        assert told("/home/model.py")
 
 
 def test_repetitions() -> None:
