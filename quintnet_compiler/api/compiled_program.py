@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ..capture.modes import refuse_autocast
+from ..checkpoint.lock import FolderLocks
 from ..compat.torch import pytree
 from ..compat.torch_hooks import share_backward_hooks
 from ..core.errors import CompileError, InputError, QuintNetError, RunError
@@ -59,6 +60,7 @@ class CompiledProgram(ProgramReports):
         self._given: dict[Any, Any] = {}
         self._decoding: Decoding | None = None
         self._saving = None
+        self._locks = FolderLocks()
         self._closed = False
         self._apart: InputError | None = None  # why this rank is not in a step that the others are in
 

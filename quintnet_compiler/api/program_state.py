@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.background import Background
+from ..checkpoint.lock import FolderLocks
 from ..checkpoint.pretrained import Allowed, load_weights
 from ..checkpoint.pretrained import WeightsSubject as Pretrained
 from ..checkpoint.pretrained_save import save_weights
-from ..checkpoint.training_state import Restored, Snapshot, read, snapshot, write
+from ..checkpoint.training_state import Destination, Restored, Snapshot, read, snapshot, write
 from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
@@ -34,6 +35,7 @@ class ProgramState(abc.ABC):
     _steps: int
     _programs: Programs
     _saving: Background | None
+    _locks: FolderLocks
 
     def _primary(self) -> Compiled:
         return self._programs.primary
@@ -229,7 +231,11 @@ class ProgramState(abc.ABC):
         Raises:
             CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
         """
-        return write(self._snapshot(optimizer, extra).on_host(copy=False), Path(folder), step, keep)
+        to = Destination(Path(folder), step, keep, self._locks)
+        found = self._snapshot(optimizer, extra).on_host(copy=False)
+        if self._saving is not None:
+            self._saving.wait()
+        return write(found, to)
 
     def save_async(
         self,
@@ -244,10 +250,11 @@ class ProgramState(abc.ABC):
         continues. The future's ``result()`` is the path, or raises the error. Waits for an earlier save that is still
         running.
         """
+        to = Destination(Path(folder), step, keep, self._locks)
         found = self._snapshot(optimizer, extra)
         if self._saving is None:
             self._saving = Background.make()
-        return self._saving.save(found, Path(folder), step, keep)
+        return self._saving.save(found, to)
 
     def load(
         self, folder: str | Path, *, step: int | None = None, optimizer: torch.optim.Optimizer | None = None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .training_state import Snapshot, write
+from .training_state import Destination, Snapshot, write
 
 
 @dataclass
@@ -25,9 +25,13 @@ class Background:
         spread = dist.is_initialized() and dist.get_world_size() > 1
         return cls(dist.new_group(backend="gloo") if spread else None)
 
-    def save(self, found: Snapshot, folder: Path, step: int, keep: int | None) -> Future[Path]:
+    def save(self, found: Snapshot, to: Destination) -> Future[Path]:
         """``found`` is copied before this returns, once the save before is on disk: two copies would be too many."""
+        self.wait()
+        self.last = self.thread.submit(write, found.on_host(copy=True), to, self.group)
+        return self.last
+
+    def wait(self) -> None:
+        """Until no save is under way."""
         if self.last is not None:
             self.last.exception()  # whoever asked for that one is told by its own future
-        self.last = self.thread.submit(write, found.on_host(copy=True), folder, step, keep, self.group)
-        return self.last

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..core.errors import CheckpointError
 from ..runtime.state.whole_optimizer import WholeOptimizer
 from .parts import SavedPart
+from .values import decoded, encoded, path_of
 
 Note = Mapping[str, Any]  # JSON
 
@@ -32,7 +34,7 @@ class ParameterPlace:
 
 
 def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace]) -> tuple[dict[str, SavedPart], Note]:
-    """The tensors of an optimizer's state, as ``parameter/key``, and everything else.
+    """The tensors of an optimizer's state, as ``parameter/path`` (:mod:`.values`), and everything else.
 
     Raises:
         CheckpointError: QN603 for parameters or values that a checkpoint cannot hold.
@@ -44,22 +46,33 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace
         place = places[name]
         options[name] = {key: plain(x, f"option {key} of {name}") for key, x in group.items() if key != "params"}
         for key, x in optimizer.state.get(place.parameter, {}).items():
-            if not isinstance(x, Tensor):
-                values.setdefault(name, {})[key] = plain(x, f"{key} of {name}")
-            elif isinstance(optimizer, WholeOptimizer):
-                tensors[f"{name}/{key}"] = SavedPart.whole(x.detach())
-            elif tuple(x.shape) == tuple(place.shape):
-                tensors[f"{name}/{key}"] = place.part(local_of(x))
-            elif x.dim() == 0 or tuple(place.parameter.shape) == tuple(local_of(place.parameter).shape):
-                tensors[f"{name}/{key}"] = SavedPart.whole(local_of(x))
-            else:
+            if not isinstance(key, str):
                 raise CheckpointError(
-                    "QN603",
-                    f"the optimizer keeps {key} of {name} as {tuple(x.shape)}, and the parameter, "
-                    f"{tuple(place.shape)}, is split: no other layout could read it",
-                    fix="make it with program.optimizer(make), which keeps whole state",
+                    "QN603", f"the optimizer's state of {name} has the key {key!r}", fix="use texts as keys"
                 )
+
+            def put(path: str, x: Tensor, name: str = name, key: str = key) -> None:
+                tensors[f"{name}/{path}"] = _part(x, places[name], f"{key} of {name}", optimizer)
+
+            value = encoded(x, path_of(key), f"{key} of {name}", put)
+            if not isinstance(x, Tensor):
+                values.setdefault(name, {})[key] = value
     return tensors, {"class": _kind(optimizer), "options": options, "values": values}
+
+
+def _part(x: Tensor, place: ParameterPlace, what: str, optimizer: torch.optim.Optimizer) -> SavedPart:
+    if isinstance(optimizer, WholeOptimizer):
+        return SavedPart.whole(x.detach())
+    if tuple(x.shape) == tuple(place.shape):
+        return place.part(local_of(x))
+    if x.dim() == 0 or tuple(place.parameter.shape) == tuple(local_of(place.parameter).shape):
+        return SavedPart.whole(local_of(x))
+    raise CheckpointError(
+        "QN603",
+        f"the optimizer keeps {what} as {tuple(x.shape)}, and the parameter, {tuple(place.shape)}, is split: no other "
+        "layout could read it",
+        fix="make it with program.optimizer(make), which keeps whole state",
+    )
 
 
 def merged(notes: Sequence[Note]) -> Note:
@@ -93,10 +106,10 @@ def restored(
     targets: dict[str, SavedPart] = {}
     states: dict[str, dict[str, Any]] = {}
     changes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    keys: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     for full in saved:
-        name, _, key = full.rpartition("/")
-        keys.setdefault(name, []).append(key)
+        name, _, path = full.rpartition("/")
+        paths.setdefault(name, []).append(path)
     seen: dict[int, tuple[str, Any]] = {}
     for name, group in _named(optimizer, places, "QN602"):
         if name not in note["of"]:
@@ -114,11 +127,14 @@ def restored(
         place = places[name]
         if isinstance(optimizer, WholeOptimizer) and not optimizer.here(place.parameter):
             continue
-        states[name] = dict(note["values"].get(name, {}))
-        for key in keys.get(name, ()):
-            meta = saved[f"{name}/{key}"]
-            made, part = _room(place, key, meta, group, whole=isinstance(optimizer, WholeOptimizer))
-            states[name][key], targets[f"{name}/{key}"] = made, part
+        made: dict[str, Tensor] = {}
+        for path in paths.get(name, ()):
+            meta = saved[f"{name}/{path}"]
+            whole = isinstance(optimizer, WholeOptimizer)
+            made[path], targets[f"{name}/{path}"] = _room(place, meta, group, whole=whole)
+        values = note["values"].get(name, {})
+        states[name] = {key: decoded(x, made.__getitem__) for key, x in values.items()}
+        states[name] |= {unquote(path): x for path, x in made.items() if ":" not in path}
 
     def finish() -> None:
         for group, options in changes:
@@ -153,7 +169,7 @@ def _named(
 
 
 def _room(
-    place: ParameterPlace, key: str, meta: TensorStorageMetadata, group: Mapping[str, Any], *, whole: bool
+    place: ParameterPlace, meta: TensorStorageMetadata, group: Mapping[str, Any], *, whole: bool
 ) -> tuple[Tensor, SavedPart]:
     parameter, dtype = place.parameter, meta.properties.dtype
     own = local_of(parameter)

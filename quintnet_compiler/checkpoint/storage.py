@@ -25,10 +25,12 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ..weights.files import DTYPES
-from .manifest import Digest, commit, digest, unfinished, write_durably
+from .commit import commit, place_to_write
+from .documents import INDEX, STATE, IndexEntry
+from .lock import FolderLocks
+from .manifest import Digest, digest, write_durably
 from .parts import SavedPart
 
-INDEX, STATE = "index.json", "state.json"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -63,8 +65,8 @@ class LoadPlanning(DefaultLoadPlanner):
 class Writer(StorageWriter):
     """Writes checkpoint ``step`` into ``folder``; the first rank then makes it appear (see :mod:`.manifest`).
 
-    ``note``: this rank's part of what is not a tensor; ``merge``: makes one of all ranks'. ``made``: where it lies, on
-    the first rank.
+    ``locks``: of the writing process. ``note``: this rank's part of what is not a tensor; ``merge``: makes one of all
+    ranks'. ``made``: where it lies, on the first rank.
     """
 
     folder: Path
@@ -73,6 +75,7 @@ class Writer(StorageWriter):
     note: Mapping[str, Any]
     merge: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
     rank: int
+    locks: FolderLocks
     temporary: Path | None = None
     merged: Mapping[str, Any] | None = None
 
@@ -81,8 +84,9 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            self.temporary = unfinished(self.folder, self.step)
-            self.temporary.mkdir()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.locks.take(self.folder)
+            self.temporary = place_to_write(self.folder, self.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return replace(plan, storage_data=dict(self.note))
@@ -145,9 +149,10 @@ class Writer(StorageWriter):
 
 @dataclass
 class Reader(StorageReader):
-    """Reads a checkpoint whose files were checked."""
+    """Reads a checkpoint whose files and ``index`` were checked."""
 
     checkpoint: Path
+    index: Mapping[str, IndexEntry]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
@@ -155,13 +160,13 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         found: dict[str, Any] = {}
         self.places: dict[tuple[str, torch.Size], tuple[str, str]] = {}
-        for fqn, tensor in json.loads((self.checkpoint / INDEX).read_bytes()).items():
+        for fqn, tensor in self.index.items():
             chunks = []
-            for at, sizes, name, key in tensor["boxes"]:
-                chunks.append(ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)))
-                self.places[fqn, torch.Size(at)] = name, key
-            properties = TensorProperties(dtype=DTYPES[tensor["dtype"]])
-            found[fqn] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+            for box in tensor.boxes:
+                chunks.append(ChunkStorageMetadata(torch.Size(box.at), torch.Size(box.sizes)))
+                self.places[fqn, torch.Size(box.at)] = box.file, box.key
+            properties = TensorProperties(dtype=DTYPES[tensor.dtype])
+            found[fqn] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         return Metadata(found)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

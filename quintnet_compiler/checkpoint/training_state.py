@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +19,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..weights.files import refuse_all, shown
-from .manifest import Damaged, check_files, name_of, read_manifest, steps_in
+from .documents import IndexEntry, StateNote, check_tensors, read_index, read_state
+from .folder import Entry, name_of
+from .lock import FolderLocks
+from .manifest import Damaged, available, check_files, read_manifest
 from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
 from .parts import SavedPart
 from .pretrained import WeightsSubject, everywhere
 from .staging import on_host
-from .storage import STATE, LoadPlanning, Reader, SavePlanning, Writer
+from .storage import LoadPlanning, Reader, SavePlanning, Writer
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -75,15 +77,39 @@ def snapshot(
     return Snapshot(parts, note)
 
 
-def write(found: Snapshot, folder: Path, step: int, keep: int | None, group: dist.ProcessGroup | None = None) -> Path:
+@dataclass(frozen=True)
+class Destination:
+    """Where a checkpoint is written: the folder that has it, its step, how many to keep (None: all), and the folders
+    that this program has locked."""
+
+    folder: Path
+    step: int
+    keep: int | None
+    locks: FolderLocks
+
+    def __post_init__(self) -> None:
+        """Raises: CheckpointError: QN603 for a step or a number to keep that cannot be."""
+        require_number("step", self.step, 0)
+        if self.keep is not None:
+            require_number("keep", self.keep, 1)
+
+
+def require_number(name: str, x: object, least: int) -> None:
+    """Raises: CheckpointError: QN603 if ``x`` is not an int of at least ``least``."""
+    if type(x) is not int or x < least:
+        raise CheckpointError("QN603", f"{name} is {x!r}", fix=f"give an int that is at least {least}")
+
+
+def write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None = None) -> Path:
     """Write a snapshot; every rank takes part. With ``group``, that is how they talk.
 
     Raises:
         CheckpointError: QN603 on every rank; the folder's other checkpoints are as they were.
     """
+    folder, step = to.folder, to.step
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     rank = 0 if alone else dist.get_rank()
-    writer = Writer(folder, step, keep, found.note, lambda notes: _merged(step, notes), rank)
+    writer = Writer(folder, step, to.keep, found.note, lambda notes: _merged(step, notes), rank, to.locks)
     try:
         with _quiet():
             dcp_save(
@@ -92,7 +118,7 @@ def write(found: Snapshot, folder: Path, step: int, keep: int | None, group: dis
     except CheckpointException as error:
         if writer.temporary is not None:
             shutil.rmtree(writer.temporary, ignore_errors=True)
-        raise _failed("QN603", error, "free space, or save elsewhere; the checkpoints before are whole") from error
+        raise _failed("QN603", error, "see the reason; the checkpoints before are whole") from error
     return folder / name_of(step)
 
 
@@ -102,10 +128,9 @@ def read(subject: WeightsSubject, folder: Path, step: int | None, optimizer: tor
     Raises:
         CheckpointError: QN601 or QN602 on every rank; nothing was changed.
     """
-    checkpoint = _choose(subject, folder, step)
-    reader = Reader(checkpoint)
+    chosen = _choose(subject, folder, step)
+    checkpoint, note, reader = chosen.path, chosen.state, Reader(chosen.path, chosen.index)
     with everywhere(subject.backend, "QN601"):
-        note = json.loads((checkpoint / STATE).read_bytes())
         saved: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
         targets, places = _parts(subject)
         refuse_all("QN602", checkpoint, _misfits(targets, places, saved), fix="load into the model that was saved")
@@ -175,27 +200,44 @@ def _misfits(
     return problems
 
 
-def _choose(subject: WeightsSubject, folder: Path, step: int | None) -> Path:
+@dataclass(frozen=True)
+class _Chosen:
+    path: Path
+    state: StateNote
+    index: Mapping[str, IndexEntry]
+
+
+def _choose(subject: WeightsSubject, folder: Path, step: int | None) -> _Chosen:
     """The checkpoint to load. All ranks read it together, each some of its files."""
     backend = subject.backend
-    there = backend.told(" ".join(map(str, steps_in(folder)[:100])))
-    steps = [step] if step is not None else [int(one) for one in there[0].split()]
-    for one in steps:
-        checkpoint, trouble = folder / name_of(one), ""
+    mine = [entry for entry in available(folder) if step is None or entry.step == step][:100]
+    there = backend.told(" ".join(f"{entry.step}/{entry.path.name}" for entry in mine))
+    world = len(there)
+    rank = dist.get_rank() if world > 1 else 0
+    for one in there[0].split():
+        number, _, name = one.partition("/")
+        entry, trouble, found = Entry(int(number), folder / name), "", None
         try:
-            files = sorted(read_manifest(checkpoint).items())
-            world = len(there)
-            rank = dist.get_rank() if world > 1 else 0
-            check_files(checkpoint, files[rank::world])
+            files = sorted(read_manifest(entry).items())
+            check_files(entry.path, files[rank::world])
+            index = read_index(entry.path, dict(files))
+            check_tensors(entry.path, index, [file for file, _ in files[rank::world]])
+            found = _Chosen(entry.path, read_state(entry.path), index)
         except (Damaged, OSError) as error:
             trouble = str(error) or type(error).__name__
         told = next((text for text in backend.told(trouble) if text), "")
         if not told:
-            return checkpoint
-        message = f"{shown(str(checkpoint))}: {told}"
+            assert found is not None
+            return found
+        message = f"{shown(str(entry.path))}: {told}"
         if step is not None:
             raise CheckpointError("QN601", message, fix="load another step, or none to get the newest whole one")
         warnings.warn(CheckpointWarning(f"{message}; trying the one before"), stacklevel=4)
+    if step is not None:
+        steps = ", ".join(str(entry.step) for entry in available(folder)[:10]) or "none"
+        raise CheckpointError(
+            "QN601", f"{shown(str(folder))} has no checkpoint of step {step}", fix=f"load one that is there: {steps}"
+        )
     raise CheckpointError(
         "QN601", f"{shown(str(folder))} has no whole checkpoint", fix="give the folder that was given to save"
     )

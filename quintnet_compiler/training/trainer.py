@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
-from ..checkpoint.manifest import steps_in
+from ..checkpoint.manifest import available
+from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
+from ..core.errors import CheckpointError, CheckpointWarning
 from ..ir.batch_form import batch_size_of, plain_batch
 from .batches import BatchSampler
 from .buckets import pad_to_bucket
@@ -94,6 +97,8 @@ class Trainer:
     measure_step: int | None = None
 
     def __post_init__(self) -> None:
+        """Raises: CheckpointError: QN603 for a number of checkpoints to keep that cannot be."""
+        require_number("keep", self.keep, 1)
         self.history = History()
         self.seen = self.in_epoch = self.epoch = self.bad = 0  # samples in all, batches of this epoch, ...
         self.best = math.inf
@@ -255,9 +260,15 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        if self.checkpoint_folder is None or self.history.step or not steps_in(Path(self.checkpoint_folder)):
+        if self.checkpoint_folder is None or self.history.step or not available(Path(self.checkpoint_folder)):
             return
         found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer)
+        if "trainer" not in found.extra:
+            raise CheckpointError(
+                "QN602",
+                f"{found.path} was not written by a Trainer: where the data stood is not known",
+                fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
+            )
         at = found.extra["trainer"]
         self.seen, self.epoch, self.in_epoch = at["seen"], at["epoch"], at["in_epoch"]
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
@@ -265,6 +276,9 @@ class Trainer:
         if sampler is not None:
             self.seen = sampler.after(self.seen)
             self.epoch = self.seen // sampler.samples
-        if self.scheduler is not None:
+        if self.scheduler is not None and "scheduler" in at:
             self.scheduler.load_state_dict(at["scheduler"])
+        elif self.scheduler is not None:
+            message = f"{found.path} has no scheduler's state: this run's scheduler starts at its beginning"
+            warnings.warn(CheckpointWarning(message), stacklevel=3)
         self.history.step = self.history.resumed_from = self.saved = found.step

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 
 from quintnet_compiler.checkpoint import background
+from quintnet_compiler.checkpoint.lock import FolderLocks
 from quintnet_compiler.checkpoint.optimizer_state import ParameterPlace, merged, plain, restored, stored
 from quintnet_compiler.checkpoint.parts import SavedPart
 from quintnet_compiler.checkpoint.staging import on_host
+from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.core.errors import CheckpointError
 
 
@@ -92,9 +94,9 @@ def test_what_json_holds() -> None:
 def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     written: list[tuple[list[float], int]] = []
 
-    def write(found: Tensor, folder: Path, step: int, keep: int | None, group: object) -> Path:
-        written.append((found.tolist(), step))
-        return folder / str(step)
+    def write(found: Tensor, to: Destination, group: object) -> Path:
+        written.append((found.tolist(), to.step))
+        return to.folder / str(to.step)
 
     class Copying:
         def __init__(self, x: Tensor) -> None:
@@ -106,8 +108,9 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(background, "write", write)
     saver, x = background.Background.make(), torch.zeros(2)
-    first = saver.save(Copying(x), tmp_path, 1, None)  # type: ignore[arg-type]
+    locks = FolderLocks()
+    first = saver.save(Copying(x), Destination(tmp_path, 1, None, locks))  # type: ignore[arg-type]
     x.fill_(5)
-    second = saver.save(Copying(x), tmp_path, 2, None)  # type: ignore[arg-type]
+    second = saver.save(Copying(x), Destination(tmp_path, 2, None, locks))  # type: ignore[arg-type]
     assert (first.result(), second.result()) == (tmp_path / "1", tmp_path / "2") and saver.group is None
     assert written == [([0.0, 0.0], 1), ([5.0, 5.0], 2)]

@@ -19,7 +19,6 @@ MISSING = frozenset(
         "quintnet_compiler.checkpoint.pretrained",
         "quintnet_compiler.checkpoint.pretrained_save",
         "quintnet_compiler.checkpoint.storage",
-        "quintnet_compiler.checkpoint.training_state",
         "quintnet_compiler.cost_models.calibrated",
         "quintnet_compiler.driver.shared_parameters",
         "quintnet_compiler.equivalence.localize",

@@ -1,0 +1,166 @@
+"""A checkpoint's documents, checked before anything is loaded: ``index.json`` (which box of each tensor is where) and
+``state.json`` (everything that is not a tensor). Anyone can make a manifest that fits, so neither is trusted."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NotRequired
+
+from pydantic import NonNegativeInt, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from safetensors import safe_open
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from ..weights.files import DTYPES, shown
+from .manifest import Damaged
+
+INDEX, STATE = "index.json", "state.json"
+
+
+class StoredBox(NamedTuple):
+    """A box of a tensor: where it begins, its sizes, and the file and the key in it that hold it."""
+
+    at: tuple[NonNegativeInt, ...]
+    sizes: tuple[NonNegativeInt, ...]
+    file: StrictStr
+    key: StrictStr
+
+
+class IndexEntry(NamedTuple):
+    """A whole tensor. ``dtype``: safetensors' name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+class _StoredEntry(TypedDict):
+    dtype: StrictStr
+    shape: tuple[NonNegativeInt, ...]
+    boxes: tuple[StoredBox, ...]
+
+
+OptimizerNote = TypedDict(
+    "OptimizerNote",
+    {
+        "class": StrictStr,
+        "options": list[dict[StrictStr, Any]],
+        "of": dict[StrictStr, NonNegativeInt],
+        "values": dict[StrictStr, dict[StrictStr, Any]],
+    },
+)
+
+
+class RandomState(TypedDict):
+    seed: StrictInt
+    step: StrictInt
+
+
+class RunNote(TypedDict):
+    rng: RandomState
+    loss_scale: tuple[StrictInt | StrictFloat, StrictInt]
+    mesh: NotRequired[StrictStr]
+
+
+class StateNote(TypedDict):
+    step: NonNegativeInt
+    extra: dict[StrictStr, Any]
+    run: RunNote
+    optimizer: NotRequired[OptimizerNote]
+
+
+_INDEX, _STATE = TypeAdapter(dict[str, _StoredEntry]), TypeAdapter(StateNote)
+
+
+def read_state(checkpoint: Path) -> StateNote:
+    """Raises: Damaged if the document is not what :mod:`.storage` writes."""
+    found: StateNote = _read(checkpoint / STATE, _STATE)
+    optimizer = found.get("optimizer")
+    if optimizer and any(number >= len(optimizer["options"]) for number in optimizer["of"].values()):
+        raise Damaged(f"{STATE} has a parameter with options that it does not have")
+    return found
+
+
+def read_index(checkpoint: Path, files: Collection[str]) -> dict[str, IndexEntry]:
+    """The tensors of a checkpoint whose manifest has ``files``.
+
+    Raises:
+        Damaged: if the boxes of a tensor do not cover it exactly, or lie in other files.
+    """
+    found = {name: IndexEntry(**entry) for name, entry in _read(checkpoint / INDEX, _INDEX).items()}
+    for name, entry in found.items():
+        where = f"{INDEX}, {shown(name)}"
+        if entry.dtype not in DTYPES:
+            raise Damaged(f"{where}: there is no dtype {shown(entry.dtype)}")
+        for box in entry.boxes:
+            if box.file not in files:
+                raise Damaged(f"{where}: {shown(box.file)} is not a file of this checkpoint")
+        if not _cover(entry.shape, entry.boxes):
+            raise Damaged(f"{where}: its boxes do not cover {entry.shape} exactly")
+    return found
+
+
+def check_tensors(checkpoint: Path, index: Mapping[str, IndexEntry], files: Iterable[str]) -> None:
+    """Compare what ``files`` say of their tensors with the index.
+
+    Raises:
+        Damaged: for a tensor that is missing, or has another shape or dtype.
+    """
+    wanted: dict[str, list[tuple[str, StoredBox]]] = {file: [] for file in files}
+    for entry in index.values():
+        for box in entry.boxes:
+            if box.file in wanted:
+                wanted[box.file].append((entry.dtype, box))
+    for file, boxes in wanted.items():
+        if not boxes:
+            continue
+        try:
+            with safe_open(checkpoint / file, framework="pt") as opened:
+                keys = set(opened.keys())
+                for dtype, box in boxes:
+                    view = opened.get_slice(box.key) if box.key in keys else None
+                    if view is None or (tuple(view.get_shape()), view.get_dtype()) != (box.sizes, dtype):
+                        raise Damaged(f"{shown(file)} does not have a tensor {shown(box.key)}: {dtype} {box.sizes}")
+        except Damaged:
+            raise
+        except Exception as error:  # safetensors raises its own type, for anything that is wrong with a file
+            raise Damaged(f"{shown(file)}: {shown(str(error))}") from None
+
+
+def _read(path: Path, kind: TypeAdapter[Any]) -> Any:
+    try:
+        return kind.validate_python(json.loads(path.read_bytes()))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Damaged(f"{path.name} is not a checkpoint's: {shown(where)}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path.name} is damaged: {shown(str(error))}") from None
+
+
+def _cover(shape: Sequence[int], boxes: Sequence[StoredBox]) -> bool:
+    """Whether boxes lie in ``shape``, do not overlap, and have as many elements together."""
+    if any(len(box.at) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
+        return False
+    if any(a + n > whole for box in boxes for a, n, whole in zip(box.at, box.sizes, shape, strict=True)):
+        return False
+    if sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
+        return False
+    return not _overlap(sorted(boxes))
+
+
+def _overlap(boxes: Sequence[StoredBox]) -> bool:
+    """Whether two of ``boxes``, which are sorted by where they begin, have an element in common."""
+    active: list[StoredBox] = []  # those that may reach the next one along the first dim
+    for box in boxes:
+        active = [other for other in active if not box.at or other.at[0] + other.sizes[0] > box.at[0]]
+        for other in active:
+            apart = (
+                a + n <= b or b + m <= a for a, n, b, m in zip(other.at, other.sizes, box.at, box.sizes, strict=True)
+            )
+            if not any(apart):
+                return True
+        active.append(box)
+    return False

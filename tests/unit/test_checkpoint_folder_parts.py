@@ -1,0 +1,103 @@
+"""checkpoint, part by part: names in a folder, its lock, how a checkpoint gets its name, documents, values."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintnet_compiler.checkpoint import commit, documents, folder, lock, manifest, values
+from quintnet_compiler.core.errors import CheckpointError
+
+
+def _written(path: Path, step: int, *, keep: int | None = None) -> Path:
+    made = commit.place_to_write(path, step)
+    (made / "data").write_text(str(step))
+    return commit.commit(made, step, {"data": manifest.digest(made / "data")}, keep)
+
+
+def test_names_of_a_folder(tmp_path: Path) -> None:
+    assert folder.named(tmp_path / "nothing") == [] and folder.next_abandoned(tmp_path).name == "abandoned-01"
+    for name in ("step-00000002", "step-123456789", ".step-00000003.0123abcd.old", ".step-00000003.0123abcd.tmp",
+                 "step-7", "abandoned-02", "abandoned-10", "step-00000009.bak"):  # fmt: skip
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000004").write_text("a file")
+    assert [entry.step for entry in folder.named(tmp_path)] == [123456789, 2]
+    assert [entry.path.suffix for entry in folder.leftovers(tmp_path)] == [".tmp", ".old"]
+    assert [path.name for path in folder.abandoned(tmp_path)] == ["abandoned-10", "abandoned-02"]
+    assert folder.next_abandoned(tmp_path).name == "abandoned-11"
+
+
+def test_a_whole_checkpoint_without_a_name_gets_it_from_the_next_writer(tmp_path: Path) -> None:
+    first = _written(tmp_path, 1)
+    first.rename(tmp_path / ".step-00000001.0123abcd.old")
+    (tmp_path / ".step-00000002.0123abcd.tmp").mkdir()
+    assert [entry.step for entry in manifest.available(tmp_path)] == [1]
+    _written(tmp_path, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+
+
+def test_only_whole_ones_count_as_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _written(tmp_path, step)
+    (tmp_path / "step-00000003" / "data").write_text("damaged")
+    _written(tmp_path, 4, keep=2)
+    assert [entry.step for entry in folder.named(tmp_path)] == [4, 2]
+
+
+def test_a_lock_is_told_from_that_of_an_ended_process(tmp_path: Path) -> None:
+    locks = lock.FolderLocks()
+    locks.take(tmp_path)
+    locks.take(tmp_path)
+    holder = lock.Holder.read(tmp_path / lock.NAME)
+    assert holder == lock.Holder.here() and not holder.ended()
+    assert lock.Holder(holder.host, holder.process, holder.started + 1).ended()
+    assert not lock.Holder("elsewhere", 1, 1).ended()
+    (tmp_path / lock.NAME).unlink()
+    locks.take(tmp_path)  # the folder has none any more: taken again
+    assert (tmp_path / lock.NAME).exists()
+    locks.release()
+    assert not locks.held
+    (tmp_path / lock.NAME).write_text("[")
+    assert lock.Holder.read(tmp_path / lock.NAME) is None
+
+
+def test_boxes_cover_a_tensor_exactly(tmp_path: Path) -> None:
+    def read(shape: list[int], *boxes: tuple[list[int], list[int]]) -> dict[str, documents.IndexEntry]:
+        entry = {"dtype": "F32", "shape": shape, "boxes": [[at, sizes, "file", "0"] for at, sizes in boxes]}
+        (tmp_path / documents.INDEX).write_text(json.dumps({"x": entry}))
+        return documents.read_index(tmp_path, {"file"})
+
+    assert read([], ([], []))["x"].boxes[0].file == "file"
+    assert read([0, 3])["x"].boxes == ()
+    read([4, 4], ([0, 0], [2, 2]), ([0, 2], [4, 2]), ([2, 0], [2, 2]))
+    for wrong in (
+        [([0, 0], [4, 2]), ([0, 1], [4, 2])],
+        [([0, 0], [2, 4]), ([1, 0], [2, 4])],
+        [([0, 0], [4, 5])],
+        [([0], [16])],
+        [([0, 0], [4, 3])],
+    ):
+        with pytest.raises(manifest.Damaged, match="do not cover"):
+            read([4, 4], *wrong)
+    with pytest.raises(manifest.Damaged, match="do not cover"):
+        read([], ([], []), ([], []))
+
+
+def test_values_keep_their_kinds() -> None:
+    kept: dict[str, Tensor] = {}
+    given: dict[str, Any] = {"a/b": [1, (2.5, None), {"x:y": torch.ones(2)}], "q": deque([True], 4), "d": {3: "text"}}
+    found = {}
+    for key, value in given.items():
+        made = json.loads(json.dumps(values.encoded(value, values.path_of(key), key, kept.__setitem__)))
+        found[key] = values.decoded(made, kept.__getitem__)
+    assert list(kept) == ["a%2Fb:2:x%3Ay"]
+    assert found["q"] == given["q"] and found["q"].maxlen == 4 and found["d"] == given["d"]
+    assert found["a/b"][:2] == [1, (2.5, None)] and found["a/b"][2]["x:y"] is kept["a%2Fb:2:x%3Ay"]
+    with pytest.raises(CheckpointError, match="it is a object, which a checkpoint cannot hold"):
+        values.encoded(object(), "it", "it", kept.__setitem__)
