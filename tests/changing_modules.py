@@ -1,4 +1,4 @@
-"""Modules whose forward changes buffers, as people write them, each with a batch. Logits, or the loss itself."""
+"""Modules whose forward changes buffers and parameters, as people write them. Logits, or the loss itself."""
 
 from __future__ import annotations
 
@@ -194,12 +194,61 @@ class AverageLoss(nn.Module):
         return loss
 
 
+class Clipped(nn.Module):
+    """Weights that stay small: all of them before they are used, one by its ``data``; a part of one, by a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.2, 0.2)
+            self.a.weight.t().split(2)[1].mul_(0.5)
+        self.a.bias.data = self.a.bias.data * 0.9
+        self.b.weight.data.div_(torch.linalg.vector_norm(self.b.weight.detach()))
+        return self.b(self.a(x).tanh()) + self.b.weight[:, 0].square()
+
+
+class Teacher(nn.Module):
+    """Momentum contrast (He et al. 2020): a second encoder is an average of the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = (nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES)) for _ in "qk")
+        self.key.load_state_dict(self.query.state_dict())
+        self.key.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query(x)
+        with torch.no_grad():
+            for mine, theirs in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                theirs.data = theirs.data * 0.9 + mine.data * 0.1
+            k = self.key(x)
+        return q - 0.5 * k
+
+
+class Shortened(nn.Module):
+    """An embedding whose rows are no longer than one: those that a batch looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(12, WIDTH, max_norm=1.0), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed((x * 3).long().clamp(-5, 5) + 6).mean(1))
+
+
 SHAPES: Mapping[type[nn.Module], tuple[int, ...]] = types.MappingProxyType(
     {ResNet: (3, 8, 8), Volumes: (2, 4, 4, 4), Tokens: (6, WIDTH)}
-    | dict.fromkeys((Twice, Spectral, Codebook, Counter, Recurrent, Memory, Follower, AverageLoss), (WIDTH,))
+    | dict.fromkeys(
+        (Twice, Spectral, Codebook, Counter, Recurrent, Memory, Follower, AverageLoss, Clipped, Teacher, Shortened),
+        (WIDTH,),
+    )
 )
 # those that microbatches leave alone: what they change does not depend on the rows, or by sums over them
-BY_ROWS = (Spectral, Counter, Recurrent, Follower, Tokens, AverageLoss)
+BY_ROWS = (Spectral, Counter, Recurrent, Follower, Tokens, AverageLoss, Clipped, Teacher)
 
 
 def changing(kind: type[nn.Module], **more: Any) -> Case:

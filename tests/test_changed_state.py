@@ -1,4 +1,4 @@
-"""Buffers that forward changes: the same values as the module's on every layout, and written back where it reads them.
+"""Buffers and parameters that forward changes: the module's values on every layout, written back where it reads them.
 
 :mod:`.test_frontier_processes` runs the same modules on gloo processes.
 """
@@ -18,9 +18,22 @@ import quintnet
 from quintnet_compiler.passes.frontend import norm_rewrites
 from quintnet_compiler.runtime.backends import local
 
-from .changing_modules import BY_ROWS, SHAPES, AverageLoss, Counter, ResNet, Tokens, Twice, changing
+from .changing_modules import (
+    BY_ROWS,
+    SHAPES,
+    AverageLoss,
+    Clipped,
+    Counter,
+    ResNet,
+    Shortened,
+    Teacher,
+    Tokens,
+    Twice,
+    changing,
+)
 from .frontier import LAYOUTS, Case, compare, report
 
+PARAMETERS = (Clipped, Teacher, Shortened)
 MORE = {
     "pp2 x dp2, ZeRO 3": ({"pp": 2, "dp": 2}, {"zero": 3}),
     "dp2 x tp2, ZeRO 2, recomputed": ({"dp": 2, "tp": 2}, {"zero": 2, "recompute": "full"}),
@@ -38,12 +51,28 @@ def test_three_steps_are_those_of_the_module(kind: type[nn.Module], layout: str)
 @pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [(kind, layout) for layout in MORE for kind in (Tokens, ResNet, Twice) if layout != "cp2" or kind is Tokens],
+    [
+        (kind, layout)
+        for layout in MORE
+        for kind in (Tokens, ResNet, Twice, *PARAMETERS)
+        if layout != "cp2" or kind is Tokens
+    ],
 )
 def test_other_layouts(kind: type[nn.Module], layout: str) -> None:
     axes, options = MORE[layout]
     case = changing(kind, options=options)
     report(case, {layout: compare(case, axes)})
+
+
+@pytest.mark.parametrize(("kind", "layout"), list(zip(PARAMETERS, ("dp2 x tp2", "pp2", "tp2"), strict=True)))
+def test_parameters_too(kind: type[nn.Module], layout: str) -> None:
+    report(changing(kind), {layout: compare(changing(kind), LAYOUTS[layout])})
+
+
+@pytest.mark.parametrize("kind", [Clipped, Teacher])
+def test_slices_of_a_changed_parameter_stay_where_they_are(kind: type[nn.Module]) -> None:
+    case = changing(kind, options={"zero": 3})
+    report(case, {"dp2": compare(case, {"dp": 2})})
 
 
 @pytest.mark.sample(4)
@@ -55,7 +84,7 @@ def test_microbatches_count_once(kind: type[nn.Module], axes: dict[str, int]) ->
     report(case, {str(axes): compare(case, axes)})
 
 
-@pytest.mark.parametrize("kind", [ResNet, Twice])
+@pytest.mark.parametrize("kind", [ResNet, Twice, Shortened])
 def test_statistics_of_the_batch_need_all_rows(kind: type[nn.Module]) -> None:
     model, batch = _built(kind)
     with pytest.raises(quintnet.CompileError, match=r"QN104[\s\S]*microbatches=1"):
@@ -181,6 +210,8 @@ class _Net(nn.Module):
         self.inner, self.norm, self.body = nn.Linear(8, 4), nn.InstanceNorm1d(8, track_running_stats=True), body
         self.register_buffer("ema", torch.zeros(4))
         self.register_buffer("other", torch.ones(4))
+        self.alone = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.tied = self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, x)
@@ -207,10 +238,37 @@ def _keeps_the_graph(net: _Net, x: Tensor) -> Tensor:
     return y.square().mean()
 
 
-def _changes_a_weight(net: _Net, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        net.inner.weight.clamp_(-0.1, 0.1)
+def _changes_what_is_saved(net: _Net, x: Tensor) -> Tensor:
+    loss = net.inner(x.requires_grad_()).square().mean()
+    net.inner.weight.data.clamp_(-0.1, 0.1)  # autograd would not notice
+    return loss
+
+
+def _two_names(net: _Net, x: Tensor) -> Tensor:
+    old = net.inner.weight.data
+    net.inner.weight.data = old * 2
+    return net.inner(x).square().mean() + old.sum()
+
+
+def _other_shape(net: _Net, x: Tensor) -> Tensor:
+    net.inner.bias.data = x[:1, :1].detach()
     return net.inner(x).square().mean()
+
+
+def _a_part_of_the_batch(net: _Net, x: Tensor) -> Tensor:
+    net.inner.bias.data = x[0, :4].detach()
+    return net.inner(x).square().mean()
+
+
+def _a_weight_keeps_the_graph(net: _Net, x: Tensor) -> Tensor:
+    net.alone.add_(net.inner.bias)
+    return (net.inner(x) + net.alone).square().mean()
+
+
+def _two_places(net: _Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        net.tied.clamp_(-0.1, 0.1)
+    return (net.inner(x) + net.frozen).square().mean()
 
 
 def _instance(net: _Net, x: Tensor) -> Tensor:
@@ -224,7 +282,12 @@ def _instance(net: _Net, x: Tensor) -> Tensor:
         (_shares_the_batch, "assigns a view of the batch to the buffer 'ema'"),
         (_shares_a_buffer, "assigns a view of the buffer 'other' to the buffer 'ema'"),
         (_keeps_the_graph, "'ema'[\\s\\S]*requires a gradient[\\s\\S]*detach"),
-        (_changes_a_weight, "changes the parameter 'inner.weight'"),
+        (_changes_what_is_saved, "changes inner.weight after addmm has saved"),
+        (_two_names, "another tensor has the same memory"),
+        (_other_shape, "another shape"),
+        (_a_part_of_the_batch, "another tensor has the same memory"),
+        (_a_weight_keeps_the_graph, "new value of 'alone' requires a gradient"),
+        (_two_places, "'frozen', which has several places"),
         (_instance, "InstanceNorm"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -235,7 +298,8 @@ def test_refused(body: Any, cause: str) -> None:
     kept = {name: value.clone() for name, value in net.state_dict().items()}
     with pytest.raises(quintnet.CompileError, match=cause) as caught:
         quintnet.compile(net, quintnet.Mesh(dp=2), (x,))
-    assert caught.value.code == "QN110" and (caught.value.where.source or body is _shares_a_buffer)
+    assert caught.value.code == "QN110"
+    assert caught.value.where.source or caught.value.where.module or body is _shares_a_buffer
     assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items())
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import SymInt, Tensor, fx
 
-from ...capture.canonical import LEAF, WHERE
+from ...capture.places import LEAF, WHERE
 from ...compat.torch import FakeTensorMode, OpOverload, pytree
 from ...core.absent_gpu import AbsentGpu
 from ...core.annotations import Leaf, facts, needs_grad, shape, value
@@ -67,6 +67,16 @@ class Normalize:
                 f"a batch of {self.batch_size} rows, and the model's code fixes the batch size that it was traced "
                 f"with: {captured.only_rows}",
                 fix="use x.shape[0] (or -1) where a literal batch size is used, or batches of that size",
+            )
+        kept = {
+            leaf.name for node in captured.graph.nodes if (leaf := node.meta.get(LEAF)) and leaf.kind == "parameter"
+        }
+        if self.batches > 1 and (own := kept & set(captured.changed)):
+            raise CompileError(
+                "QN104",
+                f"the forward pass changes the parameter {min(own)!r}, and each of {self.batches} microbatches would "
+                "begin with what the one before has left",
+                fix='use microbatches=1, or leave batch_statistics="microbatch" away',
             )
         try:
             return self._program(captured)
@@ -198,13 +208,13 @@ def _unrounded(result: fx.Node) -> fx.Node:
 
 
 def _refuse_gradients(captured: Captured, results: Sequence[fx.Node]) -> None:
-    """Raises: CompileError QN110 for a new value of a buffer through which autograd would go to the step before."""
+    """Raises: CompileError QN110 for a new value of a buffer or parameter that leads autograd to the step before."""
     changed = captured.changed
     for name, node in zip(changed, results[len(results) - len(changed) :], strict=True):
         if captured.training and needs_grad(node):
             raise CompileError(
                 "QN110",
-                f"the new value of the buffer {name!r} requires a gradient: autograd would go on from it into the step "
+                f"the new value of {name!r} requires a gradient: autograd would go on from it into the step "
                 "before, whose graph is freed",
                 where=facts(node).where,
                 fix="compute it without gradients: of x.detach(), or under torch.no_grad()",

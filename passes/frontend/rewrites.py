@@ -180,12 +180,14 @@ def _embedding(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
 
 
 def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    raise CompileError(
-        "QN105",
-        "an embedding with max_norm changes rows of its weight in the forward pass",
-        where=builder.where,
-        fix="max_norm=None",
-    )
+    """An embedding with max_norm shortens the rows that are looked up."""
+    weight, ids, limit, p = args
+    rows, device = shape(weight)[0], value(weight).device
+    ids = builder.reshape(ids, [math.prod(shape(ids))])
+    none = builder.call(aten.full.default, [rows], 0, dtype=torch.int64, device=device)
+    read = builder.call(aten.ne.Scalar, builder.call(aten.index_fill.int_Scalar, none, 0, ids, 1), 0)
+    short = builder.call(aten.renorm.default, weight, p, 0, limit)
+    return builder.call(aten.where.self, builder.reshape(read, [rows, 1]), short, weight)
 
 
 def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:

@@ -15,7 +15,7 @@ from torch import fx
 
 from ...core.annotations import facts, leaf, needs_grad, num_bytes, origin, tensor_inputs, values
 from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, P, R
+from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.program import Strategy, outputs
 from ..strategies.rule_book import find_cuts, flows
 from .axis_view import AxisView, OperandEdge, refusal
@@ -179,13 +179,17 @@ class AxisSearch:
 
     def _sinks(self) -> None:
         graph, carried = self.view.program.graph, self.view.program.carried.values()
+        stored = self.view.program.stored
         for position, result in enumerate(outputs(graph)):
             source, output = origin(result)
             key = self.key[source]
             from_: dict[AxisType, list[int]] = defaultdict(list)
             for variable, strategy in zip(self.choice[key], self.options_of[key], strict=True):
                 from_[strategy.outputs[output]].append(variable)
-            free = [a for a in from_ if leaves_as_is(self.axis, a, result, carried=position in carried)]
+            if position in stored:
+                free = [a for a in from_ if plain(a) in self._stored_as(stored[position])]
+            else:
+                free = [a for a in from_ if leaves_as_is(self.axis, a, result, carried=position in carried)]
             edge = OperandEdge(source, graph.output_node(), 0, needs_grad(result))
             price = dict.fromkeys(free, 0.0)
             size = num_bytes(values(source)[output]) * self.view.left(source, output)
@@ -198,3 +202,7 @@ class AxisSearch:
                 if price[a] >= FORBIDDEN:
                     self.forbidden[leaving] = edge
                 self.model.constrain([(leaving, 1.0), *((v, -1.0) for v in variables)], 0, 0)
+
+    def _stored_as(self, parameter: fx.Node) -> set[AxisType]:
+        """The types in which a new value of a parameter may leave: that of the parameter costs nothing."""
+        return {plain(strategy.outputs[0]) for strategy in self.options_of[self.key[parameter]]}

@@ -17,6 +17,7 @@ from ...ir.program import Strategy
 from ...ops.attention import attention
 from ...ops.expert_linear import expert_linear
 from ...ops.rules.notation import Factors
+from ...ops.user_derivatives import after_gradients, declare_gradient
 from ..strategies.expert_axes import expert_parameters, travelling
 from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_factors, made_of_the_batch
@@ -189,10 +190,20 @@ def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) ->
                 if kind.kind == "parameter" and not _needed_whole(weight, factors):
                     found.add(weight)
                 break
-            if weight.target not in _TRANSPOSED:
+            if weight.target not in _TRANSPOSED and weight.target is not after_gradients:
                 break
-            weight = weight.args[0]
+            weight = weight.args[0] if weight.target in _TRANSPOSED else _changed(weight)
     return frozenset(found)
+
+
+def _changed(now: fx.Node) -> Any:
+    """The parameter that forward has changed in place to make this, see
+    :mod:`...capture.changes.changed_parameters`; None if this is nothing of that kind."""
+    says = origin(tensor_inputs(now)[-1])[0]
+    start = says.args[0] if says.target is declare_gradient else None
+    if not isinstance(start, fx.Node) or start.target is not after_gradients or len(tensor_inputs(start)) > 1:
+        return None
+    return start.args[0]
 
 
 def _needed_whole(source: fx.Node, factors: Mapping[fx.Node, Factors]) -> bool:

@@ -6,13 +6,13 @@ A plan is constraints: a fixed type for a leaf. There is no other mechanism.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from ...core.annotations import needs_grad, origin, shape
-from ...core.sharding import AxisType, I, P, R
+from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, ShardedProgram, Strategy, outputs
 from ...ir.repeated_blocks import same_in_every_block
@@ -65,14 +65,14 @@ class ChooseSharding:
                 factors[node] = refine(factors[node], strategy, axis.size)
         for node in program.graph.nodes:
             if node.op == "output":
-                chosen[node] = self._leaving(node, chosen, program.carried.values())
+                chosen[node] = self._leaving(node, chosen, program)
         return ShardedProgram(program, self.axes, chosen)
 
     def _leaving(
-        self, node: fx.Node, chosen: Mapping[fx.Node, tuple[Strategy, ...]], carried: Collection[int]
+        self, node: fx.Node, chosen: Mapping[fx.Node, tuple[Strategy, ...]], program: Program
     ) -> tuple[Strategy, ...]:
         """The types in which the program's outputs leave it, as a strategy of the output node."""
-        strategies = []
+        carried, stored, strategies = program.carried.values(), program.stored, []
         for axis_position, axis in enumerate(self.axes):
             types: list[AxisType] = []
             for position, result in enumerate(outputs(node.graph)):
@@ -81,5 +81,7 @@ class ChooseSharding:
                 as_term = kind is R and needs_grad(result) and shape(result) == ()
                 as_is = leaves_as_is(axis, kind, result, carried=position in carried)
                 types.append(kind if as_is else P if as_term else I)
+                if position in stored:
+                    types[-1] = plain(chosen[stored[position]][axis_position].outputs[0])
             strategies.append(Strategy(tuple(types), (), "leave"))
         return tuple(strategies)

@@ -9,7 +9,7 @@ from torch import fx
 
 from ...core.annotations import Leaf, num_bytes, shape, value
 from ...core.errors import CompileError
-from ...core.sharding import AxisType, I, R, Shard, local_shape, shard_shape
+from ...core.sharding import AxisType, I, R, Shard, local_shape, plain, shard_shape
 from ...ir.program import Gathered, ShardedProgram, Strategy
 from ..strategies.rule_book import leaf_factors, leaf_strategies, refine
 from .axis_view import stores_state
@@ -50,6 +50,9 @@ class ShardParameters:
                 strategies[node] = _strategies(program, node, kinds)
                 self._refuse_crossing(program, found, kinds, before)
                 gathered[node] = Gathered(before, self.zero in (1, 2), self.zero == 1 and found.trainable)
+        if gathered and program.program.stored:
+            out = program.program.graph.output_node()
+            strategies[out] = _leaving(strategies[out], {k: strategies[n] for k, n in program.program.stored.items()})
         return replace(program, strategies=strategies, gathered=gathered)
 
     def _refuse_crossing(
@@ -99,6 +102,17 @@ def _slices(
     share = {d: Shard(d).padded(n, ranks) / n for d, n in enumerate(left) if n > 1 and d not in taken}
     free = [d for d in share if not even or share[d] == 1]
     return Shard(min(free, key=share.__getitem__)) if free else None
+
+
+def _leaving(before: tuple[Strategy, ...], stored: Mapping[int, tuple[Strategy, ...]]) -> tuple[Strategy, ...]:
+    """The types in which outputs leave, where those at the positions ``stored`` are new values of parameters."""
+    found = []
+    for axis, strategy in enumerate(before):
+        types = list(strategy.inputs)
+        for position, kinds in stored.items():
+            types[position] = plain(kinds[axis].outputs[0])
+        found.append(replace(strategy, inputs=tuple(types)))
+    return tuple(found)
 
 
 def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, ...]) -> tuple[Strategy, ...]:

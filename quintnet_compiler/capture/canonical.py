@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import types
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,16 @@ from ..core.errors import CompileError, Where
 from ..ir.batch_form import ROWS, BatchForm, TensorForm
 from ..ir.program import Captured
 from .block_reuse import Skipped
-from .mutations import changed_buffers
-from .places import where_of
+from .changes.mutations import changed_state
+from .changes.stored_results import store
+from .places import LEAF, WHERE, where_of
 
 LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
-LEAF = "quintnet_leaf"
-WHERE = "quintnet_where"
 
 
-def inline_no_grad(gm: fx.GraphModule) -> None:
+def inline_no_grad(gm: fx.GraphModule, parameters: Container[fx.Node] = ()) -> None:
     """Replace ``wrap_with_set_grad_enabled`` by its body. Without gradients, each output is behind ``detach``, and so
-    are the values that an in-place operator reads.
+    are the values that an in-place operator reads. One of the ``parameters`` that is changed there stays what it is.
 
     ``run_decompositions`` would inline it too, and silently drop the no_grad.
     """
@@ -37,8 +36,9 @@ def inline_no_grad(gm: fx.GraphModule) -> None:
         if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
             continue
         enabled, body = node.args[0], getattr(gm, node.args[1].target)
-        inline_no_grad(body)
         inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+        pairs = zip(inner, node.args[2:], strict=True)
+        inline_no_grad(body, {n for n, given in pairs if itself(given) in parameters})
         env: dict[fx.Node, Any] = dict(zip(inner, node.args[2:], strict=True))
         with graph.inserting_before(node):
             for n in body.graph.nodes:
@@ -54,7 +54,13 @@ def inline_no_grad(gm: fx.GraphModule) -> None:
             results = []
             for value in returned:
                 found = env.get(value, value) if isinstance(value, fx.Node) else value
-                if not enabled and isinstance(found, fx.Node) and isinstance(found.meta.get("val"), Tensor):
+                found = itself(found) if itself(found) in parameters else found
+                if (
+                    not enabled
+                    and found not in parameters
+                    and isinstance(found, fx.Node)
+                    and isinstance(found.meta.get("val"), Tensor)
+                ):
                     detached = graph.call_function(torch.ops.aten.detach.default, (found,))
                     detached.meta = dict(found.meta)
                     found = detached
@@ -66,6 +72,16 @@ def inline_no_grad(gm: fx.GraphModule) -> None:
         graph.erase_node(node)
     graph.eliminate_dead_code()
     gm.recompile()
+
+
+def itself(node: Any) -> Any:
+    """The value that an operator in place returns after it has changed it."""
+    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload):
+        first = schema(node.target).returns[:1]
+        if not first or first[0].alias_info is None or not first[0].alias_info.is_write or not node.args:
+            break
+        node = node.args[0]
+    return node
 
 
 def _detach_what_is_read(node: fx.Node) -> None:
@@ -103,13 +119,13 @@ def canonical(
     assigned: frozenset[str] | None = None,
     every: bool = False,
 ) -> Captured:
-    """``form``: of ``sample``; ``assigned``: see :func:`.mutations.changed_buffers`; ``every``: with the parameters of
-    blocks that were skipped."""
+    """``form``: of ``sample``; ``assigned``: see :func:`.changes.mutations.changed_state`; ``every``: with the
+    parameters of blocks that were skipped."""
     signature = exported.graph_signature
-    changed = changed_buffers(exported, sample, assigned)
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
     aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
+    changed = {aliases.get(name, name): at for name, at in changed_state(exported, sample, assigned).items()}
     tensors: dict[str, Tensor] = {}
     graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
     paths, _ = pytree.tree_flatten_with_path(sample)
@@ -161,6 +177,7 @@ def canonical(
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}
             env[node] = new
+    store(graph, [kept[name] for name in changed])
     output_spec = exported.call_spec.out_spec
     assert output_spec is not None
     state = types.MappingProxyType(tensors)

@@ -32,6 +32,8 @@ from ..ir.program import Captured
 from .batch_norms import cumulative_averages, one_process
 from .block_reuse import Skipped, blocks_once
 from .canonical import canonical, inline_no_grad, module_of
+from .changes.assigned_data import place_data
+from .changes.changed_parameters import keep_gradients
 from .control_flow import control_flow_followed
 from .derivatives.inner_gradients import InnerGradients, place_starts
 from .derivatives.transforms import transforms_followed
@@ -156,7 +158,10 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
     exported: torch.export.ExportedProgram
     with without_hooks_of_export():
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
-    inline_no_grad(exported.graph_module)
+    parameters = exported.graph_signature.inputs_to_parameters
+    inline_no_grad(exported.graph_module, {node for node in exported.graph.nodes if node.name in parameters})
+    place_data(exported.graph)
+    keep_gradients(exported)
     return exported
 
 

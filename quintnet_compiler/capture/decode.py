@@ -27,9 +27,9 @@ from ..core.replaced import for_this_thread, one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.program import Captured
 from ..ops.kv_cache_attention import cached_attention
-from .canonical import LEAF
 from .capture import capture
 from .modes import evaluating
+from .places import LEAF
 
 GIVEN = 4  # inputs before the caches: ids, positions, start, seen
 _WINDOW = "quintnet_window"

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from ..core.errors import CompileError
 from ..ops.catalog import work_of
-from .canonical import LEAF, WHERE
+from .places import LEAF, WHERE
 
 _aten = torch.ops.aten
 

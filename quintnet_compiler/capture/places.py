@@ -11,6 +11,7 @@ from ..core.code_origin import PACKAGE, TORCH
 from ..core.errors import Where
 
 OWN = (TORCH, PACKAGE)  # code that is not the user's
+LEAF, WHERE = "quintnet_leaf", "quintnet_where"  # entries of ``meta`` of a captured graph's nodes
 
 
 def where_of(node: fx.Node) -> Where:

@@ -23,7 +23,8 @@ from ..core.errors import Where
 from ..guards.attribute_reads import Read
 from ..ir.program import Captured
 from .block_reuse import BlockRun
-from .canonical import LEAF, WHERE, module_of
+from .canonical import module_of
+from .places import LEAF, WHERE
 
 _NUMBER = re.compile(r"(.*?)(?:_(\d+))?")
 

@@ -15,6 +15,7 @@ from ..core.errors import CompileError
 from ..guards.attribute_reads import Read
 from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
+from .changes.saved_tensors import unchanged_since_saved
 from .places import OWN
 from .watched_trace import WatchedTrace
 
@@ -72,6 +73,13 @@ class StepModule(nn.Module):
     def _step(self, batch: Any) -> Any:
         if self.seen.begin is not None:
             self.seen.begin()
+        check = unchanged_since_saved((name.removeprefix("model"), module) for name, module in self.named_children())
+        made = self._made(batch)
+        if self.want == "loss":
+            check(made)
+        return made
+
+    def _made(self, batch: Any) -> Any:
         if self.call is not None:
             return self.call(self.model, batch)
         loss = self.compute if self.compute is not None else getattr(self, "loss_fn", None)

@@ -21,6 +21,7 @@ from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
 from ..ops.ctc import ctc_loss
+from .changes.assigned_data import put_data
 from .modes import uncompiled
 from .raising_checks import checks_pass
 
@@ -158,9 +159,12 @@ class _Tensors(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _SET_DATA:
+            if not _is_real(args[0]) and not is_transformed(args[0]) and put_data(*args):
+                return None
             raise CompileError(
                 "QN110",
-                "the forward pass assigns the .data of a tensor",
+                "the forward pass assigns the .data of a tensor that is neither a parameter, nor a buffer, nor made in "
+                "forward, or gives it another shape, strides or dtype",
                 where=Where("", user_line(sys._getframe(1), self.trace.own)),
                 fix="compute a new tensor and use that one",
             )

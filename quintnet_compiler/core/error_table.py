@@ -76,10 +76,10 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN110": ErrorEntry(
             "forward changes something, or draws what is drawn once",
-            "A program returns its results and the new values of buffers. Any other effect of forward (it counts in "
-            "an attribute, keeps a tensor there, changes a parameter or its batch, draws Python's random numbers) "
-            "would happen once, during tracing, and never again. A new value of a buffer may not require a gradient, "
-            "nor share its memory with another tensor.",
+            "A program returns its results and the new values of buffers and parameters. Any other effect of forward "
+            "(it counts in an attribute, keeps a tensor there, changes its batch, draws Python's random numbers) "
+            "would happen once, during tracing, and never again. A new value may not require a gradient, nor share its "
+            "memory with another tensor, nor take the place of one that autograd has saved for the backward.",
             "The message names what changes and the line. Change it outside of forward, return it, or keep it "
             "in a buffer; put numbers that change with every step into the batch.",
         ),

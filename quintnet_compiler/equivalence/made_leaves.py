@@ -25,6 +25,13 @@ class MadeLeaves(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for x in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(x, Tensor) and x.is_leaf and not any(x is given for given in args):
+            if isinstance(x, Tensor) and _is_leaf(x) and not any(x is given for given in args):
                 self._made[id(x)] = weakref.ref(x)
         return made
+
+
+def _is_leaf(x: Tensor) -> bool:
+    try:
+        return x.is_leaf
+    except RuntimeError:  # a view that has no place in autograd's graph: made under no_grad, changed since
+        return False

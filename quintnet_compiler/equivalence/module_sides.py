@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import CompileError
 from .module_step import ModuleStep, Owner, module_step, tensors_of
@@ -64,7 +64,8 @@ class Sides:
         for name, value in zip(changed, new, strict=True):
             expected = left_as[name].detach()
             own = floor if expected.is_floating_point() else 0.0
-            found.append(Comparison("buffer", name, 0, differs(value, expected, own), limit))
+            what = "parameter" if isinstance(self.owner.tensors[name], nn.Parameter) else "buffer"
+            found.append(Comparison(what, name, 0, differs(value, expected, own), limit))
         return sorted((one for one in found if not one.ok), key=lambda one: -one.error)
 
     def again(self, **how: Any) -> ModuleStep:

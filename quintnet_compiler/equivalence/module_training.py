@@ -73,7 +73,7 @@ class ModuleTraining:
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         gradients = {name: or_zeros(p.grad, p) for name, p in trained.items()}
         self.optimizer.step()
-        return TrainedStep(mean, gradients, {n: p.detach() for n, p in trained.items()}, self.buffers())
+        return TrainedStep(mean, gradients, {n: p.detach() for n, p in self.parameters.items()}, self.buffers())
 
     def buffers(self) -> dict[str, Tensor]:
         """Their values now."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch import TorchDispatchMode, pytree, schema, storage_key
+from ..runtime.state.module_parameters import local_of
 
 _CONTAINERS = (dict, list, set)
 _OWN = ("_parameters", "_buffers", "_modules")
@@ -51,6 +52,7 @@ class Untouched:
         self.settings = {key: _settings(module) for key, (_, module) in self.parts.items()}
         self.trainable = [(x, x.requires_grad) for x in self.tensors.values()]
         self.gradients = [(x, x.grad) for x in self.tensors.values() if x.is_leaf]
+        self.memory = {name: x.detach() for name, x in self.tensors.items() if not x.is_meta}
         self.kept = _CopyOnWrite([x for x in self.tensors.values() if not x.is_meta])
         for x in self.tensors.values():
             if id(x) in self.buffers:
@@ -87,11 +89,16 @@ class Untouched:
                         if not _same(was, x):
                             changed[names.get(id(old), f"{path}.{name}" if path else name)] = was, x.detach()
         for name, x in self.tensors.items():
-            copy = self.kept.before(x)
-            if copy is not None and not _same(copy, x):
-                changed[name] = copy, x.detach().clone()
-                with torch.no_grad():
-                    x.detach().copy_(copy)
+            now, was = x.detach(), self.kept.before(x)
+            held = self.memory.get(name)
+            if held is not None and local_of(x).data_ptr() != local_of(held).data_ptr():  # .data was assigned
+                x.data = held
+                was = held.clone() if was is None else was
+            if was is None or _same(was, now):
+                continue
+            changed[name] = was, now.clone()
+            with torch.no_grad():
+                x.detach().copy_(was)
         return changed
 
     def _restore_settings(self) -> Iterator[str]:

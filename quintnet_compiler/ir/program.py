@@ -35,8 +35,8 @@ class Captured:
     maps every further name of a tied parameter to the one that is kept. ``guards``: what must be as it was for the
     graph to be that of the module. ``form``: of the batches that it serves; ``symbols``: what it calls the sizes that
     are symbols in the graph. ``only_rows``: the batch size, where the model's code fixes it.
-    ``changed``: the buffers that forward changes; the graph's last outputs are their new values. ``assigned``: those of
-    them in whose place forward puts another tensor.
+    ``changed``: the buffers and parameters that forward changes; the graph's last outputs are their new values.
+    ``assigned``: the buffers of them in whose place forward puts another tensor.
     """
 
     graph: fx.Graph
@@ -78,6 +78,14 @@ class Program:
         names = self.captured.changed if self.batches > 1 else ()
         first = len(outputs(self.graph)) - len(names)
         return {name: first + i for i, name in enumerate(names)}
+
+    @property
+    def stored(self) -> Mapping[int, fx.Node]:
+        """The outputs that are new values of parameters, by position: each stays where its parameter is, in slices."""
+        names = self.captured.changed
+        first = len(outputs(self.graph)) - len(names)
+        at = {name: first + i for i, name in enumerate(names)}
+        return {at[f.name]: node for node, f in self.leaves.items() if f.kind == "parameter" and f.name in at}
 
     @property
     def leaves(self) -> dict[fx.Node, Leaf]:
@@ -425,7 +433,8 @@ class DistributedProgram:
     """The compiled program of all ranks. Ranks of one stage share one :class:`StageProgram`.
 
     ``values``: shape and dtype of what crosses stages.
-    ``results``: what the module returns, and then the new values of buffers that it changes.
+    ``results``: what the module returns, and then the new values of what it changes: of a buffer the whole, of a
+    parameter what each rank stores of it.
     ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``source``: the
     graph that the functions were cut from. ``bucket_mib``: see :class:`.plan.Plan`.
     """
@@ -455,6 +464,13 @@ class DistributedProgram:
     @property
     def captured(self) -> Captured:
         return self.source.local.staged.sharded.program.captured
+
+    @property
+    def stored(self) -> Mapping[int, StateSpec]:
+        """The results that are new values of parameters, by position."""
+        first = len(self.results) - len(self.captured.changed)
+        found = {first + i: self.state[name] for i, name in enumerate(self.captured.changed)}
+        return {position: spec for position, spec in found.items() if spec.kind == "parameter"}
 
     @property
     def batches(self) -> int:

@@ -75,7 +75,7 @@ def derivatives(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         elif node.target is declare_gradient:
             mine = [n for n in tensor_inputs(node)[1:] if n in backward]
         elif node.target is after_gradients:
-            mine = tensor_inputs(node)
+            mine = [n for n in tensor_inputs(node) if n in parent]
         elif is_getitem(node) and origin(node)[0].target in (with_tangent, declare_gradient):
             mine = [origin(node)[0]]
         elif node.target is not with_tangent:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
 from quintnet_compiler.capture.block_reuse import blocks_once
-from quintnet_compiler.capture.canonical import LEAF, WHERE, module_of
+from quintnet_compiler.capture.canonical import module_of
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.decode import Shape, cache_shapes, capture_call
 from quintnet_compiler.capture.derivatives.autograd_functions import needs_gradient
@@ -22,6 +22,7 @@ from quintnet_compiler.capture.derivatives.tensor_hooks import place_hooks
 from quintnet_compiler.capture.derivatives.user_derivatives import DerivativeFinder
 from quintnet_compiler.capture.matmul_dtypes import check_dtypes
 from quintnet_compiler.capture.modes import evaluating, refuse_autocast, uncompiled, without_autocast
+from quintnet_compiler.capture.places import LEAF, WHERE
 from quintnet_compiler.capture.repetition import longest_repetition
 from quintnet_compiler.capture.step_module import StepModule, loss_of
 from quintnet_compiler.capture.versions import KEPT, CapturedVersions, Version

@@ -19,7 +19,7 @@ from ..execute.executor import Executor, Run
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
-from ..state.changed_buffers import split_results, written
+from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
@@ -128,11 +128,15 @@ class LocalBackend(WholeState):
                     self._join(ready, program)
                     ready.handover.give(old)
             results, new = split_results(program, outputs[0][0])
+            for position, spec in program.stored.items():
+                new[spec.name] = self._assembled(
+                    program, spec, [outputs[rank][0][position] for rank in sorted(outputs)]
+                )
             self._write(program, new)
         return results
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
-        """The new values of buffers."""
+        """The new values of buffers and parameters."""
         now = written(program, new, self.tensors) if new else {}
         assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
         self.tensors |= assigned
@@ -214,16 +218,20 @@ class LocalBackend(WholeState):
 
     def _join(self, ready: _LocalRanks, program: DistributedProgram) -> None:
         """Whole gradients of the parts that ranks have."""
-        space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
         for name, whole in ready.joined.items():
-            parts: dict[tuple[int, ...], Tensor] = {}
-            for rank, one in enumerate(ready.ranks):
-                place = self.mesh.coordinate(rank)
-                key = tuple(place.get(axis.name, 0) for _, axis in space)
-                if one.store is not None and name in one.store.settled and key not in parts:
-                    parts[key] = one.store.settled[name]
-            kinds = tuple(program.state[name].sharding[i] for i, _ in space)
-            whole.copy_(slices.assemble(parts, kinds, [axis.size for _, axis in space], program.state[name].shape))
+            settled = [one.store.settled.get(name) if one.store is not None else None for one in ready.ranks]
+            whole.copy_(self._assembled(program, program.state[name], settled))
+
+    def _assembled(self, program: DistributedProgram, spec: StateSpec, each: Sequence[Tensor | None]) -> Tensor:
+        """The whole of what ``each`` rank has a part of, laid out as ``spec``; None or no memory: it has none."""
+        space = [(i, axis) for i, axis in enumerate(program.axes) if axis.role != "time"]
+        parts: dict[tuple[int, ...], Tensor] = {}
+        for rank, part in enumerate(each):
+            place = self.mesh.coordinate(rank)
+            if part is not None and not part.is_meta:
+                parts.setdefault(tuple(place.get(axis.name, 0) for _, axis in space), part)
+        kinds = tuple(spec.sharding[i] for i, _ in space)
+        return slices.assemble(parts, kinds, [axis.size for _, axis in space], spec.shape)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..launch.consistency import agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
-from ..state.changed_buffers import split_results, written
+from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver
 from ..state.gradients import GradientStore, shared_by
 from ..state.local_values import StageGradient, StoredPart, whole_number
@@ -217,14 +217,18 @@ class ProcessBackend:
                 other.store.release()
 
     def _write(self, program: DistributedProgram, new: Mapping[str, Tensor]) -> None:
-        """The new values of buffers."""
-        now = written(program, new, self.buffers) if new else {}
+        """The new values of buffers and parameters, of which this rank has parts."""
+        stored = {spec.name: spec for spec in program.stored.values()}
+        parts = {n: self._true_part(s).of_padded(new[n]) for n, s in stored.items() if n in self.mine}
+        buffers = {name: x for name, x in new.items() if name not in stored}
+        there = {**self.buffers, **{name: self.state[name] for name in parts}}
+        now = written(program, {**buffers, **parts}, there) if new else {}
         assigned = {name: x for name, x in now.items() if name in program.captured.assigned}
         if self.slots is not None and assigned:
             self.slots.assign(assigned)
         self.buffers |= assigned
-        for name, x in now.items():
-            self.state[name] = part_of(x, program.state[name].sharding, self.axes, self.place)
+        for name in buffers:
+            self.state[name] = part_of(now[name], program.state[name].sharding, self.axes, self.place)
 
     def learn(self, program: DistributedProgram, tensors: Mapping[str, Tensor]) -> None:
         new = not_known(program, self.state)

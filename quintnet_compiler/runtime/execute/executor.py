@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core import slices
 from ...core.sharding import P, Shard, local_shape
-from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram, ValueSpec
+from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
 from ..state.gradients import GradientStore
@@ -65,6 +65,7 @@ class Executor:
         self.program, self.part, self.transport, self.device = program, part, transport, device
         self.gradients = gradients
         self.comm = Comm(transport, program.mesh, part.coordinate, gradients)
+        self.stored = program.stored
         self.stages = {stage.index: stage for stage in self.part.stages}
         self.functions = {
             (stage.index, label): engine(piece.module, f"{label} of stage {stage.index}")
@@ -121,8 +122,8 @@ class Executor:
 
         ``inputs``: this rank's part of the flat batch, all microbatches of it. ``watch`` sees every value (slow).
 
-        Returns the program's outputs, whole and the same on every rank; ``finite`` then says whether the first of
-        them and all gradients of all ranks may be finite.
+        Returns the program's outputs, whole and the same on every rank, and of a parameter's new value this rank's
+        part; ``finite`` then says whether the first of them and all gradients of all ranks may be finite.
         """
         self.whole: dict[int, dict[str, Tensor]] = {}
         self.static: dict[tuple[int, str], tuple[Tensor, ...]] = {}
@@ -321,6 +322,8 @@ class Executor:
         found = self.results.get(position)
         mesh = self.program.mesh
         owner = next(s.index for s in self.program.stages if position in s.results)
+        if position in self.stored:
+            return self._stored(self.stored[position], owner, found[-1] if found else None)
         local = self._joined(spec, self._over_time(position, spec, found)) if found else None
         screened = position == 0 and self.gradients is not None
         if spec.shape == () and (screened or P in spec.sharding):
@@ -332,6 +335,18 @@ class Executor:
         if local is None:
             local = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
         return self.transport.broadcast(local.contiguous(), mesh.peers(self.part.rank, ["pp"]), source, spec.path)
+
+    def _stored(self, spec: StateSpec, owner: int, local: Tensor | None) -> Tensor:
+        """The new value of a parameter, as this rank stores it; without memory if it stores nothing of it."""
+        placement = self.program.schedule.placement
+        homes = {placement[stage] for stage in (*spec.stages, owner)}
+        if len(homes) > 1:
+            if local is None:
+                sizes = local_shape(spec.shape, spec.sharding, [axis.size for axis in self.program.axes])
+                local = torch.empty(sizes, dtype=spec.dtype, device=self.device)
+            ranks = self.program.mesh.peers(self.part.rank, ["pp"])
+            return self.transport.broadcast(local.contiguous(), ranks, self._rank_of(owner), spec.name)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta") if local is None else local
 
     def _joined(self, spec: ValueSpec, x: Tensor) -> Tensor:
         """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""

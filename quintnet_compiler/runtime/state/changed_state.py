@@ -1,4 +1,4 @@
-"""Buffers that forward changes: what a step made of them becomes the module's."""
+"""Buffers and parameters that forward changes: what a step made of them becomes the module's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...ir.program import DistributedProgram
 
 
 def split_results(program: DistributedProgram, results: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What the module returns, and the new values of the buffers that it changes."""
+    """What the module returns, and the new values of what it changes."""
     names = program.captured.changed
     own = len(results) - len(names)
     return list(results[:own]), dict(zip(names, results[own:], strict=True))
@@ -22,7 +22,7 @@ def written(program: DistributedProgram, new: Mapping[str, Tensor], there: Mappi
     place; other tensors where forward assigns others."""
     assigned = program.captured.assigned
     memory = {storage_key(there[name]) for name in new}
-    # two buffers may change places: nothing is written before all is read
+    # two of them may change places: nothing is written before all is read
     new = {
         name: x.to(there[name].dtype, copy=True) if name in assigned or storage_key(x) in memory else x
         for name, x in new.items()

@@ -1,4 +1,4 @@
-"""What a traced function changes of what it is given: buffers, which a program writes back; all else is refused."""
+"""What a traced function changes of what it is given: buffers and parameters, which a program writes back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from ..compat.torch import OpOverload, pytree, schema
-from ..core.errors import CompileError, Where
-from .places import where_of
+from ...compat.torch import OpOverload, pytree, schema
+from ...core.errors import CompileError, Where
+from ..places import where_of
 
 _MUTATED = types.MappingProxyType(
     {
@@ -23,11 +23,11 @@ _MUTATED = types.MappingProxyType(
 )
 
 
-def changed_buffers(exported: ExportedProgram, sample: Any, assigned: frozenset[str] | None) -> dict[str, int]:
-    """The buffers that are changed, and which output of the graph has the new value.
+def changed_state(exported: ExportedProgram, sample: Any, assigned: frozenset[str] | None) -> dict[str, int]:
+    """The buffers and parameters that are changed, and which output of the graph has the new value.
 
     Args:
-        assigned: those in whose place forward puts other tensors; None where no buffer may change.
+        assigned: the buffers in whose place forward puts other tensors; None where nothing may change.
 
     Raises:
         CompileError: QN110 if another tensor changes; or if what is assigned would change with another tensor.
@@ -37,7 +37,7 @@ def changed_buffers(exported: ExportedProgram, sample: Any, assigned: frozenset[
     for position, spec in enumerate(exported.graph_signature.output_specs):
         if spec.kind in _MUTATED:
             name = (spec.target or "").removeprefix("model.")
-            if spec.kind is not OutputKind.BUFFER_MUTATION or assigned is None:
+            if spec.kind is OutputKind.USER_INPUT_MUTATION or assigned is None:
                 raise _refusal(exported, sample, spec.kind, name, where_of(made[spec.arg.name]))
             found[name] = position
     ends: Any = exported.graph.output_node().args[0]

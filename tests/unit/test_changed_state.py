@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quintnet_compiler.capture.mutations import changed_buffers
+from quintnet_compiler.capture.changes.mutations import changed_state
 from quintnet_compiler.capture.places import where_of
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.equivalence.module_training import ModuleTraining, own_errors
 from quintnet_compiler.passes.frontend.norm_rewrites import batch_norm
-from quintnet_compiler.runtime.state.changed_buffers import split_results, written
+from quintnet_compiler.runtime.state.changed_state import split_results, written
 
 from . import graphs
 
@@ -41,14 +41,14 @@ def _exported(model: nn.Module) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.randn(2, 4),), strict=False).run_decompositions({})
 
 
-def test_changed_buffers_are_outputs_of_the_graph() -> None:
+def test_what_changes_is_an_output_of_the_graph() -> None:
     exported = _exported(_Averages())
-    found = changed_buffers(exported, (torch.randn(2, 4),), frozenset())
+    found = changed_state(exported, (torch.randn(2, 4),), frozenset())
     assert found.keys() == {"count", "mean"}
     outputs = exported.graph.output_node().args[0]
     assert "lerp" in str(outputs[found["mean"]].target) and "add" in str(outputs[found["count"]].target)
     with pytest.raises(CompileError, match=r"QN110[\s\S]*buffer"):
-        changed_buffers(exported, (torch.randn(2, 4),), None)
+        changed_state(exported, (torch.randn(2, 4),), None)
 
 
 def test_the_place_of_a_node_is_the_users_innermost_line() -> None:

@@ -1,0 +1,80 @@
+"""``x.data = y`` in a traced forward: a write to ``x``, where nobody could tell that from other memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import increment_version
+
+from ...core.errors import CompileError
+from ...ops.define import define_operator
+from ..places import where_of
+from .changed_parameters import same_memory, written
+
+aten = torch.ops.aten
+# while forward is traced; ``place_data`` makes it a copy
+_put_data = define_operator(
+    "put_data(Tensor(a!) x, Tensor value) -> ()", lambda x, value: None, lambda x, value: x.copy_(value) and None
+)
+
+
+def put_data(x: Tensor, value: Tensor) -> bool:
+    """Record ``x.data = value``, if that leaves the shape, strides, dtype and device as they are."""
+    alike = (x.shape, x.stride(), x.dtype, x.device) == (value.shape, value.stride(), value.dtype, value.device)
+    if alike:
+        with torch.no_grad():
+            _put_data(x.detach(), value.detach())
+            increment_version(x)
+    return alike
+
+
+def place_data(graph: fx.Graph) -> None:
+    """Make each of them a copy in ``graph``, which has operators in place.
+
+    Raises:
+        CompileError: QN110 where a view of the old memory, or another value in the new one, would show the difference.
+    """
+    nodes = list(graph.nodes)
+    memory: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        source = same_memory(node)
+        memory[node] = memory[source] if source is not None else node
+    for place, node in [(i, n) for i, n in enumerate(nodes) if n.target is _put_data]:
+        x, value = node.args
+        assert isinstance(x, fx.Node) and isinstance(value, fx.Node)
+        if _whole(value) is not _whole(x):
+            later = nodes[place + 1 :]
+            read = {source for user in later for source in user.all_input_nodes}
+            writes = {memory[source] for user in later for source in written(user)}
+            old, new = memory[x], memory[value]
+            tensor = _itself(x.args[0])
+            views = {n for n in nodes[:place] if memory[n] is old and _itself(n) is not tensor}
+            others = {n for n in read if memory[n] is new}
+            if new.op == "placeholder" or views & read or (others and writes & {old, new}):
+                raise CompileError(
+                    "QN110",
+                    "the forward pass assigns .data, and another tensor has the same memory",
+                    where=where_of(node),
+                    fix="assign a copy, .clone(), or write in place: x.data.copy_(value)",
+                )
+            with graph.inserting_before(node):
+                copy = graph.call_function(aten.copy_.default, (x, value))
+                copy.meta = {**node.meta, "val": x.meta["val"]}
+        graph.erase_node(node)
+
+
+def _itself(node: Any) -> fx.Node:
+    """The tensor that operators in place return."""
+    while list(written(node)) and (source := same_memory(node)) is not None:
+        node = source
+    found: fx.Node = node
+    return found
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """What a value is all of: behind ``detach``, and what operators in place return."""
+    while (source := same_memory(node)) is not None and (node.target is aten.detach.default or [*written(node)]):
+        node = source
+    return node

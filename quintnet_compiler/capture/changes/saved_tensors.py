@@ -1,0 +1,63 @@
+"""What autograd has saved for the backward, and forward has changed since: PyTorch refuses to go back through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...compat.torch import version, without_torch_function
+from ...core.errors import CompileError, Where
+
+_CHANGED = "has been modified by an inplace operation"
+
+
+def unchanged_since_saved(modules: Iterable[tuple[str, nn.Module]]) -> Callable[[Tensor], None]:
+    """To be called when a trace of ``modules`` begins; what it returns is called with the loss.
+
+    That raises CompileError QN110 if forward has changed a parameter or buffer after an operator saved it for its
+    derivative. PyTorch raises then too; with ``.data`` it computes the derivative at the new value without a word.
+    """
+    held = [(name, x, version(x)) for path, module in modules for name, x in _tensors(path, module)]
+
+    def check(loss: Tensor) -> None:
+        changed = [name for name, x, before in held if version(x) != before]
+        if changed and torch.is_grad_enabled() and (where := _saved_before_a_change(loss)) is not None:
+            raise CompileError(
+                "QN110",
+                f"the forward pass changes {', '.join(changed[:4])} after {where} has saved what it needs of it for "
+                "the backward",
+                where=Where(changed[0].rpartition(".")[0]),
+                fix="change it before its first use, or after the optimizer's step",
+            )
+
+    return check
+
+
+def _tensors(path: str, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    for name, x in (*module.named_parameters(), *module.named_buffers()):
+        yield ".".join(filter(None, (path, name))), x
+
+
+def _saved_before_a_change(loss: Tensor) -> str | None:
+    """An operator of autograd's graph that cannot read what it has saved."""
+    with without_torch_function():
+        todo: list[Any] = [loss.grad_fn]
+        seen: set[Any] = set()
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            todo += [source for source, _ in node.next_functions]
+            for name in dir(type(node)):
+                if not name.startswith("_saved_"):
+                    continue
+                try:
+                    getattr(node, name)
+                except RuntimeError as error:
+                    if _CHANGED in str(error):
+                        return str(node.name()).removesuffix("0").removesuffix("Backward").lower()
+    return None
