@@ -11,6 +11,7 @@ from ...core.annotations import facts, is_float, leaf, needs_grad, num_bytes, sh
 from ...core.sharding import AxisType, I, P, R, Shard, gradient, plain
 from ...ir.program import Axis
 from ...ops.collectives import lower_conversion, share
+from ..stages.cut_stages import staged_operators
 from .axis_view import AxisView, OperandEdge
 from .integer_program import FORBIDDEN
 
@@ -22,6 +23,7 @@ class ConversionPrices:
 
     def __init__(self, view: AxisView) -> None:
         self.view, self.axis, self.cost = view, view.axis, view.cost
+        self.later = frozenset(staged_operators(view.program.graph)) if view.axis.role == "time" else frozenset()
         # What any collective costs at least, in moves of a typical activation: without it a collective of a few
         # statistics looks free, and the search trades one large move for a layout full of small ones.
         sizes = sorted(num_bytes(v) for n in view.factors if leaf(n) is None and needs_grad(n) for v in values(n))
@@ -67,7 +69,8 @@ class ConversionPrices:
     def _role(self, edge: OperandEdge, a: AxisType, b: AxisType, price: float) -> float | None:
         source = leaf(edge.source)
         if self.axis.role == "time":
-            whole_to_slice = not edge.grad and plain(a) is I and isinstance(b, Shard)
+            # a slice is taken at the start of a step, of what is there then
+            whole_to_slice = not edge.grad and plain(a) is I and isinstance(b, Shard) and edge.source not in self.later
             share = b is P and plain(a) is I
             return price if whole_to_slice or share or (a is R and b is I) else FORBIDDEN
         if self.axis.role == "data":
