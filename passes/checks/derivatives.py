@@ -33,6 +33,7 @@ from ..autodiff.vector_jacobian import VectorJacobian
 from .device_kernels import on_cpu
 
 MOST = 1 << 13  # elements of all operands together: more are made fewer
+MANY = 1 << 17  # where they could be, and are still many, other sizes are tried
 MOST_AS_THEY_ARE = 1 << 22  # where they cannot be made fewer
 SMALL = 8  # sizes up to this one stay
 INVALID = (RuntimeError, IndexError, ValueError, TypeError)  # what operators raise for arguments that do not fit
@@ -98,14 +99,14 @@ class Derivatives:
 
     def _check_smaller(self, call: OperatorCall) -> bool:
         """Whether a large ``call`` was checked as a smaller one."""
-        small = _smaller(call, self.scratch.mode) if _elements(call) > MOST else None
-        if small is None:
-            return False
-        try:
-            pattern = self._pattern(small)
-        except INVALID:
-            return False  # the call itself was traced: its arguments do not fit the smaller operands
-        return _check_numbers(small, pattern)
+        for small in _smaller(call, self.scratch.mode) if _elements(call) > MOST else ():
+            try:
+                pattern = self._pattern(small)
+            except INVALID:
+                continue  # the call itself was traced: its arguments do not fit the smaller operands
+            if _check_numbers(small, pattern):
+                return True
+        return False
 
     def _pattern(self, call: OperatorCall) -> Pattern:
         stands: list[fx.Node] = []
@@ -340,10 +341,19 @@ def _strides(like: Tensor, sizes: Sequence[int]) -> list[int]:
     return made
 
 
-def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
-    """The same call of operands of few elements, with its indices and sizes made smaller too. None if the operator does
-    not take them, or if nothing would be left of an output."""
-    sizes = _sizes(call)
+def _smaller(call: OperatorCall, mode: FakeTensorMode) -> Iterator[OperatorCall]:
+    """The same call of operands of few elements, with its indices and sizes made smaller too. Sizes may be multiples of
+    each other by chance: where many elements are left, it comes first with sizes that need not stay so."""
+    found = _with_sizes(call, _sizes(call), mode)
+    if found is None:
+        return
+    if _elements(found) > MANY and (fewer := _with_sizes(call, _sizes(call, multiples=False), mode)) is not None:
+        yield fewer
+    yield found
+
+
+def _with_sizes(call: OperatorCall, sizes: Mapping[int, int], mode: FakeTensorMode) -> OperatorCall | None:
+    """None if the operator does not take them, or if nothing would be left of an output."""
 
     def literal(x: Any) -> Any:
         return (sizes.get(x, x) if x >= 0 else -sizes.get(-x, -x)) if type(x) is int else x
@@ -370,10 +380,10 @@ def _smaller(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
     return replace(new, operands=tuple(operands), tangents=tuple(tangents))
 
 
-def _sizes(call: OperatorCall) -> dict[int, int]:
-    """Smaller numbers for the sizes of a call and the numbers among its arguments. Multiples, products and sums of
-    others stay so, and what is smaller than a number among the arguments, or larger, stays that where it can: an index
-    stays inside of its dim, and a slice inside of what it is cut from."""
+def _sizes(call: OperatorCall, *, multiples: bool = True) -> dict[int, int]:
+    """Smaller numbers for the sizes of a call and the numbers among its arguments. Products and sums of others stay so,
+    ``multiples`` where they are told to, and what is smaller than a number among the arguments, or larger, stays that
+    where it can: an index stays inside of its dim, and a slice inside of what it is cut from."""
     shapes = [tuple(x.shape) for x in (*call.operands, *call.tangents) if x is not None]
     runs = [shape[i:j] for shape in shapes for i in range(len(shape)) for j in range(i + 2, len(shape) + 1)]
     products = {math.prod(run): run for run in runs}
@@ -396,7 +406,7 @@ def _sizes(call: OperatorCall) -> dict[int, int]:
             made[size] = math.prod(less(n) for n in run)
         elif part is not None:
             made[size] = less(part) + less(size - part)
-        elif fraction:
+        elif fraction and multiples:
             made[size] = made[fraction] * (size // fraction)
         else:
             below = [made[n] for n in made if n in literals or (size in literals and n in real)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -21,11 +21,16 @@ from ...ops.rules.notation import Factors, Rule
 
 def check_notation(graph: fx.Graph, rules: Mapping[Any, Rule]) -> None:
     """Raises: CompileError QN209 with the operator of whose rule something else was understood."""
+    seen: set[Hashable] = set()
     for node in graph.nodes:
         rule = rules.get(node.target) if node.op == "call_function" and not is_getitem(node) else None
         if rule is None or not rule.text:
             continue
-        why = _misread(rule, [shape(n) for n in tensor_inputs(node)], [v.shape for v in values(node)], node)
+        given, made = tuple(map(shape, tensor_inputs(node))), tuple(tuple(x.shape) for x in values(node))
+        if (rule.target, given, made) in seen:  # rules read nothing else
+            continue
+        seen.add((rule.target, given, made))
+        why = _misread(rule, given, made, node)
         if why:
             raise CompileError(
                 "QN209",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from ...core.errors import REPORT, CompileError
 
 _END = 2**63 - 1  # an end that is left out
+_INDEX = re.compile(r"[\w)\]]\s*\[")  # a bracket behind a value; that of a list stands behind "(", "," or "="
 
 
 def check_source_slices(code: str, graph: fx.Graph) -> None:
@@ -28,8 +30,11 @@ def check_source_slices(code: str, graph: fx.Graph) -> None:
 
 
 def _indexed(code: str) -> Iterator[tuple[str, str, ast.expr]]:
-    assigned = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assign))
-    for node in assigned:
+    """Generated code has a statement in a line; the many lines without an index are not parsed."""
+    lines = (line.strip() for line in code.splitlines() if _INDEX.search(line))
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        if not isinstance(node, ast.Assign):
+            continue
         picked = node.value
         if isinstance(picked, ast.Subscript) and not isinstance(picked.slice, ast.Constant):  # x[1]: one of several
             yield ast.unparse(node.targets[0]), ast.unparse(picked.value), picked.slice

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...core.annotations import (
+    Leaf,
     copied_from,
     facts,
     is_getitem,
@@ -65,7 +66,7 @@ def check_types(local: LocalProgram, rules: Rules) -> None:
             _check_inputs(local, node, _check_strategies(sharded, node, factors[node]))
     for node, found in sharded.program.leaves.items():
         if found.kind == "parameter":
-            _check_held(local, node)
+            _check_held(local, node, found)
     _check_outputs(local)
 
 
@@ -113,7 +114,7 @@ def _check_leaf(sharded: ShardedProgram, node: fx.Node) -> None:
             raise _fail(f"the gradient of {found.name} would count once for each microbatch", node)
 
 
-def _check_held(local: LocalProgram, node: fx.Node) -> None:
+def _check_held(local: LocalProgram, node: fx.Node, known: Leaf) -> None:
     """A parameter that is held in more bits than operators read is copied once a step, before anything else. One that
     is stored in slices is gathered where only data is split. If the transpose of either is left to the end of the
     step, it is that of what every user sees: the same, at the start of it."""
@@ -129,7 +130,7 @@ def _check_held(local: LocalProgram, node: fx.Node) -> None:
     for copy in copies:
         if copy not in local.once or value(copy).dtype is not value(node).dtype:
             raise _fail(f"{copy.name} is not what operators read of {node.name}", node)
-    if copies and (not copies.issuperset(start.users) or value(start).dtype is not sharded.program.leaves[node].held):
+    if copies and (not copies.issuperset(start.users) or value(start).dtype is not known.held):
         raise _fail(f"an operator reads {node.name} itself, and others a copy", node)
     between = set(copies)
     for end in (end for end, found in local.deferred.items() if found is start):

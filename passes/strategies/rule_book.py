@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -63,14 +63,26 @@ class RuleBook:
     unknown: str = "error"
 
     def factors(self, graph: fx.Graph) -> dict[fx.Node, Factors]:
-        """Raises: CompileError QN202 for an operator that has no rule."""
+        """Operators of the same shapes share theirs. Raises: CompileError QN202 for an operator that has no rule."""
         found: dict[fx.Node, Factors] = {}
+        known: dict[Hashable, Factors] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
                 found[node] = leaf_factors(node)
             elif node.op == "call_function" and not is_getitem(node):
-                found[node] = self.factors_of(node)
+                key = self._fitted(node)
+                found[node] = known.get(key) or self.factors_of(node)
+                if key is not None:
+                    known[key] = found[node]
         return found
+
+    def _fitted(self, node: fx.Node) -> Hashable | None:
+        """All that a rule in notation reads of an operator; None for a rule that may read more."""
+        rule = self.rules.get(node.target)
+        if rule is None or not rule.text:
+            return None
+        given = (x for source in tensor_inputs(node) for x in values(source))
+        return node.target, tuple(tuple(x.shape) for x in given), tuple(tuple(x.shape) for x in values(node))
 
     def factors_of(self, node: fx.Node) -> Factors:
         """Of one operator. Raises: CompileError QN202 if it has no rule."""
