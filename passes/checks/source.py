@@ -30,7 +30,8 @@ def check_source_slices(code: str, graph: fx.Graph) -> None:
 
 
 def _indexed(code: str) -> Iterator[tuple[str, str, ast.expr]]:
-    """Generated code has a statement in a line; the many lines without an index are not parsed."""
+    """Of the lines that have an index: the many others are not parsed. What takes several lines (a long tuple of
+    names) has none."""
     lines = (line.strip() for line in code.splitlines() if _INDEX.search(line))
     for node in ast.walk(ast.parse("\n".join(lines))):
         if not isinstance(node, ast.Assign):

@@ -25,7 +25,7 @@ from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
 from quintnet_compiler.passes.checks.token_dispatch import travels
 from quintnet_compiler.passes.strategies.expert_axes import check_experts, expert_parameters, travelling
-from quintnet_compiler.passes.strategies.rule_book import strategies
+from quintnet_compiler.passes.strategies.rule_book import RuleBook, strategies
 
 from .graphs import TP, builder, leaf, linear
 
@@ -185,6 +185,7 @@ LARGE = (64, 128, 16)
         (aten.kthvalue.default, [LARGE], (100, 1)),
         (aten.avg_pool1d.default, [LARGE], ([12], [4])),
         (aten.as_strided.default, [LARGE], ([64, 16], [2048, 1], 2032)),
+        (aten.reshape.default, [(1, 8192, 2048)], ([1, 8192, 16, 128],)),
     ],
     ids=lambda x: str(x).removeprefix("aten."),
 )
@@ -210,3 +211,28 @@ def test_numbers_among_arguments_fit_the_smaller_operands(op: Any, shapes: Any, 
         templates[key] = replace(template, gradients=tuple(negative))
     with pytest.raises(CompileError, match="gradient 0 is off"):
         Derivatives(to, templates).pattern(call)
+
+
+def test_operands_of_sizes_that_are_multiples_by_chance_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8192 positions are four times the 16 heads of 128: that says nothing about a reshape of the heads."""
+    to, drawn, draw = builder(), list[int](), torch.randn
+
+    def counted(count: int, **options: Any) -> torch.Tensor:
+        drawn.append(count)
+        return draw(count, **options)
+
+    with to.mode:
+        x, t = torch.empty(1, 8192, 2048), torch.empty(1, 8192, 16, 128)
+    given = (fx.Graph().placeholder("x"), [1, 8192, 16, 128]), dict[str, Any]()
+    monkeypatch.setattr(torch, "randn", counted)
+    Derivatives(to, {}).pattern(OperatorCall(aten.reshape.default, given, (x,), (True,), (0,), (t,), (0,)))
+    assert drawn and sum(drawn) <= 1 << 17
+
+
+def test_operators_of_the_same_shapes_share_their_factors() -> None:
+    to = builder()
+    x = leaf(to, "input", "x", 4, 6)
+    same = [to.call(aten.relu.default, to.call(aten.relu.default, x)), to.call(aten.relu.default, x)]
+    other = to.call(aten.relu.default, leaf(to, "input", "y", 4, 8))
+    found = RuleBook(RULES).factors(to.graph)
+    assert found[same[0]] is found[same[1]] and found[other].sizes != found[same[0]].sizes
