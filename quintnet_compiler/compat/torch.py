@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.guards import assert_size_stride
 from torch._decomp import get_decompositions
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,6 +37,7 @@ __all__ = [
     "unrecorded",  # inside, a trace takes no notice; instead: removing the nodes that were made meanwhile
     "recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
+    "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",

@@ -120,7 +120,7 @@ class _Skeleton:
         self.shapes = {n: _shape(n) for n in piece.module.graph.nodes if known(n)}
         self.alone = False
 
-    def __call__(self, args: list[Any]) -> tuple[Any, ...]:
+    def forward(self, args: list[Any]) -> tuple[Any, ...]:
         comm, *given = args
         args.clear()
         for node, x in zip(self.inputs[1:], given, strict=True):

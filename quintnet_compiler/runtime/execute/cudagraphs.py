@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ...core.errors import BackendWarning
 from .cudagraph_segment import Buffers, Capture, CudaGraphSegment, Work
+from .layouts import ByLayout
 from .replay_safety import Observed
 from .segments import MOST_VARIANTS, Function
 
@@ -86,7 +87,7 @@ class SegmentPlace:
     module: fx.GraphModule
     name: str
     graphs: Graphs
-    layouts: dict[tuple[Any, ...], list[CudaGraphSegment]] = field(default_factory=dict)
+    layouts: ByLayout[list[CudaGraphSegment]] = field(default_factory=ByLayout)
     refused: list[str] = field(default_factory=list)
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
@@ -96,18 +97,19 @@ class SegmentPlace:
             self.graphs.warn(self.name, f"its values are on the {other}, not on {device}")
         if other is not None or self.refused:
             return self.kernel(args)
-        key = tuple((x.dtype, x.shape, x.stride()) for x in args)
-        if key not in self.layouts:
-            return self._observed(key, args) if len(self.layouts) < MOST_VARIANTS else self.kernel(args)
+        captures = self.layouts.get(args)
+        if captures is None:
+            return self._observed(args) if len(self.layouts) < MOST_VARIANTS else self.kernel(args)
         try:
-            made = self._made(self.layouts[key], args)
+            made = self._made(captures, args)
         except Exception as error:  # of many kinds: what the host waits for cannot be captured, say
             self._refuse(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
             return self.kernel(args)
         args.clear()
         return made
 
-    def _observed(self, key: tuple[Any, ...], args: list[Tensor]) -> Sequence[Any]:
+    def _observed(self, args: list[Tensor]) -> Sequence[Any]:
+        given = list(args)
         with Observed(args) as seen:
             made: Sequence[Any] = self.module(args)
         if seen.operators < FEWEST_OPERATORS:
@@ -115,7 +117,7 @@ class SegmentPlace:
         elif seen.reason is not None:
             self._refuse(seen.reason)
         else:
-            self.layouts[key] = []
+            self.layouts.put(given, [])
         return made
 
     def _refuse(self, reason: str) -> None:

@@ -17,14 +17,15 @@ from ...compat.torch import make_fx, schema_or_none
 from ...compat.torch_inductor import decompositions, kernels
 from ...core.errors import BackendWarning
 from .cudagraphs import CudaGraphs, Graphs
+from .layouts import ByLayout
 from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
 
 Engine = Callable[[fx.GraphModule, str], Function]  # of a generated function and what messages call it
 
 
 def eager(module: fx.GraphModule, name: str) -> Function:
-    """The generated Python itself."""
-    found: Function = module
+    """The generated Python itself, without what a module's call looks for (hooks)."""
+    found: Function = module.forward
     return found
 
 
@@ -58,16 +59,16 @@ class CompiledSegment:
     module: fx.GraphModule
     name: str
     warned: set[str]
-    variants: dict[tuple[Any, ...], Function] = field(default_factory=dict)
+    variants: ByLayout[Function] = field(default_factory=ByLayout)
 
     def __call__(self, args: list[Tensor]) -> Sequence[Any]:
-        key = tuple([(x.dtype, x.shape, x.stride()) for x in args])
-        if key not in self.variants:
+        run = self.variants.get(args)
+        if run is None:
             if len(self.variants) == MOST_VARIANTS:
                 self._warn(f"it met inputs of more than {MOST_VARIANTS} sizes")
                 return eager(self.module, self.name)(args)
-            self.variants[key] = self._compiled(args)
-        return self.variants[key](args)
+            run = self.variants.put(args, self._compiled(args))
+        return run(args)
 
     def _compiled(self, args: Sequence[Tensor]) -> Function:
         try:
