@@ -1,7 +1,8 @@
 """All ranks in one process, in lockstep: the reference semantics, the debugger, and the default without a launcher.
 
 Each rank runs in a greenlet and gives way when it meets communication. When all ranks of a collective have arrived it
-is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits for ever.
+is carried out; ranks that meet different collectives are reported at once, and so is a rank that waits for ever. A rank
+that is alone has nobody to give way to, and runs where it is called.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class LocalWorld:
         """
         self.hub, self.present = getcurrent(), frozenset(functions)
         self.messages.clear()
+        if len(functions) == 1:
+            return {rank: function(self.transport(rank)) for rank, function in functions.items()}
         ranks = {rank: greenlet(function, self.hub) for rank, function in functions.items()}
         waits: dict[int, Rendezvous | Mail] = {}
         results: dict[int, Any] = {}
@@ -107,13 +110,23 @@ class LocalWorld:
                         waits[rank] = asked
                 self._advance(waits, ready)
                 if waits and not ready:
-                    lines = [f"rank {rank} waits in {wait}" for rank, wait in sorted(waits.items())]
-                    raise RunError("QN402", "\n  ".join(lines))
+                    raise _stuck(waits)
         finally:
             for one in ranks.values():  # ends what is still waiting, so that its values are freed
                 if one and not one.dead:
                     one.throw()
         return {rank: results[rank] for rank in functions}
+
+    def meet(self, rank: int, wait: Rendezvous | Mail) -> Any:
+        """What ``rank`` gets where it waits, when it is there."""
+        if len(self.present) > 1:
+            return self.hub.switch(wait)
+        if isinstance(wait, Rendezvous):
+            return _carry_out([wait], [0])[0]
+        there = self.messages[wait.source, rank, wait.channel].there
+        if wait.number not in there:
+            raise _stuck({rank: wait})
+        return there.pop(wait.number)
 
     def _advance(self, waits: dict[int, Rendezvous | Mail], ready: dict[int, Any]) -> None:
         for rank in sorted(waits):
@@ -139,6 +152,10 @@ class LocalWorld:
             met = waits.get(other)
             if isinstance(met, Rendezvous) and rank in met.ranks and met.signature != wait.signature:
                 raise RunError("QN401", f"rank {rank} is in {wait}\n  rank {other} is in {met}")
+
+
+def _stuck(waits: Mapping[int, Rendezvous | Mail]) -> RunError:
+    return RunError("QN402", "\n  ".join(f"rank {rank} waits in {wait}" for rank, wait in sorted(waits.items())))
 
 
 def _carry_out(meetings: list[Rendezvous], wanted: Sequence[int]) -> list[Any]:
@@ -199,7 +216,7 @@ class LocalTransport:
             return mine
         ranks = here
         self.met += 1
-        answer: Tensor = self.world.hub.switch(Rendezvous(kind, ranks, label, x, detail, runs))
+        answer: Tensor = self.world.meet(self.rank, Rendezvous(kind, ranks, label, x, detail, runs))
         return answer
 
     def _site(self, at: int) -> str:
@@ -286,7 +303,7 @@ class LocalTransport:
         box.asked += 1
 
         def wait() -> Tensor:
-            x, sent = self.world.hub.switch(mine)
+            x, sent = self.world.meet(self.rank, mine)
             if sent != label or tuple(x.shape) != shape or x.dtype != dtype:
                 raise RunError(
                     "QN401",
