@@ -22,10 +22,9 @@ from ..driver.variants import Programs, check_divides
 from ..equivalence.module_copy import module_copy
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
-from ..ir.batch_form import batch_size_of, plain_batch
+from ..ir.batch_form import FlatBatch, batch_size_of, plain_batch
 from ..ir.plan import Plan, precision_of
 from ..ir.program import DistributedProgram
-from ..passes.frontend.normalize import dtypes_of_results
 from ..runtime.backends.absent import AbsentBackend, refuse_absent
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.backends.backends import open_backend
@@ -370,20 +369,19 @@ class CompiledProgram(ProgramReports):
 
     def _run_here(self, kind: str, batch: Any, local: bool, recorder: Recorder | None) -> list[Tensor]:
         refuse_autocast(self._task.device)
-        batch = plain_batch(batch)
-        rows = batch_size_of(batch)
-        program = self._programs.get(kind, batch, rows * (self.mesh.data_ways if local else 1))
-        inputs = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
+        given = FlatBatch.of(batch)
+        rows = given.rows * (self.mesh.data_ways if local else 1)
+        program = self._programs.known(kind, given, rows) or self._programs.get(kind, given.batch, rows)
         if kind == "train" and not local:
-            self._batch = batch
+            self._batch = given.batch
         backend = self._state()
         self._programs.verdict.hear(backend)
         if program is not self._primary().program:
             backend.learn(program, self._programs.captured[kind].tensors)
         for old in self._programs.forgotten():
             backend.forget(old)
-        results = backend.run(program, inputs, self._how(kind, local), recorder=recorder)
-        dtypes = dtypes_of_results(self._programs.captured[kind])
+        results = backend.run(program, given.tensors, self._how(kind, local), recorder=recorder)
+        dtypes = self._programs.captured[kind].result_dtypes
         return [x.to(dtype) for x, dtype in zip(results, dtypes, strict=True)]
 
     def _how(self, kind: str, local: bool) -> Run:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ir.batch_form import ROWS, BatchForm, batch_size_of
+from ..ir.batch_form import ROWS, BatchForm, FlatBatch
 from ..ir.program import Captured, DistributedProgram
 
 KEPT = 64  # programs of each kind
@@ -27,11 +27,10 @@ class Version:
         """Whether the module is as it was captured."""
         return self.captured.guards is None or self.captured.guards.hold()
 
-    def sizes(self, batch: Any, size: int) -> Mapping[str, int] | None:
+    def sizes(self, batch: FlatBatch, size: int) -> Mapping[str, int] | None:
         """What varies in ``batch``, with ``size`` rows on all data ranks together, if it may be what this was captured
         for; else None."""
-        rows = batch_size_of(batch)
-        found = self.captured.form.sizes(batch, rows) if self.captured.only_rows in (None, rows) else None
+        found = self.captured.form.sizes(batch) if self.captured.only_rows in (None, batch.rows) else None
         return None if found is None else {**found, ROWS: size}
 
     def get(self, sizes: Mapping[str, int]) -> DistributedProgram | None:
@@ -51,7 +50,7 @@ class CapturedVersions:
         self._first: dict[str, Version] = {}
         self._forgotten: list[DistributedProgram] = []
 
-    def look(self, kind: str, batch: Any, size: int) -> tuple[Version, Mapping[str, int]] | None:
+    def look(self, kind: str, batch: FlatBatch, size: int) -> tuple[Version, Mapping[str, int]] | None:
         """The version that was made of the module as it is now, for batches like this one, with ``size`` rows on all
         data ranks together, and what varies in this one; of several, one that has a program for its sizes."""
         kept: list[Version] = self._kept.get(kind, [])
@@ -69,11 +68,11 @@ class CapturedVersions:
 
     def alike(self, kind: str, batch: Any) -> tuple[Version, BatchForm] | None:
         """A version of the module as it is now for other lengths than those of ``batch``, and the form of both."""
-        rows = batch_size_of(batch)
+        given = FlatBatch.of(batch)
         for version in self._kept.get(kind, []):
             known = version.captured.form
-            wider = known.widened(BatchForm.of(batch, rows, known))
-            if wider is None or wider.sizes(batch, rows) is None:
+            wider = known.widened(BatchForm.of(batch, given.rows, known))
+            if wider is None or wider.sizes(given) is None:
                 continue
             if not version.fixed and version.captured.only_rows is None and version.holds:
                 return version, wider

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .axes import AXES, DATA_AXES
 from .errors import CompileError
@@ -57,22 +58,22 @@ class Mesh:
         ]
         return table(head, rows, f"{self!r}: {self.size} ranks")
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the axes, outermost first."""
         return tuple(size for _, size in self.axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def data_ways(self) -> int:
         """The number of parts into which ranks split a batch: along ``dp``, and along ``ep``, whose ranks have
         different rows, too."""

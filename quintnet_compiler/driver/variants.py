@@ -20,7 +20,7 @@ from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
-from ..ir.batch_form import BatchForm, batch_size_of, plain_batch
+from ..ir.batch_form import BatchForm, FlatBatch, batch_size_of, plain_batch
 from ..ir.program import Captured, DistributedProgram
 from ..runtime.backends.split_parameters import home_of
 from ..runtime.state.module_parameters import Slots
@@ -62,6 +62,14 @@ class Programs:
             )
         return self._primary
 
+    def known(self, kind: str, batch: FlatBatch, size: int) -> DistributedProgram | None:
+        """The program that there is for ``size`` rows of batches like this one, if the module is as it was."""
+        fits = self._versions.look(kind, batch, size)
+        made = None if fits is None else fits[0].get(fits[1])
+        if fits is not None and made is not None:
+            self.captured[kind] = fits[0].captured
+        return made
+
     def get(self, kind: str, batch: Any, size: int) -> DistributedProgram:
         """The program for ``size`` rows of batches like this one.
 
@@ -72,9 +80,8 @@ class Programs:
             CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
             InputError: QN106 if the rows do not divide.
         """
-        fits = self._versions.look(kind, batch, size)
-        if fits is not None and (made := fits[0].get(fits[1])) is not None:
-            self.captured[kind] = fits[0].captured
+        made = self.known(kind, FlatBatch.of(batch), size)
+        if made is not None:
             return made
         plan = self.task.plan
         even = plan.batch_statistics == "microbatch"  # each microbatch is a batch of its own
@@ -84,7 +91,7 @@ class Programs:
             if kind == self.task.primary_kind:
                 return self.primary.program
         version = self._capture(kind, batch, size)
-        sizes = version.sizes(batch, size) or {}
+        sizes = version.sizes(FlatBatch.of(batch), size) or {}
         known = self.latest(kind)
         found = self.follow(version.captured, size, lengths=sizes, known=known, training=kind == "train")
         self._compare(kind, version.captured, batch, first=False)
@@ -150,10 +157,10 @@ class Programs:
         self._primary = primary
         self._parameters = version.captured.tensors
         self.slots = Slots(modules_of(task), primary.program.state)
-        self._versions.keep(task.primary_kind, version, version.sizes(batch, size) or {}, primary.program)
+        self._versions.keep(task.primary_kind, version, version.sizes(FlatBatch.of(batch), size) or {}, primary.program)
 
     def _capture(self, kind: str, batch: Any, size: int) -> Version:
-        fits = self._versions.look(kind, batch, size)
+        fits = self._versions.look(kind, FlatBatch.of(batch), size)
         version = self._further(kind, batch) if fits is None else fits[0]
         self.captured[kind] = version.captured
         return version
@@ -169,7 +176,7 @@ class Programs:
         if other is not None:
             with contextlib.suppress(CompileError):
                 captured = self._traced(kind, batch, other[1])
-                if captured.form.sizes(batch, batch_size_of(batch)) is not None:
+                if captured.form.sizes(FlatBatch.of(batch)) is not None:
                     return self._versions.add(kind, captured)
         first = self._versions.first(kind)
         form = BatchForm.of(batch, batch_size_of(batch), None if first is None else first.form)

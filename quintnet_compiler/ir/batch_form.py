@@ -33,16 +33,37 @@ def plain_batch(batch: Any) -> tuple[Any, ...] | dict[str, Any]:
     )
 
 
+@dataclass(frozen=True)
+class FlatBatch:
+    """A batch, its leaves and its structure, and the size of dim 0 of its first tensor: taken apart once a step."""
+
+    batch: tuple[Any, ...] | dict[str, Any]
+    leaves: list[Any]
+    structure: pytree.TreeSpec
+    rows: int
+
+    @classmethod
+    def of(cls, batch: Any) -> FlatBatch:
+        """Raises: CompileError QN102 if it is neither a tuple (or list) nor a mapping, or has no tensor with a dim."""
+        plain = plain_batch(batch)
+        leaves, structure = pytree.tree_flatten(plain)
+        for x in leaves:
+            if isinstance(x, Tensor) and x.dim() > 0:
+                return cls(plain, leaves, structure, x.shape[0])
+        raise CompileError("QN102", "the batch holds no tensor", fix="pass a tuple or a dict of tensors")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in self.leaves if isinstance(x, Tensor)]
+
+
 def batch_size_of(batch: Any) -> int:
     """The size of dim 0 of the first tensor of ``batch``.
 
     Raises:
         CompileError: QN102 if there is no tensor with a dim.
     """
-    for x in pytree.tree_leaves(plain_batch(batch)):
-        if isinstance(x, Tensor) and x.dim() > 0:
-            return x.shape[0]
-    raise CompileError("QN102", "the batch holds no tensor", fix="pass a tuple or a dict of tensors")
+    return FlatBatch.of(batch).rows
 
 
 @dataclass(frozen=True)
@@ -86,13 +107,12 @@ class BatchForm:
 
         return cls(structure, tuple(map(form, leaves, before)))
 
-    def sizes(self, batch: Any, rows: int) -> Mapping[str, int] | None:
-        """The sizes that vary, by name, if ``batch`` with so many rows has this form; else None."""
-        leaves, structure = pytree.tree_flatten(batch)
-        if structure != self.structure:
+    def sizes(self, given: FlatBatch) -> Mapping[str, int] | None:
+        """The sizes that vary, by name, if a batch has this form; else None."""
+        if given.structure != self.structure:
             return None
-        found = {ROWS: rows}
-        for x, form in zip(leaves, self.leaves, strict=True):
+        found = {ROWS: given.rows}
+        for x, form in zip(given.leaves, self.leaves, strict=True):
             if not isinstance(form, TensorForm):
                 if isinstance(x, Tensor) or type(x) is not type(form) or x != form:
                     return None

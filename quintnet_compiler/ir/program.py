@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
@@ -51,6 +52,12 @@ class Captured:
     guards: Guards | None = field(default=None, compare=False, repr=False)
     changed: tuple[str, ...] = ()
     assigned: frozenset[str] = frozenset()
+
+    @cached_property
+    def result_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The dtype of each result of the module itself."""
+        ends = outputs(self.graph)
+        return tuple(node.meta["val"].dtype for node in ends[: len(ends) - len(self.changed)])
 
 
 @dataclass(frozen=True)

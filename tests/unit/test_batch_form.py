@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import quintnet
-from quintnet_compiler.ir.batch_form import ROWS, BatchForm, batch_size_of
+from quintnet_compiler.ir.batch_form import ROWS, BatchForm, FlatBatch, batch_size_of
 from quintnet_compiler.training.buckets import pad_to_bucket
 
 
@@ -20,18 +20,18 @@ def _batch(rows: int = 4, length: int = 6, **more: Any) -> dict[str, Any]:
 
 def test_only_rows_vary_at_first() -> None:
     form = BatchForm.of(_batch(), 4)
-    assert form.sizes(_batch(8), 8) == {ROWS: 8} and not form.lengths
-    assert form.sizes(_batch(length=7), 4) is None
-    assert form.sizes(_batch(deep=False), 4) is None and form.sizes(_batch(deep=1), 4) is None
-    assert form.sizes(_batch(scale=torch.ones(4)), 4) is None
-    assert form.sizes(_batch(scale=torch.ones(3).double()), 4) is None
-    assert form.sizes(tuple(_batch().values()), 4) is None
+    assert form.sizes(FlatBatch.of(_batch(8))) == {ROWS: 8} and not form.lengths
+    assert form.sizes(FlatBatch.of(_batch(length=7))) is None
+    assert form.sizes(FlatBatch.of(_batch(deep=False))) is None and form.sizes(FlatBatch.of(_batch(deep=1))) is None
+    assert form.sizes(FlatBatch.of(_batch(scale=torch.ones(4)))) is None
+    assert form.sizes(FlatBatch.of(_batch(scale=torch.ones(3).double()))) is None
+    assert form.sizes(FlatBatch.of(tuple(_batch().values()))) is None
 
 
 def test_a_tensor_has_rows_as_in_the_first_batch() -> None:
     first = BatchForm.of(_batch(scale=torch.ones(8)), 4)
     later = BatchForm.of(_batch(8, scale=torch.ones(8)), 8, first)
-    assert later == first and first.sizes(_batch(8, scale=torch.ones(8)), 8) == {ROWS: 8}
+    assert later == first and first.sizes(FlatBatch.of(_batch(8, scale=torch.ones(8)))) == {ROWS: 8}
     assert BatchForm.of(_batch(8, scale=torch.ones(8)), 8) != first
 
 
@@ -39,16 +39,16 @@ def test_one_name_for_lengths_that_change_together() -> None:
     form = BatchForm.of(_batch(), 4)
     wider = form.widened(BatchForm.of(_batch(length=9), 4))
     assert wider is not None and wider.lengths
-    assert wider.sizes(_batch(2, 5), 2) == {ROWS: 2, "length0": 5}
-    assert wider.sizes(_batch(2, 5, labels=torch.zeros(2, 6, dtype=torch.int64)), 2) is None
-    assert wider.sizes(_batch(2, 1), 2) is None  # code often does something else with one position
+    assert wider.sizes(FlatBatch.of(_batch(2, 5))) == {ROWS: 2, "length0": 5}
+    assert wider.sizes(FlatBatch.of(_batch(2, 5, labels=torch.zeros(2, 6, dtype=torch.int64)))) is None
+    assert wider.sizes(FlatBatch.of(_batch(2, 1))) is None  # code often does something else with one position
     limited = BatchForm(wider.structure, wider.leaves, {**wider.limits, "length0": (2, 16)})
-    assert limited.sizes(_batch(4, 16), 4) and limited.sizes(_batch(4, 17), 4) is None
+    assert limited.sizes(FlatBatch.of(_batch(4, 16))) and limited.sizes(FlatBatch.of(_batch(4, 17))) is None
     assert form.widened(form) is None
     assert form.widened(BatchForm.of(_batch(deep=False), 4)) is None
     assert form.widened(BatchForm.of(_batch(scale=torch.ones(3, 1)), 4)) is None
     further = wider.widened(BatchForm.of(_batch(length=9, scale=torch.ones(5)), 4))
-    assert further is not None and further.sizes(_batch(4, 8, scale=torch.ones(7)), 4) == {
+    assert further is not None and further.sizes(FlatBatch.of(_batch(4, 8, scale=torch.ones(7)))) == {
         ROWS: 4, "length0": 8, "length1": 7,
     }  # fmt: skip
 

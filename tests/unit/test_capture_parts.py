@@ -29,7 +29,7 @@ from quintnet_compiler.capture.versions import KEPT, CapturedVersions, Version
 from quintnet_compiler.capture.watched_trace import WatchedTrace
 from quintnet_compiler.compat.torch_compiler import QUESTIONS, questions_answered
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.ir.batch_form import BatchForm
+from quintnet_compiler.ir.batch_form import BatchForm, FlatBatch
 from quintnet_compiler.ir.program import Captured
 
 
@@ -157,7 +157,8 @@ class Switch:
 
 def test_the_version_of_the_module_as_it_is_now() -> None:
     kept, switches, batch = CapturedVersions(), [Switch() for _ in range(2)], (torch.zeros(4, 3),)
-    assert kept.look("train", batch, 4) is None and kept.difference("train") == ""
+    flat = FlatBatch.of(batch)
+    assert kept.look("train", flat, 4) is None and kept.difference("train") == ""
     assert kept.first("train") is None
 
     def add(guards: Any, form: BatchForm) -> Version:
@@ -165,16 +166,16 @@ def test_the_version_of_the_module_as_it_is_now() -> None:
 
     form = BatchForm.of(batch, 4)
     first, second = add(switches[0], form), add(switches[1], form)
-    assert kept.look("train", batch, 4) == (second, {"rows": 4}) and kept.look("evaluate", batch, 4) is None
+    assert kept.look("train", flat, 4) == (second, {"rows": 4}) and kept.look("evaluate", flat, 4) is None
     switches[1].on = False
-    assert kept.look("train", batch, 4) == (first, {"rows": 4}) and kept.difference("train") == ""
-    assert kept.look("train", (torch.zeros(4, 5),), 4) is None
+    assert kept.look("train", flat, 4) == (first, {"rows": 4}) and kept.difference("train") == ""
+    assert kept.look("train", FlatBatch.of((torch.zeros(4, 5),)), 4) is None
     other = kept.alike("train", (torch.zeros(2, 5),))
-    assert other is not None and other[0] is first and other[1].sizes((torch.zeros(8, 9),), 8) == {
+    assert other is not None and other[0] is first and other[1].sizes(FlatBatch.of((torch.zeros(8, 9),))) == {
         "rows": 8, "length0": 9,
     }  # fmt: skip
     switches[0].on = False
-    assert kept.look("train", batch, 4) is None and kept.difference("train") == "scale is 2 and was 1"
+    assert kept.look("train", flat, 4) is None and kept.difference("train") == "scale is 2 and was 1"
     assert kept.alike("train", (torch.zeros(2, 5),)) is None
 
 
@@ -192,9 +193,9 @@ def test_the_programs_that_were_used_last_are_kept() -> None:
     single = kept.add("train", captured)
     kept.keep("train", single, {"rows": 9}, programs[1])
     # one that has a program for its sizes
-    assert kept.look("train", (torch.zeros(9, 3),), 9) == (single, {"rows": 9})
-    assert kept.look("train", (torch.zeros(8, 3),), 8) == (version, {"rows": 8})
-    assert version.sizes((torch.zeros(3, 3),), 9) == {"rows": 9}  # the rows of one data rank of three
+    assert kept.look("train", FlatBatch.of((torch.zeros(9, 3),)), 9) == (single, {"rows": 9})
+    assert kept.look("train", FlatBatch.of((torch.zeros(8, 3),)), 8) == (version, {"rows": 8})
+    assert version.sizes(FlatBatch.of((torch.zeros(3, 3),)), 9) == {"rows": 9}  # the rows of one data rank of three
 
 
 def test_a_step_is_the_model_and_its_loss() -> None:

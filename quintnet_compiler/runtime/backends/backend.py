@@ -133,8 +133,7 @@ def not_known(program: DistributedProgram, known: Mapping[str, Tensor]) -> list[
 
 def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
     """Raises: RunError QN604 if the program reads a tensor without values."""
-    names = sorted(unset & program.state.keys())
-    if names:
+    if unset and (names := sorted(unset & program.state.keys())):
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
         raise RunError(
             "QN604",

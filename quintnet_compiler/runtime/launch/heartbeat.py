@@ -220,8 +220,9 @@ class Heartbeat:
 current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=None)
 
 
-@contextlib.contextmanager
-def running(known: dict[Any, Any], step: int, kind: str, local: bool, batch: Callable[[], Any]) -> Iterator[None]:
+def running(
+    known: dict[Any, Any], step: int, kind: str, local: bool, batch: Callable[[], Any]
+) -> contextlib.AbstractContextManager[None]:
     """One run of a program on every rank. What fails in it because of another rank says so.
 
     Args:
@@ -233,12 +234,16 @@ def running(known: dict[Any, Any], step: int, kind: str, local: bool, batch: Cal
         RunError: QN402 if communication fails.
     """
     pulse = current.get()
-    if pulse is None:
-        yield
-        return
+    return contextlib.nullcontext() if pulse is None else _with_others(pulse, known, step, (kind, local), batch)
+
+
+@contextlib.contextmanager
+def _with_others(
+    pulse: Heartbeat, known: dict[Any, Any], step: int, key: tuple[str, bool], batch: Callable[[], Any]
+) -> Iterator[None]:
     given = described(batch())
-    pulse.begin(step, given, usual=known.get((kind, local)) == given)
-    known[kind, local] = given
+    pulse.begin(step, given, usual=known.get(key) == given)
+    known[key] = given
     try:
         yield
     except RuntimeError as error:
