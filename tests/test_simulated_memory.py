@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,14 +32,16 @@ class Inspector:
         def inspected(ex: Executor, state: Mapping[str, Tensor], inputs: Sequence[Tensor], *rest: Any) -> list[Tensor]:
             outside = {x.untyped_storage().data_ptr() for x in (*state.values(), *inputs)}
             rows = self.held[ex.part.rank] = {}
-            handlers = dict(ex.handlers)
 
-            def noted(action: Action) -> None:
-                handlers[action.op](action)
-                storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(ex)}
-                rows[action] = sum(size for where, size in storages.items() if where not in outside)
+            def noted(handle: Callable[[Action], None]) -> Callable[[Action], None]:
+                def run(action: Action) -> None:
+                    handle(action)
+                    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(ex)}
+                    rows[action] = sum(size for where, size in storages.items() if where not in outside)
 
-            monkeypatch.setattr(ex, "handlers", dict.fromkeys(handlers, noted))
+                return run
+
+            monkeypatch.setattr(ex, "work", [(noted(handle), action) for handle, action in ex.work])
             found = step(ex, state, inputs, *rest)
             self.peak_live[ex.part.rank] = ex.peak_live
             return found

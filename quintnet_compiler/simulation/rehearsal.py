@@ -108,8 +108,7 @@ class Rehearsal(Executor):
         self.footprints, self.ledger = footprints, transport.ledger
         self.points: dict[Action, tuple[int, int]] = {}
         self.in_place = _in_place(program) if transport.processes else frozenset()
-        handlers: Any = self.handlers
-        self.handlers = {op: self._noted(handler) for op, handler in handlers.items()}
+        self.work = [(self._noted(handle), action) for handle, action in self.work]
 
     def _noted(self, handler: Callable[[Action], None]) -> Any:
         def handle(action: Action) -> None:

@@ -73,7 +73,7 @@ class Executor:
             for label, piece in stage.pieces.items()
         }
         # what runs once a step is not worth compiling
-        self.functions |= {(stage.index, "once"): stage.once.module for stage in self.part.stages}
+        self.functions |= {(stage.index, "once"): eager(stage.once.module, "once") for stage in self.part.stages}
         self.peak_live = 0  # activations (of one stage and microbatch) alive at once in the last step
         self.forward = {(t.source, t.target): t.forward for t in program.transfers}
         self.backward = {(t.source, t.target): t.backward for t in program.transfers}
@@ -95,12 +95,19 @@ class Executor:
         # of each stage: its state, what runs at the start of a step, and what all microbatches read
         self.state = {s.index: (tuple(s.state), picked(tuple(s.state.values()))) for s in self.part.stages}
         self.starts = {s.index: picked(s.once.static) for s in self.part.stages}
-        self.reads = {(s.index, label): picked(p.static) for s in self.part.stages for label, p in s.pieces.items()}
+        self.reads = {
+            s.index: [((s.index, label), picked(piece.static)) for label, piece in s.pieces.items()]
+            for s in self.part.stages
+        }
+        self.batches, self.everyone = program.batches, tuple(range(program.mesh.size))
+        self.owners = [next(s.index for s in program.stages if i in s.results) for i in range(len(program.results))]
+        self.counts = [self._counts(spec) for spec in program.results]
+        self.roles = [axis.role for axis in program.axes]
         self.arrived = arrived_sends(program.schedule, part.coordinate.get("pp", 0))
         # the last send of each stage's and microbatch's gradients: nobody needs them after it
         sends = [action for action in part.actions if action.op is Op.SEND_BACKWARD]
         self.last_sends = {(action.stage, action.microbatch): action for action in sends}
-        self.handlers = {
+        handlers = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
             Op.BACKWARD_INPUT: self._backward,
@@ -110,6 +117,7 @@ class Executor:
             Op.SEND_BACKWARD: self._send_backward,
             Op.RECV_BACKWARD: self._receive_backward,
         }
+        self.work = [(handlers[action.op], action) for action in part.actions if action.op in handlers]
 
     def step(
         self,
@@ -134,7 +142,7 @@ class Executor:
         self.sent: dict[Action, list[Wait]] = defaultdict(list)
         self.results: dict[int, list[Tensor]] = defaultdict(list)
         self.carried: dict[int, dict[str, Tensor]] = {}
-        self.first_draw = how.step * self.program.batches
+        self.first_draw = how.step * self.batches
         self.live: set[tuple[int, int]] = set()
         self.peak_live = 0
         self.comm.seed, self.comm.step, self.comm.scale = how.seed, how.step, how.scale or 1.0
@@ -144,9 +152,8 @@ class Executor:
             self.gradients.begin()
         for stage in self.part.stages:
             self._once(stage, state, inputs)
-        for action in self.part.actions:
-            if action.op is not Op.REDUCE:
-                self.handlers[action.op](action)
+        for handle, action in self.work:
+            handle(action)
         for send in list(self.sent):
             self._forget(send)
         self.comm.settle()
@@ -168,8 +175,8 @@ class Executor:
         known |= zip(stage.once.outputs, made, strict=True)
         self.whole[stage.index] = known
         self.carried[stage.index] = {name: known[name] for name in stage.carried}
-        for label in stage.pieces:
-            self.static[stage.index, label] = self.reads[stage.index, label](known)
+        for key, read in self.reads[stage.index]:
+            self.static[key] = read(known)
         for position, name in stage.results.items():
             if name in known:
                 self.results[position].append(known[name])
@@ -178,18 +185,18 @@ class Executor:
         whole = self.whole[stage.index][cut.source]
         return slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, microbatch)
 
-    def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, action: Action, label: str, dynamic: list[Tensor]) -> Sequence[Tensor]:
         self.comm.microbatch = action.microbatch
-        if self.program.batches > 1:  # each draws numbers of its own
+        if self.batches > 1:  # each draws numbers of its own
             self.comm.step = self.first_draw + action.microbatch
         args = [self.comm, *self.static[action.stage, label], *dynamic]
         dynamic.clear()
         return self._call(self.stages[action.stage], label, action.microbatch, args)
 
-    def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
+    def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> Sequence[Tensor]:
         if self.watch is not None:
             return run_watched(stage.pieces[label].module, args, self.watch.observer(stage, label, microbatch))
-        return tuple(self.functions[stage.index, label](args))
+        return self.functions[stage.index, label](args)
 
     def _forward(self, action: Action) -> None:
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)
@@ -321,13 +328,13 @@ class Executor:
         spec = self.program.results[position]
         found = self.results.get(position)
         mesh = self.program.mesh
-        owner = next(s.index for s in self.program.stages if position in s.results)
+        owner = self.owners[position]
         if position in self.stored:
             return self._stored(self.stored[position], owner, found[-1] if found else None)
         local = self._joined(spec, self._over_time(position, spec, found)) if found else None
         screened = position == 0 and self.gradients is not None
         if spec.shape == () and (screened or P in spec.sharding):
-            return self._sum_of_scalars(spec.sharding, local, spec.dtype, screened=screened)
+            return self._sum_of_scalars(position, local, screened=screened)
         if mesh["pp"] == 1:
             assert local is not None
             return local
@@ -363,12 +370,11 @@ class Executor:
         return slices.trimmed(x, kind.dim, kind.parts, size)
 
     def _over_time(self, position: int, spec: ValueSpec, found: list[Tensor]) -> Tensor:
-        roles = [axis.role for axis in self.program.axes]
-        kind = spec.sharding[roles.index("time")] if "time" in roles else None
-        if position == 0 and self.program.batches > 1:  # each batch gives a term of the step's loss
+        kind = spec.sharding[self.roles.index("time")] if "time" in self.roles else None
+        if position == 0 and self.batches > 1:  # each batch gives a term of the step's loss
             kind = P
         if isinstance(kind, Shard):
-            return self._without_padding(spec, roles.index("time"), kind, slices.join(found, kind.dim, kind.parts))
+            return self._without_padding(spec, self.roles.index("time"), kind, slices.join(found, kind.dim, kind.parts))
         if kind is P:
             total = found[0]
             for term in found[1:]:
@@ -376,24 +382,23 @@ class Executor:
             return total
         return found[-1]
 
-    def _sum_of_scalars(
-        self, sharding: Sequence[Any], local: Tensor | None, dtype: torch.dtype, *, screened: bool
-    ) -> Tensor:
+    def _counts(self, spec: ValueSpec) -> bool:
+        """Whether this rank's part of a scalar is a term of the sum over all: one of those that have it whole."""
+        kinds = zip(self.program.axes, spec.sharding, strict=True)
+        whole = [axis.name for axis, kind in kinds if axis.role != "time" and kind is not P]
+        return all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
+
+    def _sum_of_scalars(self, position: int, local: Tensor | None, *, screened: bool) -> Tensor:
         """One sum over all ranks: terms where partial, one copy where whole, nothing from other stages. ``screened``:
         it tells every rank whether all gradients may be finite, too."""
-        whole = [
-            axis.name
-            for axis, kind in zip(self.program.axes, sharding, strict=True)
-            if axis.role != "time" and kind is not P
-        ]
-        counts = local is not None and all(self.part.coordinate.get(axis, 0) == 0 for axis in whole)
-        x = local.clone() if counts and local is not None else torch.zeros((), dtype=dtype, device=self.device)
-        everyone = tuple(range(self.program.mesh.size))
+        dtype, many = self.program.results[position].dtype, len(self.everyone) > 1
+        if local is None or not self.counts[position]:
+            local = torch.zeros((), dtype=dtype, device=self.device)
         if self.gradients is None or not screened or not self.check_finite:
-            return self.transport.start_sum(x, everyone, "loss")() if len(everyone) > 1 else x
-        # the same sum tells every rank whether some rank's gradients are bad: 0 times what is not finite is NaN
-        bad = (self.gradients.screen() * 0).to(x.device, dtype)
-        both = torch.stack([x, bad])
-        both = self.transport.start_sum(both, everyone, "loss")() if len(everyone) > 1 else both
-        self.finite = math.isfinite(both.sum().item())
+            x = local.clone()
+            return self.transport.start_sum(x, self.everyone, "loss")() if many else x
+        # the same sum tells every rank whether some rank's gradients are bad: then the second number is NaN
+        both = torch.stack((local, self.gradients.screen().to(local.device, dtype)))
+        both = self.transport.start_sum(both, self.everyone, "loss")() if many else both
+        self.finite = all(map(math.isfinite, both.tolist()))
         return both[0]

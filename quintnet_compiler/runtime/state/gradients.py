@@ -12,7 +12,7 @@ from torch import Tensor
 from ...compat.torch import foreach_copy_, foreach_mul_
 from ...ir.program import DistributedProgram, RankProgram, StateSpec
 from ..transport.transport import Transport
-from .buckets import Bucket, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
+from .buckets import Bucket, GradientSlice, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
 from .products import add_product, adds_up, put_product
 
 PIECES, PIECE_BYTES = 16, 2**20  # of what no ranks add up (at most so many, of so many bytes at least): its memory is
@@ -26,6 +26,18 @@ def shared_by(spec: StateSpec, program: DistributedProgram, rank: int) -> tuple[
     return tuple(program.mesh.rank({**here, "pp": owner}) for owner in owners) if len(owners) > 1 else ()
 
 
+@dataclass(slots=True)
+class _Sum:
+    """Where the gradient of one parameter adds up: in ``slot`` of ``bucket`` (see there for ``cuts``). ``matrices``:
+    whether products can be added there, one or one for each rank. ``step``: the last one that added something."""
+
+    bucket: Bucket
+    slot: Tensor
+    cuts: tuple[GradientSlice, ...]
+    matrices: bool
+    step: int = 0
+
+
 @dataclass
 class GradientStore:
     """Holds, accumulates and settles the gradients of one rank's parameters. What a step has to do with each of them is
@@ -37,7 +49,6 @@ class GradientStore:
     device: torch.device
     buckets: list[Bucket] = field(default_factory=list)
     where: dict[str, Bucket] = field(default_factory=dict)
-    fresh: set[str] = field(default_factory=set)
     settled: dict[str, Tensor] = field(default_factory=dict)  # each parameter's gradient: this rank's part
 
     def __post_init__(self) -> None:
@@ -71,6 +82,9 @@ class GradientStore:
                     pending, size = [], 0
         for bucket in self.buckets:
             bucket.terms = sum(self.times[name] for name in bucket.views) * self.program.schedule.num_microbatches
+        self.step = 0
+        made = {name: _sum(bucket, name) for name, bucket in self.where.items()}
+        self.sums = {value: made[name] for value, name in self.names.items()}
         for name, bucket in self.where.items():  # where sums have more bits than the parameter, a copy
             self.settled[name] = bucket.views[name].to(self.program.state[name].dtype)
         copied = [name for name, bucket in self.where.items() if self.settled[name].dtype is not bucket.buffer.dtype]
@@ -84,7 +98,7 @@ class GradientStore:
 
     def begin(self) -> None:
         """A new step: forget the gradients of the last one, whose memory is free until the backward."""
-        self.fresh = set(self.where)
+        self.step += 1
         for bucket in self.buckets:
             bucket.wait = None
             bucket.left = bucket.terms
@@ -109,40 +123,37 @@ class GradientStore:
 
     def accumulate(self, gradient: Tensor, value: str) -> None:
         """Add one microbatch's gradient; with the last one of a bucket, its sum over ranks begins."""
-        name = self.names[value]
-        bucket = self.where[name]
-        slot, cuts = bucket.slots[name], bucket.cuts[name]
-        gradient = by_rank(gradient, cuts, bucket.order) if cuts else gradient
-        if name in self.fresh:
-            self._first(name, bucket)
-            slot.copy_(gradient)
+        to = self.sums[value]
+        if to.cuts:
+            gradient = by_rank(gradient, to.cuts, to.bucket.order)
+        if to.step == self.step:
+            to.slot.add_(gradient)
         else:
-            slot.add_(gradient)
-        self._count(bucket)
+            self._first(to)
+            to.slot.copy_(gradient)
+        self._count(to.bucket)
 
     def accumulate_matmul(self, left: Tensor, right: Tensor, value: str) -> None:
         """As ``accumulate(left @ right, value)``, without a copy, and (see :mod:`.products`) not rounded on its way."""
-        name = self.names[value]
-        bucket = self.where[name]
-        slot, cuts = bucket.slots[name], bucket.cuts[name]
-        if len(cuts) > 1 or any(cut.parts > 1 for cut in cuts) or not adds_up(slot, left):
+        to = self.sums[value]
+        if not (to.matrices and adds_up(to.slot, left)):
             self.accumulate(left @ right, value)
             return
-        if cuts:  # each rank's rows or columns are a product of their own
-            rows = cuts[0].dim == 0
-            left = by_rank(left, cuts, bucket.order) if rows else left.expand(cuts[0].ranks, -1, -1)
-            right = right.expand(cuts[0].ranks, -1, -1) if rows else by_rank(right, cuts, bucket.order)
-        if name in self.fresh:
-            self._first(name, bucket)
-            put_product(slot, left, right)
+        if to.cuts:  # each rank's rows or columns are a product of their own
+            rows, order = to.cuts[0].dim == 0, to.bucket.order
+            left = by_rank(left, to.cuts, order) if rows else left.expand(to.cuts[0].ranks, -1, -1)
+            right = right.expand(to.cuts[0].ranks, -1, -1) if rows else by_rank(right, to.cuts, order)
+        if to.step == self.step:
+            add_product(to.slot, left, right)
         else:
-            add_product(slot, left, right)
-        self._count(bucket)
+            self._first(to)
+            put_product(to.slot, left, right)
+        self._count(to.bucket)
 
-    def _first(self, name: str, bucket: Bucket) -> None:
-        self.fresh.remove(name)
-        if not bucket.held:
-            bucket.hold()
+    def _first(self, to: _Sum) -> None:
+        to.step = self.step
+        if not to.bucket.held:
+            to.bucket.hold()
 
     def _count(self, bucket: Bucket) -> None:
         bucket.left -= 1
@@ -197,10 +208,17 @@ class GradientStore:
         return sum(bucket.buffer.nbytes for bucket in self.buckets) + sum(x.nbytes for x in self.copies[0])
 
     def screen(self) -> Tensor:
-        """One number that is not finite if any element is not: cheap, and no host waits for it. A sum that
-        overflows shows up too, so a hit must be confirmed."""
-        sums = [bucket.own.sum().double() for bucket in self.buckets]
-        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+        """0, or NaN if any element is not finite: cheap, and no host waits for it. A sum that overflows shows up too,
+        so a hit must be confirmed."""
+        sums = [bucket.own.sum() for bucket in self.buckets]
+        if len(sums) == 1:
+            return sums[0] * 0
+        return torch.stack([x.double() for x in sums]).sum() * 0 if sums else torch.zeros((), dtype=torch.float64)
+
+
+def _sum(bucket: Bucket, name: str) -> _Sum:
+    cuts = bucket.cuts[name]
+    return _Sum(bucket, bucket.slots[name], cuts, len(cuts) < 2 and all(cut.parts == 1 for cut in cuts))
 
 
 def _keep(slot: Tensor, found: Tensor) -> None:
