@@ -198,7 +198,7 @@ class Normalize:
 
 def _unrounded(result: fx.Node) -> fx.Node:
     """A 16-bit loss before it is rounded: its terms are added up in 32 bits first, and whoever runs the program rounds
-    (:func:`dtypes_of_results`)."""
+    (``Captured.result_dtypes``)."""
     if result.target is not aten._to_copy.default or shape(result):
         return result
     (source,) = result.all_input_nodes
@@ -219,12 +219,6 @@ def _refuse_gradients(captured: Captured, results: Sequence[fx.Node]) -> None:
                 where=facts(node).where,
                 fix="compute it without gradients: of x.detach(), or under torch.no_grad()",
             )
-
-
-def dtypes_of_results(captured: Captured) -> tuple[torch.dtype, ...]:
-    """The dtype of each result of the module itself."""
-    ends = outputs(captured.graph)
-    return tuple(node.meta["val"].dtype for node in ends[: len(ends) - len(captured.changed)])
 
 
 def _known(part: fx.Node) -> bool:

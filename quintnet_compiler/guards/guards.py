@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat.torch import version
+from ..compat.torch import version, without_torch_function
 from ..compat.torch_hooks import GLOBAL_HOOKS
 from .attribute_reads import Read
 from .function_reads import Variable
@@ -70,25 +70,29 @@ class Guards:
     def hold(self) -> bool:
         """Whether all is as it was."""
         try:
-            found = list(map(getitem, self.spaces, self.names))
-            parameters = list(map(getitem, self.flag_spaces, self.flag_keys))
-            return (
-                found == self.values
-                and list(map(type, found)) == self.kinds
-                and not any(map(contains, self.shadow_spaces, self.shadow_names))
-                and list(map(getattr, self.classes, self.shadow_names)) == self.class_values
-                and list(map(_CELL, self.cells)) == self.cell_values
-                and list(map(version, self.tensors)) == self.versions
-                and list(map(_FLAG, parameters)) == self.flag_values
-                and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
-                and list(map(len, self.part_spaces)) == self.part_counts
-                and list(chain.from_iterable(map(dict.values, self.part_spaces))) == self.parts
-                and [list(map(id, one)) for one in self.lists] == self.list_ids
-                and self.hooks.hold(parameters)
-                and global_modes() == self.modes
-            )
+            with without_torch_function():
+                return self._hold()
         except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):  # gone, or not comparable any more
             return False
+
+    def _hold(self) -> bool:
+        found = list(map(getitem, self.spaces, self.names))
+        parameters = list(map(getitem, self.flag_spaces, self.flag_keys))
+        return (
+            found == self.values
+            and list(map(type, found)) == self.kinds
+            and not any(map(contains, self.shadow_spaces, self.shadow_names))
+            and list(map(getattr, self.classes, self.shadow_names)) == self.class_values
+            and list(map(_CELL, self.cells)) == self.cell_values
+            and list(map(version, self.tensors)) == self.versions
+            and list(map(_FLAG, parameters)) == self.flag_values
+            and all(map(is_, map(getitem, self.thing_spaces, self.thing_names), self.things))
+            and list(map(len, self.part_spaces)) == self.part_counts
+            and list(chain.from_iterable(map(dict.values, self.part_spaces))) == self.parts
+            and [list(map(id, one)) for one in self.lists] == self.list_ids
+            and self.hooks.hold(parameters)
+            and global_modes() == self.modes
+        )
 
     def broken(self) -> list[str]:
         """What is not as it was, with the values before and now."""

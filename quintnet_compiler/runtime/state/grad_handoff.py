@@ -10,9 +10,11 @@ from sys import getrefcount
 
 from torch import Tensor, nn
 
-from ...compat.torch import storage_uses
+from ...compat.torch import storage_uses, without_torch_function
 from ...compat.torch_hooks import accumulation_hooks
 from .module_parameters import like, local_of
+
+_GRAD = attrgetter("grad")
 
 Old = Sequence[Tensor | None] | None  # gradients that parameters had before a step; None: not one
 
@@ -44,7 +46,8 @@ class HandOver:
 
     def take(self) -> Old:
         """Before a step: what the parameters have. They have nothing then, and none of it is overwritten."""
-        there = list(map(attrgetter("grad"), self.parameters))
+        with without_torch_function():
+            there = list(map(_GRAD, self.parameters))
         if all(map(is_, there, repeat(None))):
             return None
         old = [None if g is None else like(g.clone(), type(g)) for g in there]
@@ -59,11 +62,14 @@ class HandOver:
         else:
             pairs = zip(old, self.gradients, strict=True)
             self.put([g if before is None else like(before + g, type(g)) for before, g in pairs])
-        if any(map(accumulation_hooks, self.parameters)):
+        with without_torch_function():
+            hooked = any(map(accumulation_hooks, self.parameters))
+        if hooked:
             for parameter in self.parameters:
                 for hook in tuple((accumulation_hooks(parameter) or {}).values()):
                     hook(parameter)
 
     def put(self, gradients: Iterable[Tensor | None]) -> None:
         """Set every parameter's ``grad``."""
-        deque(map(setattr, self.parameters, repeat("grad"), gradients), maxlen=0)
+        with without_torch_function():
+            deque(map(setattr, self.parameters, repeat("grad"), gradients), maxlen=0)

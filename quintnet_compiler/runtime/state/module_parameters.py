@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...compat.distributed import local_tensor
-from ...compat.torch import plain_function, same_implementation
+from ...compat.torch import plain_function, same_implementation, without_torch_function
 from ...core.errors import RunError
 from ...ir.program import StateSpec
 
 _AGAIN = "compile the changed module"
+_ADDRESS = methodcaller("data_ptr")
 
 
 class WholeTensor(Tensor):
@@ -151,7 +152,7 @@ class Slots:
         """Remember what is there now."""
         self._there = list(map(getitem, self._owners, self._keys))
         self._locals = [local_of(x) for x in self._there]
-        self._memory = list(map(methodcaller("data_ptr"), self._locals))
+        self._memory = list(map(_ADDRESS, self._locals))
         self._dtensors = [x for x in self._there if isinstance(x, DTensor)]
         self._parts = list(map(local_tensor, self._dtensors))
 
@@ -162,11 +163,12 @@ class Slots:
             now = list(map(getitem, self._owners, self._keys))
         except KeyError:
             return False
-        return (
-            all(map(is_, now, self._there))
-            and all(map(is_, map(local_tensor, self._dtensors), self._parts))
-            and list(map(methodcaller("data_ptr"), self._locals)) == self._memory
-        )
+        with without_torch_function():
+            return (
+                all(map(is_, now, self._there))
+                and all(map(is_, map(local_tensor, self._dtensors), self._parts))
+                and list(map(_ADDRESS, self._locals)) == self._memory
+            )
 
     def changed(self) -> dict[str, Tensor]:
         """The tensors that are others now, or elsewhere.
