@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .zoo import ZOO, Layout, columns, outcome
+import quintnet
+
+from .zoo import ZOO, InDouble, Layout, columns, outcome
 
 pytest.importorskip("transformers")
 torch.set_num_threads(1)
@@ -20,6 +22,15 @@ def _check(name: str, layout: Layout) -> None:
 # one composed layout of each kind of model, another for the next one; the slow tests have every model
 KINDS = ("GPT-2", "Llama", "Gemma 2", "BERT", "T5", "CLIP", "DeepSeek-V3", "gpt-oss")
 SAMPLE = [(name, columns(name)[-1 - i % 3]) for i, name in enumerate(ZOO) if name in KINDS]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["Llama", "ViT", *(name for name in ZOO if name not in ("Llama", "ViT"))])
+def test_nothing_runs_whole_over_tp(name: str) -> None:
+    """No matmul, attention or convolution, and no value of other data ranks."""
+    with InDouble():
+        program = quintnet.compile(ZOO[name].build(), quintnet.Mesh(tp=2), ZOO[name].batch(8), check="off")
+    assert program.unsplit == ()
 
 
 @pytest.mark.slow

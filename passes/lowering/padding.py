@@ -99,7 +99,8 @@ def mixed(node: fx.Node, factors: Factors, chosen: Sequence[Strategy], axes: Seq
                 if dim is not None and not every and made[position]:
                     outputs[position].add(dim)
         factors = refine(factors, strategy, axis.size)
-    return Mixed(*(tuple(map(frozenset, dims)) for dims in (inputs, ones, outputs, own)), alone)
+    found = [tuple(map(frozenset, dims)) for dims in (inputs, ones, outputs, own)]
+    return Mixed(found[0], found[1], found[2], found[3], alone)
 
 
 def _linear_in(factors: Factors, position: int) -> bool:

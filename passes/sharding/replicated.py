@@ -12,14 +12,13 @@ from torch import fx
 from ...compat.torch import schema
 from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ...ir.program import Axis, ShardedProgram
-from ...ops.attention import attention
+from ...ops.catalog import work_of
 from ...ops.collectives import COMMUNICATION, lower_conversion
 from ...ops.rules.notation import Factors
 from ..strategies.rule_book import RuleBook, refine
 from .batch_factors import made_of_the_batch
-from .candidates import CONTRACTIONS, aten
 
-_HEAVY = frozenset({*CONTRACTIONS, aten.scaled_dot_product_attention.default, attention})
+_HEAVY = frozenset({"matmul", "attention"})
 
 
 def unsplit(sharded: ShardedProgram, rules: RuleBook) -> tuple[str, ...]:
@@ -29,7 +28,7 @@ def unsplit(sharded: ShardedProgram, rules: RuleBook) -> tuple[str, ...]:
     found: dict[str, list[str]] = defaultdict(list)
     factors = rules.factors(sharded.program.graph)
     for node in sharded.program.graph.nodes:
-        if node.op != "call_function" or is_getitem(node) or node.target not in _HEAVY or not _trained(node):
+        if node.op != "call_function" or is_getitem(node) or work_of(node.target) not in _HEAVY or not _trained(node):
             continue
         left = factors[node]
         for axis, strategy in zip(sharded.axes, sharded.strategies[node], strict=True):

@@ -125,7 +125,7 @@ def capture(
             if not _fixes_the_batch(error) or form.lengths:
                 raise _untraceable(error) from error
             # a loss over pairs of rows, say: a program of this very batch size
-            sample, rows = pytree.tree_map(lambda x: _zeros(x, tuple(x.shape), device), batch), size
+            sample, rows = pytree.tree_map_only(Tensor, lambda x: _zeros(x, tuple(x.shape), device), batch), size
             try:
                 exported = exported_as(sample, None)
             except QuintNetError:

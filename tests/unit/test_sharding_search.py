@@ -198,3 +198,18 @@ def test_a_matmul_that_every_rank_computes_is_told() -> None:
     rows = next(s for s in View(made, TP)().legal(nodes["y"], {}) if s.splits and s.outputs == (S(0),))
     split = {**strategies, nodes["y"]: (rows,)}
     assert unsplit(ShardedProgram(made, (TP,), split), RuleBook(RULES)) == ()
+
+
+@pytest.mark.parametrize(("groups", "sizes"), [(1, [4, 4, 3, 3]), (4, [4, 1, 3, 3])])
+def test_a_convolution_that_every_rank_computes_is_told(groups: int, sizes: list[int]) -> None:
+    """Of groups of one channel (depthwise), too."""
+    to = builder()
+    x, w = leaf(to, "input", "x", 2, 4, 6, 6), leaf(to, "parameter", "w", *sizes)
+    y = to.call(aten.conv2d.default, x, w, None, [1, 1], [1, 1], [1, 1], groups)
+    loss = to.call(aten.sum.default, y)
+    made = program(to, loss, rows=2)
+    strategies = dict.fromkeys((x, w, y, loss), (Strategy((I, I), (I,), "replicated"),))
+    (line,) = unsplit(ShardedProgram(made, (TP,), strategies), RuleBook(RULES))
+    assert line == f"tp=2: conv2d of [2, 4, 6, 6] x {sizes} in the model runs whole on every rank: by choice"
+    chosen = next(s for s in View(made, TP)().legal(y, {}) if s.splits)
+    assert unsplit(ShardedProgram(made, (TP,), {**strategies, y: (chosen,)}), RuleBook(RULES)) == ()
