@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.capture.capture import capture
-from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.ir.program import Axis
-from quintnet_compiler.ops.collectives import all_gather, reduce_scatter
 from quintnet_compiler.passes.frontend.normalize import Normalize
 
 from .models import GPT, MLP, Mixture, reference, worst_error
@@ -106,36 +104,6 @@ def test_the_last_batch_of_a_data_set_is_smaller() -> None:
         assert error < EXACT, worst
     x = _features(7, 16, 8)[0]
     torch.testing.assert_close(program(x), model(x), rtol=EXACT, atol=EXACT)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_and_communication_of_a_vocabulary_equal_their_closed_forms(ranks: int) -> None:
-    """50257 tokens: ranks store ceil(50257 / ranks) rows, and logits of as many columns; what is gathered of a row are
-    three numbers of each rank, and no row of a table travels."""
-    vocab, width, rows = 50257, 4, 2
-
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
-
-        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.head(self.table(ids)), labels)
-
-    torch.manual_seed(0)
-    batch = torch.tensor([0, vocab - 1]), torch.tensor([vocab - 1, 25129])
-    plan = {"parameters": {"table.weight": {"tp": "S(0)"}, "head.weight": {"tp": "S(0)"}}}
-    program = _exact(Head().double(), {"tp": ranks}, batch, plan=plan)
-    chunk = -(-vocab // ranks)
-    local = program._primary().program.source.local
-    shapes = [shape(n) for n in local.graph.nodes if n.op == "placeholder"]
-    assert shapes.count((chunk, width)) == 2
-    moved = sum(
-        torch.Size(shape(n)).numel()
-        for n in program._primary().program.source.graph.nodes
-        if n.target in (all_gather, reduce_scatter)
-    )
-    assert moved <= 3 * rows * ranks + 2 * rows * width  # terms of rows, and rows of the width
 
 
 # -- random plans
