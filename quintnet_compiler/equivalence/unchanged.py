@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..compat.torch import TorchDispatchMode, pytree, schema, storage_key
 from ..runtime.state.module_parameters import local_of
 
-_CONTAINERS = (dict, list, set)
+_CONTAINERS = (dict, OrderedDict, list, set)  # hooks of modules are ordered
 _OWN = ("_parameters", "_buffers", "_modules")
 
 

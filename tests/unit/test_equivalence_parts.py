@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from quintnet_compiler.core.errors import CompileError, Where
 from quintnet_compiler.equivalence import free_memory, verdict
@@ -55,6 +55,23 @@ def test_a_step_of_the_module_leaves_nothing_behind() -> None:
     assert [x.item() for x in found.outputs] == [1.0]  # (3 + 2 - 4) ** 2
     gradient = found.gradients["weight"]
     assert gradient is not None and gradient.tolist() == [[6.0, 2.0]] and model.weight.grad is None
+
+
+def test_hooks_that_a_first_call_sets_are_gone_with_its_other_attributes() -> None:
+    class Sets(nn.Linear):  # as models of transformers do, to collect hidden states
+        ready = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.ready:
+                self.register_forward_hook(lambda module, args, out: out * 2)
+                self.ready = True
+            return super().forward(x)
+
+    model, batch = Sets(2, 1), (torch.ones(1, 2), torch.ones(1, 1))
+    first, again = (module_step(_owner(model), batch, None) for _ in range(2))
+    assert not model.ready and not model._forward_hooks
+    assert first.outputs[0].item() == again.outputs[0].item()
+    assert {"ready", "_forward_hooks"} <= set(first.changes.attributes)
 
 
 def test_how_far_values_are_apart() -> None:
