@@ -154,8 +154,8 @@ def canonical(
             made = [fx.map_arg(a, lambda n: env[n]) for a in node.args[0]]
             own = [x for position, x in enumerate(made) if position not in changed.values()]
             graph.output((*own, *(made[position] for position in changed.values())))
-        elif any(word in str(node.target) for word in EXPORT_CHECKS):
-            continue
+        elif _is_check(node) or any(given not in env for given in node.all_input_nodes):
+            continue  # the latter are computed from what is only checked
         else:
             if node.op != "call_function":
                 raise CompileError("QN105", f"a {node.op} node ({node.target})", where=where_of(node))
@@ -167,6 +167,8 @@ def canonical(
                     fix="choose the dtype with model.to(dtype); write loops and branches over plain tensors",
                 )
             if free_unbacked_symbols(node.meta.get("val")):
+                if _only_checked(node):
+                    continue
                 raise CompileError(
                     "QN101",
                     f"the shape of what {node.target} returns depends on the values of a tensor",
@@ -195,6 +197,15 @@ def canonical(
         changed=tuple(changed),
         assigned=(assigned or frozenset()) & changed.keys(),
     )
+
+
+def _is_check(node: fx.Node) -> bool:
+    return any(word in str(node.target) for word in EXPORT_CHECKS)
+
+
+def _only_checked(node: fx.Node) -> bool:
+    """Whether nothing is computed from ``node``: there are only checks of it."""
+    return node.op != "output" and all(_is_check(user) or _only_checked(user) for user in node.users)
 
 
 def _mark(constant: Tensor) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
+from ..compat.torch_constants import constants_have_values
 from ..compat.torch_hooks import without_hooks_of_export
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
@@ -156,7 +157,7 @@ def capture(
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
     exported: torch.export.ExportedProgram
-    with without_hooks_of_export():
+    with without_hooks_of_export(), constants_have_values():
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     parameters = exported.graph_signature.inputs_to_parameters
     inline_no_grad(exported.graph_module, {node for node in exported.graph.nodes if node.name in parameters})

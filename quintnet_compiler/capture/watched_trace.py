@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -20,14 +21,19 @@ from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
-from ..ops.ctc import ctc_loss
+from ..ops.ctc import ctc_loss, masked_select, total
 from .changes.assigned_data import put_data
 from .modes import uncompiled
 from .raising_checks import checks_pass
 
 _TRACED = (FakeTensor, FunctionalTensor)
 _SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[attr-defined]
-_TRACED_AS = {_GET_DATA: Tensor.detach, F.ctc_loss: ctc_loss}
+_TRACED_AS = {
+    _GET_DATA: Tensor.detach,
+    F.ctc_loss: ctc_loss,
+    **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
+    **dict.fromkeys((torch.sum, Tensor.sum), total),
+}
 
 
 def _is_real(x: Any) -> bool:

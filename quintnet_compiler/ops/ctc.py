@@ -1,7 +1,8 @@
 """The CTC loss of each row as an operator whose results have known shapes.
 
 torch's own keeps a table of as many columns as the longest target has labels, twice, which a trace cannot know. Here it
-has as many as the padded targets.
+has as many as the padded targets. Targets that are one after the other, as Hugging Face models have them, are padded
+again: :func:`masked_select` and :func:`total` leave a note on their results of what they are made of.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat.torch import version
 from .define import define_operator, differentiate
 
 aten = torch.ops.aten
+_PADDED = "quintnet_padded"  # of what a mask selects: the mask, and the selected values of each row
+_COUNTED = "quintnet_counted"  # of counts of each row of a mask: the mask
 
 
 def _wide(targets: Tensor) -> int:
@@ -79,6 +83,35 @@ def _backward(ctx: Any, grad: Tensor, _table: Tensor) -> Any:
 differentiate(ctc_rows, _keep, _backward)
 
 
+def masked_select(*args: Any, **kwargs: Any) -> Tensor:
+    """torch.masked_select. If values and mask are [rows, length], the result knows what is selected of each row."""
+    selected: Tensor = torch.masked_select(*args, **kwargs)
+    x, mask = (*args, *kwargs.values())[:2]
+    if x.dim() == 2 and str(x.shape) == str(mask.shape) and not x.requires_grad:
+        place = torch.where(mask, mask.cumsum(1) - 1, x.shape[1])  # what is not selected goes behind the last column
+        wide = x.new_zeros(x.shape[0], x.shape[1] + 1).scatter(1, place, x)
+        setattr(selected, _PADDED, (mask, version(mask), wide[:, :-1]))
+    return selected
+
+
+def total(*args: Any, **kwargs: Any) -> Tensor:
+    """torch.sum. Counts of each row of a mask [rows, length] know that they are."""
+    found: Tensor = torch.sum(*args, **kwargs)
+    x, *dims = (*args, *kwargs.values())
+    if x.dtype is torch.bool and x.dim() == 2 and dims in ([-1], [1]):
+        setattr(found, _COUNTED, (x, version(x)))
+    return found
+
+
+def _padded(targets: Tensor, lengths: Any) -> Tensor | None:
+    """Of targets that follow each other, those of each row, if the lengths are certain to be those of the rows."""
+    *selected, padded = getattr(targets, _PADDED, (None, None, None))
+    counted = getattr(lengths, _COUNTED, None)
+    if counted is None or selected[0] is not counted[0] or selected[1] != counted[1]:
+        return None
+    return padded
+
+
 def ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -88,7 +121,9 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.ctc_loss, of :data:`ctc_rows` where targets are padded and lengths are tensors."""
+    """torch.nn.functional.ctc_loss, of :data:`ctc_rows` where targets are padded, or have been, and lengths are
+    tensors."""
+    targets = targets if (padded := _padded(targets, target_lengths)) is None else padded
     lengths = isinstance(input_lengths, Tensor) and isinstance(target_lengths, Tensor)
     if not lengths or log_probs.dim() != 3 or targets.dim() != 2 or input_lengths.dim() != 1:
         whole: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)

@@ -302,3 +302,22 @@ def test_what_a_cache_has_to_keep() -> None:
     captured = capture_call(Attends(), (Shape(1, 4, 4, torch.float32),), rows=2, tokens=1, length=32)
     kinds = [node.meta[LEAF].kind for node in captured.graph.nodes if node.op == "placeholder"]
     assert kinds.count("cache") == 2 and not captured.training
+
+
+def test_values_that_are_only_checked_are_not_in_a_program() -> None:
+    def forward(x: Tensor) -> Tensor:
+        count = (x > 0).sum().item()
+        torch._check(count <= 100)
+        torch.masked_select(x, x > 0)
+        return x.square().sum()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(x * self.scale)
+
+    targets = {str(node.target) for node in capture(Net(), (torch.ones(8, 4),)).graph.nodes}
+    assert not [target for target in targets if "item" in target or "masked_select" in target]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from quintnet_compiler.ops.cross_entropy import nll_terms, row_nll
-from quintnet_compiler.ops.ctc import ctc_loss, ctc_rows
+from quintnet_compiler.ops.ctc import ctc_loss, ctc_rows, masked_select, total
 from quintnet_compiler.ops.define import resized
 from quintnet_compiler.ops.rank_local import LOCAL, RANKED, microbatch
 
@@ -57,6 +58,30 @@ def test_ctc_of_rows_is_torchs_own() -> None:
     losses, table = ctc_rows(given, *rest, 0, False)
     assert losses.shape == (3,) and table.shape == (3, 7, 9)
     assert table[1, 5:].isneginf().all() and table[1, :, 5:].isneginf().all()
+
+
+def test_ctc_of_targets_one_after_the_other_pads_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    dice = torch.Generator().manual_seed(0)
+    given = torch.randn(6, 3, 4, generator=dice, dtype=torch.float64).log_softmax(-1)
+    labels = torch.tensor([[1, -100, 2, 3], [-100, 2, 2, -100], [3, 1, -100, -100]])
+    mask, steps = labels != -100, torch.tensor([6, 5, 6])
+    expected = F.ctc_loss(given, labels[mask], steps, mask.sum(-1), reduction="sum")
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "ctc_loss", None)  # whose table has a size that depends on values
+        found = ctc_loss(given, masked_select(labels, mask), steps, total(mask, dim=-1), reduction="sum")
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    other = torch.tensor([2, 3, 2])  # lengths that are not the mask's are used as torch uses them
+    found = ctc_loss(given, masked_select(labels, mask), steps, other)
+    assert torch.equal(found, F.ctc_loss(given, labels[mask], steps, other))
+
+
+def test_ctc_of_a_mask_that_has_changed_is_torchs_own() -> None:
+    given, labels = torch.zeros(6, 2, 4).log_softmax(-1), torch.tensor([[1, 2], [3, 1]])
+    mask, steps = torch.ones(2, 2, dtype=torch.bool), torch.tensor([6, 6])
+    targets = masked_select(labels, mask)
+    mask[0, 0] = False
+    with pytest.raises(RuntimeError, match="targets"):  # four of them, and lengths [1, 2]
+        ctc_loss(given, targets, steps, total(mask, 1))
 
 
 def test_ctc_of_lengths_that_are_no_tensors_is_torchs() -> None:
