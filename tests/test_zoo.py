@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import quintnet
 
 import quintnet
 
@@ -11,17 +14,17 @@ from .zoo import ZOO, InDouble, Layout, columns, outcome
 
 pytest.importorskip("transformers")
 torch.set_num_threads(1)
-ALL = [(name, layout) for name in ZOO for layout in columns(name)]
+ALL = [(name, layout) for name in ZOO for layout in columns(ZOO[name])]
 
 
 def _check(name: str, layout: Layout) -> None:
-    found = outcome(name, layout)
+    found = outcome(ZOO[name], layout)
     assert found.ok or (found.error is None and layout.context == "ulysses" and "heads" in found.reason), found
 
 
 # one composed layout of each kind of model, another for the next one; the slow tests have every model
 KINDS = ("GPT-2", "Llama", "Gemma 2", "BERT", "T5", "CLIP", "DeepSeek-V3", "gpt-oss")
-SAMPLE = [(name, columns(name)[-1 - i % 3]) for i, name in enumerate(ZOO) if name in KINDS]
+SAMPLE = [(name, columns(ZOO[name])[-1 - i % 3]) for i, name in enumerate(ZOO) if name in KINDS]
 
 
 @pytest.mark.sample(2)
@@ -43,3 +46,61 @@ def test_a_composed_layout_of_each_kind(name: str, layout: Layout) -> None:
 @pytest.mark.parametrize(("name", "layout"), [pair for pair in ALL if pair not in SAMPLE], ids=str)
 def test_every_axis_of_each_model(name: str, layout: Layout) -> None:
     _check(name, layout)
+
+
+def test_frozen_parameters_of_an_adapted_model_get_no_gradients() -> None:
+    entry = ZOO["IA3 of Llama"]
+    model, batch = entry.build(), entry.batch(4)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch)
+    program.step(batch)
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if name.endswith("scale")}
+
+
+def test_the_positions_of_an_image_are_those_of_the_model() -> None:
+    entry = ZOO["Qwen2-VL"]
+    model, batch = entry.build().model, entry.batch(2)
+    given = {"input_ids": batch["input_ids"], "mm_token_type_ids": (batch["input_ids"] == 5).int()}
+    found, _ = model.model.get_rope_index(**given, image_grid_thw=torch.tensor([[1, 4, 4]] * 2))
+    assert torch.equal(found.transpose(0, 1), batch["position_ids"])
+
+
+class Splits(nn.Module):
+    """Sizes of parts are Python values that become a tensor on the way, as grids of images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.sizes = nn.Linear(6, 6), [[1, 2], [2, 2]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.net(x).split(torch.tensor(self.sizes).prod(-1).tolist(), dim=1)
+        return one.square().mean() + two.cos().mean()
+
+
+def test_tensors_that_forward_makes_of_numbers_may_decide_sizes() -> None:
+    torch.manual_seed(0)
+    model, x = Splits().double(), torch.randn(8, 6, dtype=torch.float64)
+    program = quintnet.compile(model, quintnet.Mesh(dp=2, tp=2), (x,))
+    assert program.verify().worst.error < 1e-12
+    model.sizes = [[2, 2], [1, 2]]  # another program
+    assert abs(float(program.step((x,)).detach()) - float(model(x).detach())) < 1e-12
+
+
+def test_a_number_that_was_written_over_is_refused() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            count = torch.tensor([1])
+            count[0] = (x > 0).sum()  # torch's export would go on with 1
+            return self.net(x).square().mean() * count.item()
+
+    with pytest.raises(quintnet.CompileError, match="depends on the values") as error:
+        quintnet.compile(Net(), quintnet.Mesh(dp=1), (torch.randn(8, 4),), check="off")
+    assert error.value.code == "QN101"
+
+
+def test_ctc_of_a_speech_model_over_rows_and_microbatches() -> None:
+    assert outcome(ZOO["wav2vec 2.0, CTC"], Layout({"dp": 2}, 2)).ok

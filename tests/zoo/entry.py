@@ -1,18 +1,16 @@
-"""Hugging Face models in tiny configurations: what a table of models and axes is made from."""
+"""What an entry of the zoo is: a model of transformers, a tiny configuration, and batches that it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import quintnet
-
-VOCAB, LENGTH = 64, 8
+VOCAB, LENGTH, IMAGE = 64, 8, 5  # the token that stands for an image
 
 
 class InDouble(TorchFunctionMode):
@@ -31,11 +29,22 @@ class InDouble(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Entry:
-    """A model of transformers. ``kind``: the inputs it takes; ``config``: what differs from :data:`COMMON`."""
+    """A model of transformers.
+
+    Attributes:
+        config: all of its configuration that is not transformers' default.
+        kind: the inputs it takes, of :data:`BATCHES`.
+        prepare: what is done to the model before it is compiled: how its parts are called, what is trained.
+        rows_apart: whether its loss is a sum over rows, so that it has microbatches.
+        brief: whether it is measured on :data:`..layouts.BRIEF` only.
+    """
 
     architecture: str
     config: Mapping[str, Any]
     kind: str = "decoder"
+    prepare: Callable[[Any], nn.Module] | None = None
+    rows_apart: bool = True
+    brief: bool = False
 
     def build(self) -> nn.Module:
         """The model in float64, without dropout, with all parameters away from zero."""
@@ -45,7 +54,8 @@ class Entry:
         torch.manual_seed(0)
         config = model_class.config_class(**self.config)
         config._experts_implementation = "eager"  # the others have no float64
-        model: nn.Module = model_class(config)
+        made = model_class(config)
+        model: nn.Module = made if self.prepare is None else self.prepare(made)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
@@ -76,10 +86,56 @@ def _images(rows: int, *shape: int) -> Tensor:
     return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
+def _transcripts(rows: int) -> Tensor:
+    """Three to five labels in each row, ended by what is ignored."""
+    found = _ids(rows, 5, seed=4) % 28 + 3
+    for row in range(rows):
+        found[row, 3 + row % 3 :] = -100
+    return found
+
+
+def _captioned(rows: int, tokens: int, *more: str) -> dict[str, Tensor]:
+    """Text in which the first ``tokens`` after the first one stand for an image."""
+    ids = _ids(rows, tokens + 6).clamp(min=8)
+    ids[:, 1 : 1 + tokens] = IMAGE
+    found = {
+        "input_ids": ids, "attention_mask": _padding(rows, tokens + 6), "labels": _labels(rows, tokens + 6),
+        "pixel_values": _images(rows, 3, 16, 16),
+    }  # fmt: skip
+    return {**found, **{name: (ids == IMAGE).long() for name in more}}
+
+
+def _patches(rows: int) -> dict[str, Tensor]:
+    """An image of 4 x 4 patches in each row, of which 2 x 2 become a token, with their places in height and width."""
+    found = _captioned(rows, 4)
+    text = torch.arange(10).expand(3, 10).clone()
+    text[:, 1:5] = torch.tensor([[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 1, 2]])
+    text[:, 5:] -= 2
+    places = {"position_ids": text.repeat(rows, 1, 1), "pixel_values": _images(rows, 16, 96)}
+    return {**found, **places}
+
+
 BATCHES: Mapping[str, Callable[[int], dict[str, Tensor]]] = {
     "decoder": lambda rows: {"input_ids": _ids(rows), "attention_mask": _padding(rows), "labels": _labels(rows)},
+    "causal": lambda rows: {"input_ids": _ids(rows), "labels": _labels(rows)},
+    "classes": lambda rows: {
+        "input_ids": _ids(rows), "attention_mask": _padding(rows), "labels": torch.arange(rows) % 5,
+    },
     "seq2seq": lambda rows: {"input_ids": _ids(rows), "attention_mask": _padding(rows), "labels": _labels(rows)},
     "image": lambda rows: {"pixel_values": _images(rows, 3, 16, 16), "labels": torch.arange(rows) % 5},
+    "picture": lambda rows: {"pixel_values": _images(rows, 3, 32, 32), "labels": torch.arange(rows) % 5},
+    "segments": lambda rows: {
+        "pixel_values": _images(rows, 3, 32, 32), "labels": _ids(rows, 32 * 32, seed=3).view(rows, 32, 32) % 5,
+    },
+    "video": lambda rows: {"pixel_values": _images(rows, 2, 3, 16, 16), "labels": torch.arange(rows) % 5},
+    "image and text": lambda rows: _captioned(rows, 16),
+    "pooled image and text": lambda rows: _captioned(rows, 4),
+    "typed image and text": lambda rows: _captioned(rows, 4, "token_type_ids"),
+    "patches and text": _patches,
+    "sound": lambda rows: {"input_values": _images(rows, 400), "labels": torch.arange(rows) % 5},
+    "transcribed": lambda rows: {"input_values": _images(rows, 400), "labels": _transcripts(rows)},
+    "spectrogram": lambda rows: {"input_values": _images(rows, 32, 16), "labels": torch.arange(rows) % 5},
+    "series": lambda rows: {"past_values": _images(rows, 16, 3), "future_values": _images(rows, 4, 3)},
     "speech": lambda rows: {"input_features": _images(rows, 16, 32), "labels": _labels(rows)},
     "pairs": lambda rows: {
         "input_ids": _ids(rows), "pixel_values": _images(rows, 3, 16, 16), "attention_mask": _padding(rows),
@@ -93,152 +149,3 @@ COMMON = {
 }  # fmt: skip
 GROUPED = {**COMMON, "num_key_value_heads": 2, "head_dim": 8}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-MOE = {**GROUPED, "num_experts_per_tok": 2}
-
-ZOO: Mapping[str, Entry] = {
-    "GPT-2": Entry(
-        "GPT2LMHeadModel",
-        {
-            "vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-        },
-    ),
-    "GPT-NeoX": Entry("GPTNeoXForCausalLM", COMMON),
-    "OPT": Entry("OPTForCausalLM", {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0}),
-    "Llama": Entry("LlamaForCausalLM", GROUPED),
-    "Mistral": Entry("MistralForCausalLM", {**GROUPED, "sliding_window": 4}),
-    "Qwen2": Entry("Qwen2ForCausalLM", GROUPED),
-    "Qwen3": Entry("Qwen3ForCausalLM", GROUPED),
-    "Gemma 2": Entry("Gemma2ForCausalLM", {**GROUPED, "sliding_window": 4, "query_pre_attn_scalar": 8}),
-    "Gemma 3": Entry("Gemma3ForCausalLM", {**GROUPED, "sliding_window": 4, "query_pre_attn_scalar": 8}),
-    "Phi-3": Entry("Phi3ForCausalLM", GROUPED),
-    "OLMo": Entry("OlmoForCausalLM", GROUPED),
-    "BERT": Entry("BertForMaskedLM", {**COMMON, **NO_DROPOUT}),
-    "RoBERTa": Entry("RobertaForMaskedLM", {**COMMON, **NO_DROPOUT}),
-    "T5": Entry(
-        "T5ForConditionalGeneration",
-        {
-            "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
-            "dropout_rate": 0.0, "decoder_start_token_id": 0,
-        },
-        "seq2seq",
-    ),
-    "ViT": Entry(
-        "ViTForImageClassification",
-        {**COMMON, **NO_DROPOUT, "image_size": 16, "patch_size": 4, "num_labels": 5},
-        "image",
-    ),
-    "Whisper": Entry(
-        "WhisperForConditionalGeneration",
-        {
-            "vocab_size": VOCAB, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_mel_bins": 16,
-            "max_source_positions": 16, "max_target_positions": 32, "dropout": 0.0,
-            "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-            "suppress_tokens": None, "begin_suppress_tokens": None,
-        },
-        "speech",
-    ),
-    "CLIP": Entry(
-        "CLIPModel",
-        {
-            "text_config": {**COMMON}, "vision_config": {**COMMON, "image_size": 16, "patch_size": 4},
-            "projection_dim": 16,
-        },
-        "pairs",
-    ),
-    "Mixtral": Entry("MixtralForCausalLM", {**MOE, "num_local_experts": 4}),
-    "Qwen3-MoE": Entry(
-        "Qwen3MoeForCausalLM", {**MOE, "num_experts": 4, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    ),
-    "DeepSeek-V3": Entry(
-        "DeepseekV3ForCausalLM",
-        {
-            **COMMON, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
-            "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-            "kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-        },
-    ),
-    "gpt-oss": Entry(
-        "GptOssForCausalLM",
-        {
-            **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
-            "layer_types": ["sliding_attention", "full_attention"], "attention_dropout": 0.0,
-        },
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A column of the table: a mesh, and how batch, attention and experts are split."""
-
-    axes: Mapping[str, int]
-    microbatches: int = 1
-    context: str = "all_gather"
-    experts: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        name = " x ".join(f"{axis}{size}" for axis, size in self.axes.items())
-        name += f" ({self.context})" if self.context != "all_gather" else ""
-        return name + (f", experts over {' and '.join(self.experts)}" if self.experts else "")
-
-
-SINGLE = (
-    Layout({"dp": 2}, 2),
-    Layout({"tp": 2}),
-    Layout({"cp": 2}),
-    Layout({"cp": 2}, context="ulysses"),
-    Layout({"cp": 2}, context="ring"),
-    Layout({"pp": 2}, 2),
-)
-COMPOSED = (
-    Layout({"pp": 2, "dp": 2, "tp": 2}, 2),
-    Layout({"pp": 2, "cp": 2, "tp": 2}, 2),
-    Layout({"dp": 2, "cp": 2, "tp": 2}, context="ring"),
-)
-EXPERTS = (
-    Layout({"ep": 2}),
-    Layout({"pp": 2, "ep": 2, "tp": 2}, 2),
-    Layout({"dp": 2, "cp": 2}, experts=("dp", "cp")),
-    Layout({"pp": 2, "dp": 2, "cp": 2, "tp": 2}, 2, experts=("dp",)),
-)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The largest relative error of the loss, the outputs and all gradients in float64, or why there is no program."""
-
-    error: float | None
-    reason: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.error is not None and self.error < 1e-9
-
-
-def outcome(name: str, layout: Layout) -> Outcome:
-    """Compile a model for a layout, and compare all ranks with the unsplit model over two optimizer steps."""
-    entry = ZOO[name]
-    options: dict[str, Any] = {"microbatches": layout.microbatches, "context": layout.context}
-    with InDouble():
-        try:
-            program = quintnet.compile(
-                entry.build(), quintnet.Mesh(**layout.axes), entry.batch(8), experts=layout.experts, **options
-            )
-        except quintnet.CompileError as error:
-            return Outcome(None, f"{error.code}: {error.message}")
-        report = program.verify()
-    return Outcome(report.worst.error, str(report.culprit or ""))
-
-
-def has_experts(name: str) -> bool:
-    return bool({"num_local_experts", "num_experts", "n_routed_experts"} & set(ZOO[name].config))
-
-
-def columns(name: str) -> tuple[Layout, ...]:
-    """The layouts of a model: those with experts where it has some; all samples at once where its loss couples them."""
-    found = SINGLE + COMPOSED + (EXPERTS if has_experts(name) else ())
-    if ZOO[name].kind == "pairs":
-        found = tuple(replace(layout, microbatches=1) for layout in found)
-    return found
