@@ -1,11 +1,11 @@
 """Writes docs/models.md: which Hugging Face models were compared with themselves on which axes.
 
-    python docs/make_models.py [--only NAME ...] [--missing]
+    python docs/make_models.py [--only NAME ...] [--on LAYOUT ...] [--missing]
 
 Each cell is measured: the model is compiled, all its ranks run in this process for two optimizer steps, and loss,
 outputs, every gradient and every parameter are compared with the unsplit model's in float64. About an hour for all.
-``--only`` measures some models again, and ``--missing`` those cells that the page does not have; the page keeps all
-others, and is written after each model.
+``--only`` measures some models again, ``--on`` some columns, and ``--missing`` those cells that the page does not have;
+the page keeps all others, and is written after each model.
 """
 
 from __future__ import annotations
@@ -105,13 +105,16 @@ def main() -> int:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(ZOO), help="models")
+    parser.add_argument("--on", nargs="*", help="columns")
     parser.add_argument("--missing", action="store_true", help="only what the page does not have")
     options = parser.parse_args()
     torch.set_num_threads(1)
     own, mark, others = PAGE.read_text().partition(OTHERS)
     found = read(own)
     for name in options.only:
-        wanted = [c for c in columns(ZOO[name]) if not (options.missing and (name, str(c)) in found)]
+        wanted = [c for c in columns(ZOO[name]) if options.on is None or str(c) in options.on]
+        if options.missing:
+            wanted = [c for c in wanted if (name, str(c)) not in found]
         found |= measure(name, ZOO[name], wanted)
         PAGE.write_text(page(found, mark + others))
     return 0 if all(result.ok or result.error is None for result in found.values()) else 1
