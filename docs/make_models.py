@@ -60,7 +60,7 @@ def table(names: Sequence[str], layouts: Sequence[Layout], found: Found) -> list
     for name in names:
         cells = [cell(found.get((name, str(layout))), notes) for layout in layouts]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
+    return [*lines, *([""] if notes else []), *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
 
 
 def page(found: Found, rest: str) -> str:
@@ -68,11 +68,11 @@ def page(found: Found, rest: str) -> str:
     for title, entries in KINDS.items():
         measured = [name for name in entries if any(model == name for model, _ in found)]
         if measured:
-            lines += ["", f"## {title}", "", *table(measured, SINGLE + COMPOSED, found)]
+            lines += [f"\n## {title}\n", *table(measured, SINGLE + COMPOSED, found)]
         spread = [name for name in measured if any((name, str(layout)) in found for layout in EXPERTS)]
         if spread:
             lines += table(spread, EXPERTS, found)
-    return "\n".join(lines) + (f"\n{rest}" if rest else "")
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + (f"\n{rest}" if rest else "")
 
 
 def read(text: str) -> Found:
@@ -95,7 +95,10 @@ def measure(name: str, entry: Entry, layouts: Sequence[Layout]) -> Mapping[tuple
     found = {}
     for layout in layouts:
         started = time.perf_counter()
-        found[name, str(layout)] = result = outcome(entry, layout)
+        try:
+            found[name, str(layout)] = result = outcome(entry, layout)
+        except Exception as error:  # the others are measured all the same
+            result = Outcome(None, f"{type(error).__name__}: {error}")
         took = time.perf_counter() - started
         print(f"{name:12} {layout!s:50} {result.error} {result.reason[:60]} {took:.0f} s", flush=True)
     return found
