@@ -16,6 +16,7 @@ import torch
 from ..core.errors import QuintNetError
 from ..core.versions import version_of
 from ..runtime.launch.launch import launch
+from ..runtime.launch.launchers import Started, started
 from ..runtime.launch.smoke import backends, smoke
 
 PACKAGES = (
@@ -28,7 +29,8 @@ SETTINGS = ("CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_SO
 @dataclass(frozen=True)
 class Health:
     """What was found. ``interfaces``: of the network; ``port``: one of loopback that can be listened on, or None;
-    ``compiler``: of C++, which inductor needs; ``talk``: None, or why two processes could not add numbers."""
+    ``compiler``: of C++, which inductor needs; ``launcher``: who started this process as one of several, and
+    where they meet; ``talk``: None, or why two processes could not add numbers."""
 
     system: str
     python: str
@@ -40,6 +42,7 @@ class Health:
     interfaces: tuple[str, ...]
     port: int | None
     compiler: str | None
+    launcher: str
     talk: str | None
     talk_seconds: float
 
@@ -59,7 +62,8 @@ class Health:
             "interfaces": ", ".join(self.interfaces) or "none",
             "loopback port": f"{self.port} can be used" if self.port else "NONE can be used",
             "C++ compiler": self.compiler or 'none: backend="inductor" cannot compile for CPUs',
-            "two processes": good if self.talk is None else f"FAIL: {self.talk}",
+            "launcher": self.launcher or "none: this process is alone",
+            "processes": good if self.talk is None else f"FAIL: {self.talk}",
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
@@ -67,8 +71,8 @@ class Health:
 
 def examine() -> Health:
     """Look around; starts two processes for a moment."""
-    started = time.monotonic()
-    talk = _talk()
+    begun, world = time.monotonic(), started()
+    talk = _talk(2 if world is None else world.size)
     cuda = torch.cuda.is_available()
     return Health(
         platform.platform(),
@@ -81,8 +85,9 @@ def examine() -> Health:
         tuple(name for _, name in socket.if_nameindex()),
         _port(),
         _compiler(),
+        _launcher(world),
         talk,
-        time.monotonic() - started,
+        time.monotonic() - begun,
     )
 
 
@@ -99,9 +104,19 @@ def _port() -> int | None:
         return None
 
 
-def _talk() -> str | None:
+def _launcher(world: Started | None) -> str:
+    if world is None:
+        return ""
+    where = world.meeting()
+    met = f"they meet at {where.host}:{where.port}" if where else "it does not say where they meet"
+    return f"{world.launcher.name} started {world.size} processes ({world.launcher.size}={world.size}); {met}"
+
+
+def _talk(ranks: int) -> str | None:
     try:
-        found = launch(smoke, 2, timeout=60)
+        found = launch(smoke, ranks, timeout=60)
     except QuintNetError as error:
         return error.message.strip().splitlines()[-1]
-    return None if found == [3.0, 3.0] else f"they found {found} instead of 3.0"
+    wanted = ranks * (ranks + 1) / 2
+    there = [x for x in found if x is not None]  # under a launcher: this rank's
+    return None if there and all(x == wanted for x in there) else f"they found {there} instead of {wanted}"

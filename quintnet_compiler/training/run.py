@@ -21,6 +21,7 @@ from ..capture.step_module import LossFn
 from ..checkpoint.manifest import available
 from ..core.errors import CompileError
 from ..ir.plan import Plan
+from ..runtime.launch.launchers import started
 from .batches import BatchSampler
 from .config import TrainConfig
 from .measures import Metric
@@ -134,11 +135,12 @@ def _task(config: TrainConfig) -> TrainTask:
 
 
 def _device(config: TrainConfig) -> torch.device:
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    world = started()
+    here = 1 if world is None else world.on_this_machine or world.size
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
     if config.device == "cpu" or (config.device == "auto" and not enough):
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", 0 if world is None else world.place)
     torch.cuda.set_device(device)
     return device
 

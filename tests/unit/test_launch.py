@@ -21,6 +21,7 @@ from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.runtime.launch import gloo_threads, malloc, smoke, world
 from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
+from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, meet
 from quintnet_compiler.runtime.launch.rank_status import (
     RankStatus,
     described,
@@ -31,7 +32,6 @@ from quintnet_compiler.runtime.launch.rank_status import (
     read_rows,
     shown,
 )
-from quintnet_compiler.runtime.launch.torchrun import Neighbours, meet
 
 
 def test_malloc_gets_both_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:

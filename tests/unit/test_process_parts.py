@@ -24,7 +24,7 @@ from quintnet_compiler.core.replaced import for_this_thread, one_thread
 from quintnet_compiler.equivalence.reference import same_numbers
 from quintnet_compiler.equivalence.unchanged import random_numbers_kept
 from quintnet_compiler.huggingface.registries import traced_as_few_nodes
-from quintnet_compiler.runtime.launch.torchrun import torch_threads
+from quintnet_compiler.runtime.launch.inside_launcher import torch_threads
 
 from ..process_state import changes, process_state
 

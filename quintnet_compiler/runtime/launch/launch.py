@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 import time
 import warnings
@@ -14,7 +13,9 @@ from typing import Any
 from ...core.errors import CompileError, FaultWarning
 from .attempt import Attempt, Job
 from .faults import Fault
-from .torchrun import inside_torchrun
+from .heartbeat import current
+from .inside_launcher import inside_launcher
+from .launchers import started
 
 
 def launch(
@@ -30,9 +31,10 @@ def launch(
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``num_ranks`` ranks and return the results by rank.
 
-    Starts processes on this machine that communicate over loopback (gloo, or NCCL if each has a GPU). Under torchrun it
-    uses torchrun's world instead: ``fn`` runs once, in this process, and the list holds this rank's result at its
-    index; restarts are torchrun's (``--max-restarts``).
+    Starts processes on this machine that communicate over loopback (gloo, or NCCL if each has a GPU). In a process that
+    torchrun, srun, mpirun or another launcher started as one of several, it uses that launcher's world instead: ``fn``
+    runs once, in this process, and the list holds this rank's result at its index. Restarts are then the launcher's
+    (torchrun ``--max-restarts``).
 
     Args:
         fn: a function at the top level of a module, so that other processes can import it.
@@ -59,8 +61,9 @@ def launch(
             fix=f"1 to {num_ranks} ranks, 0 or more restarts",
         )
     job = Job(fn, args, threads, collective_timeout)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return inside_torchrun(job, num_ranks, least)
+    world = started()
+    if world is not None and (world.elastic or current.get() is None):
+        return inside_launcher(job, world, num_ranks, least)
     deadline = time.monotonic() + timeout if timeout is not None else math.inf
     folder = Path(tempfile.mkdtemp(prefix="quintnet-"))  # of stacks; it stays if they are needed
     slots, suspects = list(range(num_ranks)), set[int]()

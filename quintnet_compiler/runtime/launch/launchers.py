@@ -4,44 +4,146 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Mapping
+import re
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from ...compat.distributed import PrefixStore, TCPStore
 from ...core.errors import RunError
 from .accelerator import take_accelerator
 
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
+Environment = Mapping[str, str]
+_FIRST_PORT, _PORTS = 15000, 15000  # below those that the kernel gives to clients
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the processes of a job meet: rank 0 listens there. ``job``: a name that no other job there has."""
+
+    host: str
+    port: int
+    job: str
+
+
+def _nowhere(known: Environment) -> Meeting | None:
+    return None
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names of the variables with the number of processes, of this one, and of this one on its node."""
+    """The names of the variables with the number of processes, of this one, of this one on its node, and of those on
+    its node; and where the processes meet if MASTER_ADDR and MASTER_PORT are not set."""
 
     name: str
     size: str
     rank: str
     local_rank: str
+    local_size: str = ""
+    meeting: Callable[[Environment], Meeting | None] = _nowhere
 
 
+def first_host(hosts: str) -> str:
+    """The first name of a SLURM list: ``node07`` of ``node[07-09,12],other``."""
+    first = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", hosts)
+    return "".join(part or "" for part in first.groups()) if first else ""
+
+
+def _of_slurm(known: Environment) -> Meeting | None:
+    """The first node of the step, and a port by the numbers of job and step."""
+    hosts, job, step = (known.get(f"SLURM_{name}", "") for name in ("STEP_NODELIST", "JOB_ID", "STEP_ID"))
+    return Meeting(first_host(hosts), _port(f"{job}.{step}"), f"{job}.{step}") if hosts and job else None
+
+
+def _of_open_mpi(known: Environment) -> Meeting | None:
+    """On one node: there, and a port by the name of the job."""
+    job, size = known.get("PMIX_NAMESPACE"), known["OMPI_COMM_WORLD_SIZE"]
+    there = known.get("OMPI_COMM_WORLD_LOCAL_SIZE") == size
+    return Meeting("127.0.0.1", _port(job), job) if job and there else None
+
+
+def _port(job: str) -> int:
+    return _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS
+
+
+# The first that says that there are several processes. mpirun starts its helpers with srun: what is closest to the
+# process comes first.
 LAUNCHERS = (
-    Launcher("torchrun (or another launcher that sets WORLD_SIZE)", "WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    Launcher(
+        "torchrun (or another launcher that sets WORLD_SIZE)", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    ),
+    Launcher(
+        "mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE", _of_open_mpi,
+    ),
+    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     # of a step, and not of the job: the script that sbatch starts is one process
-    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
-    Launcher("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    Launcher("mpiexec", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
-)
+    Launcher("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", meeting=_of_slurm),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Started:
-    """What one of the launchers says of this process, one of ``size`` (more than 1)."""
+    """What one of the launchers says of this process, one of ``size``."""
 
     launcher: Launcher
     size: int
-    environment: Mapping[str, str]
+    environment: Environment
+
+    @property
+    def elastic(self) -> bool:
+        """Whether torchrun started it, which keeps a store and starts processes again."""
+        return "TORCHELASTIC_RUN_ID" in self.environment
+
+    @property
+    def place(self) -> int:
+        """The number of this process on its machine. A launcher that does not say it fills machines in order."""
+        if self.launcher.local_rank in self.environment:
+            return int(self.environment[self.launcher.local_rank])
+        return int(self.environment[self.launcher.rank]) % max(1, torch.accelerator.device_count())
+
+    @property
+    def on_this_machine(self) -> int | None:
+        """How many were started on this machine, if that is known."""
+        found = self.environment.get(self.launcher.local_size, "")
+        return int(found) if found.isdigit() else None
+
+    def meeting(self) -> Meeting | None:
+        """Where the processes meet, as far as the environment says it."""
+        known = self.environment
+        if all(name in known for name in MEETING):
+            return Meeting(known["MASTER_ADDR"], int(known["MASTER_PORT"]), "")
+        return self.launcher.meeting(known)
+
+    def meet(self, patience: timedelta | None = None) -> tuple[Any, str, int]:
+        """A store where all processes of this job meet, a prefix of their names there, and this one's rank.
+
+        torchrun's store is named by its count of restarts: each attempt has other names.
+
+        Raises:
+            RunError: QN301 if the environment does not say where they meet.
+        """
+        known, launcher, where = self.environment, self.launcher, self.meeting()
+        missing = [name for name in (launcher.rank, *(MEETING if where is None else ())) if name not in known]
+        if missing or where is None:
+            raise RunError(
+                "QN301",
+                f"{launcher.name} started {self.size} processes ({launcher.size}={self.size}), and this one has no "
+                f"process group and no {', '.join(missing)} to make one with",
+                fix=f"set {' and '.join(missing)} for every process, or start them with torchrun",
+            )
+        rank, limit = int(known[launcher.rank]), patience or timedelta(minutes=5)
+        if self.elastic:
+            store, rank, _ = next(rendezvous("env://", timeout=limit))
+            return store, "", rank
+        return TCPStore(where.host, where.port, self.size, rank == 0, timeout=limit), f"quintnet {where.job}", rank
 
     def join(self) -> None:
         """Make the process group of all that were started; on accelerators where the machine has some, else gloo.
@@ -49,38 +151,18 @@ class Started:
         Raises:
             RunError: QN301 if the environment does not say where they meet, or if there are more than accelerators.
         """
-        launcher, known = self.launcher, self.environment
-        missing = [name for name in (launcher.rank, *MEETING) if name not in known]
-        if missing:
-            raise RunError(
-                "QN301",
-                f"{launcher.name} started {self.size} processes ({launcher.size}={self.size}), and this one has no "
-                f"process group and no {', '.join(missing)} to make one with",
-                fix=f"set {' and '.join(missing)} for every process, or start them with torchrun",
-            )
-        dist.init_process_group(
-            **take_accelerator(self._place()),
-            init_method=f"tcp://{known['MASTER_ADDR']}:{known['MASTER_PORT']}"
-            if launcher.size != "WORLD_SIZE"
-            else None,
-            rank=int(known[launcher.rank]),
-            world_size=self.size,
-        )
+        store, prefix, rank = self.meet()
+        named = PrefixStore(prefix, store) if prefix else store
+        dist.init_process_group(**take_accelerator(self.place), store=named, rank=rank, world_size=self.size)
         atexit.register(_leave)
-
-    def _place(self) -> int:
-        """The number of this process on its machine. A launcher that does not say it fills machines in order."""
-        if self.launcher.local_rank in self.environment:
-            return int(self.environment[self.launcher.local_rank])
-        return int(self.environment[self.launcher.rank]) % max(1, torch.accelerator.device_count())
 
 
 def started() -> Started | None:
-    """Who started this process as one of several; None if nobody did."""
+    """Who started this process as one of several, or as one that may be joined by others (torchrun); None if nobody."""
     known = os.environ
     for launcher in LAUNCHERS:
         size = known.get(launcher.size, "")
-        if size.isdigit() and int(size) > 1:
+        if size.isdigit() and (int(size) > 1 or "TORCHELASTIC_RUN_ID" in known):
             return Started(launcher, int(size), known)
     return None
 

@@ -29,7 +29,7 @@ def enter_world(mesh: Mesh) -> None:
             f"{mesh} needs {mesh.size} ranks, and the world has {size}",
             fix=f"start {mesh.size} processes, or give the mesh {size} ranks",
         )
-    if found is not None:
+    if found is not None and found.size > 1:
         found.join()
 
 

@@ -1,4 +1,4 @@
-"""A rank that torchrun started: it meets the others of its attempt, and watches its neighbours."""
+"""A rank that a launcher started: it meets the others of its attempt, and watches its neighbours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from ...compat.distributed import PrefixStore, Store
 from ...core.errors import QuintNetError, RunError
@@ -29,48 +28,53 @@ from .accelerator import take_accelerator
 from .attempt import Job
 from .faults import stopped
 from .heartbeat import PERIOD, VERDICT, Heartbeat, dump_stacks
+from .launchers import Started
 from .rank_status import RankStatus, of_communication, read_rows
 
 LONGEST_SILENCE = 60.0  # seconds that a rank may say nothing: the network repairs itself within some
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 
 
-def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
-    """Run the job's function here, as one rank of the environment's world.
+def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> list[Any]:
+    """Run the job's function here, as one rank of the launcher's world.
 
     Raises:
-        RunError: QN301 if the world has more ranks than ``num_ranks``, or fewer than ``fewest``.
+        RunError: QN301 if the world has more ranks than ``num_ranks``, or fewer than ``fewest``, or cannot meet.
     """
-    size = int(os.environ["WORLD_SIZE"])
+    size = world.size
     if not fewest <= size <= num_ranks:
         raise RunError(
             "QN301",
-            f"launch was asked for {num_ranks} ranks, and the world has {size}",
-            fix=f"torchrun --nproc-per-node {num_ranks}",
+            f"launch was asked for {num_ranks} ranks, and {world.launcher.name} started {size} "
+            f"({world.launcher.size}={size})",
+            fix=f"start {num_ranks} processes (torchrun --nproc-per-node {num_ranks}, srun --ntasks {num_ranks}, "
+            f"mpirun -np {num_ranks})",
         )
     results: list[Any] = [None] * size
     if dist.is_initialized():
         results[dist.get_rank()] = job.fn(*job.args)
         return results
     patience = timedelta(seconds=job.patience)
-    given, rank, _ = next(rendezvous("env://", timeout=patience))
-    while isinstance(given, PrefixStore):
+    given, prefix, rank = world.meet(patience)
+    while isinstance(given, PrefixStore):  # torchrun's, by a count of restarts on which nodes may not agree
         given = given.underlying_store
-    name = meet(given, rank, size, job.patience)
+    shared = PrefixStore(prefix, given)
+    name = meet(shared, rank, size, job.patience)
     folder = Path(tempfile.mkdtemp(prefix="quintnet-"))
     silence = min(LONGEST_SILENCE, job.patience)
     neighbours = Neighbours(rank, size, silence)
 
     def connect() -> Store:
-        return PrefixStore(f"{name}/rows", given.clone())
+        return PrefixStore(f"{name}/rows", PrefixStore(prefix, given.clone()))
 
     with (
         torch_threads(job.threads),
         Heartbeat(connect, rank, size, folder, job.patience, neighbours) as pulse,
     ):
-        Guard(pulse, silence).start()
-        store = PrefixStore(f"{name}/group", given)
-        accelerator = take_accelerator(int(os.environ["LOCAL_RANK"]))
+        meeting = world.meeting()
+        Guard(pulse, silence, f"{meeting.host}:{meeting.port}" if meeting else "the store").start()
+        store = PrefixStore(f"{name}/group", shared)
+        accelerator = take_accelerator(world.place)
         dist.init_process_group(**accelerator, store=store, rank=rank, world_size=size, timeout=patience)
         try:
             results[rank] = job.fn(*job.args)
@@ -78,6 +82,7 @@ def inside_torchrun(job: Job, num_ranks: int, fewest: int) -> list[Any]:
             if isinstance(error, QuintNetError) or not of_communication(error):
                 raise
             raise pulse.cause(error) from error
+        finish(store, rank, size)
         dist.destroy_process_group()
     shutil.rmtree(folder)
     return results
@@ -127,6 +132,16 @@ def meet(store: Store, rank: int, size: int, patience: float) -> str:
         _wait(until, ["0"])
 
 
+def finish(store: Store, rank: int, size: int) -> None:
+    """Wait until all ranks have come here. The first one may hold the store of all, and a rank that went would be taken
+    for a silent one; until then heartbeats go on."""
+    store.set(f"finished/{rank}", "")
+    left = [f"finished/{other}" for other in range(size)]
+    while left:
+        left = [key for key in left if not store.check([key])]
+        time.sleep(PERIOD if left else 0)
+
+
 def _wait(until: float, missing: list[str]) -> None:
     if time.monotonic() > until:
         raise RunError("QN402", f"ranks did not come: {', '.join(missing)}")
@@ -169,9 +184,9 @@ class Neighbours:
 class Guard(threading.Thread):
     """Ends this rank when the store does not answer any more: its node, or the way to it, is lost."""
 
-    def __init__(self, pulse: Heartbeat, silence: float) -> None:
+    def __init__(self, pulse: Heartbeat, silence: float, where: str) -> None:
         super().__init__(daemon=True, name="quintnet-guard")
-        self.pulse, self.silence = pulse, silence
+        self.pulse, self.silence, self.where = pulse, silence, where
 
     def run(self) -> None:
         seen, quiet = 0.0, 0
@@ -179,10 +194,9 @@ class Guard(threading.Thread):
             seen, quiet = self.pulse.last, quiet + 1 if self.pulse.last == seen else 0
             if quiet * PERIOD > self.silence:
                 dump_stacks(self.pulse.folder, self.pulse.rank)
-                address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
                 error = RunError(
                     "QN303",
-                    f"rank {self.pulse.rank} in step {self.pulse.now[1]}: {address} has not answered for "
+                    f"rank {self.pulse.rank} in step {self.pulse.now[1]}: {self.where} has not answered for "
                     f"{self.silence:g} s\n  stacks: {self.pulse.folder}",
                     fix="see whether its node is up, and the network between",
                 )
