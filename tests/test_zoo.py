@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 import quintnet
 
-import quintnet
-
 from .zoo import ZOO, InDouble, Layout, columns, outcome
 
 pytest.importorskip("transformers")
