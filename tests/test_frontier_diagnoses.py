@@ -282,7 +282,9 @@ def test_the_rows_that_an_error_names_work() -> None:
     program.step((X,))
     program.step((_x(6, 4),))
     with pytest.raises(quintnet.QuintNetError, match=r"QN106 [\s\S]*use a batch of 6 rows"):
-        quintnet.compile(Net(Net.hidden), Mesh(dp=3), (X, X), loss_fn=F.mse_loss, microbatches=2)
+        quintnet.compile(
+            Net(Net.hidden), Mesh(dp=3), (X, X), loss_fn=F.mse_loss, microbatches=2, batch_statistics="microbatch"
+        )
     quintnet.compile(Net(Net.hidden), Mesh(dp=3), (X[:6], X[:6]), loss_fn=F.mse_loss)
 
 

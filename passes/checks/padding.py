@@ -9,7 +9,7 @@ must get a gradient of zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,7 +155,7 @@ def check_padding(local: LocalProgram, rules: Rules) -> None:
             reading.axis(chosen, axis.size)
         given = [origin(x) for x in tensor_inputs(node)]
         read = [_check_way(local, node, i, known.get(source, {})) for i, source in enumerate(given)]
-        for name in reading.padded:
+        for name in sorted(reading.padded):
             _check_operator(local, read, node, rule, name)
         steady = _steady(local, read, node, rule, reading.padded)
         for index in range(len(values(node))):
@@ -164,9 +164,7 @@ def check_padding(local: LocalProgram, rules: Rules) -> None:
                 known[node, index] = zeros | _fills_of(local.parts[node, index])
 
 
-def _steady(
-    local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, names: Mapping[str, int]
-) -> bool:
+def _steady(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, names: Iterable[str]) -> bool:
     """Whether an operator works on each index of padding alone, reads zeros there, and makes zeros of zeros."""
     sharded = local.staged.sharded
     two = node.target not in (aten.add.Tensor, aten.sub.Tensor) or len(rule.inputs) == 2  # and no number

@@ -41,7 +41,7 @@ class Reading:
     sizes: dict[str, int] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)
-    padded: dict[str, int] = field(default_factory=dict)  # of how many indices the runs are that end in padding
+    padded: set[str] = field(default_factory=set)  # factors of which some ranks have padding
 
     def __post_init__(self) -> None:
         self.sizes, self.whole = dict(self.rule.sizes), set(self.rule.whole)
@@ -89,6 +89,11 @@ class Reading:
         found, (kind,) = leaf(self.node), chosen.outputs
         assert found is not None
         return f"a leaf is {kind}" if kind is P or (kind is R and not found.trainable) else ""
+
+    @property
+    def _stored(self) -> bool:
+        found = leaf(self.node)
+        return found is not None and found.kind != "input"
 
     def _types(self, chosen: Strategy, splits: Mapping[str, Way]) -> str:
         if self.node.target in (with_tangent, declare_gradient):
@@ -177,15 +182,14 @@ class Reading:
                 return f"{name} is whole"
             if name in self.rule.contiguous and runs != 1:
                 return f"a rank has no run of {name}"
-            if name in self.rule.contiguous and unit and name in self.touched:
+            uneven = name in self.padded or (unit and name in self.touched)
+            if uneven and name in self.rule.contiguous:
                 return f"ranks have runs of {name} of other lengths"
-            together = unit or self.sizes[name] // (runs * ranks)
-            if together % self.padded.get(name, 1):
+            if name in self.padded and self._stored:
                 return f"{name} is padding on some ranks already"
             if unit:
-                chunk = unit * -(-self.sizes[name] // (runs * unit * ranks))
-                self.sizes[name] = runs * chunk
-                self.padded[name] = chunk
+                self.sizes[name] = runs * unit * -(-self.sizes[name] // (runs * unit * ranks))
+                self.padded.add(name)
             else:
                 self.sizes[name] //= ranks
             self.touched.add(name)

@@ -400,7 +400,8 @@ class _CommunicationLowering:
             key = (node, position, (before, kind), where)
             if key not in self.made:
                 first = len(self.builder.made)
-                self.made[key] = self._convert(node, position, before, kind, self._local(whole, tuple(state)))
+                had = self._padded(whole, (*state[:position], before, *state[position + 1 :]))
+                self.made[key] = self._convert(node, position, before, kind, self._local(whole, tuple(state)), had)
                 if where is not None:
                     self.stage |= dict.fromkeys(self.builder.made[first:], where)
             node = self.made[key]
@@ -424,14 +425,22 @@ class _CommunicationLowering:
         return steps
 
     def _convert(
-        self, node: fx.Node, position: int, before: AxisType, after: AxisType, result: Sequence[int]
+        self,
+        node: fx.Node,
+        position: int,
+        before: AxisType,
+        after: AxisType,
+        result: Sequence[int],
+        padded: frozenset[int],
     ) -> fx.Node:
-        """``result``: the local shape afterwards. What is cut is made longer first, and what is joined shorter."""
+        """``result``: the local shape afterwards; ``padded``: the dims that have padding before. What is cut is made
+        longer first, and what is joined shorter."""
         axis = self.axes[position]
         if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:  # and all have as much
             return self._exchanged(node, position, before, after)
         if isinstance(after, Shard):
-            node = self.padding.extended(node, after.dim, after.parts, result[after.dim] * axis.size)
+            size = result[after.dim] * axis.size
+            node = self.padding.extended(node, after.dim, after.parts, size, padded=after.dim in padded)
         made = self._exchanged(node, position, before, after)
         self.padding.moved(node, made)
         if isinstance(before, Shard):

@@ -162,8 +162,9 @@ class Padding:
         found = self.places[key]
         return self.builder.reshape(found, [count, *[1] * (len(shape(x)) - dim - 1)])
 
-    def extended(self, x: fx.Node, dim: int, parts: int, size: int) -> fx.Node:
-        """``x`` with zeros at the end of each of its ``parts``: ``size`` indices in ``dim``."""
+    def extended(self, x: fx.Node, dim: int, parts: int, size: int, *, padded: bool) -> fx.Node:
+        """``x`` with zeros at the end of each of its ``parts``: ``size`` indices in ``dim``. ``padded``: whether the
+        dim has padding of another axis already, which stays what it is."""
         have = shape(x)[dim]
         if have == size:
             return x
@@ -172,7 +173,7 @@ class Padding:
         widths = [0] * (2 * behind) + [0, (size - have) // parts]
         made = self.builder.call(aten.constant_pad_nd.default, view, widths)
         made = self._of_parts(made, shape(x), dim, size)
-        self.zeros[made] = self.zeros.get(x, frozenset()) | {dim}
+        self.zeros[made] = self.zeros.get(x, frozenset()) | (frozenset() if padded else {dim})
         return made
 
     def trimmed(self, x: fx.Node, dim: int, parts: int, size: int) -> fx.Node:

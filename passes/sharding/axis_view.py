@@ -14,7 +14,7 @@ from ...core.sharding import AxisType, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, Strategy
 from ...ops.rules.notation import Factors
-from ..strategies.rule_book import leaf_strategies, strategies
+from ..strategies.rule_book import leaf_strategies, may_pad, strategies
 from .coupled_rows import coupling
 
 
@@ -69,6 +69,16 @@ class AxisView:
         return tuple(axis.size for axis in self.before)
 
     @property
+    def ways(self) -> int:
+        """Among how many data ranks and microbatches the earlier axes deal the rows of a batch."""
+        return math.prod(axis.size for axis in self.before if axis.role in ("data", "time"))
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch that the earlier axes leave a rank; where they do not divide, the most."""
+        return -(-self.program.batch_size // self.ways)
+
+    @property
     def spreads_experts(self) -> bool:
         return self.axis.name in self.constraints.experts
 
@@ -119,6 +129,15 @@ def _coupled(view: AxisView, edge: OperandEdge) -> CompileError:
         place, why = edge.source, f"{user} would need values of all {many} microbatches at once"
     else:
         place, why = found[0], f"{found[1]}, and each of {many} microbatches has rows of its own"
+    unpadded = next((n for n in view.factors if found is None and leaf(n) is None and not may_pad(n)), None)
+    if unpadded is not None and view.program.batch_size % (view.ways * many):
+        return CompileError(
+            "QN106",
+            f"a batch of {view.program.batch_size} rows does not split evenly into {many} microbatches, and "
+            f"{unpadded.target} may not see padding: it raises errors for some values, or counts all that it reads",
+            where=facts(unpadded).where,
+            fix="use a batch that divides over data ranks and microbatches, or microbatches=1",
+        )
     return CompileError(
         "QN104", why, where=facts(place).where, fix='use microbatches=1, or batch_statistics="microbatch"'
     )

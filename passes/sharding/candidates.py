@@ -46,6 +46,8 @@ class Candidates:
         self.view, self.axis, self.constraints = view, view.axis, view.constraints
         # What the model makes of the batch: no microbatch may compute it for all the others.
         self.split_in_time = made_of_the_batch(graph) if role == "time" else frozenset()
+        # which all data ranks compute: a dim of size 1 may be one that broadcasts, and has no part in views
+        self.single_row = role == "data" and view.rows == 1 and not view.spreads_experts
         self.samples = batch_factors(graph, view.factors) if role == "context" else {}
         self.work = made_of_the_batch(graph) if role in ("context", "model") else frozenset()
         self.expert_parameters = expert_parameters(graph) if view.spreads_experts else frozenset[fx.Node]()
@@ -59,6 +61,8 @@ class Candidates:
             options = tuple(s for s in options if not s.exchanges)
         if _widens(node, self.work):
             options = tuple(s for s in options if R not in s.inputs)
+        if self.single_row:
+            options = tuple(s for s in options if not s.splits)
         if found is None and self.axis.role == "context":
             return self._within_samples(node, options)
         if found is None:
@@ -84,7 +88,7 @@ class Candidates:
         if self.axis.role in ("time", "context"):
             wanted: AxisType = R if found.trainable else I
         elif self.axis.role == "data":
-            rows = found.kind in ("input", "cache") and found.batched
+            rows = found.kind in ("input", "cache") and found.batched and not self.single_row
             wanted = S(0) if rows else R if found.trainable else I
         elif found.kind == "parameter":
             shards = tuple(s for s in options if isinstance(s.outputs[0], Shard))
@@ -98,9 +102,7 @@ class Candidates:
 
     def _within_samples(self, node: fx.Node, options: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """A context axis splits sequences, never the batch; and products with weights must be split if they can be."""
-        rows = self.view.program.batch_size // math.prod(
-            axis.size for axis in self.view.before if axis.role in ("data", "time")
-        )
+        rows = self.view.rows
 
         def whole_samples(strategy: Strategy) -> bool:
             if not strategy.splits:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -32,16 +33,8 @@ _EXACT = frozenset(
         aten.nll_loss2d_forward.default,
     }
 )  # fmt: skip
-_REFUSING = (
-    "linalg_",
-    "cholesky",
-    "lu_",
-    "ormqr",
-    "geqrf",
-    "ctc_loss",
-    "binary_cross_entropy",
-    "triangular",
-)  # raise for some values
+# raise for some values; norms and cross products do not
+_REFUSING = re.compile("linalg_(?!vector_norm|cross)|cholesky|lu_|ormqr|geqrf|ctc_loss|binary_cross_entropy|triangular")
 _NORMS = frozenset({aten.layer_norm.default, aten.group_norm.default, aten.instance_norm.default})
 _DIVISIONS = frozenset(
     {aten.floor_divide.default, aten.remainder.Tensor, aten.fmod.Tensor, aten.div.Tensor_mode, aten.gcd.default}
@@ -107,8 +100,7 @@ def leaf_factors(node: fx.Node) -> Factors:
 
 def split_factor(factors: Factors, name: str, cut: int, ranks: int, unit: int = 1) -> Factors:
     """``factors`` as the next axis sees them after ``ranks`` took their part of factor ``name`` behind ``cut``, in
-    whole runs of ``unit``. A part that ends in padding no other axis splits: ranks would have others of other lengths.
-    """
+    whole runs of ``unit``."""
     outer, inner = f"{name}o", f"{name}i"
     sizes = dict(factors.sizes)
     size = sizes.pop(name)
@@ -129,14 +121,15 @@ def split_factor(factors: Factors, name: str, cut: int, ranks: int, unit: int = 
         inputs=tuple(swap(d) for d in factors.inputs),
         outputs=tuple(swap(d) for d in factors.outputs),
         sizes=sizes,
-        whole=spread(factors.whole) | ({inner} if padded != size else set()),
+        whole=spread(factors.whole),
         contiguous=spread(factors.contiguous),
         even=spread(factors.even) | ({inner} if name in factors.contiguous else set()),
         settled=spread(factors.settled),
+        padded=spread(factors.padded) | ({inner} if padded != size else set()),
         joint=frozenset(
             pair
             for a, b in factors.joint
-            if name not in (a, b) or (b not in factors.whole and padded == size)
+            if name not in (a, b) or not (b in factors.whole or (padded != size and name in factors.contiguous))
             for pair in itertools.product(new if a == name else (a,), new if b == name else (b,))
         ),
     )
@@ -238,7 +231,7 @@ def may_pad(node: fx.Node) -> bool:
     whole numbers that it divides by, nor rows that it counts or whose variance it divides by,
     nor values that it raises for (a singular matrix)."""
     name = str(node.target).removeprefix("aten.").lstrip("_")
-    if name.startswith(_REFUSING) or node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
+    if _REFUSING.match(name) or node.target in _EXACT or (node.target in _NORMS and not argument(node, "eps")):
         return False
     return node.target not in _DIVISIONS or any(map(is_float, values(node)))
 
@@ -299,7 +292,7 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
     elif factors.dual:  # a gradient of which each rank has a term
         options.append(made("terms", [R] * count_in, [R] * count_out))
     for name in factors.names:
-        if name in factors.whole:
+        if name in factors.whole or name in factors.padded & factors.contiguous:
             continue
         for cut, unit in ways(factors, name, cuts, ranks):
             if unit and not may_pad(node):
@@ -331,7 +324,8 @@ def leaf_strategies(
     node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int
 ) -> tuple[Strategy, ...]:
     """Every type that a leaf may have: replicated or a shard; R where it has a gradient. Where a size does not divide,
-    the shards that torch's DTensors know: of one part, in units of one index."""
+    the shards that torch's DTensors know: of one part, in units of one index. Nor do these know a dim that ends in
+    padding and is split again, as rows of the batch are."""
     found = leaf(node)
     assert found is not None
     options = [Strategy((), (I,), "replicated")]
@@ -339,7 +333,7 @@ def leaf_strategies(
         options.append(Strategy((), (R,), "replicated R"))
     for name in factors.names:
         dim = next(names for names in factors.outputs[0] if name in names)
-        if factors.whole.intersection(dim) or factors.sizes[name] < 2:  # a dim that ends in padding is split no more
+        if factors.sizes[name] < 2 or (found.kind != "input" and factors.padded.intersection(dim)):
             continue
         for cut, unit in ways(factors, name, cuts, ranks):
             kind = shard_of(factors, factors.outputs[0], name, cut, unit)

@@ -163,7 +163,7 @@ class CompiledProgram(ProgramReports):
         self._primary()
         sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
-        check_divides(self.mesh, 1, ids.shape[0], even=True)
+        check_divides(self.mesh, 1, ids.shape[0])
         if self._decoding is None:
             self._decoding = Decoding(self._task.model, self._state(), self._programs.follow)
         return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)

@@ -54,8 +54,9 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN106": ErrorEntry(
             "the batch does not divide",
-            "The batch's rows do not divide over data ranks, nor do a rank's rows over microbatches. Over one of these "
-            "axes, the last one, they need not divide.",
+            "The batch's rows do not divide over data ranks and microbatches, and this program needs rows that do: its "
+            "microbatches are batches of their own, an operator may not see padding, a single row would be spread over "
+            "ep, or the model's code fixes the number of rows.",
             "Use the number of rows in the message, or drop the last incomplete batch of a loader.",
         ),
         "QN107": ErrorEntry(

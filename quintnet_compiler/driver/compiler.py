@@ -124,7 +124,7 @@ def _tried(request: Request, compiled: Callable[[Request], Any]) -> Iterator[Non
 
 def _compiled(captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
     mesh, plan = request.mesh, request.plan
-    microbatches = plan.microbatches if training else _fitting(request)
+    microbatches = _microbatches(request, training=training)
     setting = _setting(request, microbatches, training=training)
     staged = passed(runner, setting, captured, CutStages)
     sharded = staged.sharded
@@ -152,7 +152,7 @@ def follow_program(
 def _followed(
     captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:
-    microbatches = request.plan.microbatches if training else _fitting(request)
+    microbatches = _microbatches(request, training=training)
     placement = primary.program.schedule.placement
     follow = FollowStages(len(placement), primary.stages)
     setting = replace(_setting(request, microbatches, training=training), cut=follow)
@@ -167,11 +167,13 @@ def _followed(
     return program
 
 
-def _fitting(request: Request) -> int:
-    """Of the plan's microbatches, as many as the rows of a data rank divide into; one, where each would be a batch of
-    its own: evaluation is of the whole batch."""
-    microbatches = request.plan.microbatches if request.plan.batch_statistics == "batch" else 1
-    return math.gcd(request.batch_size // request.mesh.data_ways or 1, microbatches)
+def _microbatches(request: Request, *, training: bool) -> int:
+    """The plan's, or as many as the fullest data rank has rows, if these are fewer. Where nothing is trained, a number
+    of which each has as many rows; one, where each would be a batch of its own: evaluation is of the whole batch."""
+    plan, rows = request.plan, -(-request.batch_size // request.mesh.data_ways)
+    if training:
+        return min(plan.microbatches, rows)
+    return math.gcd(rows, plan.microbatches if plan.batch_statistics == "batch" else 1)
 
 
 def _schedule(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -84,8 +83,9 @@ class Programs:
         if made is not None:
             return made
         plan = self.task.plan
-        even = plan.batch_statistics == "microbatch"  # each microbatch is a batch of its own
-        check_divides(self.task.mesh, plan.microbatches if kind == "train" else 1, size, even=even)
+        training = kind == "train"
+        if training and plan.batch_statistics == "microbatch":  # each microbatch is a batch of its own
+            check_divides(self.task.mesh, plan.microbatches, size)
         if self._primary is None:
             self._lead(batch, size) if kind == self.task.primary_kind else self._lead_for(kind, batch, size)
             if kind == self.task.primary_kind:
@@ -93,7 +93,7 @@ class Programs:
         version = self._capture(kind, batch, size)
         sizes = version.sizes(FlatBatch.of(batch), size) or {}
         known = self.latest(kind)
-        found = self.follow(version.captured, size, lengths=sizes, known=known, training=kind == "train")
+        found = self.follow(version.captured, size, lengths=sizes, known=known, training=training)
         self._compare(kind, version.captured, batch, first=False)
         self._versions.keep(kind, version, sizes, found)
         return found
@@ -241,13 +241,10 @@ class Programs:
         return ModuleCheck(owner, captured, plain_batch(batch), task.rules, task.plan.seed, task.device)
 
 
-def check_divides(mesh: Mesh, microbatches: int, rows: int, *, even: bool = False) -> None:
-    """Raises: InputError QN106 if a global batch of ``rows`` does not split over data ranks and microbatches: it need
-    not divide over the last of these axes, where some have fewer rows, but over those before. ``even``: over all."""
+def check_divides(mesh: Mesh, microbatches: int, rows: int) -> None:
+    """Raises: InputError QN106 if a global batch of ``rows`` does not split evenly over data ranks and microbatches."""
     ways = mesh.data_ways * microbatches
-    *before, _ = [size for size in (mesh["dp"], mesh["ep"], microbatches) if size > 1] or [1]
-    share, left = divmod(rows, math.prod(before))
-    if rows % ways and (even or left or share < 2):
+    if rows % ways:
         near = max(ways, rows // ways * ways)
         split = f"dp={mesh['dp']}" + (f" x ep={mesh['ep']}" if mesh["ep"] > 1 else "")
         split += f" x {microbatches} microbatches" if microbatches > 1 else ""

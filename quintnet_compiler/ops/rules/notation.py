@@ -37,7 +37,8 @@ class Factors:
     because the operator brings together what belongs together; where the second is ``whole`` on its own, only once,
     from the outside, and before anything else splits one of them. ``dual``: pairs of positions (of inputs, then of
     outputs) where the second is the gradient of the first, so that its type is the gradient's. ``even``: factors of
-    which a further axis must give all ranks as much (a run of what an axis before it has split).
+    which a further axis must give all ranks as much (a run of what an axis before it has split). ``padded``: factors of
+    which an axis before left padding at the end, on some ranks.
     """
 
     inputs: tuple[Dims, ...]
@@ -51,6 +52,7 @@ class Factors:
     joint: frozenset[tuple[str, str]] = frozenset()
     dual: tuple[tuple[int, int], ...] = ()
     even: frozenset[str] = frozenset()
+    padded: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, *self.outputs):
