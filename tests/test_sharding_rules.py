@@ -76,6 +76,11 @@ NESTED = [
     call(aten.conv2d.default, f(4, 4, 2, 2), f(8, 4, 1, 1), f(8)),
     call(aten.sum.dim_IntList, f(8, 4), [0]),
     call(aten.expand.default, f(4, 1, 4), [4, 4, 4]),
+    # each axis leaves padding
+    call(aten.linear.default, f(5, 3), f(7, 3), f(7)),
+    call(aten.reshape.default, f(5, 2, 3), [10, 3]),
+    call(aten.mul.Tensor, f(5, 3), f(3)),
+    call(aten.sum.dim_IntList, f(7, 3), [0]),
 ]
 
 
