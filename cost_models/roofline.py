@@ -45,6 +45,9 @@ class Roofline:
             return 2 * num_bytes / ranks / hw.memory_bytes_per_second
         return volume(name, num_bytes, ranks) / hw.link_bytes_per_second
 
+    def mask_seconds(self, num_bytes: float) -> float:
+        return 2 * num_bytes / self.hardware.memory_bytes_per_second
+
     def parameter_seconds(self, num_bytes: float) -> float:
         # AdamW reads gradient, parameter and two moments and writes three of them
         return 7 * num_bytes / self.hardware.memory_bytes_per_second

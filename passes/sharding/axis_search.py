@@ -17,6 +17,7 @@ from ...core.annotations import facts, leaf, needs_grad, num_bytes, origin, tens
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, plain
 from ...ir.program import Strategy, outputs
+from ..lowering.padding import mixed
 from ..strategies.rule_book import find_cuts, flows
 from .axis_view import AxisView, OperandEdge, refusal
 from .candidates import Candidates
@@ -91,7 +92,7 @@ class AxisSearch:
     def _work(self, node: fx.Node, strategy: Strategy) -> float:
         found, part = leaf(node), strategy.part
         if found is None:
-            return self.view.cost.operator_seconds(node) * self.view.share(node) * part
+            return self.view.cost.operator_seconds(node) * self.view.share(node) * part + self._masks(node, strategy)
         if found.kind != "parameter" or self.axis.role != "model":
             return 0.0
         size = num_bytes(values(node)[0]) * self.view.share(node)
@@ -99,6 +100,22 @@ class AxisSearch:
         if strategy.outputs[0] is R:
             price += self.view.cost.collective_seconds("all_reduce", size, self.axis.size)
         return price
+
+    def _masks(self, node: fx.Node, strategy: Strategy) -> float:
+        """Of zeros in the padding of what an operator reads, and of the gradients of what it makes: each is a pass over
+        that value, forward and, where gradients flow, backward. That of a value whose padding is zeros already, which
+        only lowering knows, counts too, but parameters are stored with zeros."""
+        if not strategy.uneven:
+            return 0.0
+        how = mixed(node, self.factors[node], (strategy,), (self.axis,))
+        masked = [(node, output, 2 * len(zeros)) for output, zeros in enumerate(how.outputs)]
+        for given, zeros, ones in zip(tensor_inputs(node), how.inputs, how.ones, strict=True):
+            both = needs_grad(node) and needs_grad(given)
+            masked += [] if leaf(given) else [(*origin(given), (1 + both) * len(zeros | ones))]
+        return sum(
+            times * self.view.cost.mask_seconds(num_bytes(values(one)[i]) * self.view.left(one, i) * strategy.part)
+            for one, i, times in masked
+        )
 
     # -- edges
 

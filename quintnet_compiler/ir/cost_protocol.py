@@ -27,6 +27,10 @@ class CostModel(Protocol):
         """Time of a collective over ``ranks``; ``num_bytes`` is the size of the full (unsplit) tensor."""
         ...
 
+    def mask_seconds(self, num_bytes: float) -> float:
+        """Time of replacing the padding of a value of so many bytes: it is read and written."""
+        ...
+
     def parameter_seconds(self, num_bytes: float) -> float:
         """Time that holding a parameter costs each step: the optimizer reads and writes its state."""
         ...

@@ -63,6 +63,7 @@ class Prices:
     operator: float = 1.0
     collective: float = 1.0
     parameter: float = 0.0
+    mask: float = 0.0
 
     def operator_seconds(self, node: fx.Node) -> float:
         return self.operator
@@ -75,6 +76,9 @@ class Prices:
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
         return self.collective * num_bytes
+
+    def mask_seconds(self, num_bytes: float) -> float:
+        return self.mask * num_bytes
 
     def parameter_seconds(self, num_bytes: float) -> float:
         return self.parameter * num_bytes

@@ -123,6 +123,19 @@ def test_a_matmul_is_split_where_its_weight_is() -> None:
     assert found["w"].outputs[0] in (S(0), S(1)) and found["loss"].outputs[0] in (P, I)
 
 
+def test_zeros_in_padding_have_a_price() -> None:
+    """Of 3 features over 2 ranks what is read, [8, 2] on each; of 5 results their gradients, [8, 3], forward and
+    backward; of 8 rows nothing."""
+    to = builder()
+    x, w = leaf(to, "input", "x", 8, 3), leaf(to, "parameter", "w", 5, 3)
+    y = to.call(aten.linear.default, to.call(aten.relu.default, x), w)
+    made = program(to, to.call(aten.sum.default, y), rows=8)
+    view = View(made, TP, Prices(operator=0.0, mask=1.0))()
+    search = AxisSearch(view, {node: node.name for node in made.graph.nodes})
+    prices = {s.inputs: search._work(y, s) for s in view.legal(y, {}) if s.splits}
+    assert prices == pytest.approx({(S(1), S(1)): 8 * 2 * 4, (I, S(0)): 2 * 8 * 3 * 4, (S(0), R): 0.0})
+
+
 def test_another_length_is_split_as_the_first_one() -> None:
     made, nodes = linear(features=6, results=4)
     view = View(made, TP)()
