@@ -55,6 +55,19 @@ class Volumes(nn.Module):
         return self.head((self.frozen(self.norm(self.conv(x))) ** 2).mean((2, 3, 4)))
 
 
+class Styles(nn.Module):
+    """InstanceNorm that keeps statistics, averages over rows; 1-d, and 2-d with a momentum of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, 1, 1), nn.InstanceNorm2d(4, track_running_stats=True)
+        self.last = nn.InstanceNorm1d(4, momentum=0.3, affine=True, track_running_stats=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.norm(self.conv(x)).exp().flatten(2)).exp().mean(2))
+
+
 class Twice(nn.Module):
     """One BatchNorm1d at two places: the second one reads what the first one wrote."""
 
@@ -241,14 +254,14 @@ class Shortened(nn.Module):
 
 
 SHAPES: Mapping[type[nn.Module], tuple[int, ...]] = types.MappingProxyType(
-    {ResNet: (3, 8, 8), Volumes: (2, 4, 4, 4), Tokens: (6, WIDTH)}
+    {ResNet: (3, 8, 8), Volumes: (2, 4, 4, 4), Styles: (2, 4, 4), Tokens: (6, WIDTH)}
     | dict.fromkeys(
         (Twice, Spectral, Codebook, Counter, Recurrent, Memory, Follower, AverageLoss, Clipped, Teacher, Shortened),
         (WIDTH,),
     )
 )
 # those that microbatches leave alone: what they change does not depend on the rows, or by sums over them
-BY_ROWS = (Spectral, Counter, Recurrent, Follower, Tokens, AverageLoss, Clipped, Teacher)
+BY_ROWS = (Spectral, Counter, Recurrent, Follower, Styles, AverageLoss, Clipped, Teacher)
 
 
 def changing(kind: type[nn.Module], **more: Any) -> Case:

@@ -31,7 +31,7 @@ from .changing_modules import (
     Twice,
     changing,
 )
-from .frontier import LAYOUTS, Case, compare, report
+from .frontier import LAYOUTS, Case, compare, report, trains_equally
 
 PARAMETERS = (Clipped, Teacher, Shortened)
 MORE = {
@@ -84,7 +84,7 @@ def test_microbatches_count_once(kind: type[nn.Module], axes: dict[str, int]) ->
     report(case, {str(axes): compare(case, axes)})
 
 
-@pytest.mark.parametrize("kind", [ResNet, Twice, Shortened])
+@pytest.mark.parametrize("kind", [ResNet, Twice, Shortened, Tokens])
 def test_statistics_of_the_batch_need_all_rows(kind: type[nn.Module]) -> None:
     model, batch = _built(kind)
     with pytest.raises(quintnet.CompileError, match=r"QN104[\s\S]*microbatches=1"):
@@ -207,7 +207,7 @@ def test_verify_finds_a_value_that_is_not_written(monkeypatch: pytest.MonkeyPatc
 class _Net(nn.Module):
     def __init__(self, body: Any) -> None:
         super().__init__()
-        self.inner, self.norm, self.body = nn.Linear(8, 4), nn.InstanceNorm1d(8, track_running_stats=True), body
+        self.inner, self.body = nn.Linear(8, 4), body
         self.register_buffer("ema", torch.zeros(4))
         self.register_buffer("other", torch.ones(4))
         self.alone = nn.Parameter(torch.zeros(4), requires_grad=False)
@@ -272,7 +272,15 @@ def _two_places(net: _Net, x: Tensor) -> Tensor:
 
 
 def _instance(net: _Net, x: Tensor) -> Tensor:
-    return net.inner(net.norm(x[:, None].expand(-1, 8, -1)).mean(1)).square().mean()
+    h = torch.instance_norm(
+        net.inner(x)[:, :, None] * x[:, None], None, None, net.ema, net.other, True, 0.1, 1e-5, False
+    )
+    return h.square().mean()
+
+
+def _native(net: _Net, x: Tensor) -> Tensor:
+    h, _, _ = torch.native_batch_norm(net.inner(x), net.inner.bias, None, net.ema, net.other, True, 0.1, 1e-5)
+    return h.exp().mean()
 
 
 @pytest.mark.parametrize(
@@ -288,7 +296,7 @@ def _instance(net: _Net, x: Tensor) -> Tensor:
         (_a_part_of_the_batch, "another tensor has the same memory"),
         (_a_weight_keeps_the_graph, "new value of 'alone' requires a gradient"),
         (_two_places, "'frozen', which has several places"),
-        (_instance, "InstanceNorm"),
+        (_instance, "torch.instance_norm that trains"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -301,6 +309,10 @@ def test_refused(body: Any, cause: str) -> None:
     assert caught.value.code == "QN110"
     assert caught.value.where.source or caught.value.where.module or body is _shares_a_buffer
     assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items())
+
+
+def test_statistics_that_an_operator_changes_without_its_schema_saying_so() -> None:
+    trains_equally(lambda: _Net(_native), (torch.randn(8, 8, generator=torch.Generator().manual_seed(0)),))
 
 
 def test_one_value_per_channel_is_what_torch_says() -> None:

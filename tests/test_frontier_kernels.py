@@ -92,6 +92,18 @@ DERIVATIVES: dict[str, Callable[[], nn.Module]] = {
         pool=nn.AdaptiveAvgPool2d(1),
         norm=nn.LayerNorm(4),
     ),
+    "covariance": lambda: Between(
+        lambda s, x, y: torch.cov(h := s.inner(x).T, correction=0).square().sum() + torch.cov(h[0], aweights=y + 2)
+    ),
+    "correlation": lambda: Between(lambda s, x, y: torch.corrcoef(s.inner(x).T).square().sum()),
+    "combinations": lambda: Between(
+        lambda s, x, y: (s.inner(x)[:, :1] * torch.combinations(s.inner.bias, 3).prod(1)).square().mean()
+    ),
+    "statistics of a batch norm": lambda: Between(
+        lambda s, x, y: sum(
+            z.exp().mean() for z in torch.native_batch_norm(s.inner(x), None, None, None, None, True, 1, 1)
+        )
+    ),
     "circular padding": lambda: Between(
         lambda s, x, y: F.pad(s.inner(x).unsqueeze(1), (1, 2), mode="circular").square().mean()
     ),
@@ -174,9 +186,28 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str, str, dict[str, nn.Module]]]
     "sparse": (
         lambda s, i: s.inner(s.table(i)).mean(), "QN105", "sparse gradient", {"table": nn.Embedding(8, 4, sparse=True)}
     ),
-    "max_norm": (
-        lambda s, i: s.inner(s.table(i)).mean(), "QN110", "changes the parameter 'table.weight'",
-        {"table": nn.Embedding(8, 4, max_norm=1.0)},
+    "sparse, in bags": (
+        lambda s, i: s.inner(s.table(i)).mean(), "QN105", "sparse gradient",
+        {"table": nn.EmbeddingBag(8, 4, sparse=True)},
+    ),
+    "sparse, of gather": (
+        lambda s, i: s.inner.weight.gather(0, i.expand(-1, 4) % 4, sparse_grad=True).mean(),
+        "QN105", "sparse_grad=False", {},
+    ),
+    "a number of a tensor": (
+        lambda s, i: s.inner(i * s.inner.weight.new_ones(4)).mean() / i.sum().item(), "QN101", "without .item()", {}
+    ),
+    "packed sequences": (
+        lambda s, i: s.layer(
+            nn.utils.rnn.pack_padded_sequence(s.inner.weight[:1].expand(8, 4, 4), i[:, 0].clamp(1, 4), True, False)
+        )[0].data.mean(),
+        "QN101", "packed sequences", {"layer": nn.GRU(4, 4, batch_first=True)},
+    ),
+    "targets one behind the other": (
+        lambda s, i: F.ctc_loss(
+            s.inner.weight.log_softmax(1)[:, None].expand(-1, 8, -1), 1 + i.flatten() % 3, (4,) * 8, (1,) * 8
+        ),
+        "QN101", "padded targets", {},
     ),
     "values of a mask": (
         lambda s, i: torch.index_put(h := s.inner(i * s.inner.weight.new_ones(4)), (h > 9,), h.new_ones(0)).mean(),

@@ -248,7 +248,8 @@ def arrive(
 
 
 def _check_outputs(local: LocalProgram) -> None:
-    """The loss leaves whole or as terms that the runtime adds up; other outputs whole or as slices that it joins."""
+    """The loss leaves whole or as terms that the runtime adds up; other outputs whole, as terms of microbatches, or as
+    slices that are joined."""
     sharded = local.staged.sharded
     leaving = sharded.strategies[sharded.program.graph.output_node()]
     ends = outputs(local.graph)
@@ -259,7 +260,7 @@ def _check_outputs(local: LocalProgram) -> None:
         if [bare(kind, False) for kind in found] != [bare(kind, False) for kind in wanted]:
             raise _fail(f"output {position} leaves as {found} where the runtime takes {wanted}", source[0])
         for axis, kind in zip(sharded.axes, wanted, strict=True):
-            if kind is P and shape(result) != ():
+            if kind is P and shape(result) != () and axis.role != "time":
                 raise _fail(f"output {position} leaves partial over {axis.name}", source[0])
             if kind is R and grad:
                 raise _fail(f"the gradient of output {position} would count {axis.size} times", source[0])

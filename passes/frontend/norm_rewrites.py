@@ -18,7 +18,8 @@ NARROW = (torch.float16, torch.bfloat16)
 
 def batch_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> list[fx.Node]:
     """The result, mean and 1 / standard deviation of each channel, and (where they are kept) the new running statistics
-    (Ioffe and Szegedy 2015). Values of 16 bits are summed in float32, as PyTorch's kernels do.
+    (Ioffe and Szegedy 2015). The result alone has a gradient. Values of 16 bits are summed in float32, as PyTorch's
+    kernels do.
 
     Raises:
         ValueError: as PyTorch does, for one value per channel.
@@ -47,9 +48,9 @@ def batch_norm(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
         out = out if factor is None else call(target, out, builder.reshape(factor, channel))
     out = out if value(out).dtype is dtype else call(aten._to_copy.default, out, dtype=dtype)
     unbiased = call(aten.div.Scalar, squares, count - 1)
-    kept = [builder.reshape(call(aten.detach.default, one), channel[1:2]) for one in (mean, unbiased)]
+    kept = [builder.reshape(call(aten.detach.default, one), channel[1:2]) for one in (mean, unbiased, scale)]
     new = [_averaged(builder, old, one, momentum) for old, one in zip(running, kept, strict=False)]
-    return [out, *(builder.reshape(one, channel[1:2]) for one in (mean, scale)), *new]
+    return [out, kept[0], kept[2], *new]
 
 
 def _averaged(builder: GraphBuilder, old: fx.Node, new: fx.Node, momentum: float) -> fx.Node:

@@ -168,17 +168,6 @@ def draws(target: Any) -> bool:
     return isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _embedding(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    if args[4] if len(args) > 4 else kwargs.get("sparse", False):
-        raise CompileError(
-            "QN105",
-            "an embedding with sparse=True asks for a sparse gradient, and programs make dense ones",
-            where=builder.where,
-            fix="sparse=False",
-        )
-    return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-
-
 def _renormalized(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """An embedding with max_norm shortens the rows that are looked up."""
     weight, ids, limit, p = args
@@ -314,7 +303,6 @@ REWRITES: dict[Any, Rewrite] = {
     aten.mul.Tensor: _scalar(aten.mul.Scalar),
     aten.div.Tensor: _scalar(aten.div.Scalar),
     aten.copy.default: _copy,
-    aten.embedding.default: _embedding,
     aten.embedding_renorm.default: _renormalized,
     aten.embedding_bag.padding_idx: embedding_bag,
     **dict.fromkeys([aten.as_strided.default, aten.as_strided_copy.default], as_strided),

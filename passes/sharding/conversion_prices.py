@@ -89,15 +89,15 @@ class ConversionPrices:
 
 
 def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node, *, carried: bool = False) -> bool:
-    """Whether the runtime settles an output of type ``kind``: it adds up a partial scalar, and joins the slices of
-    microbatches and then of data ranks. Everything else is converted to I inside the graph; so is all that is
-    ``carried``, as the next batch of the step reads it."""
+    """Whether the runtime settles an output of type ``kind``: it adds up a partial scalar, and what microbatches have
+    terms of, and joins the slices of microbatches and then of data ranks. Everything else is converted to I inside the
+    graph; so is all that is ``carried``, as the next batch of the step reads it."""
     if carried:
         return kind is I
     if kind is I or (kind is R and not needs_grad(result)):
         return True
     if kind is P:
-        return shape(result) == ()
+        return shape(result) == () or axis.role == "time"
     return isinstance(kind, Shard) and axis.role in ("time", "data")
 
 

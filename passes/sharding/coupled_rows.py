@@ -7,8 +7,7 @@ from typing import Literal
 
 from torch import fx
 
-from ...core.annotations import is_getitem, leaf, needs_grad, origin, shape, tensor_inputs
-from ...ir.program import outputs
+from ...core.annotations import is_getitem, leaf, origin, shape, tensor_inputs
 from ...ops.rules.notation import Factors
 
 Value = tuple[fx.Node, int]
@@ -49,9 +48,6 @@ def coupling(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> tuple[fx.No
         for k, dims in enumerate(spec.outputs):
             found = [d for d, names in enumerate(dims) if names and names[0] in rows]
             states[node, k] = found[0] if found else "sum"
-    for result in outputs(graph):
-        if states.get(origin(result)) == "sum" and not (needs_grad(result) and shape(result) == ()):
-            return origin(result)[0], "an output is a sum over all rows"
     return None
 
 

@@ -169,6 +169,13 @@ def canonical(
             if free_unbacked_symbols(node.meta.get("val")):
                 if _only_checked(node):
                     continue
+                if node.target is torch.ops.aten.item.default:
+                    raise CompileError(
+                        "QN101",
+                        "item() makes a Python number of a tensor's value, which a program has only when it runs",
+                        where=where_of(node),
+                        fix="compute with the tensor itself: without .item(), int() or float()",
+                    )
                 raise CompileError(
                     "QN101",
                     f"the shape of what {node.target} returns depends on the values of a tensor",

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..compat.torch_constants import constants_have_values
@@ -44,6 +44,7 @@ from .messages import without_messages_of_torch
 from .modes import evaluating, without_autocast
 from .places import OWN, where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
+from .sparse_gradients import check_dense
 from .step_module import Call, LossFn, StepModule
 
 Batch = tuple[Any, ...] | Mapping[str, Any]
@@ -120,8 +121,8 @@ def capture(
 
         try:
             exported, form = _varying(exported_as, sample, form)
-        except QuintNetError:
-            raise
+        except QuintNetError as error:
+            raise _placed(error) from error.__cause__
         except Exception as error:
             if not _fixes_the_batch(error) or form.lengths:
                 raise _untraceable(error) from error
@@ -129,8 +130,8 @@ def capture(
             sample, rows = pytree.tree_map_only(Tensor, lambda x: _zeros(x, tuple(x.shape), device), batch), size
             try:
                 exported = exported_as(sample, None)
-            except QuintNetError:
-                raise
+            except QuintNetError as known:
+                raise _placed(known) from known.__cause__
             except Exception:
                 raise _untraceable(error) from error
         own.finish(exported.graph)
@@ -138,6 +139,7 @@ def capture(
         assigned = step.assigned if changing else None
         captured = canonical(exported, model, sample, training, skipped, form, rows, assigned=assigned, every=not once)
         check_dtypes(captured.graph)
+        check_dense(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
         captured = replace(captured, tensors=tensors)
     if skipped.chained({node: module_of(node) for node in captured.graph.nodes}):
@@ -176,20 +178,23 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
         if node.target is _aten.instance_norm.default and node.args[3] is not None and node.args[5]:
             raise CompileError(
                 "QN110",
-                "an InstanceNorm that trains changes its running statistics; a program would not",
+                "torch.instance_norm that trains changes running statistics; a program would not",
                 where=where_of(node),
-                fix="use track_running_stats=False, or put the module in evaluation mode: .eval()",
+                fix="call torch.nn.functional.instance_norm",
             )
-    if any(_writes(node.target) for node in exported.graph.nodes):
+    if any(_writes(node) for node in exported.graph.nodes):
         exported = exported.run_decompositions({})
     return exported
 
 
-def _writes(target: Any) -> bool:
-    """Whether an operator changes one of its arguments (the running statistics of a norm are not in its schema)."""
-    if isinstance(target, OpOverload):
-        return schema(target).is_mutable or target in (_aten.batch_norm.default, _aten.instance_norm.default)
-    return isinstance(target, HigherOrderOperator)
+def _writes(node: fx.Node) -> bool:
+    """Whether an operator changes one of its arguments (the running statistics of most norms are not in its schema)."""
+    if not isinstance(node.target, OpOverload):
+        return isinstance(node.target, HigherOrderOperator)
+    known = schema(node.target)
+    names = [argument.name for argument in known.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return bool(known.is_mutable) or given.get("running_mean") is not None
 
 
 def _fixes_the_batch(error: Exception) -> bool:
@@ -267,7 +272,14 @@ def _user_frame(stack: Any) -> str:
     return ""
 
 
-def _untraceable(error: Exception) -> CompileError:
+def _placed(error: QuintNetError) -> QuintNetError:
+    """The same, with the user's line if it has none."""
+    if not isinstance(error, CompileError) or (error.where is not None and str(error.where)):
+        return error
+    return CompileError(error.code, error.message, where=_place(error), fix=error.fix)
+
+
+def _place(error: Exception) -> Where:
     stack = traceback.extract_tb(error.__traceback__)
     module = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -281,7 +293,11 @@ def _untraceable(error: Exception) -> CompileError:
     # export raises far from the user's code for data-dependent control flow, and quotes the line in its message
     quoted = re.findall(r'File "([^"]+)", line (\d+), in \w+\n\s+(\S.*)', str(error))
     lines = [f"{Path(f).name}:{n}: {text}" for f, n, text in quoted if not f.startswith(OWN)]
-    source = _user_frame(stack) or (lines[-1] if lines else "")
+    return Where(module, _user_frame(stack) or (lines[-1] if lines else ""))
+
+
+def _untraceable(error: Exception) -> CompileError:
+    where = _place(error)
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     kind = type(error).__name__
     if kind in ("GuardOnDataDependentSymNode", "DataDependentOutputException") or "data-dependent" in reason.lower():
@@ -289,13 +305,23 @@ def _untraceable(error: Exception) -> CompileError:
         fix = "use torch.where (or a mask) instead of `if`, `.item()` or `nonzero` on tensor values"
     elif "is mutated in the forward method" in reason:  # a plain tensor attribute
         name = reason.partition("Constant ")[2].partition(" ")[0].removeprefix("model.")
-        return CompileError(
-            "QN110", f"the forward pass changes the tensor {name!r}; a program would not", where=Where(module, source)
-        )
+        return CompileError("QN110", f"the forward pass changes the tensor {name!r}; a program would not", where=where)
+    elif "_ctc_loss" in reason:
+        reason = "targets of ctc_loss one behind the other: where those of a row begin depends on values of the lengths"
+        fix = "padded targets [rows, longest], as torch.nn.utils.rnn.pad_sequence(targets, batch_first=True) makes them"
+    elif _packed(error):
+        reason = "packed sequences: how many rows each position has depends on the values of the lengths"
+        fix = "run the layer on the padded batch, and read (or keep for the loss) what is inside of each row's length"
     elif _fixes_the_batch(error):
         reason = "the batch size is fixed by the model's code, so it cannot run on another number of rows"
         fix = "use x.shape[0] (or -1) where a literal batch size is used"
     else:
         reason = f"{kind}: {reason[:300]}"
         fix = "run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
-    return CompileError("QN101", reason, where=Where(module, source), fix=fix)
+    return CompileError("QN101", reason, where=where, fix=fix)
+
+
+def _packed(error: Exception) -> bool:
+    """Whether what failed was given a packed sequence."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(isinstance(x, nn.utils.rnn.PackedSequence) for frame, _ in frames for x in frame.f_locals.values())

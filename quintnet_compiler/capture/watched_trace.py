@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -21,19 +19,13 @@ from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
-from ..ops.ctc import ctc_loss, masked_select, total
 from .changes.assigned_data import put_data
 from .modes import uncompiled
 from .raising_checks import checks_pass
+from .traced_as import TRACED_AS
 
 _TRACED = (FakeTensor, FunctionalTensor)
-_SET_DATA, _GET_DATA = Tensor.data.__set__, Tensor.data.__get__  # type: ignore[attr-defined]
-_TRACED_AS = {
-    _GET_DATA: Tensor.detach,
-    F.ctc_loss: ctc_loss,
-    **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
-    **dict.fromkeys((torch.sum, Tensor.sum), total),
-}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _is_real(x: Any) -> bool:
@@ -181,7 +173,7 @@ class _Tensors(TorchFunctionMode):
                 "nor a parameter, nor made in forward; a program would not",
                 where=Where("", user_line(sys._getframe(1), self.trace.own)),
             )
-        func = _TRACED_AS.get(func, func)
+        func = TRACED_AS.get(func, func)
         # torch's random functions that are told of a generator, if it is None, have no kernel for symbolic sizes
         kwargs = {name: x for name, x in (kwargs or {}).items() if name != "generator" or x is not None}
         leaves = pytree.tree_leaves((args, kwargs)) if any(map(_holds, (*args, *kwargs.values()))) else ()

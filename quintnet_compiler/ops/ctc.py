@@ -121,11 +121,17 @@ def ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.ctc_loss, of :data:`ctc_rows` where targets are padded, or have been, and lengths are
-    tensors."""
+    """torch.nn.functional.ctc_loss, of :data:`ctc_rows` where targets are padded, or have been. One sample without a
+    dim of rows is one row."""
     targets = targets if (padded := _padded(targets, target_lengths)) is None else padded
-    lengths = isinstance(input_lengths, Tensor) and isinstance(target_lengths, Tensor)
-    if not lengths or log_probs.dim() != 3 or targets.dim() != 2 or input_lengths.dim() != 1:
+    input_lengths, target_lengths = (
+        x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.long) for x in (input_lengths, target_lengths)
+    )
+    if log_probs.dim() == 2:
+        rows = targets.unsqueeze(0), input_lengths.reshape(1), target_lengths.reshape(1)
+        found = ctc_loss(log_probs.unsqueeze(1), *rows, blank, reduction, zero_infinity)
+        return found.squeeze(0) if reduction == "none" else found
+    if targets.dim() != 2:
         whole: Tensor = F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
         return whole
     losses: Tensor = ctc_rows(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -24,7 +25,9 @@ from quintnet_compiler.capture.matmul_dtypes import check_dtypes
 from quintnet_compiler.capture.modes import evaluating, refuse_autocast, uncompiled, without_autocast
 from quintnet_compiler.capture.places import LEAF, WHERE
 from quintnet_compiler.capture.repetition import longest_repetition
+from quintnet_compiler.capture.sparse_gradients import check_dense
 from quintnet_compiler.capture.step_module import StepModule, loss_of
+from quintnet_compiler.capture.traced_as import TRACED_AS, combinations, corrcoef, cov, instance_norm
 from quintnet_compiler.capture.versions import KEPT, CapturedVersions, Version
 from quintnet_compiler.capture.watched_trace import WatchedTrace
 from quintnet_compiler.compat.torch_compiler import QUESTIONS, questions_answered
@@ -80,6 +83,54 @@ def test_products_of_two_dtypes_are_refused_with_the_line() -> None:
     with pytest.raises(CompileError, match=r"is given torch\.float32 and torch\.bfloat16") as told:
         check_dtypes(captured.graph)
     assert told.value.where is not None and "self.first(x)" in told.value.where.source
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4, sparse=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids).square().mean()
+
+
+def test_a_sparse_gradient_is_refused_with_the_line() -> None:
+    check_dense(_captured(Two()).graph)
+    with pytest.raises(CompileError, match=r"QN105[\s\S]*embedding\.default with sparse=True") as told:
+        capture(Table(), (torch.arange(4),))
+    assert told.value.where is not None and told.value.where.module == "table"
+
+
+def test_definitions_that_a_trace_can_follow_are_torchs() -> None:
+    dice = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(3, 6, generator=dice), torch.rand(6, generator=dice)
+    counts = torch.tensor([1, 2, 0, 3, 1, 1])
+    for options in ({}, {"correction": 0}, {"fweights": counts}, {"fweights": counts, "aweights": weights}):
+        for given in (x, x[0], torch.complex(x, x.flip(1))):
+            torch.testing.assert_close(TRACED_AS[torch.cov](given, **options), torch.cov(given, **options))
+    with warnings.catch_warnings(action="ignore"):  # of too few observations
+        few, expected = cov(x[:, :2], correction=3), torch.cov(x[:, :2], correction=3)
+    torch.testing.assert_close(few, expected, equal_nan=True)
+    for given in (x, x[0], torch.complex(x, x.flip(1))):
+        torch.testing.assert_close(corrcoef(given), torch.corrcoef(given))
+    for length, again in ((1, False), (2, True), (3, False), (7, False)):
+        assert torch.equal(combinations(x[0], length, again), torch.combinations(x[0], length, again))
+
+
+def test_instance_norm_averages_its_statistics_over_rows() -> None:
+    """Those of 16 bits are at least as near to float64 as torch's own."""
+    x = torch.randn(3, 4, 2, 5, generator=torch.Generator().manual_seed(0))
+    mine, theirs, exact, narrow, rounded = ((torch.zeros(4), torch.ones(4)) for _ in range(5))
+    for _ in range(2):
+        torch.testing.assert_close(instance_norm(x, *mine, momentum=0.3), F.instance_norm(x, *theirs, momentum=0.3))
+        instance_norm(x.bfloat16(), *narrow, momentum=0.3)
+        F.instance_norm(x.bfloat16(), *rounded, momentum=0.3)
+        F.instance_norm(x.bfloat16().float(), *exact, momentum=0.3)
+    torch.testing.assert_close(mine, theirs)
+    for a, b, c in zip(narrow, rounded, exact, strict=True):
+        assert (a - c).abs().max() <= (b - c).abs().max()
+    kept = (x, *mine, None, None, False)
+    torch.testing.assert_close(instance_norm(*kept), F.instance_norm(*kept))
 
 
 def test_modes_are_put_back() -> None:

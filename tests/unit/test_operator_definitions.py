@@ -84,7 +84,11 @@ def test_ctc_of_a_mask_that_has_changed_is_torchs_own() -> None:
         ctc_loss(given, targets, steps, total(mask, 1))
 
 
-def test_ctc_of_lengths_that_are_no_tensors_is_torchs() -> None:
+def test_ctc_of_other_arguments_is_torchs() -> None:
+    """Lengths that are no tensors, and one sample."""
     given = torch.randn(4, 2, 3).log_softmax(-1)
     targets = torch.tensor([[1, 2], [2, 2]])
-    assert torch.equal(ctc_loss(given, targets, (4, 4), (2, 1)), F.ctc_loss(given, targets, (4, 4), (2, 1)))
+    torch.testing.assert_close(ctc_loss(given, targets, (4, 4), (2, 1)), F.ctc_loss(given, targets, (4, 4), (2, 1)))
+    for reduction in ("none", "mean"):
+        one = given[:, 0], targets[0], torch.tensor(4), torch.tensor(2), 0, reduction
+        torch.testing.assert_close(ctc_loss(*one), F.ctc_loss(*one))

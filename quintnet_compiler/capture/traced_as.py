@@ -1,0 +1,95 @@
+"""Functions of torch that a trace runs in another way: theirs ask for values, or change what their schema hides."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.ctc import ctc_loss, masked_select, total
+
+
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """torch.cov, which asks whether there are enough observations."""
+    x = input.reshape(1, -1) if input.dim() < 2 else input
+    given = [w for w in (fweights, aweights) if w is not None]
+    if given:
+        weight = given[0] if len(given) == 1 else given[0] * given[1]
+        total = weight.sum()
+        removed = correction if aweights is None else correction * (weight * aweights).sum() / total
+        centred = x - ((x * weight).sum(1) / total).unsqueeze(1)
+        count = (total - removed).clamp(min=0)
+        return ((centred @ (centred * weight).mH) / count).squeeze()
+    centred = x - x.mean(1, keepdim=True)
+    observed: Any = torch.sym_max(x.shape[1] - correction, 0)  # type: ignore[no-untyped-call]
+    found: Tensor = (centred @ centred.mH) / observed
+    return found.squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """torch.corrcoef, of :func:`cov`."""
+    found = cov(input)
+    if not found.dim():
+        return found / found
+    deviation = found.diagonal().real.sqrt() if found.is_complex() else found.diagonal().sqrt()
+    found = found / deviation.unsqueeze(1) / deviation.unsqueeze(0)
+    if found.is_complex():
+        return torch.complex(found.real.clamp(-1, 1), found.imag.clamp(-1, 1))
+    return found.clamp(-1, 1)
+
+
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """torch.combinations, which takes what a mask selects."""
+    if r == 1:
+        return input.unsqueeze(1)
+    choose = itertools.combinations_with_replacement if with_replacement else itertools.combinations
+    chosen = torch.tensor(list(choose(range(int(input.shape[0])), r)), dtype=torch.long, device=input.device).reshape(
+        -1, r
+    )
+    return input[chosen]
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """torch.nn.functional.instance_norm. Running statistics are averages over rows; that of torch writes them into
+    copies, one for each row, which a trace loses."""
+    if not use_input_stats or running_mean is None or running_var is None:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    x = input.detach()
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    variance, mean = torch.var_mean(x.flatten(2), 2)
+    with torch.no_grad():
+        for old, new in ((running_mean, mean), (running_var, variance)):
+            old.mul_(1 - momentum).add_(new.mean(0), alpha=momentum)
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+
+
+TRACED_AS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
+        F.ctc_loss: ctc_loss,
+        F.instance_norm: instance_norm,
+        torch.combinations: combinations,
+        torch.corrcoef: corrcoef,
+        torch.cov: cov,
+        Tensor.corrcoef: corrcoef,
+        Tensor.cov: cov,
+        **dict.fromkeys((torch.masked_select, Tensor.masked_select), masked_select),
+        **dict.fromkeys((torch.sum, Tensor.sum), total),
+    }
+)
