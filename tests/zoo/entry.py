@@ -20,6 +20,8 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._assert_tensor_metadata.default:  # of what has been made meanwhile
+            return func(*args, **(kwargs or {}))
         if func is Tensor.float:
             func = Tensor.double
         args = tuple(torch.float64 if a is torch.float32 else a for a in args)
