@@ -49,8 +49,7 @@ def test_every_axis_of_each_model(name: str, layout: Layout) -> None:
 def test_frozen_parameters_of_an_adapted_model_get_no_gradients() -> None:
     entry = ZOO["IA3 of Llama"]
     model, batch = entry.build(), entry.batch(4)
-    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch)
-    program.step(batch)
+    quintnet.compile(model, quintnet.Mesh(dp=2), batch, check="off").step(batch)
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if name.endswith("scale")}
 
