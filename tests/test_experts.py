@@ -167,7 +167,7 @@ def test_processes_exchange_rows(axes: dict[str, int]) -> None:
     ("axes", "rows", "options"),
     [
         ({"ep": 3}, 12, {}),  # 2, 2 and no experts
-        ({"ep": 3}, 11, {"zero": 1}),
+        ({"ep": 3}, 11, {"zero": 1, "zero_axes": ("ep",)}),
         ({"dp": 2, "ep": 3}, 6, {"microbatches": 1, "zero": 3}),
         ({"ep": 3, "tp": 2}, 12, {"microbatches": 2, "recompute": "full"}),
         ({"dp": 3}, 9, {"experts": ["dp"], "zero": 2}),

@@ -57,6 +57,20 @@ class Heads(nn.Module):
         return (x + torch.einsum("bhts,hsw->btw", y, self.o)).square().mean()
 
 
+class Layers(nn.Module):
+    """The same with linear layers, which a context axis always splits."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first, self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        q, k, v = (each(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (x + self.o(y.transpose(1, 2).flatten(2))).square().mean()
+
+
 @dataclass(frozen=True)
 class Cost:
     """``parameters`` and ``gradients``: bytes that a rank holds. ``gives``: bytes that a rank gives to collectives of
@@ -100,11 +114,11 @@ def _heads(ranks: int, rows: int = 1, length: int = 5, width: int = 8) -> Cost:
 
 def _positions(ranks: int, rows: int = 2, width: int = 8) -> Cost:
     """Positions are split; keys and values are gathered, forward and again backward, and their gradients scattered."""
-    state = (4 * HEADS * SIZE * width + width * width) * FLOAT
+    state = 5 * width * width * FLOAT
     part = 2 * rows * HEADS * SIZE * chunk(POSITIONS, ranks) * FLOAT  # of keys and values
     batch = (torch.randn(rows, POSITIONS, width, dtype=torch.float64),)
     gives = {"all_gather": 2 * part, "reduce_scatter": ranks * part}
-    return Cost(Heads, {"cp": ranks}, batch, state, state, gives, sums=state)
+    return Cost(Layers, {"cp": ranks}, batch, state, state, gives, sums=state)
 
 
 def _experts(ranks: int, rows: int = 12) -> Cost:
