@@ -25,7 +25,7 @@ def kernels(traced: fx.GraphModule, fakes: Sequence[Any]) -> Callable[[list[Any]
     *_, output = traced.graph.nodes
     # the strides that eager would give: what reads them later must not depend on the backend
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
-    made = compile_fx_inner(traced, fakes, is_inference=True)
+    made: Any = compile_fx_inner(traced, fakes, is_inference=True)
     # what it calls, without the contexts that it enters around each call for metrics of compilation
     run: Callable[[list[Any]], Sequence[Any]] = made.current_callable
     return run

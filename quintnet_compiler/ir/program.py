@@ -472,7 +472,7 @@ class DistributedProgram:
     def captured(self) -> Captured:
         return self.source.local.staged.sharded.program.captured
 
-    @property
+    @cached_property
     def stored(self) -> Mapping[int, StateSpec]:
         """The results that are new values of parameters, by position."""
         first = len(self.results) - len(self.captured.changed)
