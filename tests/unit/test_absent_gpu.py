@@ -19,7 +19,8 @@ from quintnet_compiler.ops import cuda_attention
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.cuda_attention import CudaAttention, on_gpu
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
-from quintnet_compiler.passes.checks.derivatives import Derivatives, OperatorCall
+from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall
+from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
 from quintnet_compiler.passes.checks.device_kernels import on_cpu
 from quintnet_compiler.runtime.backends.absent import AbsentBackend
 from quintnet_compiler.runtime.backends.whole_state import WholeState

@@ -20,7 +20,8 @@ from quintnet_compiler.ops.rules import contractions, lookups, reductions, user_
 from quintnet_compiler.ops.rules.node_factors import aligned, argument, chosen_dims
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.user_derivatives import with_tangent
-from quintnet_compiler.passes.checks.derivatives import Derivatives, OperatorCall
+from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall
+from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
 from quintnet_compiler.passes.checks.token_dispatch import travels
