@@ -281,7 +281,6 @@ def test_a_list_of_experts_behind_masks() -> None:
     assert program.verify().ok
 
 
-def test_rows_picked_by_value_are_refused_with_a_way_out() -> None:
-    with pytest.raises(quintnet.CompileError) as error:
-        quintnet.compile(Listed(dense=False).double(), quintnet.Mesh(dp=2), _batch())
-    assert "expert_linear" in str(error.value) and "rows = torch.where(chosen == number)[0]" in str(error.value)
+def test_a_list_of_experts_that_pick_their_rows() -> None:
+    program = quintnet.compile(Listed(dense=False).double(), quintnet.Mesh(dp=2, tp=2), _batch(), microbatches=2)
+    assert program.verify().ok

@@ -12,6 +12,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from ...capture.places import LEAF, WHERE
+from ...capture.sizes_by_value import shape_by_value
 from ...compat.torch import FakeTensorMode, OpOverload, pytree
 from ...core.absent_gpu import AbsentGpu
 from ...core.annotations import Leaf, facts, needs_grad, shape, value
@@ -23,6 +24,7 @@ from ...ops.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
 from .inner_gradients import inner_gradient, without_starts
+from .picked_rows import PickedRows, picks
 from .rewrites import REWRITES, draws
 
 aten = torch.ops.aten
@@ -111,6 +113,9 @@ class Normalize:
             if node.op == "placeholder":
                 env[node] = self._leaf(builder, node, captured.symbols)
             elif node.op == "output":
+                for end in node.args[0]:
+                    if not isinstance(env[end], fx.Node):
+                        raise shape_by_value("the model", end.meta.get(WHERE, Where()))
                 first, *rest = (_unrounded(env[n]) for n in node.args[0])
                 if self.batches > 1:  # the step's loss is the mean of theirs
                     first = builder.call(aten.div.Scalar, first, self.batches)
@@ -141,6 +146,8 @@ class Normalize:
 
     def _node(self, builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         target: Any = node.target
+        if picks(node, args, kwargs):
+            return PickedRows(builder, partial(self._node, builder))(node, args, kwargs)
         if target in (aten.sym_size.int, torch.sym_float, torch.sym_int):
             return shape(args[0])[args[1]] if target is aten.sym_size.int else args[0]
         if not any(isinstance(a, fx.Node) for a in _flat((args, kwargs))) and not isinstance(target, OpOverload):

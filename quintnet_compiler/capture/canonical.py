@@ -21,6 +21,7 @@ from .block_reuse import Skipped
 from .changes.mutations import changed_state
 from .changes.stored_results import store
 from .places import LEAF, WHERE, where_of
+from .sizes_by_value import shape_by_value, sizes_of_picks
 
 LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
 
@@ -133,6 +134,7 @@ def canonical(
     inputs = [(path, leaf) for (path, _), leaf in zip(paths, form.leaves, strict=True)]
     flat_inputs = dict(zip(given, inputs, strict=True)) if len(given) == len(inputs) else {}
     symbols: dict[str, str] = {}
+    picked: set[Any] = set()
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             leaf, tensor = _leaf(node, lifted, aliases, owned, flat_inputs)
@@ -166,7 +168,8 @@ def canonical(
                     where=where_of(node),
                     fix="choose the dtype with model.to(dtype); write loops and branches over plain tensors",
                 )
-            if free_unbacked_symbols(node.meta.get("val")):
+            picked |= sizes_of_picks(node)
+            if free_unbacked_symbols(node.meta.get("val")) - picked:
                 if _only_checked(node):
                     continue
                 if node.target is torch.ops.aten.item.default:
@@ -176,13 +179,7 @@ def canonical(
                         where=where_of(node),
                         fix="compute with the tensor itself: without .item(), int() or float()",
                     )
-                raise CompileError(
-                    "QN101",
-                    f"the shape of what {node.target} returns depends on the values of a tensor",
-                    where=where_of(node),
-                    fix="use a mask (torch.where with three arguments); for a loop over experts, "
-                    "out = out + (weights * (ids == e)).sum(-1, keepdim=True) * expert(x), or quintnet.expert_linear",
-                )
+                raise shape_by_value(node.target, where_of(node))
             new = graph.node_copy(node, lambda n: env[n])
             new.meta = {"val": node.meta.get("val"), WHERE: where_of(node)}
             env[node] = new
