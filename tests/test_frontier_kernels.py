@@ -73,6 +73,8 @@ class Positional(nn.Module):
 def test_weight_norm_along_the_last_dim() -> None:
     x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
     trains_equally(Positional, (x, x.sin()), F.mse_loss, TWO)
+    given = {"*original1": {"tp": "R"}}
+    trains_equally(Positional, (x, x.sin()), F.mse_loss, {"tp2": TWO["tp2"]}, plan={"parameters": given})
 
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -80,6 +82,7 @@ SIGNS = torch.where(torch.rand(8, generator=torch.Generator().manual_seed(1)) > 
 DERIVATIVES: dict[str, Callable[[], nn.Module]] = {
     "norm of order 3": lambda: Between(lambda s, x, y: s.inner(x).norm(p=3, dim=1).mean()),
     "normalize of order 3": lambda: Between(lambda s, x, y: F.normalize(s.inner(x), p=3).square().sum()),
+    "distance of order 1.5": lambda: Between(lambda s, x, y: F.pairwise_distance(s.inner(x), x, p=1.5).mean()),
     "sgn": lambda: Between(lambda s, x, y: (s.inner(x) * torch.sgn(s.inner(x))).mean()),
     "sgn alone": lambda: Between(lambda s, x, y: torch.sgn(s.inner(x)).mean() + s.inner(x).sum()),
     "pool to one": lambda: Between(
@@ -147,6 +150,25 @@ def test_a_tied_parameter_of_which_one_use_has_no_gradient() -> None:
     trains_equally(TiedWithoutGradient, (X, SIGNS), meshes=meshes)
 
 
+class Equilibrium(nn.Module):
+    """Rounds without a gradient, then one with (deep equilibrium models)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.inner = nn.Parameter(torch.randn(4, 4) / 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x
+        with torch.no_grad():
+            for _ in range(3):
+                h = torch.tanh(self.inner(h) @ self.weight + x)
+        return torch.tanh(self.inner(h) @ self.weight + x).square().mean()
+
+
+def test_rounds_without_a_gradient_before_one_with() -> None:
+    trains_equally(Equilibrium, (X, SIGNS), meshes={name: LAYOUTS[name] for name in ("pp2", "dp2 x tp2")})
+
+
 def _masked(h: Tensor) -> Tensor:
     return torch.index_put(h, (h > 0,), h.mean()).square().mean()
 
@@ -154,6 +176,9 @@ def _masked(h: Tensor) -> Tensor:
 ODD: dict[str, Callable[[], nn.Module]] = {
     "with a gradient and detached": lambda: Between(
         lambda s, x, y: F.mse_loss(v := torch.cat([h := s.inner(x), h.sin()], 1), v.detach() * 0.5), features=6
+    ),
+    "a parameter times itself without a gradient": lambda: Between(
+        lambda s, x, y: s.inner(x).mean() + (s.inner.bias * s.inner.bias.detach()).mean()
     ),
     "index_put of bools": lambda: Between(lambda s, x, y: _masked(s.inner(x))),
     "index_put of bools, added": lambda: Between(
