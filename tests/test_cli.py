@@ -42,8 +42,7 @@ def build():
 
 class Clamped(nn.Linear):
     def forward(self, x):
-        self.weight.data.clamp_(-1, 1)
-        return super().forward(x)
+        return super().forward(x.clamp_(-1, 1))
 
 def clamped():
     return Clamped(16, 16), (torch.randn(8, 16), torch.randn(8, 16)), F.mse_loss

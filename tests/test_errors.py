@@ -67,9 +67,10 @@ class Norm(OneLinear):
 
 class Clamped(OneLinear):
     def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.layer(x) @ self.layer.weight)
         with torch.no_grad():
             self.layer.weight.clamp_(-1, 1)
-        return self.layer(x)
+        return out
 
 
 class Instances(OneLinear):
@@ -374,9 +375,9 @@ MESSAGES: dict[str, str] = {
     ),
     "clamped weight": (
         "QN110 forward changes something, or draws what is drawn once\n"
-        "  the forward pass changes the parameter 'layer.weight'; a program would not\n"
-        "  at: test_errors.py:N: self.layer.weight.clamp_(-1, 1)\n"
-        "  fix: change it outside forward, between steps"
+        "  the forward pass changes layer.weight after addmm has saved what it needs of it for the backward\n"
+        "  at: layer\n"
+        "  fix: change it before its first use, or after the optimizer's step"
     ),
     "instance norm": (
         "QN110 forward changes something, or draws what is drawn once\n"

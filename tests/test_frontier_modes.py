@@ -164,22 +164,6 @@ def _global(net: Any, x: Tensor) -> Tensor:
     return net.inner(x).mean()
 
 
-def _clamps(net: Any, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        net.inner.weight.clamp_(-0.1, 0.1)
-    return net.inner(x).square().mean()
-
-
-def _data(net: Any, x: Tensor) -> Tensor:
-    net.inner.weight.data = net.inner.weight.data * 0.5
-    return net.inner(x).mean()
-
-
-def _data_in_place(net: Any, x: Tensor) -> Tensor:
-    net.inner.weight.data.mul_(0.5)
-    return net.inner(x).mean()
-
-
 def _constant(net: Any, x: Tensor) -> Tensor:
     net.table += 1
     return (net.inner(x) * net.table).mean()
@@ -200,9 +184,6 @@ def _divides(net: Any, x: Tensor) -> Tensor:
         (_global, "variable 'COUNTS'", "COUNTS[0] += 1"),
         (_draws, "state of Python's random", "random.random()"),
         (_draws_numpy, "state of numpy.random", "np.random.rand()"),
-        (_clamps, "parameter 'inner.weight'", ""),
-        (_data, r"assigns the \.data", "net.inner.weight.data ="),
-        (_data_in_place, "parameter 'inner.weight'", ""),
         (_constant, "neither a buffer", "net.table += 1"),
         (_divides, r"input 'batch\[0\]'", ""),
     ],
