@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 from quintnet_compiler.simulation.timeline import Timeline
-from quintnet_compiler.training.run import factor, run
+from quintnet_compiler.training.documents import read_yaml
+from quintnet_compiler.training.run import factor, optimizer_of, run
 from quintnet_compiler.training.validation import validate
 
 from .models import MLP
@@ -203,6 +204,50 @@ def test_documents_that_mean_nothing_are_refused(changes: dict[str, Any], text: 
     with pytest.raises(quintnet.CompileError, match=text) as raised:
         quintnet.TrainConfig.read(path)
     assert raised.value.code == "QN207"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "text"),
+    [
+        ("Optimizer", {}, "torch.optim has no optimizer Optimizer"),
+        ("adamw", {"epsilon": 1e-8}, "AdamW has no option epsilon.*\n.*its options are lr, betas, eps"),
+        ("AdamW", {"eps": "small"}, r"AdamW\(lr=.*eps='small'.*"),
+        ("AdamW", {"betas": [2.0, 0.9]}, "Invalid beta parameter"),
+        ("SGD", {"momentum": -1.0}, "Invalid momentum value"),
+    ],
+)
+def test_optimizers_that_cannot_be_made_say_why(optimizer: str, options: dict[str, Any], text: str) -> None:
+    config = quintnet.TrainConfig(model="m:b", batch_size=1, optimizer=optimizer, optimizer_args=options)
+    with pytest.raises(quintnet.CompileError, match=text) as raised:
+        optimizer_of(config, [torch.nn.Parameter(torch.zeros(2))])
+    assert raised.value.code == "QN108"
+
+
+def test_numbers_in_documents(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: m:b\nbatch_size: 8\noptimizer_args: {eps: 1e-8, betas: [.9, 95.e-2]}\nlearning_rate: 1E-3\n"
+    )
+    config = quintnet.TrainConfig.read(path)
+    assert (config.optimizer_args, config.learning_rate) == ({"eps": 1e-8, "betas": [0.9, 0.95]}, 1e-3)
+    assert isinstance(optimizer_of(config, [torch.nn.Parameter(torch.zeros(2))]), torch.optim.AdamW)
+    bare = config.model_copy(update={"optimizer": "Rprop", "optimizer_args": {}})
+    assert isinstance(optimizer_of(bare, [torch.nn.Parameter(torch.zeros(2))]), torch.optim.Rprop)
+    assert read_yaml("[e5, 1e5x, 0x1e5, 1.5, -2e+3, '1e-8', 1e-8]") == ["e5", "1e5x", 0x1E5, 1.5, -2000.0, "1e-8", 1e-8]
+
+
+def test_checkpoints_of_other_hands(tmp_path: Path) -> None:
+    """A Trainer does not know where the data stood in what program.save wrote; a scheduler may be added later."""
+    first = _trainer({"dp": 1}, scheduler=None)
+    first.program.save(tmp_path / "own", step=3, optimizer=first.optimizer)
+    other = _trainer({"dp": 1}, scheduler=None, checkpoint_folder=tmp_path / "own")
+    with pytest.raises(quintnet.CheckpointError, match="was not written by a Trainer") as raised:
+        other.fit()
+    assert raised.value.code == "QN602"
+    _trainer({"dp": 1}, scheduler=None, checkpoint_folder=tmp_path / "run", max_steps=2).fit()
+    later = _trainer({"dp": 1}, checkpoint_folder=tmp_path / "run", max_steps=3)
+    with pytest.warns(quintnet.CheckpointWarning, match="scheduler starts at its beginning"):
+        assert later.fit().resumed_from == 2
 
 
 def test_learning_rates() -> None:

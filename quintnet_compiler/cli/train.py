@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 
 from ..runtime.launch.launch import launch
 from ..training.config import TrainConfig
+from ..training.documents import read_yaml
 from ..training.run import run as run_training
 from .answer import Answer
 from .options import Json, Set, settings_of
@@ -39,7 +39,7 @@ def train(
     given = [one.partition("=") for one in changes or ()]
     if any(not sign for _, sign, _ in given):
         raise typer.BadParameter("write key=value", param_hint="KEY=VALUE")
-    found = TrainConfig.read(config, **{key: yaml.safe_load(value) for key, _, value in given})
+    found = TrainConfig.read(config, **{key: read_yaml(value) for key, _, value in given})
     decided = settings_of(settings)
     found = found.model_copy(update={"plan": {**found.plan, **decided}})
     ranks = nproc or found.mesh.size

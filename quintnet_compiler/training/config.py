@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..core.axes import AXES
@@ -14,6 +15,7 @@ from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.names import one_line
 from ..ir.plan import Plan
+from .documents import read_yaml
 
 ALL_THREE = "3d"  # the other name of dp_tp_pp
 SCHEDULES = {"afab": "gpipe"}  # all forward, all backward: the other name of it
@@ -143,10 +145,8 @@ class TrainConfig(BaseModel):
         Raises:
             CompileError: QN207 naming each key that is unknown or has a wrong value.
         """
-        import yaml
-
         try:
-            found = yaml.safe_load(Path(path).read_text())
+            found = read_yaml(Path(path).read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise CompileError("QN207", one_line(f"{path}: {error}"), fix="give a YAML file") from None
         if not isinstance(found, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import os
 import sys
@@ -72,7 +73,7 @@ def run(config: TrainConfig) -> History:
     program = compile_model(model, config.mesh, first, loss_fn=task.loss_fn, plan=plan, device=device)
     if task.start is not None and not (config.checkpoint_dir and available(Path(config.checkpoint_dir))):
         task.start(program)
-    optimizer = _optimizer(config, program.parameters())
+    optimizer = optimizer_of(config, program.parameters())
     steps = config.num_epochs * (sampler.samples // config.batch_size)
     steps = min(steps, config.max_steps or steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, steps))
@@ -145,11 +146,31 @@ def _device(config: TrainConfig) -> torch.device:
     return device
 
 
-def _optimizer(config: TrainConfig, parameters: Any) -> torch.optim.Optimizer:
-    kinds = {name.lower(): x for name, x in vars(torch.optim).items() if isinstance(x, type)}
-    kind = kinds.get(config.optimizer.lower())
-    if kind is None or not issubclass(kind, torch.optim.Optimizer):
-        raise CompileError("QN108", f"optimizer: torch.optim has no {config.optimizer}", fix="AdamW, SGD, ...")
-    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **config.optimizer_args}
-    made: torch.optim.Optimizer = kind(parameters, **options)
+def optimizer_of(config: TrainConfig, parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of torch.optim that a document names.
+
+    Raises:
+        CompileError: QN108 if there is none of that name, or not with these options.
+    """
+    known = {
+        name: x
+        for name, x in vars(torch.optim).items()
+        if isinstance(x, type) and issubclass(x, torch.optim.Optimizer) and x is not torch.optim.Optimizer
+    }
+    kind = {name.lower(): x for name, x in known.items()}.get(config.optimizer.lower())
+    if kind is None:
+        message = f"optimizer: torch.optim has no optimizer {config.optimizer}"
+        raise CompileError("QN108", message, fix=f"one of {', '.join(sorted(known))}")
+    accepted = [name for name in inspect.signature(kind).parameters if name != "params"]
+    decay = {"weight_decay": config.weight_decay} if config.weight_decay or "weight_decay" in accepted else {}
+    options = {"lr": config.learning_rate, **decay, **config.optimizer_args}
+    if unknown := sorted(options.keys() - set(accepted)):
+        message = f"optimizer: {kind.__name__} has no option {', '.join(unknown)}"
+        raise CompileError("QN108", message, fix=f"its options are {', '.join(accepted)}")
+    try:
+        made: torch.optim.Optimizer = kind(parameters, **options)  # type: ignore[call-arg]
+    except (TypeError, ValueError) as error:
+        shown = ", ".join(f"{name}={x!r}" for name, x in options.items())
+        message = f"optimizer: {kind.__name__}({shown}): {error}"
+        raise CompileError("QN108", message, fix="correct learning_rate, weight_decay or optimizer_args") from error
     return made

@@ -11,6 +11,7 @@ import torch
 from quintnet_compiler.core.errors import CompileError, InputError
 from quintnet_compiler.training.batches import BatchSampler
 from quintnet_compiler.training.config import TrainConfig, strategy_axes
+from quintnet_compiler.training.documents import read_yaml
 from quintnet_compiler.training.measures import accuracy, device_flops, memory_gib
 from quintnet_compiler.training.records import ConsoleRecord, JsonRecord
 
@@ -85,3 +86,7 @@ def test_measures() -> None:
     assert accuracy(logits, torch.tensor([1, 1, -100])) == (1.0, 2.0)
     assert device_flops(torch.device("cpu"), torch.float32) is None
     assert 0.01 < memory_gib(torch.device("cpu")) < 1000
+
+
+def test_a_number_with_an_exponent_is_one() -> None:
+    assert read_yaml("[1e-8, +2E3, e5, 1e5x]") == [1e-8, 2000.0, "e5", "1e5x"]
