@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 
-class _Loader(yaml.SafeLoader):
+class _Yaml(yaml.SafeLoader):
     """YAML 1.1 takes ``1e-8`` for text; YAML 1.2, JSON and Python take it for a number."""
 
 
-_Loader.add_implicit_resolver(
+_Yaml.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789")
 )
 
@@ -23,4 +23,4 @@ def read_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: if it is none.
     """
-    return yaml.load(text, _Loader)
+    return yaml.load(text, _Yaml)
