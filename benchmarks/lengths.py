@@ -3,8 +3,8 @@
 python benchmarks/lengths.py [--steps N] [--lengths N] [--layers N] [--width N] [--json]
 
 A Llama trains with two data ranks on batches that are padded to their longest text, beside the unsplit model on rank 0,
-whose losses are compared; its time is not counted. Compiling: the first compilation, and how much longer the first step
-of each length takes than that length's median step.
+whose losses are compared; its time is not counted. Every length comes twice or more often, in random order. Compiling:
+the first compilation, and how much longer the first step of each length takes than the median of that length's others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import statistics
 import time
 from typing import Any
 
@@ -48,7 +49,9 @@ def train(steps: int, lengths: int, layers: int, width: int, buckets: int | None
     unsplit = copy.deepcopy(model) if first else None
     dice = torch.Generator().manual_seed(0)
     sizes = (20 + 4 * torch.randperm(lengths, generator=dice)).tolist()
-    order = [sizes[i] for i in torch.randint(lengths, (steps,), generator=dice)]
+    drawn = torch.randint(lengths, (steps - 2 * lengths,), generator=dice).tolist()
+    every = [*range(lengths), *range(lengths), *drawn]
+    order = [sizes[every[i]] for i in torch.randperm(steps, generator=dice)]
 
     def batch(step: int) -> dict[str, torch.Tensor]:
         made = _batch(order[step], step)
@@ -77,16 +80,18 @@ def train(steps: int, lengths: int, layers: int, width: int, buckets: int | None
             twin.step()
             twin.zero_grad()
             worst = max(worst, abs(float(loss.detach()) - float(expected.detach())) / float(expected.detach()))
-    usual = {length: sorted(found)[len(found) // 2] for length, found in took.items()}
-    further = [found[0] - usual[length] for length, found in took.items()]
+    further = [found[0] - statistics.median(found[1:]) for found in took.values()]
     compiling = once + sum(max(0.0, seconds) for seconds in further)
+    step_s = (total - compiling) / steps
     return {
         "forms": len(took),
         "first_compile_s": once,
         "further_compile_s": sum(further[2:]) / max(1, len(further) - 2),
         "compiling_s": compiling,
         "total_s": total,
+        "step_s": step_s,
         "share": compiling / total,
+        "steps_for_a_tenth": round(9 * compiling / step_s),
         "loss_error": worst,
     }
 
@@ -99,6 +104,8 @@ def main() -> None:
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--json", action="store_true", help="one line of JSON for each run")
     args = options.parse_args()
+    if args.steps < 2 * args.lengths:
+        options.error(f"{args.lengths} lengths need {2 * args.lengths} steps or more")
     for buckets in (None, 64):
         sizes = (args.steps, args.lengths, args.layers, args.width, buckets)
         found = quintnet.launch(train, 2, sizes, timeout=3600)[0]
@@ -109,7 +116,8 @@ def main() -> None:
         print(f"{args.lengths} lengths, {'as they are' if buckets is None else f'padded to multiples of {buckets}'}:")
         print(f"  {found['forms']} programs; the first was compiled in {first:.2f} s,")
         print(f"  the third and all further ones in {further:.2f} s each ({further / first:.0%})")
-        print(f"  {args.steps} steps took {found['total_s']:.0f} s, {found['share']:.1%} of it compiling")
+        print(f"  {args.steps} steps took {found['total_s']:.0f} s ({found['step_s']:.3f} s each), ", end="")
+        print(f"{found['share']:.1%} of it compiling; 10 % in {found['steps_for_a_tenth']} steps")
         print(f"  largest relative difference of a loss from the unsplit model's: {found['loss_error']:.1e}")
 
 
