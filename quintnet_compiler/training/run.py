@@ -168,7 +168,7 @@ def optimizer_of(config: TrainConfig, parameters: Any) -> torch.optim.Optimizer:
         message = f"optimizer: {kind.__name__} has no option {', '.join(unknown)}"
         raise CompileError("QN108", message, fix=f"its options are {', '.join(accepted)}")
     try:
-        made: torch.optim.Optimizer = kind(parameters, **options)  # type: ignore[call-arg]
+        made: torch.optim.Optimizer = kind(parameters, **options)
     except (TypeError, ValueError) as error:
         shown = ", ".join(f"{name}={x!r}" for name, x in options.items())
         message = f"optimizer: {kind.__name__}({shown}): {error}"
