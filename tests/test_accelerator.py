@@ -239,8 +239,8 @@ def test_a_step_of_a_dense_model_makes_the_host_wait_once() -> None:
     )
     for found in run(count_all, World(2), jobs):
         for job, counted in found.items():
-            assert (counted.to_device, counted.to_host) == (0, 0), job
-            assert counted.waits == {"aten::_local_scalar_dense": 1}, job
+            assert counted.to_device == 0, job
+            assert counted.waits == {"copy to the host": 1}, job
 
 
 @pytest.mark.slow
@@ -256,9 +256,9 @@ def test_a_mixture_makes_the_host_wait_once_where_rows_travel() -> None:
         (0, Job("mixture", {"dp": 2}, {"microbatches": 2, **half}, torch.float32)),
         (0, Job("mixture", {"tp": 2}, half, torch.float32)),
     )
-    wanted = {str(job): {"aten::_local_scalar_dense": 1, "copy to the host": n} for n, job in copies}
+    wanted = {str(job): {"copy to the host": 1 + n} for n, job in copies}  # one for whether gradients are finite
     for found in run(count_all, World(2), [job for _, job in copies]):
-        assert {job: {"copy to the host": 0, **counted.waits} for job, counted in found.items()} == wanted
+        assert {job: counted.waits for job, counted in found.items()} == wanted
         assert {job: counted.to_device for job, counted in found.items()} == dict.fromkeys(wanted, 0)
 
 
@@ -271,7 +271,7 @@ def test_experts_of_a_given_capacity_make_no_host_wait(device: Emulated) -> None
     program.step(batch)
     with device.counting() as counted:
         program.step(batch)
-    assert counted.waits == {"aten::_local_scalar_dense": 2}  # whether gradients are finite, on each rank
+    assert counted.waits == {"copy to the host": 2}  # whether gradients are finite, on each rank
     assert counted.to_device == 0
 
 

@@ -23,4 +23,8 @@ def read_yaml(text: str) -> Any:
     Raises:
         yaml.YAMLError: if it is none.
     """
-    return yaml.load(text, _Yaml)
+    loader = _Yaml(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()

@@ -42,6 +42,25 @@ def test_a_whole_checkpoint_without_a_name_gets_it_from_the_next_writer(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
+def test_a_checkpoint_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        assert [entry.step for entry in manifest.available(tmp_path)] == sorted(range(1, step), reverse=True)[:2]
+        _written(tmp_path, step, keep=2)
+    newest, _ = manifest.available(tmp_path)
+    files = manifest.read_manifest(newest)
+    manifest.check_files(newest.path, files.items())
+    (newest.path / "data").write_text("4")
+    with pytest.raises(manifest.Damaged, match="data is not what was written"):
+        manifest.check_files(newest.path, files.items())
+    (newest.path / "b").write_text("")
+    with pytest.raises(manifest.Damaged, match="b does not belong to this checkpoint"):
+        manifest.read_manifest(newest)
+    found = json.loads((newest.path / "manifest.json").read_text())
+    (newest.path / "manifest.json").write_text(json.dumps({**found, "step": 4}))
+    with pytest.raises(manifest.Damaged, match="its own SHA-256 does not match"):
+        manifest.read_manifest(newest)
+
+
 def test_only_whole_ones_count_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         _written(tmp_path, step)

@@ -149,11 +149,11 @@ def test_nodes_of_padding() -> None:
     to = builder()
     x = leaf(to, "input", "x", 2, 9)
     padding = Padding(to, (TP,))
-    longer = padding.extended(x, 1, 3, 12)
+    longer = padding.extended(x, 1, 3, 12, padded=False)
     shorter = padding.trimmed(longer, 1, 3, 9)
     assert shape(longer) == (2, 12) and shape(shorter) == (2, 9)
     assert peel(longer) == (x, Resize(1, 3, 9, 12)) and peel(shorter) == (longer, Resize(1, 3, 12, 9))
-    assert padding.extended(x, 1, 1, 9) is x and padding.trimmed(x, 0, 1, 2) is x
+    assert padding.extended(x, 1, 1, 9, padded=False) is x and padding.trimmed(x, 0, 1, 2) is x
     kind: AxisType = S(1)
     filled = padding.filled(longer, (2, 23), (kind,), frozenset({1}))
     assert padding.filled(longer, (2, 23), (kind,), frozenset({1})) is filled

@@ -16,17 +16,6 @@ from torch import nn
 
 import quintnet
 from quintnet_compiler.api.moe import expert_linear
-from quintnet_compiler.checkpoint.manifest import (
-    Damaged,
-    check_files,
-    commit,
-    digest,
-    name_of,
-    read_manifest,
-    steps_in,
-    unfinished,
-    write_durably,
-)
 from quintnet_compiler.core.error_help import ErrorHelp, error_help
 from quintnet_compiler.core.error_table import ERRORS
 from quintnet_compiler.core.errors import CheckpointError, CompileError
@@ -86,7 +75,7 @@ def test_dtypes_of_sums() -> None:
     assert wide.rounds and not plain.rounds
 
 
-# -- weights and checkpoints
+# -- weights
 
 
 def test_weights_of_a_folder(tmp_path: Path) -> None:
@@ -112,29 +101,6 @@ def test_pickled_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 16)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"), open_weights(tmp_path):
         pytest.fail("opened")
-
-
-def test_a_checkpoint_is_there_when_it_is_whole(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        temporary = unfinished(tmp_path, step)
-        temporary.mkdir()
-        write_durably(temporary / "a", f"values {step}")
-        assert steps_in(tmp_path) == sorted(range(1, step), reverse=True)[:2]
-        commit(temporary, step, {"a": digest(temporary / "a")}, keep=2)
-    assert steps_in(tmp_path) == [3, 2]
-    newest = tmp_path / name_of(3)
-    files = read_manifest(newest)
-    check_files(newest, files.items())
-    (newest / "a").write_text("values 4")
-    with pytest.raises(Damaged, match="a is not what was written"):
-        check_files(newest, files.items())
-    (newest / "b").write_text("")
-    with pytest.raises(Damaged, match="b does not belong to this checkpoint"):
-        read_manifest(newest)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    (newest / "manifest.json").write_text(json.dumps({**manifest, "step": 4}))
-    with pytest.raises(Damaged, match="its own SHA-256 does not match"):
-        read_manifest(newest)
 
 
 # -- operators
