@@ -14,12 +14,13 @@ from ...compat.torch import FakeTensorMode, composite_definition, composite_in_c
 from ...core.absent_gpu import stand_in
 from ...core.annotations import value
 from ...core.replaced import one_thread
+from .norm_rewrites import NARROW
 
 aten = torch.ops.aten
 
 # Split although torch has kernels for them, because their parts have rules: losses, copies of views, sums of products.
 # None whose parts have other derivatives where the operator has a kink or a pole (special_entr, _safe_softmax, renorm).
-_SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
+_OF_TORCH: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     get_decompositions(
         [
             aten.mse_loss.default,
@@ -68,6 +69,34 @@ _SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
             aten.log_sigmoid_backward.default,
         ]
     )
+)
+
+
+def _batch_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    scale: Tensor | None,
+    train: bool,
+    eps: float,
+    wanted: list[bool],
+) -> Any:
+    """torch's definition, of statistics that are made of ``x`` again: those that the norm gives have no gradient, and
+    this operator's derivative with respect to ``x`` has what goes through them."""
+    if train:
+        wide = x.float() if x.dtype in NARROW else x
+        dims = [0, *range(2, x.dim())]
+        average = wide.mean(dims, keepdim=True)
+        mean, scale = average.flatten(), torch.rsqrt((wide - average).square().mean(dims) + eps)
+    of_torch = _OF_TORCH[aten.native_batch_norm_backward.default]
+    return of_torch(grad, x, weight, running_mean, running_var, mean, scale, train, eps, wanted)
+
+
+_SPLIT: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
+    {**_OF_TORCH, aten.native_batch_norm_backward.default: _batch_norm_backward}
 )
 
 

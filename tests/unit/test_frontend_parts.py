@@ -235,6 +235,25 @@ def test_operators_as_those_that_they_are_made_of() -> None:
     assert torch.allclose(fx.GraphModule({}, graph)(a, b), F.mse_loss(a, b))
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_the_backward_of_a_batch_norm_has_torchs_derivative(train: bool) -> None:
+    """In training, that goes through the statistics of the batch, too."""
+    dice = torch.Generator().manual_seed(0)
+    sizes = (3, 4, 2), (3, 4, 2), (4,), (4,), (4,)
+    grad, x, weight, mean, variance = (torch.rand(size, generator=dice, dtype=torch.float64) for size in sizes)
+    saved = torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[1:]
+    given, last = [grad, x, weight, mean, variance, *saved], (train, 1e-5, [True] * 3)
+    to, target = builder(), aten.native_batch_norm_backward.default
+    nodes = [leaf(to, "input", f"x{i}", *one.shape, dtype=one.dtype) for i, one in enumerate(given)]
+    graph, _ = decompose(to.mode, target, (*nodes, *last), {})
+    found = []
+    for call in (fx.GraphModule({}, graph), lambda *tensors: target(*tensors, *last)):
+        asked = [one.clone().requires_grad_() for one in given[:3]]
+        made = call(*asked, *given[3:])
+        found.append([*made, *torch.autograd.grad([one.square().sum() for one in made], asked)])
+    torch.testing.assert_close(*found)
+
+
 def test_adding_a_number_is_another_operator_than_adding_a_tensor() -> None:
     x = torch.randn(3)
     found, made = _numbers(REWRITES[aten.add.Tensor], aten.add.Tensor, x, 2)
