@@ -4,7 +4,6 @@ traffic of the closed forms, and saved bit by bit."""
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 import quintnet
 from quintnet import Mesh
 from quintnet_compiler.core.sharding import Shard
-from quintnet_compiler.runtime.transport.local import LocalTransport
 from quintnet_compiler.simulation.rehearsal import rehearse
 
+from .beside_plain import sent_in_a_step, train_beside
 from .models import GPT, Mixture
 from .test_checkpoint import _require_equal
 
@@ -104,17 +103,8 @@ def _odd(zero: int, **options: Any) -> quintnet.CompiledProgram:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_bytes_on_the_wire(zero: int, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of sizes that divide, of which each rank has a whole chunk."""
-    sent: Counter[str] = Counter()
-    meet = LocalTransport._meet
-
-    def counted(self: LocalTransport, kind: str, x: Tensor, ranks: tuple[int, ...], *rest: Any, **more: Any) -> Tensor:
-        if x.dim() and self.rank == 0 and "loss" not in rest[0]:
-            sent[kind] += x.nbytes * (len(ranks) if kind == "gather" else 1)
-        return meet(self, kind, x, ranks, *rest, **more)
-
     program = _odd(zero, microbatches=microbatches)
-    monkeypatch.setattr(LocalTransport, "_meet", counted)
-    program.step((torch.randn(16, WIDTH, dtype=torch.float64),))
+    sent = sent_in_a_step(program, (torch.randn(16, WIDTH, dtype=torch.float64),), monkeypatch)
     m, whole = microbatches, 4 * MATRIX
     gathered = {1: whole, 2: whole, 3: m * (2 * whole - MATRIX)}[zero]
     assert sent == {"gather": gathered, "scatter": whole if zero == 1 else m * whole}
@@ -134,26 +124,14 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(x.to_local().nbytes for x in tensors if hasattr(x, "to_local"))
 
 
-def _trained(axes: dict[str, int], options: dict[str, Any], folder: str, start: str) -> tuple[float, int, int]:
+def _trained(axes: dict[str, int], options: dict[str, Any], folder: str, start: str) -> tuple[int, int]:
     """Two clipped steps of AdamW as plain PyTorch does them, saved. Returns the bytes of a rank's parameters, and of
     its moments."""
     torch.set_num_threads(1)
     model, batch = _gpt(), _tokens()
     plain = copy.deepcopy(model)
     program = quintnet.compile(model, Mesh(**axes), batch, **options)
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (program, plain))
-    for _ in range(2):
-        ours.zero_grad()
-        theirs.zero_grad()
-        loss, expected = program.step(batch), plain(*batch)
-        expected.backward()
-        assert abs(loss - expected) < 1e-9
-        torch.nn.utils.clip_grad_norm_(program.parameters(), 0.5)
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        ours.step()
-        theirs.step()
-    for (name, mine), other in zip(program.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-8, atol=1e-9, msg=name)  # type: ignore[attr-defined]
+    ours = train_beside(program, plain, batch, 2)
     program.save(folder, step=1, optimizer=ours)
     again = quintnet.compile(_gpt(), Mesh(**axes), batch, **options)
     if start:  # what another layout wrote, written again
@@ -161,7 +139,7 @@ def _trained(axes: dict[str, int], options: dict[str, Any], folder: str, start: 
         again.load(start, optimizer=optimizer)
         again.save(f"{folder}-again", step=1, optimizer=optimizer)
     moments = [x for state in ours.state.values() for x in state.values() if x.dim()]
-    return float(loss), _bytes(list(program.parameters())), _bytes(moments)
+    return _bytes(list(program.parameters())), _bytes(moments)
 
 
 def _held(ranks: int, rank: int) -> int:
@@ -184,7 +162,7 @@ def test_processes_train_and_save_slices_of_odd_sizes(ranks: int, zero: int, tmp
     found = quintnet.launch(_trained, ranks, ({"dp": ranks}, {"zero": zero}, str(own), str(whole)), timeout=240)
     name = "step-00000001"
     _require_equal(whole / name, Path(f"{own}-again") / name)
-    for rank, (_, parameters, moments) in enumerate(found):
+    for rank, (parameters, moments) in enumerate(found):
         assert moments == 2 * _held(ranks, rank)
         assert parameters == _held(ranks, rank)
     program = quintnet.compile(_gpt(), Mesh(dp=2, tp=2), _tokens(), zero=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 
 import quintnet
 from quintnet import CompileError, Mesh
-from quintnet_compiler.runtime.transport.local import LocalTransport
 from quintnet_compiler.simulation.rehearsal import rehearse
 
+from .beside_plain import sent_in_a_step
 from .models import CASES, build
 
 torch.set_num_threads(1)
@@ -131,17 +130,8 @@ def _square(zero: int, **options: Any) -> quintnet.CompiledProgram:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_bytes_on_the_wire(zero: int, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ring collectives send per rank, in units of all parameters x 3/4: 2 with and without ZeRO 1."""
-    sent: Counter[str] = Counter()
-    meet = LocalTransport._meet
-
-    def counted(self: LocalTransport, kind: str, x: Tensor, ranks: tuple[int, ...], *rest: Any, **more: Any) -> Tensor:
-        if x.dim() and self.rank == 0 and "loss" not in rest[0]:
-            sent[kind] += x.nbytes * (len(ranks) if kind == "gather" else 1)
-        return meet(self, kind, x, ranks, *rest, **more)
-
     program = _square(zero, microbatches=microbatches)
-    monkeypatch.setattr(LocalTransport, "_meet", counted)
-    program.step((torch.randn(16, 16, dtype=torch.float64),))
+    sent = sent_in_a_step(program, (torch.randn(16, 16, dtype=torch.float64),), monkeypatch)
     whole, matrix = 4 * 16 * 16 * 8, 16 * 16 * 8
     m = microbatches
     assert (
