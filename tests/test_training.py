@@ -241,9 +241,11 @@ def test_checkpoints_of_other_hands(tmp_path: Path) -> None:
     first = _trainer({"dp": 1}, scheduler=None)
     first.program.save(tmp_path / "own", step=3, optimizer=first.optimizer)
     other = _trainer({"dp": 1}, scheduler=None, checkpoint_folder=tmp_path / "own")
+    before = [x.clone() for x in _weights(other)]
     with pytest.raises(quintnet.CheckpointError, match="was not written by a Trainer") as raised:
         other.fit()
     assert raised.value.code == "QN602"
+    assert all(torch.equal(a, b) for a, b in zip(before, _weights(other), strict=True))
     _trainer({"dp": 1}, scheduler=None, checkpoint_folder=tmp_path / "run", max_steps=2).fit()
     later = _trainer({"dp": 1}, checkpoint_folder=tmp_path / "run", max_steps=3)
     with pytest.warns(quintnet.CheckpointWarning, match="scheduler starts at its beginning"):

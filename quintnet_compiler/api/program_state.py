@@ -220,16 +220,18 @@ class ProgramState(abc.ABC):
 
         Args:
             folder: on a disk that all ranks share.
-            step: its number; a checkpoint of the same step is replaced.
+            step: its number. A checkpoint of the same step is replaced; those of later steps are of a run that this one
+                left, and move to ``folder/abandoned-01``.
             optimizer: of this program's parameters, whose state is saved with them.
             extra: anything that JSON can hold, such as a scheduler's ``state_dict()`` or the position in the data.
-            keep: how many of the newest checkpoints to keep; None: all.
+            keep: how many of the newest whole checkpoints to keep, this one among them; None: all.
 
         Returns:
             The checkpoint's path.
 
         Raises:
-            CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
+            CheckpointError: QN603 if it cannot be written, or another process writes there, QN604 if a tensor has no
+                values; on every rank.
         """
         to = Destination(Path(folder), step, keep, self._locks)
         found = self._snapshot(optimizer, extra).on_host(copy=False)

@@ -79,7 +79,7 @@ class FolderLock:
                 who = f"process {holder.process} on {shown(holder.host)}" if holder else "another process"
                 raise CheckpointError(
                     "QN603",
-                    f"{shown(str(self.path.parent))}: {who} writes its checkpoints there, and has not ended",
+                    f"{shown(str(self.path.parent))}: {who} writes its checkpoints there, and holds {NAME}",
                     fix="give each run a folder of its own, or end the other one",
                 )
             time.sleep(0.1)
@@ -108,11 +108,6 @@ class FolderLocks:
         place = folder.resolve()
         if place not in self.held or not self.held[place].in_place():
             self.held[place] = FolderLock(place)
-
-    def release(self) -> None:
-        for lock in self.held.values():
-            lock.release()
-        self.held.clear()
 
 
 def _start_of(process: int) -> int | None:

@@ -66,7 +66,7 @@ class Writer(StorageWriter):
     """Writes checkpoint ``step`` into ``folder``; the first rank then makes it appear (see :mod:`.manifest`).
 
     ``locks``: of the writing process. ``note``: this rank's part of what is not a tensor; ``merge``: makes one of all
-    ranks'. ``made``: where it lies, on the first rank.
+    ranks'.
     """
 
     folder: Path

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..api.compiled_program import CompiledProgram
-from ..checkpoint.manifest import available
+from ..checkpoint.documents import read_state
+from ..checkpoint.manifest import Damaged, available
 from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning
@@ -262,13 +263,8 @@ class Trainer:
     def _resume(self) -> None:
         if self.checkpoint_folder is None or self.history.step or not available(Path(self.checkpoint_folder)):
             return
+        _refuse_others(Path(self.checkpoint_folder))
         found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer)
-        if "trainer" not in found.extra:
-            raise CheckpointError(
-                "QN602",
-                f"{found.path} was not written by a Trainer: where the data stood is not known",
-                fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
-            )
         at = found.extra["trainer"]
         self.seen, self.epoch, self.in_epoch = at["seen"], at["epoch"], at["in_epoch"]
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
@@ -282,3 +278,23 @@ class Trainer:
             message = f"{found.path} has no scheduler's state: this run's scheduler starts at its beginning"
             warnings.warn(CheckpointWarning(message), stacklevel=3)
         self.history.step = self.history.resumed_from = self.saved = found.step
+
+
+def _refuse_others(folder: Path) -> None:
+    """Before anything is loaded.
+
+    Raises:
+        CheckpointError: QN602 if the newest checkpoint was not written by a Trainer: where the data stood is not known.
+    """
+    for entry in available(folder):
+        try:
+            state = read_state(entry.path)
+        except (Damaged, OSError):  # loading says it, and takes the one before
+            continue
+        if "trainer" not in state["extra"]:
+            raise CheckpointError(
+                "QN602",
+                f"{entry.path} was not written by a Trainer: where the data stood is not known",
+                fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
+            )
+        return

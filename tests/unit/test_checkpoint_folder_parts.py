@@ -80,8 +80,6 @@ def test_a_lock_is_told_from_that_of_an_ended_process(tmp_path: Path) -> None:
     (tmp_path / lock.NAME).unlink()
     locks.take(tmp_path)  # the folder has none any more: taken again
     assert (tmp_path / lock.NAME).exists()
-    locks.release()
-    assert not locks.held
     (tmp_path / lock.NAME).write_text("[")
     assert lock.Holder.read(tmp_path / lock.NAME) is None
 
