@@ -99,6 +99,18 @@ def num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+def size(count: float) -> str:
+    """Bytes, for people.
+
+    >>> size(1536), size(12), size(0)
+    ('1.50 KiB', '12 B', '0 B')
+    """
+    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:
     """The node's tensor arguments in order, with repeats."""
     found: list[fx.Node] = []

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from ..core.annotations import size
 from ..core.html import environment
-from ..simulation.timeline import size
 from .fold import FoldedUnit
 from .model_graph import Move, Operator
 

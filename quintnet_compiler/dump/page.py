@@ -12,11 +12,12 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ..core.annotations import size
 from ..core.html import environment
 from ..ir.plan import Plan
 from ..ir.program import DistributedProgram
 from ..simulation.chart import svg as timeline_svg
-from ..simulation.timeline import Timeline, duration, size
+from ..simulation.timeline import Timeline, duration
 from .code_view import stages_code
 from .communication import schedule_document, transfer_bytes
 from .drawing import title_of

@@ -8,9 +8,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ..core.annotations import size
 from ..core.axes import AXES
 from ..core.html import environment
-from .timeline import Event, RankTimeline, Timeline, duration, label, size
+from .timeline import Event, RankTimeline, Timeline, duration, label
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
 TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..core.annotations import size
 from ..core.errors import CompileError
 from ..schedules.schedule import Schedule
 
@@ -257,15 +258,3 @@ def duration(seconds: float) -> str:
         if abs(seconds) >= factor * 0.9995:
             return f"{seconds / factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
     return f"{seconds / 1e-9:.3g} ns"
-
-
-def size(count: float) -> str:
-    """For people.
-
-    >>> size(1536), size(12), size(0)
-    ('1.50 KiB', '12 B', '0 B')
-    """
-    for factor, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count:.0f} B"

@@ -6,8 +6,9 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..core.annotations import size
 from ..core.errors import CompileError
-from ..simulation.timeline import Event, MemorySample, RankTimeline, Timeline, size
+from ..simulation.timeline import Event, MemorySample, RankTimeline, Timeline
 from .machine import Machine
 from .steps import Collective, Compute, Hold, Receive, Release, Send, Step, Wait
 
