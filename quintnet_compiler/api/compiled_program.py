@@ -32,7 +32,7 @@ from ..runtime.backends.split_parameters import home_of, refuse_split, settle
 from ..runtime.execute.engines import ENGINES
 from ..runtime.execute.executor import Run
 from ..runtime.execute.record import Recorder
-from ..runtime.launch.heartbeat import running
+from ..runtime.launch.calls import announced, collective, running
 from ..runtime.launch.world import has_process
 from ..runtime.state.computed_loss import SettledLoss
 from ..runtime.state.module_parameters import check_fits
@@ -105,7 +105,7 @@ class CompiledProgram(ProgramReports):
         """
         self._require_training("measure")
         recorder = Recorder()
-        loss = self._run("train", batch, batch_is_local, recorder)[0]
+        loss = self._run("train", batch, batch_is_local, recorder, name="measure")[0]
         assert recorder.found is not None
         shown = recorder.found.rank in shown_ranks(self.mesh)
         told = self._state().told(recorder.found.to_json() if shown else "")
@@ -164,12 +164,14 @@ class CompiledProgram(ProgramReports):
         sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
         check_divides(self.mesh, 1, ids.shape[0])
-        if self._decoding is None:
-            self._decoding = Decoding(self._task.model, self._state(), self._programs.follow)
-        return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
+        with announced("generate", lambda: (ids, attention_mask, str(max_new_tokens), str(sampling), str(ends))):
+            if self._decoding is None:
+                self._decoding = Decoding(self._task.model, self._state(), self._programs.follow)
+            return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
 
     # -- proof
 
+    @collective
     def verify(
         self, batch: Any = None, *, steps: int = 2, float64: bool = False, limit: float | None = None
     ) -> VerifyReport:
@@ -314,16 +316,17 @@ class CompiledProgram(ProgramReports):
             else:
                 refuse_split(tensors)
                 plan, engine = primary.plan.to_json(), ENGINES[task.backend]()
-                self._backend = open_backend(
-                    self.mesh,
-                    primary.program,
-                    tensors,
-                    task.device,
-                    plan,
-                    engine,
-                    slots,
-                    tune_process=task.tune_process,
-                )
+                with announced("the set-up of a program"):
+                    self._backend = open_backend(
+                        self.mesh,
+                        primary.program,
+                        tensors,
+                        task.device,
+                        plan,
+                        engine,
+                        slots,
+                        tune_process=task.tune_process,
+                    )
                 settle(slots, primary, self._backend)
         return self._backend
 
@@ -338,10 +341,13 @@ class CompiledProgram(ProgramReports):
         if home is not None:
             program, backend = home.primary.program, self._state()
             names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
-            home.leave(backend.everywhere(program, names))
+            with announced("close"):
+                home.leave(backend.everywhere(program, names))
         self._backend, self._closed = None, True
 
-    def _run(self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None) -> list[Tensor]:
+    def _run(
+        self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None, *, name: str = ""
+    ) -> list[Tensor]:
         self._require_device({"train": "a step", "evaluate": "evaluate", "outputs": "calling the program"}[kind])
         if self._apart is not None:
             raise RunError(
@@ -357,7 +363,7 @@ class CompiledProgram(ProgramReports):
             return {"batch": batch, "changed": changed} if changed else batch
 
         try:
-            with running(self._given, self._steps, kind, local, given):
+            with running(self._given, self._steps, kind, local, given, name=name):
                 begun = True
                 found = self._run_here(kind, batch, local, recorder)
         except InputError as error:

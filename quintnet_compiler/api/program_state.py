@@ -24,6 +24,7 @@ from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
 from ..runtime.backends.backend import Backend, refuse_unset
+from ..runtime.launch.calls import collective, frequent
 from ..runtime.state.whole_optimizer import Make, WholeOptimizer
 from .initial_values import InitialValues, give_values
 
@@ -89,6 +90,7 @@ class ProgramState(abc.ABC):
             for name, p in brought.items():
                 p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])
 
+    @collective
     def initialize(self, values: InitialValues = "model", *, seed: int | None = None) -> None:
         """Give parameters and buffers initial values: the same on every layout. Each rank keeps its parts, and makes
         whole tensors one at a time.
@@ -117,6 +119,7 @@ class ProgramState(abc.ABC):
 
     # -- Hugging Face folders
 
+    @collective
     def load_pretrained(
         self, folder: str | Path, *, missing: Sequence[str] = (), unexpected: Sequence[str] = ()
     ) -> None:
@@ -137,6 +140,7 @@ class ProgramState(abc.ABC):
         """
         load_weights(self._pretrained(), Path(folder), Allowed(tuple(missing), tuple(unexpected)))
 
+    @collective
     def save_pretrained(self, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
         """Write a folder that ``transformers``' ``from_pretrained`` loads: config.json and safetensors (for a module
         that is not Hugging Face's, safetensors alone).
@@ -163,7 +167,8 @@ class ProgramState(abc.ABC):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``. Returns the norm before."""
-        return self._state().clip_grad_norm(self._primary().program, max_norm)
+        with frequent("clip_grad_norm"):
+            return self._state().clip_grad_norm(self._primary().program, max_norm)
 
     @property
     def loss_scale(self) -> float:
@@ -180,6 +185,7 @@ class ProgramState(abc.ABC):
         self._task = replace(self._task, plan=plan)
         self._steps = state["step"]
 
+    @collective
     def optimizer(self, make: Make, parameters: Iterable[Any] | None = None) -> WholeOptimizer:
         """An optimizer whose update of a parameter needs all of it (Muon, Adafactor, Shampoo): the same on every layout
         as ``make`` of the unsplit parameters.
@@ -203,6 +209,7 @@ class ProgramState(abc.ABC):
 
     # -- checkpoints
 
+    @collective
     def save(
         self,
         folder: str | Path,
@@ -239,6 +246,7 @@ class ProgramState(abc.ABC):
             self._saving.wait()
         return write(found, to)
 
+    @collective
     def save_async(
         self,
         folder: str | Path,
@@ -258,6 +266,7 @@ class ProgramState(abc.ABC):
             self._saving = Background.make()
         return self._saving.save(found, to)
 
+    @collective
     def load(
         self, folder: str | Path, *, step: int | None = None, optimizer: torch.optim.Optimizer | None = None
     ) -> Restored:

@@ -98,14 +98,14 @@ def test_the_place_is_that_of_the_collective() -> None:
 
 def test_ranks_that_the_watchdog_ended_are_not_to_blame(tmp_path: Path) -> None:
     rows = {
-        0: RankStatus(runs=5, step=4),
-        1: RankStatus(runs=4, step=3, at="train.py:12 in load"),
-        2: RankStatus(runs=5),
+        0: RankStatus(calls=5, step=4),
+        1: RankStatus(calls=4, step=3, at="train.py:12 in load"),
+        2: RankStatus(calls=5),
     }
     fault = Scene(3, rows, [], {0: -signal.SIGABRT, 2: -signal.SIGABRT}, [], tmp_path).fault()
     assert fault.ranks == (1,) and fault.error.code == "QN402" and fault.again
     assert "rank 1 did not come" in fault.error.message and "train.py:12 in load" in fault.error.message
-    together = {rank: RankStatus(runs=5) for rank in range(3)}
+    together = {rank: RankStatus(calls=5) for rank in range(3)}
     assert Scene(3, together, [], {0: -signal.SIGABRT}, [], tmp_path).fault().ranks == (0,)
     assert Scene(3, rows, [], {0: -signal.SIGKILL}, [], tmp_path).fault().ranks == (0,)
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,7 +105,7 @@ def test_rows_go_through_a_store() -> None:
 
 
 def test_ranks_that_were_given_something_else() -> None:
-    rows = {0: RankStatus(runs=2, given="a"), 1: RankStatus(runs=2, given="b"), 2: RankStatus(runs=2, given="a")}
+    rows = {0: RankStatus(calls=2, given="a"), 1: RankStatus(calls=2, given="b"), 2: RankStatus(calls=2, given="a")}
     assert differ(rows, 2) == ["rank 1: b", "all others: a"]
     assert differ(rows, 3) == [] and differ({0: rows[0], 2: rows[2]}, 2) == []
 
@@ -149,7 +150,11 @@ def test_the_first_error_that_is_no_echo_is_the_cause(tmp_path: Path) -> None:
     assert "rank 1 raised ValueError: no" in str(fault.error)
     assert "rank 0: Connection closed by peer" in str(fault.error)
     mine = InputError("QN106", "5 rows")
-    assert _scene(tmp_path, RankError(1, 2.0, "", "", False, mine)).fault().error is mine
+    one = RankError(1, 2.0, "", "", False, mine)
+    alone = _scene(tmp_path, one).fault().error
+    assert isinstance(alone, InputError) and alone.code == "QN106"
+    assert alone.message == "5 rows\n  raised on rank 1; rank 0 is at its start"
+    assert _scene(tmp_path, one, replace(one, rank=0)).fault().error is mine  # every rank says so
 
 
 def test_killed_stopped_and_late_ranks(tmp_path: Path) -> None:
@@ -168,10 +173,21 @@ def test_neighbours_count_looks_in_silence() -> None:
     store, watch = HashStore(), Neighbours(0, 3, silence=0.0)
     store.set("1", json.dumps({"beat": 1, "step": 4, "pid": 5, "host": "far"}))
     store.set("2", json.dumps({"beat": 1, "host": "far"}))
-    assert watch.look(store) == ""  # seen once: nothing is known of silence yet
-    assert watch.look(store) == "rank 1 has said nothing for 0 s in step 4 (pid 5 on far)"
+    store.set("0", "{}")
+    assert watch.look(store) is None  # seen once: nothing is known of silence yet
+
+    def said() -> str:
+        found = watch.look(store)
+        assert found is not None and found.code == "QN303"
+        return found.message
+
+    assert said() == "rank 1 has said nothing for 0 s in step 4 (pid 5 on far)"
     store.set("1", json.dumps({"beat": 2, "host": "far"}))
-    assert watch.look(store) == "rank 2 has said nothing for 0 s before its first step (pid 0 on far)"
+    assert said() == "rank 2 has said nothing for 0 s before its first step (pid 0 on far)"
+    store.set("0", json.dumps({"calls": 3, "kind": "save", "name": "save", "line": "train.py:41", "inside": True}))
+    store.set("2", json.dumps({"calls": 3, "kind": "step", "name": "step 2", "line": "train.py:37", "inside": True}))
+    found = watch.look(store)
+    assert found is not None and found.code == "QN401"
 
 
 def test_an_attempt_gets_a_name_of_its_own() -> None:

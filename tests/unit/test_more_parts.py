@@ -39,7 +39,8 @@ from quintnet_compiler.runtime.execute.replay_safety import Observed
 from quintnet_compiler.runtime.execute.segments import Segment, split
 from quintnet_compiler.runtime.launch import consistency, launchers
 from quintnet_compiler.runtime.launch.attempt import report
-from quintnet_compiler.runtime.launch.heartbeat import STEP, dump_stacks, last_step
+from quintnet_compiler.runtime.launch.board import Board, last_step
+from quintnet_compiler.runtime.launch.heartbeat import dump_stacks
 from quintnet_compiler.runtime.transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.ring import Circle
@@ -71,8 +72,8 @@ def test_who_started_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_step_that_a_rank_began_last(tmp_path: Path) -> None:
     assert last_step(tmp_path, 0) == -1
-    (tmp_path / "rank0.step").write_bytes(STEP.pack(7))
-    assert last_step(tmp_path, 0) == 7
+    Board(tmp_path, 1, 3).enter(1, "step", 7)
+    assert [last_step(tmp_path, rank) for rank in range(4)] == [-1, 7, -1, -1]
     dump_stacks(tmp_path, 0)
     assert "test_the_step_that_a_rank_began_last" in (tmp_path / "rank0.txt").read_text()
 

@@ -24,12 +24,14 @@ import torch.distributed as dist
 from ...compat.distributed import PrefixStore, TCPStore
 from ...core.errors import QuintNetError, RunError
 from .accelerator import take_accelerator
+from .disagreement import disagreement
 from .faults import Fault, RankError, Scene, stopped
-from .heartbeat import GRACE, PERIOD, VERDICT, Heartbeat
-from .rank_status import RankStatus, first_line, of_communication, read_rows
+from .heartbeat import GRACE, LOOK, PERIOD, VERDICT, Heartbeat
+from .rank_status import LONGEST_LINE, RankStatus, cut, first_line, of_communication, read_rows
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
+LONGEST_TEXT = 20_000  # characters of an error and its traceback
 LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
 LOOPBACK = "127.0.0.1"
 PRELOADED = ("torch", "torch.distributed.tensor", "quintnet_compiler.api.compile")  # what the fork server has imported
@@ -69,6 +71,7 @@ class Attempt:
         self.reports: dict[int, RankError] = {}
         self.ended: dict[int, int] = {}
         self.since: dict[int, float] = {}  # when a rank was first seen stopped
+        self.looks, self.apart = 0, dict[int, RankStatus]()  # rows of ranks that can never meet
         folder.mkdir()
 
     def __enter__(self) -> Attempt:
@@ -104,7 +107,7 @@ class Attempt:
         while len(self.results) < self.size:
             self._hear(PERIOD / 2)
             given_up = self._given_up()
-            if self.reports or self.ended or given_up:
+            if self.reports or self.ended or given_up or self._apart():
                 now = time.monotonic()
                 doubt = doubt or now
                 if self._scene(given_up).certain or now > doubt + SETTLE:
@@ -146,8 +149,16 @@ class Attempt:
         self.since = {rank: self.since.get(rank, now) for rank in seen}
         return [rank for rank, first in self.since.items() if now - first > STOPPED]
 
+    def _apart(self) -> bool:
+        """Whether ranks can never meet; looked for now and then."""
+        self.looks += 1
+        if not self.apart and self.looks % LOOK == 0:
+            rows = read_rows(self.store, range(self.size))
+            self.apart = rows if disagreement(rows) is not None else {}
+        return bool(self.apart)
+
     def _scene(self, given_up: Sequence[int]) -> Scene:
-        rows: dict[int, RankStatus] = read_rows(self.store, range(self.size))
+        rows: dict[int, RankStatus] = self.apart or read_rows(self.store, range(self.size))
         return Scene(self.size, rows, list(self.reports.values()), dict(self.ended), given_up, self.folder)
 
     def _end(self, given_up: Sequence[int]) -> Fault:
@@ -164,7 +175,7 @@ class Attempt:
         return Scene(self.size, seen.rows, [*seen.reports, *heard], ended, given_up, self.folder).fault()
 
     def _tell(self, why: str) -> None:
-        self.store.set(VERDICT, why)
+        self.store.set(VERDICT, cut(why, LONGEST_LINE))
 
 
 def work(job: Job, seat: Seat, pipe: Connection) -> None:
@@ -180,7 +191,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
         def connect() -> TCPStore:
             return TCPStore(LOOPBACK, seat.port, None, False, timeout=timedelta(seconds=LOST))
 
-        with Heartbeat(connect, seat.rank, seat.size, seat.folder, job.patience):
+        with Heartbeat(connect, seat.rank, seat.size, seat.folder, job.patience) as pulse:
             patience = timedelta(seconds=job.patience)
             dist.init_process_group(
                 **take_accelerator(seat.slot, seat.slots),  # alike on all ranks
@@ -190,6 +201,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
                 timeout=patience,
             )
             answer = job.fn(*job.args)
+            pulse.finish()
     except BaseException as error:
         send(pipe, seat.rank, report(seat.rank, error))
         return
@@ -218,10 +230,10 @@ def _prepare(seat: Seat) -> None:
 def report(rank: int, error: BaseException) -> RankError:
     """What is told of an error; before this process ends, so that it comes before what others then see."""
     when = time.monotonic()
-    text = "".join(traceback.format_exception(error))
+    text = cut("".join(traceback.format_exception(error)), LONGEST_TEXT)
     own = error if isinstance(error, QuintNetError) else None
     line = f"{own.code} {own.message}" if own is not None else f"{type(error).__name__}: {first_line(error)}"
-    return RankError(rank, when, line.splitlines()[0], text, of_communication(error), own)
+    return RankError(rank, when, cut(line.splitlines()[0], LONGEST_LINE), text, of_communication(error), own)
 
 
 def send(pipe: Connection, rank: int, answer: Any) -> None:

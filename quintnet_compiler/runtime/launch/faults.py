@@ -6,11 +6,13 @@ import contextlib
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ...core.errors import QuintNetError, RunError
-from .heartbeat import last_step
-from .rank_status import RankStatus
+from .board import last_step
+from .disagreement import Disagreement, disagreement, said_of
+from .rank_status import RankStatus, some_ranks
 
 REPEATABLE = ("QN302", "QN303", "QN402", "QN407")  # codes of faults that may not happen again
 
@@ -60,12 +62,20 @@ class Scene:
     @property
     def certain(self) -> bool:
         """Whether something was seen that explains itself; what is ``distant`` has its cause elsewhere."""
-        return bool(self.ended or self.stopped or any(not one.distant for one in self.reports))
+        seen = self.ended or self.stopped or any(not one.distant for one in self.reports)
+        return bool(seen or self.apart is not None)
+
+    @cached_property
+    def apart(self) -> Disagreement | None:
+        """What ranks are in that can never meet: whatever happened to them then is its consequence."""
+        return disagreement(self.rows)
 
     def fault(self) -> Fault:
         first = min((one for one in self.reports if not one.distant), key=lambda one: one.when, default=None)
+        if (apart := self.apart) is not None:
+            return self._fault(apart.code, apart.text, apart.ranks, apart.error.fix)
         if first is not None and first.error is not None:
-            return Fault(first.error, (first.rank,))
+            return Fault(self._with_rank(first, first.error), (first.rank,))
         if first is not None:
             return self._fault(
                 "QN302", f"rank {first.rank} raised {first.line}\n{first.text.rstrip()}", [first.rank], ""
@@ -88,18 +98,32 @@ class Scene:
         if late:
             lines = [f"rank {r} did not come{self._where(r)}: it is at {self.rows[r].at or 'its start'}" for r in late]
             return self._fault("QN402", "\n  ".join(lines), late, "see what it does there, or wait longer for it")
-        return self._fault("QN402", f"rank {waited.rank}: {waited.line}", [waited.rank], "")
+        message = f"rank {waited.rank}: {waited.line}\n  {said_of(self.rows)}"
+        return self._fault("QN402", message, [waited.rank], "")
 
     def _given_up_on(self) -> list[int]:
         """Ranks that had not begun the run in which all that ended were aborted, as NCCL's watchdog does where a
         collective takes too long."""
         if not self.ended or any(code != -signal.SIGABRT for code in self.ended.values()):
             return []
-        begun = min(self.rows[rank].runs if rank in self.rows else 0 for rank in self.ended)
-        return [r for r, row in sorted(self.rows.items()) if r not in self.ended and row.runs < begun]
+        begun = min(self.rows[rank].calls if rank in self.rows else 0 for rank in self.ended)
+        return [r for r, row in sorted(self.rows.items()) if r not in self.ended and row.calls < begun]
+
+    def _with_rank(self, first: RankError, error: QuintNetError) -> QuintNetError:
+        """The error as it is if every rank raised it; else with those that did, and where the others are."""
+        mine = error.code, error.message
+        told = {one.rank: one.error for one in self.reports if one.error is not None}
+        same = sorted({first.rank} | {rank for rank, one in told.items() if (one.code, one.message) == mine})
+        others = {rank: self.rows.get(rank, RankStatus()) for rank in range(self.size) if rank not in same}
+        if not others:
+            return error
+        message = f"{error.message}\n  raised on {some_ranks(same)}; {said_of(others)}"
+        return type(error)(error.code, message, where=error.where, fix=error.fix)
 
     def _fault(self, code: str, message: str, ranks: Sequence[int], fix: str) -> Fault:
         others = [f"rank {one.rank}: {one.line}" for one in self.reports if one.rank not in ranks]
+        if self.apart is not None:  # each rank that noticed says the same
+            others = [line for line in others if self.apart.text not in line]
         lines = [message, *sorted(others)]
         found = sorted(self.stacks.glob("rank*.txt")) if self.stacks.exists() else []
         if found:

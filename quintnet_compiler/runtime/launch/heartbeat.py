@@ -5,38 +5,52 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import mmap
 import os
 import socket
-import struct
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...compat.distributed import Store, flight_record
 from ...core.errors import InputError, QuintNetError, RunError
-from .rank_status import RankStatus, described, differ, first_line, of_communication, place, read_rows, shown
+from .board import Board
+from .disagreement import disagreement
+from .rank_status import RankStatus, brief, differ, first_line, place, read_rows, shown, shown_line
 
 PERIOD = 0.1  # seconds between two beats
 LOOK = 3  # beats between two looks at where the main thread is
 LATEST = 0.5  # seconds in which a rank that was given another batch waits to hear of all others
 GRACE = 2.0  # seconds that a rank may take to leave after it has heard of a fault
-STEP = struct.Struct("q")
 VERDICT = "verdict"  # key of what all ranks must hear of
 
 
 class Observer(Protocol):
     """Looks around at each beat of a rank."""
 
-    def look(self, store: Store) -> str:
-        """What is wrong with others; "" if nothing."""
+    def look(self, store: Store) -> RunError | None:
+        """What is wrong with others; None if nothing."""
         ...
+
+
+class CollectiveCall(NamedTuple):
+    """A call in which all ranks take part (see :mod:`.calls`). ``step``: the training step that it is, if it is one;
+    ``line``: the user's file and line."""
+
+    number: int = 0
+    kind: str = ""
+    given: Any = ()
+    step: int | None = None
+    line: tuple[str, int] = ("", 0)
+
+    @property
+    def name(self) -> str:
+        return f"step {self.step}" if self.kind == "step" else self.kind
 
 
 @dataclass
@@ -45,7 +59,7 @@ class Heartbeat:
 
     Args:
         connect: to the store of this attempt; nobody else uses what it returns.
-        folder: for the stacks of all threads when the run is over.
+        folder: for the stacks of all threads when the run is over, and the board of this machine's ranks.
         patience: seconds that ranks wait for each other.
     """
 
@@ -60,11 +74,13 @@ class Heartbeat:
     def __post_init__(self) -> None:
         self.store, self.beat = self.connect(), 0
         self.main = threading.get_ident()
-        self.now: tuple[int, int, Any] = 0, -1, ()  # one value: the other thread reads it
+        self.now = CollectiveCall()  # one value: the other thread reads it
+        self.inside = self.finished = False
+        self.step = -1  # that began last
+        self.usual: dict[Any, Any] = {}  # what frequent calls were given last
         self.place, self.looked = (False, ""), -1
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as this lives
-        self.mark = _mark(self.folder, self.rank)
-        STEP.pack_into(self.mark, 0, -1)
+        self.board = Board(self.folder, self.rank, self.size)
         self.lock, self.over = threading.Lock(), threading.Event()
         self.verdict = ""
         self.thread = threading.Thread(target=self._run, daemon=True, name="quintnet-pulse")
@@ -82,41 +98,49 @@ class Heartbeat:
 
     # -- what the main thread calls
 
-    def begin(self, step: int, given: Any, *, usual: bool) -> None:
-        """A run begins, with ``given`` (see :func:`described`). Unless that is ``usual``, ranks compare it.
+    def begin(self, kind: str, given: Any, step: int | None, line: tuple[str, int], *, usual: bool) -> None:
+        """A call begins, with ``given`` (see :func:`.rank_status.described`). Unless that is ``usual``, ranks compare
+        it.
 
         Raises:
             InputError: QN102 if ranks were given different batches.
-            RunError: QN402 if a rank does not come, QN303 if it is known that the run is over.
+            RunError: QN401 if another rank is in another call, QN402 if one does not come, QN303 if it is known that
+                the run is over.
         """
-        run = self.now[0] + 1
-        self.now = run, step, given
-        STEP.pack_into(self.mark, 0, step)
+        call = self.now = CollectiveCall(self.now.number + 1, kind, given, step, line)
+        if step is not None:
+            self.step = step
+        apart = self.board.enter(call.number, kind, self.step)
         if self.verdict:
             raise RunError("QN303", self.verdict)
-        if usual:
+        if usual and not apart:
             return
         self._write()
-        late = self._compare(run, step, self.patience)
-        if late:
+        late = self._compare(call, 2 * LATEST if usual else self.patience)
+        if late and not usual:
             rows = self._rows()
             places = "\n  ".join(f"rank {rank} is at {rows[rank].at or 'its start'}" for rank in late)
-            raise RunError("QN402", f"step {step}: not all ranks began it in {self.patience:g} s\n  {places}")
+            raise RunError("QN402", f"{call.name}: not all ranks began it in {self.patience:g} s\n  {places}")
+
+    def finish(self) -> None:
+        """This rank's function has returned: it makes no further call."""
+        self.finished = True
+        self._write()
 
     def cause(self, error: BaseException) -> QuintNetError:
         """Why communication failed, as far as this rank can tell."""
-        run, step, _ = self.now
+        call = self.now
         time.sleep(PERIOD)  # others' rows, and a verdict, may be under way
         try:
-            self._compare(run, step, 2 * PERIOD)
-        except InputError as found:
+            self._compare(call, 2 * PERIOD)
+        except QuintNetError as found:
             return found
         except Exception as lost:  # whoever keeps the rows is gone as well
-            return RunError("QN402", f"step {step}: {first_line(error)}; {first_line(lost)}")
+            return RunError("QN402", f"{call.name}: {first_line(error)}; {first_line(lost)}")
         known = error if isinstance(error, RunError) else None
-        why = f"step {step}: {first_line(error)}" if known is None else known.message
+        why = f"{call.name}: {first_line(error)}" if known is None else known.message
         if self.observer is not None:  # else the process that launched this one tells of the others
-            why = f"step {step}: {self.verdict}" if self.verdict else f"{why}{self._silent()}"
+            why = f"{call.name}: {self.verdict}" if self.verdict else f"{why}{self._silent()}"
         return RunError("QN402", why, where=known.where if known else None, fix=known.fix if known else "")
 
     def _silent(self) -> str:
@@ -126,22 +150,25 @@ class Heartbeat:
         ranks = [f"{rank} ({row.host})" for rank, row in self._rows().items() if row.beat == before[rank].beat]
         return f"; nothing is heard of ranks {', '.join(ranks)}" if ranks else ""
 
-    def _compare(self, run: int, step: int, patience: float) -> list[int]:
-        """Which ranks did not begin a run in time.
+    def _compare(self, call: CollectiveCall, patience: float) -> list[int]:
+        """Which ranks did not begin a call in time.
 
         Raises:
             InputError: QN102, the same on every rank, if ranks were given different batches.
+            RunError: QN401 if a rank is in another call, QN402 if one has finished.
         """
         start, pause = time.monotonic(), 0.001
         while True:
             rows = self._rows()
-            late = [rank for rank, row in rows.items() if row.runs < run]
+            if (apart := disagreement(rows)) is not None:
+                raise apart.error
+            late = [rank for rank, row in rows.items() if row.calls < call.number]
             waited = time.monotonic() - start
-            odd = differ(rows, run)
+            odd = differ(rows, call.number)
             if odd and (not late or waited > LATEST):
                 raise InputError(
                     "QN102",
-                    f"step {step}: ranks were given different batches\n  " + "\n  ".join(odd),
+                    f"{call.name}: ranks were given different batches\n  " + "\n  ".join(odd),
                     fix="read the same data on every rank, or as many rows of it with batch_is_local=True",
                 )
             if not late or waited > patience:
@@ -168,10 +195,10 @@ class Heartbeat:
                 self._leave(self.verdict)
 
     def _look(self) -> None:
-        """Where the main thread is, if it has been in one run since the last look."""
-        run = self.now[0]
-        self.place, stays = (False, ""), self.looked == run
-        self.looked = run
+        """Where the main thread is, if it has begun no further call since the last look."""
+        number = self.now.number
+        self.place, stays = (False, ""), self.looked == number
+        self.looked = number
         if stays:
             self.stacks.seek(0)
             self.stacks.truncate()
@@ -189,11 +216,13 @@ class Heartbeat:
             if not self.verdict and self.observer is not None:
                 self._announce(self.observer.look(self.store))
 
-    def _announce(self, found: str) -> None:
-        if found:
-            self.verdict = self.store.compare_set(VERDICT, "", found).decode()
-        if found and self.verdict == found:  # nobody else was first
-            print(RunError("QN303", f"{found}\n  stacks: {self.folder}"), file=sys.stderr, flush=True)
+    def _announce(self, found: RunError | None) -> None:
+        if found is None:
+            return
+        self.verdict = self.store.compare_set(VERDICT, "", found.message).decode()
+        if self.verdict == found.message:  # nobody else was first
+            message = f"{found.message}\n  stacks: {self.folder}"
+            print(RunError(found.code, message, fix=found.fix), file=sys.stderr, flush=True)
 
     def _leave(self, why: str) -> None:
         """Give the main thread time to fail by itself: its error says more."""
@@ -212,61 +241,26 @@ class Heartbeat:
 
     def _say(self) -> None:
         self.beat += 1
-        runs, step, given = self.now
-        row = RankStatus(self.beat, runs, step, shown(given), *self.place, os.getpid(), socket.gethostname())
+        now, waiting, at = self.now, *self.place
+        row = RankStatus(
+            beat=self.beat,
+            calls=now.number,
+            kind=now.kind,
+            name=now.name,
+            line=shown_line(*now.line),
+            inside=self.inside,
+            step=self.step,
+            given=brief(shown(now.given)),
+            waiting=waiting,
+            at=at,
+            finished=self.finished,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
         self.store.set(str(self.rank), json.dumps(asdict(row)))
 
 
 current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=None)
-
-
-def running(
-    known: dict[Any, Any], step: int, kind: str, local: bool, batch: Callable[[], Any]
-) -> contextlib.AbstractContextManager[None]:
-    """One run of a program on every rank. What fails in it because of another rank says so.
-
-    Args:
-        known: what the program's runs of each kind were given last.
-        batch: what this one is given; it is asked where there are other ranks to compare with.
-
-    Raises:
-        InputError: QN102 on every rank, if they were given different batches.
-        RunError: QN402 if communication fails.
-    """
-    pulse = current.get()
-    return contextlib.nullcontext() if pulse is None else _with_others(pulse, known, step, (kind, local), batch)
-
-
-@contextlib.contextmanager
-def _with_others(
-    pulse: Heartbeat, known: dict[Any, Any], step: int, key: tuple[str, bool], batch: Callable[[], Any]
-) -> Iterator[None]:
-    given = described(batch())
-    pulse.begin(step, given, usual=known.get(key) == given)
-    known[key] = given
-    try:
-        yield
-    except RuntimeError as error:
-        own = isinstance(error, QuintNetError) and error.code != "QN402"
-        if own or not of_communication(error):
-            raise
-        raise pulse.cause(error) from error
-
-
-def _mark(folder: Path, rank: int) -> mmap.mmap:
-    """Memory that outlives this process: a row may be a beat old when its rank dies."""
-    with (folder / f"rank{rank}.step").open("wb+") as file:
-        file.truncate(STEP.size)
-        return mmap.mmap(file.fileno(), STEP.size)
-
-
-def last_step(folder: Path, rank: int) -> int:
-    """The training step that a rank of this machine began last; -1 before the first."""
-    try:
-        found: int = STEP.unpack((folder / f"rank{rank}.step").read_bytes())[0]
-    except (OSError, struct.error):  # it never started
-        return -1
-    return found
 
 
 def dump_stacks(folder: Path, rank: int) -> None:

@@ -26,6 +26,7 @@ from ...compat.distributed import PrefixStore, Store
 from ...core.errors import QuintNetError, RunError
 from .accelerator import take_accelerator
 from .attempt import Job
+from .disagreement import disagreement
 from .faults import stopped
 from .heartbeat import PERIOD, VERDICT, Heartbeat, dump_stacks
 from .launchers import Started
@@ -60,7 +61,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         given = given.underlying_store
     shared = PrefixStore(prefix, given)
     name = meet(shared, rank, size, job.patience)
-    folder = Path(tempfile.mkdtemp(prefix="quintnet-"))
+    folder = folder_of(name)
     silence = min(LONGEST_SILENCE, job.patience)
     neighbours = Neighbours(rank, size, silence)
 
@@ -82,10 +83,21 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
             if isinstance(error, QuintNetError) or not of_communication(error):
                 raise
             raise pulse.cause(error) from error
+        pulse.finish()
         finish(store, rank, size)
         dist.destroy_process_group()
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)  # the other ranks of this machine do, too
     return results
+
+
+def folder_of(name: str) -> Path:
+    """A folder that the ranks of this machine share in the attempt ``name``, which nobody else can guess."""
+    folder = Path(tempfile.gettempdir()) / name.replace("/", "-")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid():
+            return folder
+    return Path(tempfile.mkdtemp(prefix="quintnet-"))
 
 
 @contextlib.contextmanager
@@ -159,10 +171,13 @@ class Neighbours:
     looks: dict[int, tuple[int, int]] = field(default_factory=dict)  # of each: its beat, and looks since it changed
     held: dict[int, int] = field(default_factory=dict)  # looks since it was first seen stopped
 
-    def look(self, store: Store) -> str:
-        others = sorted({(self.rank + way) % self.size for way in (-1, 1)} - {self.rank})
-        found = [self._judge(rank, row) for rank, row in read_rows(store, others).items()]
-        return next(filter(None, found), "")
+    def look(self, store: Store) -> RunError | None:
+        near = sorted({(self.rank + way) % self.size for way in (-1, 0, 1)})
+        rows = read_rows(store, near)
+        if (apart := disagreement(rows)) is not None:
+            return apart.error
+        found = [self._judge(rank, row) for rank, row in rows.items() if rank != self.rank]
+        return next((RunError("QN303", text) for text in found if text), None)
 
     def _judge(self, rank: int, row: RankStatus) -> str:
         beat, looks = self.looks.get(rank, (-1, 0))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import CompileError, FaultWarning
+from . import board
 from .attempt import Attempt, Job
 from .faults import Fault
 from .heartbeat import current
@@ -87,7 +88,7 @@ def launch(
 
 def _tidy(folder: Path) -> None:
     """Keep nothing but stacks."""
-    for one in folder.glob("*/*.step"):
+    for one in folder.glob(f"*/{board.NAME}"):
         one.unlink()
     for one in [*folder.iterdir(), folder]:
         if not any(one.iterdir()):

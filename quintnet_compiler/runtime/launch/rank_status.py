@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +20,29 @@ from ...core.errors import RunError
 
 OF_DEVICES = ("QN405", "QN406", "QN407")  # of this rank's own, whatever text of NCCL's caused them
 OTHERS = TORCH, PACKAGE, STDLIB, "<"
+SHOWN = 8  # ranks that a text names
+LONGEST_LINE = 1000  # characters of what goes through the store
 FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank last said of itself. ``runs``: begun so far, of any program; ``step``: the training step that it
-    began last, -1 before the first; ``given``: what the last run was given; ``waiting``: whether its main thread is in
-    communication; ``at``: the user's line that it is in."""
+    """What a rank last said of itself. ``calls``: begun so far (see :mod:`.calls`); of the last one, ``kind``, its
+    ``name`` for people, the user's ``line``, what it was ``given``, and whether the rank is still ``inside``; ``step``:
+    the training step that it began last, -1 before the first; ``waiting``: whether its main thread is in communication;
+    ``at``: the user's line that it is in; ``finished``: whether its function has returned."""
 
     beat: int = 0
-    runs: int = 0
+    calls: int = 0
+    kind: str = ""
+    name: str = ""
+    line: str = ""
+    inside: bool = False
     step: int = -1
     given: str = ""
     waiting: bool = False
     at: str = ""
+    finished: bool = False
     pid: int = 0
     host: str = ""
 
@@ -61,17 +71,24 @@ def of_communication(error: BaseException | None) -> bool:
     return False
 
 
-def differ(rows: Mapping[int, RankStatus], run: int) -> list[str]:
-    """What the ranks that are in a run were given, a line for each that differs from most; nothing if none does."""
+def differ(rows: Mapping[int, RankStatus], call: int) -> list[str]:
+    """What the ranks that are in a call were given, a line for each that differs from most; nothing if none does."""
     kinds: dict[str, list[int]] = {}
     for rank, row in rows.items():
-        if row.runs == run:
+        if row.calls == call:
             kinds.setdefault(row.given, []).append(rank)
     if len(kinds) < 2:
         return []
     usual = max(kinds, key=lambda given: len(kinds[given]))
     odd = sorted((rank, given) for given, ranks in kinds.items() if given != usual for rank in ranks)
     return [*(f"rank {rank}: {given}" for rank, given in odd), f"all others: {usual}"]
+
+
+def brief(text: str) -> str:
+    """A text that is short enough for the store, and differs where the long one does."""
+    if len(text) <= LONGEST_LINE:
+        return text
+    return f"{cut(text, LONGEST_LINE)} (SHA-256 {hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]})"
 
 
 def described(x: Any) -> Any:
@@ -96,6 +113,24 @@ def shown(given: Any) -> str:
     return str(given)
 
 
+def some_ranks(ranks: Sequence[int]) -> str:
+    """Ranks by their numbers, the first ones if they are many."""
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"
+
+
+def shown_line(file: str, number: int) -> str:
+    """A line of a file; its path from where the process works, if it is in there."""
+    return f"{file.removeprefix(os.getcwd() + os.sep)}:{number}" if file else ""
+
+
+def cut(text: str, most: int) -> str:
+    """A text of at most about ``most`` characters: its middle is left out where it has more."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... ({len(text) - most} characters left out) ... {text[-(most // 2) :]}"
+
+
 def place(stacks: str, thread: int) -> tuple[bool, str]:
     """Whether a thread is in communication, and the innermost line that is neither Python's, torch's nor ours.
 
@@ -114,4 +149,4 @@ def place(stacks: str, thread: int) -> tuple[bool, str]:
 def first_line(error: BaseException) -> str:
     """What an error says, without where in gloo it was and what is typical."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[\S*/gloo/\S*\] ", "", line).partition(". This is typically")[0]
+    return cut(re.sub(r"^\[\S*/gloo/\S*\] ", "", line).partition(". This is typically")[0], LONGEST_LINE)

@@ -19,11 +19,11 @@ from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import Shard
 from ...ir.program import DistributedProgram, StateSpec
+from ..launch.rank_status import SHOWN, some_ranks
 from .digests import digests, together
 
 MOST = 2**16  # elements of each tensor of a later batch that are looked at
 EVERY = 100  # runs, after the first ones
-SHOWN = 8  # names
 LATER = 0  # stands for the digest of a tensor that got its values after the module was compiled
 
 
@@ -49,9 +49,9 @@ class ValueDifference:
     def __str__(self) -> str:
         usual, *odd = self.split
         if len(odd) == 1:
-            who = f"{_ranks(odd[0])} {'have' if len(odd[0]) > 1 else 'has'} other values than {_ranks(usual)}"
+            who = f"{some_ranks(odd[0])} {'have' if len(odd[0]) > 1 else 'has'} other values than {some_ranks(usual)}"
         else:
-            who = f"{len(self.split)} different ones, of {' | '.join(_ranks(one) for one in self.split[:SHOWN])}"
+            who = f"{len(self.split)} different ones, of {' | '.join(some_ranks(one) for one in self.split[:SHOWN])}"
         kind = "" if self.kind in ("batch", "rows") else f"{self.kind}{'s' if len(self.names) > 1 else ''} "
         more = f" and {len(self.names) - SHOWN} more" if len(self.names) > SHOWN else ""
         return f"{who}: {kind}{', '.join(self.names[:SHOWN])}{more}"
@@ -216,8 +216,3 @@ def _error(found: Sequence[ValueDifference], where: str, mesh: Mesh) -> RunError
     if mesh.data_ways > 1 and any(one.kind == "batch" for one in found):
         fixes["or each data rank its own rows, with batch_is_local=True"] = None
     return RunError("QN404", "\n  ".join([f"{where}:", *map(str, found)]), fix="; ".join(fixes))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:SHOWN]))}{more}"

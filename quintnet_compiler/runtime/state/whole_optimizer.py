@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...core.errors import RunError
+from ..launch.calls import frequent
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]  # the program's, and what the optimizer has in its place
@@ -70,9 +71,10 @@ class WholeOptimizer(torch.optim.Optimizer):
             _refuse("an optimizer of whole parameters was given a closure, which would run other steps in between")
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: x for key, x in outer.items() if key != "params"})
-        self._tensors.collect(self._pairs)
-        self.inner.step()
-        self._tensors.spread(self._pairs)
+        with frequent("optimizer.step"):
+            self._tensors.collect(self._pairs)
+            self.inner.step()
+            self._tensors.spread(self._pairs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update({key: x for key, x in inner.items() if key != "params"})
         for parameter, whole in self._pairs:

@@ -1,0 +1,73 @@
+"""Ranks that can never meet: they are in different calls, or one of them has finished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...core.errors import RunError
+from .rank_status import RankStatus, some_ranks
+
+FIXES = {
+    "QN401": "make the same calls in the same order on every rank: take this one out of the `if` that only some ranks "
+    "enter (save_pretrained writes on rank 0 alone, save on each rank its part)",
+    "QN402": "give every rank the same number of batches",
+}
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """What the ranks are in. ``ranks``: those that are elsewhere than most."""
+
+    code: str
+    text: str
+    ranks: tuple[int, ...]
+
+    @property
+    def error(self) -> RunError:
+        return RunError(self.code, self.text, fix=FIXES[self.code])
+
+
+def disagreement(rows: Mapping[int, RankStatus]) -> Disagreement | None:
+    """Whether it is certain that ranks wait for each other in vain. Each rank counts its calls, so calls of one number
+    must be of one kind; and who has finished makes no further one. That a rank is late is no disagreement."""
+    for number in sorted({row.calls for row in rows.values()} - {0}):
+        here = {rank: row for rank, row in rows.items() if row.calls == number}
+        if len({row.kind for row in here.values()}) > 1:
+            return Disagreement("QN401", said_of(here), _odd(here))
+    waiting = {rank: row for rank, row in rows.items() if row.inside}
+    gone = {rank: row for rank, row in rows.items() if row.finished}
+    if waiting and gone and max(row.calls for row in waiting.values()) > min(row.calls for row in gone.values()):
+        return Disagreement("QN402", f"{said_of(gone)}; {said_of(waiting)}", tuple(gone))
+    return None
+
+
+def said_of(rows: Mapping[int, RankStatus]) -> str:
+    """What each rank is in, or has done last; ranks of which the same is said in one phrase."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for rank, row in sorted(rows.items()):
+        found.setdefault(_state(row), []).append(rank)
+    return ", ".join(
+        f"{some_ranks(ranks)} {verb if len(ranks) == 1 else PLURAL[verb]} {what}".rstrip()
+        for (verb, what), ranks in found.items()
+    )
+
+
+PLURAL = {"is in": "are in", "has left": "have left", "has finished": "have finished", "is at": "are at"}
+
+
+def _state(row: RankStatus) -> tuple[str, str]:
+    call = f"{row.name} at {row.line}" if row.line else row.name
+    if row.finished:
+        return "has finished", f"after step {row.step}" if row.step >= 0 else "before its first step"
+    if row.inside:
+        return "is in", call
+    if row.at:
+        return "is at", f"{row.at}, after {call}" if call else row.at
+    return ("has left", call) if call else ("is at", "its start")
+
+
+def _odd(rows: Mapping[int, RankStatus]) -> tuple[int, ...]:
+    kinds = [row.kind for row in rows.values()]
+    usual = max(dict.fromkeys(kinds), key=kinds.count)
+    return tuple(rank for rank, row in rows.items() if row.kind != usual)

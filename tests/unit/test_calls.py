@@ -1,0 +1,142 @@
+"""Calls that all ranks make are announced, and two that can never meet are known for what they are."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from quintnet_compiler.core.errors import InputError, RunError
+from quintnet_compiler.runtime.launch.board import KEPT, Board
+from quintnet_compiler.runtime.launch.calls import announced, collective, frequent, running, users_line
+from quintnet_compiler.runtime.launch.disagreement import disagreement, said_of
+from quintnet_compiler.runtime.launch.heartbeat import VERDICT, Heartbeat
+from quintnet_compiler.runtime.launch.rank_status import LONGEST_LINE, RankStatus, brief, cut, read_rows, some_ranks
+
+
+def test_the_later_rank_sees_that_the_earlier_one_is_in_another_call(tmp_path: Path) -> None:
+    one, other, third = (Board(tmp_path, rank, 3) for rank in range(3))
+    assert not one.enter(1, "step", 0) and not other.enter(1, "step", 0)
+    assert not one.enter(2, "save", 0)  # nobody else is there yet
+    assert other.enter(2, "step", 1)
+    assert not third.enter(1, "step", 0) and third.enter(2, "step", 1)
+    assert not one.enter(2 + KEPT, "step", 1) and not other.enter(2 + KEPT, "step", 1)
+
+
+def _row(calls: int, kind: str = "step", line: str = "train.py:37", **more: bool) -> RankStatus:
+    name = f"step {calls - 1}" if kind == "step" else kind
+    return RankStatus(calls=calls, kind=kind, name=name, line=line, step=calls - 1, **{"inside": True, **more})
+
+
+def test_ranks_in_different_calls_are_named_with_both_lines() -> None:
+    found = disagreement({0: _row(5, "save", "train.py:41"), 1: _row(5), 2: _row(5)})
+    assert found is not None and found.code == "QN401" and found.ranks == (0,)
+    assert found.text == "rank 0 is in save at train.py:41, ranks 1, 2 are in step 4 at train.py:37"
+    # a rank that has left its call has made it all the same
+    left = disagreement({0: _row(5, "save", inside=False), 1: _row(5)})
+    assert left is not None and left.text.startswith("rank 0 has left save at train.py:37")
+
+
+def test_a_rank_that_finished_is_said_to_have_finished() -> None:
+    gone = _row(13, inside=False, finished=True)
+    found = disagreement({0: _row(14), 1: gone})
+    assert found is not None and found.code == "QN402" and found.ranks == (1,)
+    assert found.text == "rank 1 has finished after step 12; rank 0 is in step 13 at train.py:37"
+    assert disagreement({0: _row(13), 1: gone}) is None  # the last step of both
+    assert disagreement({0: _row(14, inside=False), 1: gone}) is None  # it does not wait for anybody
+
+
+def test_late_ranks_do_not_disagree() -> None:
+    assert disagreement({0: _row(5), 1: _row(4)}) is None
+    assert disagreement({0: _row(5, "save"), 1: _row(4), 2: RankStatus()}) is None
+    assert disagreement({rank: RankStatus() for rank in range(3)}) is None
+    elsewhere = {0: _row(2, inside=False), 1: RankStatus(at="data.py:7 in read"), 2: RankStatus()}
+    assert said_of(elsewhere) == (
+        "rank 0 has left step 1 at train.py:37, rank 1 is at data.py:7 in read, rank 2 is at its start"
+    )
+
+
+def test_texts_that_are_too_long_for_a_store() -> None:
+    assert cut("short", 10) == "short"
+    long = cut("a" * 10**6 + "b", 100)
+    assert len(long) < 160 and long.endswith("b") and "999901 characters left out" in long
+    assert brief("x") == "x" and len(brief("y" * 10**6)) < LONGEST_LINE + 100
+    middle = ["y" * 5000 + one + "y" * 5000 for one in "ab"]
+    assert brief(middle[0]) != brief(middle[1])
+    assert some_ranks([3]) == "rank 3" and some_ranks(range(10)).endswith("7 and 2 more")
+
+
+class _Program:
+    @collective
+    def save(self, folder: str, *, step: int) -> str:
+        """Its text."""
+        return f"{folder} {step}"
+
+
+def test_without_other_ranks_nothing_is_announced() -> None:
+    assert _Program().save("a", step=3) == "a 3"
+    assert list(inspect.signature(_Program.save).parameters) == ["self", "folder", "step"]
+    assert _Program.save.__doc__ == "Its text."
+    with announced("load"), frequent("clip_grad_norm"), running({}, 0, "train", False, lambda: 1 / 0):
+        pass
+
+
+@pytest.fixture
+def pulses(tmp_path: Path) -> list[Heartbeat]:
+    store = HashStore()
+    for key, text in ((VERDICT, ""), ("0", "{}"), ("1", "{}")):
+        store.set(key, text)
+    return [Heartbeat(lambda: store, rank, 2, tmp_path, 1.0) for rank in range(2)]
+
+
+def test_a_call_is_refused_where_another_rank_is_in_another_one(pulses: list[Heartbeat]) -> None:
+    one, other = pulses
+    with one:
+        one.begin("step", (), 0, ("train.py", 37), usual=True)
+        one.inside = True
+        other.inside = True
+        start = time.monotonic()
+        with pytest.raises(RunError, match=r"rank 0 is in step 0 at train.py:37, rank 1 is in save at train.py:41"):
+            other.begin("save", (), None, ("train.py", 41), usual=False)
+        assert time.monotonic() - start < 1  # rank 0 said nothing by itself: its heartbeat did
+        rows = read_rows(one.store, range(2))
+        assert rows[1].name == "save" and rows[1].inside and rows[0].step == 0
+
+
+def test_a_frequent_call_of_the_same_kind_does_not_wait(pulses: list[Heartbeat]) -> None:
+    one, other = pulses
+    for pulse in (one, other):  # neither has a thread: nothing but the board is written
+        pulse.begin("step", (), 0, ("train.py", 37), usual=True)
+    assert json.loads(one.store.get("0")) == {}
+    other._write()
+    one.begin("step", (), 1, ("train.py", 37), usual=True)
+    one.finish()
+    with pytest.raises(RunError, match="rank 0 has finished after step 1; rank 1 is in step 2"):
+        other.inside = True
+        other.begin("step", (), 1, ("train.py", 37), usual=True)
+        other.begin("step", (), 2, ("train.py", 37), usual=False)
+
+
+def test_a_call_within_a_call_is_part_of_it(pulses: list[Heartbeat]) -> None:
+    one, other = pulses
+    other.begin("measure", "int", 0, ("", 0), usual=True)
+    other._write()
+    with one:
+        with running({}, 0, "train", False, lambda: 1, name="measure"), announced("save"), frequent("clip_grad_norm"):
+            assert one.now.name == "measure" and one.now.number == 1 and one.inside
+        assert not one.inside and one.now.line[0] == __file__
+        other.begin("evaluate", 2, None, ("", 0), usual=True)
+        other._write()
+        with pytest.raises(
+            InputError, match=r"evaluate: ranks were given different .*\n  rank 1: 2\n  all others: one"
+        ):
+            one.begin("evaluate", "one", None, ("", 0), usual=False)
+
+
+def test_the_users_line_is_the_innermost_one() -> None:
+    found = list(map(lambda _: users_line(), [0]))  # noqa: C417 -- a frame more
+    assert found[0][0] == __file__ and found[0][1] > 100
