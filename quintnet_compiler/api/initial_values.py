@@ -41,7 +41,7 @@ def give_values(
     else:
         own = values_of_reset(modules)
         wanted = {name for name in specs if name in own.changed or name in backend.unset}
-    backend.agree({"initial values": own.recording.digest})
+    backend.agree({"initial values": own.recording.text})
     own.require({name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items()}, wanted)
     _place(program, backend, wanted, lambda here: own.values(here, seed))
     backend.unset -= wanted

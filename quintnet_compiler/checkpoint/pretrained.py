@@ -52,7 +52,7 @@ def load_weights(subject: WeightsSubject, folder: Path, allowed: Allowed) -> Non
         with everywhere(backend, "QN601"):
             weights = stack.enter_context(open_weights(folder))
             sources = _checked(subject, folder, weights, allowed)
-        backend.agree({"weights": weights.digest})
+        backend.agree({"weights": weights.text})
         names = {name for name in sources if name in subject.program.state}
         with everywhere(backend, "QN601"), torch.no_grad():
             backend.unset |= names  # until all are read: what fails half-way must not run

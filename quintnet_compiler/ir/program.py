@@ -490,8 +490,8 @@ class DistributedProgram:
         return tuple(StageEdge(t.source, t.target, bool(t.backward)) for t in self.transfers)
 
     @property
-    def digest(self) -> str:
-        """SHA-256 of all that ranks must agree on: layout, schedule, and every stage's code."""
+    def text(self) -> str:
+        """All that ranks must agree on: layout, schedule, and every stage's code."""
         parts: list[object] = [self.mesh, self.axes, self.schedule, self.transfers, self.inputs, self.results]
         parts += [self.bucket_mib, self.batches]
         parts += [*sorted(self.state.items()), *sorted(self.values.items())]
@@ -500,7 +500,12 @@ class DistributedProgram:
             parts.append(stage.carried)
             for name, piece in stage.pieces.items():
                 parts += [name, piece.code, piece.static, piece.dynamic, piece.outputs]
-        return hashlib.sha256("\n".join(map(repr, parts)).encode()).hexdigest()
+        return "\n".join(part if isinstance(part, str) else repr(part) for part in parts)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of :attr:`text`."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     def rank(self, rank: int) -> RankProgram:
         """Rank ``rank``'s part."""

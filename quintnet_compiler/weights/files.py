@@ -54,11 +54,11 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a folder holds, by the names in its files. ``digest``: of all names, shapes and dtypes, and of each file's
-    size and end: what tells one checkpoint from another without reading it."""
+    """What a folder holds, by the names in its files. ``text``: all names, shapes and dtypes, and of each file the size
+    and a digest of its end: what tells one checkpoint from another without reading it."""
 
     stored: Mapping[str, Stored]
-    digest: str
+    text: str
 
 
 @contextlib.contextmanager
@@ -71,13 +71,13 @@ def open_weights(folder: Path) -> Iterator[Weights]:
     safe_open = _safetensors()
     found: dict[str, Stored] = {}
     problems: list[str] = []
-    digest = hashlib.sha256()
+    lines: list[str] = []
     with contextlib.ExitStack() as stack:
         for file, promised in sorted(_files(folder, problems).items()):
             try:
                 handle = stack.enter_context(safe_open(str(folder / file), framework="pt"))
                 names = list(handle.keys())
-                digest.update(_trace(folder / file))
+                lines.append(_trace(folder / file))
             except Exception as error:  # safetensors raises its own type, for anything that is wrong with a file
                 problems.append(f"{file}: {shown(str(error))}")
                 continue
@@ -88,20 +88,21 @@ def open_weights(folder: Path) -> Iterator[Weights]:
                     continue
                 view = handle.get_slice(name)
                 shape, kind = tuple(view.get_shape()), view.get_dtype()
-                digest.update(f"{name} {shape} {kind}".encode(errors="replace"))
+                lines.append(f"{one_line(name)} {shape} {kind}")
                 if kind not in DTYPES:
                     problems.append(f"{file}: the tensor {shown(name)} has the dtype {shown(kind)}")
                     continue
                 found[name] = Stored(file, name, shape, DTYPES[kind], _Loader(handle, name))
         refuse_all("QN601", folder, problems, fix="get the folder again from where it came")
-        yield Weights(MappingProxyType(found), digest.hexdigest())
+        yield Weights(MappingProxyType(found), "\n".join(lines))
 
 
-def _trace(path: Path) -> bytes:
+def _trace(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 2**16))
-        return f"{path.name} {size} ".encode() + file.read()
+        end = hashlib.sha256(file.read()).hexdigest()
+    return f"{one_line(path.name)}, {size} bytes, SHA-256 of the last ones {end}"
 
 
 @dataclass(frozen=True)

@@ -49,13 +49,13 @@ class Recording:
         self._digest = hashlib.sha256()
 
     @property
-    def digest(self) -> str:
+    def text(self) -> str:
         """The same where the same operators were recorded, with the same constants."""
-        found = self._digest.copy()
+        lines = []
         for call in self.tape.calls:
             given = [x for x in pytree.tree_leaves((call.args, dict(call.kwargs))) if not isinstance(x, MemoryPlace)]
-            found.update(f"{getattr(call.function, '__name__', '')} {given}\n".encode())
-        return found.hexdigest()
+            lines.append(f"{getattr(call.function, '__name__', '')} {given}")
+        return "\n".join([*lines, f"constants of SHA-256 {self._digest.hexdigest()}"])
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

@@ -90,12 +90,23 @@ def test_ranks_that_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         for rank, other in enumerate(rows):
             other.copy_(row)
             if rank == 1:
-                other[0] = ord("X")
+                other[1] = ord("X")
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(dist, "all_gather", gather)
     with pytest.raises(RunError, match="plan: rank 1: Xlan A; all others: plan A"):
         consistency.agree({"plan": "plan A"}, torch.device("cpu"))
+
+    def send(x: Tensor, source: int) -> None:
+        if source == 1 and x.dtype is torch.uint8:
+            x[:] = torch.tensor(list(long.replace("zero: 0", "zero: 3").encode()), dtype=torch.uint8)
+
+    long = "\n".join(["mesh: dp=2", "zero: 0", *(f"parameter {i}: I" for i in range(100))])
+    monkeypatch.setattr(dist, "broadcast", send)
+    with pytest.raises(RunError, match=r"plan: rank 1: zero: 3; all others: zero: 0\n"):
+        consistency.agree({"plan": long}, torch.device("cpu"))
+    assert consistency.first_difference("a\nb", "a") == ("b", "(nothing)")
+    assert consistency.first_difference("x" * 500 + "1", "x" * 500 + "2") == ("x" * 60 + "1", "x" * 60 + "2")
 
 
 # -- segments, records, replays

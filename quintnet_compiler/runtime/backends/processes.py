@@ -323,7 +323,7 @@ class ProcessBackend:
     def _ready(self, program: DistributedProgram, inputs: Sequence[Tensor], how: Run) -> _Process:
         found = self.ready.get(id(program))
         if found is None:
-            agree({"program": program.digest}, self.device)
+            agree({"program": program.text}, self.device)
             self.values.require(program, inputs, self.state, local=how.local)
             self.transport.add_groups(_groups(program, self.mesh))
             self.transport.connect(connections_of(program.schedule, self.mesh))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
 from ...core.errors import RunError
+from .rank_status import some_ranks
 
+SHORT, LONG = b"t", b"h"  # what the rest of a claim is
 WIDTH = 40  # bytes of one claim: a short text itself, or the start of a longer one's SHA-256
+AROUND = 60  # characters that are shown before and after the first difference of two long texts
 
 
 def agree(claims: Mapping[str, str], device: torch.device) -> None:
@@ -27,15 +31,32 @@ def agree(claims: Mapping[str, str], device: torch.device) -> None:
     dist.all_gather(rows, row)
     told = [bytes(r.tolist()) for r in rows]
     lines = []
-    for index, what in enumerate(claims):
-        values = [_text(t[index * WIDTH : (index + 1) * WIDTH]) for t in told]
+    for index, (what, text) in enumerate(claims.items()):
+        values = [t[index * WIDTH : (index + 1) * WIDTH] for t in told]
         usual, _ = Counter(values).most_common(1)[0]
-        odd = {rank: value for rank, value in enumerate(values) if value != usual}
+        odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
-            found = ", ".join(f"rank {rank}: {value}" for rank, value in odd.items())
-            lines.append(f"{what}: {found}; all others: {usual}")
+            others, one = values.index(usual), odd[0]
+            short = all(value.startswith(SHORT) for value in values)
+            known = {rank: _text(values[rank][1:]) if short else _from(rank, text, device) for rank in (others, one)}
+            here, there = (known[one], known[others]) if short else first_difference(known[one], known[others])
+            also = f" ({some_ranks(odd[1:])} too)" if len(odd) > 1 else ""
+            lines.append(f"{what}: rank {one}: {here}{also}; all others: {there}")
     if lines:
         raise RunError("QN403", "\n  ".join(lines), fix="start every rank with the same script, plan and packages")
+
+
+def first_difference(one: str, other: str) -> tuple[str, str]:
+    """Where two texts begin to differ, a line of each.
+
+    >>> first_difference("zero: 0\\ndp: 2", "zero: 0\\ndp: 4")
+    ('dp: 2', 'dp: 4')
+    """
+    pairs = zip_longest(one.splitlines(), other.splitlines(), fillvalue="(nothing)")
+    here, there = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    same = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
+    shown = slice(max(0, same - AROUND), same + AROUND)
+    return here[shown].strip(), there[shown].strip()
 
 
 def tell(text: str, device: torch.device) -> tuple[str, ...]:
@@ -49,10 +70,21 @@ def tell(text: str, device: torch.device) -> tuple[str, ...]:
     return tuple(_text(r.cpu().numpy().tobytes()) for r in rows)
 
 
+def _from(rank: int, text: str, device: torch.device) -> str:
+    """What ``rank`` has as ``text``, on every rank."""
+    data = text.encode(errors="replace")
+    size = torch.tensor(len(data), device=device)
+    dist.broadcast(size, rank)
+    most = max(1, int(size))
+    sent = torch.frombuffer(bytearray(data.ljust(most, b"\0")[:most]), dtype=torch.uint8).to(device)
+    dist.broadcast(sent, rank)
+    return _text(sent.cpu().numpy().tobytes())
+
+
 def _shortened(text: str) -> bytes:
-    data = text.encode()
+    data = SHORT + text.encode()
     if len(data) > WIDTH:
-        data = hashlib.sha256(data).hexdigest()[:16].encode()
+        data = LONG + hashlib.sha256(data).digest()
     return data.ljust(WIDTH, b"\0")
 
 
