@@ -19,7 +19,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from quintnet_compiler.compat.torch import FakeTensorMode
@@ -71,6 +71,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_model_mapping": transformers.AutoModelForCausalLM,
         "_normalize_placements_into_shard_order": DTensorSpec,
         "_pp_plan": _LLAMA,
+        "_split_tensor": Shard(0),
         "_tp_plan": _LLAMA,
         "_experts_implementation": transformers.MixtralConfig(),
         "_vjp_with_argnums": torch._functorch.eager_transforms,

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from ..capture.modes import refuse_autocast
+from ..checkpoint.dtensors import know_all_boxes
 from ..checkpoint.lock import FolderLocks
 from ..compat.torch import pytree
 from ..compat.torch_hooks import share_backward_hooks
@@ -328,6 +329,8 @@ class CompiledProgram(ProgramReports):
                         tune_process=task.tune_process,
                     )
                 settle(slots, primary, self._backend)
+                if self._spread:
+                    know_all_boxes()
         return self._backend
 
     def close(self) -> None:

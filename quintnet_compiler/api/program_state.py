@@ -56,7 +56,12 @@ class ProgramState(abc.ABC):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The module's state dict (with one process per rank: this rank's DTensors), and under ``loss_fn.`` that of the
-        loss function. The tensors are the trained ones, not copies."""
+        loss function. The tensors are the trained ones, not copies.
+
+        With :meth:`load_state_dict`, this makes a program Stateful for torch.distributed.checkpoint:
+        ``dcp.save({"model": program}, checkpoint_id=folder)`` writes, and ``dcp.load`` reads, what it does for the
+        plain module and for ``fully_shard``'s, on any layout.
+        """
         parameters = dict(self.named_parameters())
         found = {
             ".".join(filter(None, (prefix, name))): x
@@ -85,10 +90,12 @@ class ProgramState(abc.ABC):
         model.load_state_dict({name: x for name, x in state.items() if name not in of_loss})
         if loss_module:
             loss_module.load_state_dict({name.removeprefix("loss_fn."): x for name, x in of_loss.items()})
-            return
-        with torch.no_grad():
-            for name, p in brought.items():
-                p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])
+        else:
+            with torch.no_grad():
+                for name, p in brought.items():
+                    p.copy_(cuts[name](of_loss[name], p) if name in cuts else of_loss[name])
+        parameters = {spec.name for spec in self._primary().program.state.values() if spec.kind == "parameter"}
+        self._state().unset -= parameters | state.keys()  # other ranks load those of their stages
 
     @collective
     def initialize(self, values: InitialValues = "model", *, seed: int | None = None) -> None:
@@ -284,12 +291,16 @@ class ProgramState(abc.ABC):
                 shape and dtype that is not this program's. Nothing was changed, on any rank.
         """
         found = read(self._pretrained(), Path(folder), step, optimizer)
-        self.set_rng_state(found.run["rng"])
-        scaler = self._state().scaler
-        scaler.scale, scaler.good = found.run["loss_scale"]
+        if "rng" in found.run:
+            self.set_rng_state(found.run["rng"])
+        if "loss_scale" in found.run:
+            scaler = self._state().scaler
+            scaler.scale, scaler.good = found.run["loss_scale"]
         return found
 
     def _snapshot(self, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None) -> Snapshot:
-        scaler = self._state().scaler
+        subject, scaler = self._pretrained(), self._state().scaler
         run = {"rng": self.get_rng_state(), "loss_scale": [scaler.scale, scaler.good], "mesh": str(self._task.mesh)}
-        return snapshot(self._pretrained(), optimizer, extra or {}, run)
+        if subject.aliases:
+            run["tied"] = dict(subject.aliases)
+        return snapshot(subject, optimizer, extra or {}, run)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -20,8 +20,8 @@ __all__ = [
     "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
     "Store",  # likewise
     "TCPStore",  # likewise
-    "all_gather", "flight_record", "interleaved_shard", "local_tensor", "numbers_by",
-    "reduce_scatter", "replace_local_tensor",
+    "all_gather", "checkpoint_parts_by", "flight_record", "interleaved_shard", "is_interleaved", "local_tensor",
+    "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
     "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
 ]  # fmt: skip
 
@@ -61,6 +61,48 @@ def _redistribute_interleaved() -> None:
             return as_order(placements, mesh, False)
 
     spec._normalize_placements_into_shard_order = staticmethod(normalize)
+
+
+def positions_of(x: DTensor) -> list[Tensor]:
+    """For each dim, the global indices that this rank's part of a DTensor has, as its placements cut them; instead:
+    ``compute_local_shape_and_global_offset``, which gives the first of them."""
+    found = [torch.arange(size) for size in x.shape]
+    places = x.device_mesh.get_coordinate() or [0] * x.device_mesh.ndim
+    for axis, placement in enumerate(x.placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            whole = found[placement.dim].view(*[1] * placement.dim, -1)
+            cut: Any = placement._split_tensor(whole, x.device_mesh.size(axis), with_padding=False, contiguous=True)
+            found[placement.dim] = cut[0][places[axis]].flatten()
+    return found
+
+
+def is_interleaved(x: DTensor) -> bool:
+    """Whether a placement of ``x`` may leave this rank several runs of indices."""
+    return any(isinstance(placement, _StridedShard) for placement in x.placements)
+
+
+@cache
+def checkpoint_parts_by(part: Callable[[DTensor], Any]) -> None:
+    """From now on, where in a DTensor its part lies is what ``part`` says (None: what torch does), for
+    torch.distributed.checkpoint, which takes every part for one box that begins at its first index, and so reads and
+    writes other elements where it is several; instead: nothing, state dicts of optimizers are torch's own DTensors."""
+    kind: Any = DTensor
+    write, chunks, shard = kind.__create_write_items__, kind.__create_chunk_list__, kind.__get_tensor_shard__
+
+    def write_items(x: DTensor, fqn: str, given: Any) -> Any:
+        found = part(x)
+        return write(x, fqn, given) if found is None else found.__create_write_items__(fqn, given)
+
+    def chunk_list(x: DTensor) -> Any:
+        found = part(x)
+        return chunks(x) if found is None else found.__create_chunk_list__()
+
+    def tensor_shard(x: DTensor, index: Any) -> Any:
+        found = part(x)
+        return shard(x, index) if found is None else found.box(index)
+
+    kind.__create_write_items__, kind.__create_chunk_list__ = write_items, chunk_list
+    kind.__get_tensor_shard__ = tensor_shard
 
 
 @cache

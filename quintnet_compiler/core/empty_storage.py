@@ -24,6 +24,11 @@ def of_other_ranks(parameter: nn.Parameter, device: torch.device) -> nn.Paramete
     return parameter
 
 
+def is_of_other_ranks(parameter: nn.Parameter) -> bool:
+    """Whether :func:`of_other_ranks` has marked it."""
+    return _ELSEWHERE in parameter.__dict__
+
+
 def device_of(model: nn.Module) -> torch.device:
     """Where a module's parameters are: on the meta device only if all of them are, and no other rank has them."""
     devices = [p.__dict__.get(_ELSEWHERE, p.device) for p in model.parameters()]

@@ -1,0 +1,18 @@
+"""DTensors in the formats of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import DTensor
+
+from ..compat.distributed import checkpoint_parts_by, is_interleaved, local_tensor, positions_of
+from .parts import SavedPart
+
+
+def part_of(x: DTensor) -> SavedPart | None:
+    """Where in a DTensor this rank's part lies, if that may be several boxes (a packed weight's interleaved slices)."""
+    return SavedPart.of(local_tensor(x), x.shape, positions_of(x)) if is_interleaved(x) else None
+
+
+def know_all_boxes() -> None:
+    """From now on, torch.distributed.checkpoint reads and writes all boxes of DTensors in interleaved slices."""
+    checkpoint_parts_by(part_of)
