@@ -59,9 +59,13 @@ class RandomState(TypedDict):
 
 
 class RunNote(TypedDict):
-    rng: RandomState
-    loss_scale: tuple[StrictInt | StrictFloat, StrictInt]
+    """Without ``rng`` and ``loss_scale``: converted from a format that does not have them. ``tied``: further names of
+    parameters -> the name that they are stored under."""
+
+    rng: NotRequired[RandomState]
+    loss_scale: NotRequired[tuple[StrictInt | StrictFloat, StrictInt]]
     mesh: NotRequired[StrictStr]
+    tied: NotRequired[dict[StrictStr, StrictStr]]
 
 
 class StateNote(TypedDict):
@@ -97,7 +101,7 @@ def read_index(checkpoint: Path, files: Collection[str]) -> dict[str, IndexEntry
         for box in entry.boxes:
             if box.file not in files:
                 raise Damaged(f"{where}: {shown(box.file)} is not a file of this checkpoint")
-        if not _cover(entry.shape, entry.boxes):
+        if not covers(entry.shape, entry.boxes):
             raise Damaged(f"{where}: its boxes do not cover {entry.shape} exactly")
     return found
 
@@ -140,7 +144,7 @@ def _read(path: Path, kind: TypeAdapter[Any]) -> Any:
         raise Damaged(f"{path.name} is damaged: {shown(str(error))}") from None
 
 
-def _cover(shape: Sequence[int], boxes: Sequence[StoredBox]) -> bool:
+def covers(shape: Sequence[int], boxes: Sequence[StoredBox]) -> bool:
     """Whether boxes lie in ``shape``, do not overlap, and have as many elements together."""
     if any(len(box.at) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         return False

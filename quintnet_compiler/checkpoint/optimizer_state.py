@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError
 from ..runtime.state.whole_optimizer import WholeOptimizer
 from .parts import SavedPart
@@ -45,19 +46,41 @@ def stored(optimizer: torch.optim.Optimizer, places: Mapping[str, ParameterPlace
     for name, group in _named(optimizer, places, "QN603"):
         place = places[name]
         options[name] = {key: plain(x, f"option {key} of {name}") for key, x in group.items() if key != "params"}
-        for key, x in optimizer.state.get(place.parameter, {}).items():
-            if not isinstance(key, str):
-                raise CheckpointError(
-                    "QN603", f"the optimizer's state of {name} has the key {key!r}", fix="use texts as keys"
-                )
 
-            def put(path: str, x: Tensor, name: str = name, key: str = key) -> None:
-                tensors[f"{name}/{path}"] = _part(x, places[name], f"{key} of {name}", optimizer)
+        def put(path: str, key: str, x: Tensor, name: str = name) -> None:
+            tensors[f"{name}/{path}"] = _part(x, places[name], f"{key} of {name}", optimizer)
 
-            value = encoded(x, path_of(key), f"{key} of {name}", put)
-            if not isinstance(x, Tensor):
-                values.setdefault(name, {})[key] = value
+        if found := encoded_state(name, optimizer.state.get(place.parameter, {}), put):
+            values[name] = found
     return tensors, {"class": _kind(optimizer), "options": options, "values": values}
+
+
+def encoded_state(name: str, state: Mapping[Any, Any], put: Callable[[str, str, Tensor], None]) -> dict[str, Any]:
+    """What of a parameter's state is no tensor, as JSON. Tensors are given to ``put``, with their path and their key.
+
+    Raises:
+        CheckpointError: QN603 for keys or values that a checkpoint cannot hold.
+    """
+    values = {}
+    for key, x in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(
+                "QN603", f"the optimizer's state of {name} has the key {key!r}", fix="use texts as keys"
+            )
+
+        def give(path: str, x: Tensor, key: str = key) -> None:
+            put(path, key, x)
+
+        value = encoded(x, path_of(key), f"{key} of {name}", give)
+        if not isinstance(x, Tensor):
+            values[key] = value
+    return values
+
+
+def decoded_state(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A parameter's state from what :func:`encoded_state` gave. ``tensors``: by path."""
+    state = {key: decoded(x, tensors.__getitem__) for key, x in values.items()}
+    return state | {unquote(path): x for path, x in tensors.items() if ":" not in path}
 
 
 def _part(x: Tensor, place: ParameterPlace, what: str, optimizer: torch.optim.Optimizer) -> SavedPart:
@@ -101,7 +124,7 @@ def restored(
         CheckpointError: QN602 if it is not the state of such an optimizer for these parameters.
     """
     kind = _kind(optimizer)
-    if note["class"] != kind:
+    if note["class"] not in ("", kind):  # empty: converted from a format that does not say it
         raise CheckpointError("QN602", f"the optimizer is a {kind}, and the checkpoint has that of a {note['class']}")
     targets: dict[str, SavedPart] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -115,6 +138,9 @@ def restored(
         if name not in note["of"]:
             raise CheckpointError("QN602", f"the checkpoint's optimizer does not have {name}")
         options = note["options"][note["of"][name]]
+        if not note["class"] and options.keys() != group.keys() - {"params"}:
+            other = ", ".join(sorted(options.keys() ^ (group.keys() - {"params"})))
+            raise CheckpointError("QN602", f"the options of a {kind} are others than the checkpoint's: {other}")
         other, before = seen.setdefault(id(group), (name, options))
         if before != options:
             raise CheckpointError(
@@ -132,9 +158,7 @@ def restored(
             meta = saved[f"{name}/{path}"]
             whole = isinstance(optimizer, WholeOptimizer)
             made[path], targets[f"{name}/{path}"] = _room(place, meta, group, whole=whole)
-        values = note["values"].get(name, {})
-        states[name] = {key: decoded(x, made.__getitem__) for key, x in values.items()}
-        states[name] |= {unquote(path): x for path, x in made.items() if ":" not in path}
+        states[name] = decoded_state(note["values"].get(name, {}), made)
 
     def finish() -> None:
         for group, options in changes:
@@ -159,6 +183,8 @@ def _named(
     names = {id(place.parameter): name for name, place in places.items()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if is_of_other_ranks(parameter):  # of another pipeline stage, whose ranks have its state
+                continue
             if id(parameter) not in names:
                 raise CheckpointError(
                     code,

@@ -34,7 +34,7 @@ def save_weights(subject: WeightsSubject, folder: Path, max_file_bytes: int) -> 
     with everywhere(backend, "QN603"):
         entries, loose = _entries(subject, folder)
         if backend.first:
-            _make(folder, temporary)
+            make_new(folder, temporary)
     try:
         with everywhere(backend, "QN603"):
             files = files_of(entries, max_file_bytes)
@@ -53,7 +53,12 @@ def save_weights(subject: WeightsSubject, folder: Path, max_file_bytes: int) -> 
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _make(folder: Path, temporary: Path) -> None:
+def make_new(folder: Path, temporary: Path) -> None:
+    """Make ``temporary``, which is to become ``folder``.
+
+    Raises:
+        CheckpointError: QN603 if ``folder`` has something in it.
+    """
     if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
         raise CheckpointError(
             "QN603", f"{shown(str(folder))} exists and is not an empty folder", fix="save into a new folder"

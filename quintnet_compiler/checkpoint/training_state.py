@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..core.errors import CheckpointError, CheckpointWarning
-from ..weights.files import refuse_all, shown
+from ..weights.files import INDEX, SINGLE, refuse_all, shown
 from .documents import IndexEntry, StateNote, check_tensors, read_index, read_state
 from .folder import Entry, name_of
 from .lock import FolderLocks
@@ -28,8 +29,10 @@ from .parts import SavedPart
 from .pretrained import WeightsSubject, everywhere
 from .staging import on_host
 from .storage import LoadPlanning, Reader, SavePlanning, Writer
+from .tied import torn_ties, under_stored_names
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
+METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
@@ -128,11 +131,13 @@ def read(subject: WeightsSubject, folder: Path, step: int | None, optimizer: tor
     Raises:
         CheckpointError: QN601 or QN602 on every rank; nothing was changed.
     """
-    chosen = _choose(subject, folder, step)
+    chosen = choose(subject.backend.told, folder, step)
     checkpoint, note, reader = chosen.path, chosen.state, Reader(chosen.path, chosen.index)
     with everywhere(subject.backend, "QN601"):
         saved: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
         targets, places = _parts(subject)
+        aliases = {f"{MODEL}{alias}": f"{MODEL}{kept}" for alias, kept in subject.aliases.items()}
+        targets = under_stored_names(targets, aliases, saved)
         refuse_all("QN602", checkpoint, _misfits(targets, places, saved), fix="load into the model that was saved")
         finish = None
         if optimizer is not None:
@@ -141,12 +146,22 @@ def read(subject: WeightsSubject, folder: Path, step: int | None, optimizer: tor
             mine = {n.removeprefix(OPTIMIZER): x for n, x in saved.items() if n.startswith(OPTIMIZER)}
             room, finish = restored(optimizer, places, note["optimizer"], mine)
             targets |= {f"{OPTIMIZER}{name}": part for name, part in room.items()}
-    names = {name.removeprefix(MODEL) for name in saved if name.startswith(MODEL)}
-    subject.backend.unset |= names  # until all are read: what fails half-way must not run
     alone = not dist.is_initialized() or dist.get_world_size() == 1
-    try:
+
+    def fill(parts: dict[str, SavedPart]) -> None:
         with _quiet():
-            dcp_load(dict(targets), storage_reader=reader, planner=LoadPlanning(), no_dist=alone)
+            dcp_load(dict(parts), storage_reader=reader, planner=LoadPlanning(), no_dist=alone)
+
+    with everywhere(subject.backend, "QN601"):
+        torn = [
+            f"{one.removeprefix(MODEL)} and {other.removeprefix(MODEL)} are tied in the model, and differ here"
+            for one, other in torn_ties(targets, aliases, saved, fill)
+        ]
+        refuse_all("QN602", checkpoint, torn, fix="load a checkpoint of a model that ties them")
+    names = {subject.aliases.get(name, name) for name in _names(saved)}
+    subject.backend.unset |= names  # until all are read: what fails half-way must not run
+    try:
+        fill(targets)
     except CheckpointException as error:
         raise _failed("QN601", error, "load again: parameters may be of two checkpoints now") from error
     subject.backend.unset -= names
@@ -185,6 +200,10 @@ def _merged(step: int, notes: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return found
 
 
+def _names(saved: Iterable[str]) -> Iterator[str]:
+    return (name.removeprefix(MODEL) for name in saved if name.startswith(MODEL))
+
+
 def _misfits(
     mine: Mapping[str, SavedPart], places: Mapping[str, ParameterPlace], saved: Mapping[str, TensorStorageMetadata]
 ) -> list[str]:
@@ -201,17 +220,23 @@ def _misfits(
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class Chosen:
+    """A whole checkpoint, with its documents."""
+
     path: Path
     state: StateNote
     index: Mapping[str, IndexEntry]
 
 
-def _choose(subject: WeightsSubject, folder: Path, step: int | None) -> _Chosen:
-    """The checkpoint to load. All ranks read it together, each some of its files."""
-    backend = subject.backend
+def choose(told_by_all: Callable[[str], Sequence[str]], folder: Path, step: int | None) -> Chosen:
+    """The checkpoint to load: the newest whole one, or that of ``step``. All ranks read it together, each some of its
+    files. ``told_by_all``: what every rank has to tell, given what this one has.
+
+    Raises:
+        CheckpointError: QN601 if there is none.
+    """
     mine = [entry for entry in available(folder) if step is None or entry.step == step][:100]
-    there = backend.told(" ".join(f"{entry.step}/{entry.path.name}" for entry in mine))
+    there = told_by_all(" ".join(f"{entry.step}/{entry.path.name}" for entry in mine))
     world = len(there)
     rank = dist.get_rank() if world > 1 else 0
     for one in there[0].split():
@@ -222,10 +247,10 @@ def _choose(subject: WeightsSubject, folder: Path, step: int | None) -> _Chosen:
             check_files(entry.path, files[rank::world])
             index = read_index(entry.path, dict(files))
             check_tensors(entry.path, index, [file for file, _ in files[rank::world]])
-            found = _Chosen(entry.path, read_state(entry.path), index)
+            found = Chosen(entry.path, read_state(entry.path), index)
         except (Damaged, OSError) as error:
             trouble = str(error) or type(error).__name__
-        told = next((text for text in backend.told(trouble) if text), "")
+        told = next((text for text in told_by_all(trouble) if text), "")
         if not told:
             assert found is not None
             return found
@@ -233,14 +258,24 @@ def _choose(subject: WeightsSubject, folder: Path, step: int | None) -> _Chosen:
         if step is not None:
             raise CheckpointError("QN601", message, fix="load another step, or none to get the newest whole one")
         warnings.warn(CheckpointWarning(f"{message}; trying the one before"), stacklevel=4)
-    if step is not None:
-        steps = ", ".join(str(entry.step) for entry in available(folder)[:10]) or "none"
+    if step is not None and available(folder):
+        steps = ", ".join(str(entry.step) for entry in available(folder)[:10])
         raise CheckpointError(
             "QN601", f"{shown(str(folder))} has no checkpoint of step {step}", fix=f"load one that is there: {steps}"
         )
-    raise CheckpointError(
-        "QN601", f"{shown(str(folder))} has no whole checkpoint", fix="give the folder that was given to save"
-    )
+    raise CheckpointError("QN601", f"{shown(str(folder))} has no whole checkpoint", fix=_instead(folder))
+
+
+def _instead(folder: Path) -> str:
+    """How to load what is in a folder that has no checkpoint of this package."""
+    within = sorted(folder.iterdir()) if folder.is_dir() else []
+    dcp = next((path for path in (folder, *within) if (path / METADATA).is_file()), None)
+    if dcp is not None:
+        shell = f"quintnet convert {shlex.quote(str(dcp))} NEW_FOLDER --to quintnet"
+        return f"torch.distributed.checkpoint wrote it: {shell}; then load NEW_FOLDER"
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        return "it has safetensors: program.load_pretrained(folder)"
+    return "give the folder that was given to save"
 
 
 def _failed(code: str, error: CheckpointException, fix: str) -> CheckpointError:
