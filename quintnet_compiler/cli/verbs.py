@@ -24,6 +24,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "dump": "Write all that runs as files, and a page to look at it: index.html, which needs no network.",
         "diff": "What differs between two plans, or two dumps: decisions, files, and lines of code.",
         "verify": "Compare all ranks of a compiled program with the model itself, in this process.",
+        "convert": "Write a checkpoint in another format: ours, torch.distributed.checkpoint, safetensors.",
         "train": "Train a model as a file says, going on from the newest checkpoint if there is one.",
         "doctor": "What is here: versions, devices, interfaces, a compiler, and two processes that add numbers.",
         "calibrate": "Measure how long operators and collectives take on this machine.",

@@ -1,0 +1,127 @@
+"""From one format to another, in one process, which holds the whole checkpoint in its memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from ...core.errors import CheckpointError
+from ...weights.files import INDEX, SINGLE, shown
+from ..folder import named
+from ..manifest import MANIFEST
+from ..pretrained_save import make_new
+from ..training_state import METADATA
+from .contents import Contents
+from .dcp_folder import read_dcp, write_dcp
+from .quintnet_folder import read_quintnet, write_quintnet
+from .safetensors_folder import read_safetensors, write_safetensors
+
+
+class Format(StrEnum):
+    """What a folder is."""
+
+    QUINTNET = "quintnet"
+    DCP = "dcp"
+    SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How to read and what to write. ``step``: which checkpoint of a folder of several, or the number of what is
+    written; ``model_key``: see :func:`.dcp_folder.read_dcp`; ``rename``: see :meth:`.Contents.renamed`; ``config``: see
+    :func:`.safetensors_folder.write_safetensors`."""
+
+    step: int | None = None
+    model_key: str | None = None
+    rename: tuple[tuple[str, str], ...] = ()
+    config: Path | None = None
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was read and written. ``left_out``: what the source has and the destination does not."""
+
+    source: Format
+    destination: Format
+    tensors: int
+    bytes: int
+    optimizer: int
+    step: int
+    left_out: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source} -> {self.destination}: {self.tensors} tensors, {self.bytes / 2**20:.1f} MiB, "
+            f"the optimizer's state of {self.optimizer} parameters, step {self.step}"
+        ]
+        if self.left_out:
+            more = f" and {len(self.left_out) - 10} more" if len(self.left_out) > 10 else ""
+            lines.append(f"left out: {', '.join(map(shown, self.left_out[:10]))}{more}")
+        return "\n".join(lines)
+
+
+def format_of(folder: Path) -> Format:
+    """What is in a folder.
+
+    Raises:
+        CheckpointError: QN601 if it is none of the formats.
+    """
+    if (folder / MANIFEST).is_file() or named(folder):
+        return Format.QUINTNET
+    if (folder / METADATA).is_file():
+        return Format.DCP
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        return Format.SAFETENSORS
+    raise CheckpointError(
+        "QN601",
+        f"{shown(str(folder))} is no checkpoint: it has neither step-00000001/ and the like, nor {METADATA}, nor "
+        f"{SINGLE} or {INDEX}",
+        fix="give the folder that has them",
+    )
+
+
+def convert(source: Path, destination: Path, to: Format, choices: Choices = Choices()) -> Conversion:
+    """Write ``destination``, a new folder, with what ``source`` has.
+
+    Raises:
+        CheckpointError: QN601 or QN602 if the source cannot be read, QN603 if the destination cannot be written; there
+            is none then.
+    """
+    kind = format_of(source)
+    contents = _read(source, kind, choices).renamed(choices.rename)
+    left_out = contents.left_out
+    if to is Format.SAFETENSORS and contents.optimizer is not None:
+        left_out = ("the optimizer's state", *left_out)
+        contents = replace(contents, optimizer=None)
+    temporary = destination.parent / f".{destination.name}.{secrets.token_hex(8)}.tmp"
+    make_new(destination, temporary)
+    try:
+        if to is Format.QUINTNET:
+            write_quintnet(temporary, contents)
+        elif to is Format.DCP:
+            write_dcp(temporary, contents)
+        else:
+            write_safetensors(temporary, contents, choices.config)
+        os.rename(temporary, destination)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    size = sum(x.nbytes for x in contents.model.values())
+    states = 0 if contents.optimizer is None else sum(1 for one in contents.optimizer.state.values() if one)
+    return Conversion(kind, to, len(contents.model), size, states, contents.step, left_out)
+
+
+def _read(source: Path, kind: Format, choices: Choices) -> Contents:
+    if kind is Format.QUINTNET:
+        within = (source / MANIFEST).is_file()  # one checkpoint, not the folder that has it
+        step = int(source.name.rpartition("-")[2]) if within else choices.step
+        return read_quintnet(source.parent if within else source, step)
+    found = read_dcp(source, choices.model_key) if kind is Format.DCP else read_safetensors(source)
+    return found if choices.step is None else replace(found, step=choices.step)

@@ -1,0 +1,166 @@
+"""Which keys of a folder of torch.distributed.checkpoint are the model's and which the optimizer's.
+
+``{"model": ..., "optimizer": ...}`` becomes ``model.0.weight`` and ``optimizer.state.0.weight.exp_avg``; within another
+object's state, ``app.model.0.weight``; torchtitan has the model's names at the top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from ...core.errors import CheckpointError
+from ...weights.files import shown
+from .contents import OptimizerContents
+from .dcp_metadata import Paths
+
+STATE, GROUPS = "state.", "param_groups."
+STEP = "train_state.step"  # torchtitan's, as what is below, too
+BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")
+
+
+@dataclass(frozen=True)
+class DcpKeys:
+    """What the keys of the model and of the optimizer (None: there is none) begin with."""
+
+    model: str
+    optimizer: str | None
+    model_keys: frozenset[str]
+    optimizer_keys: frozenset[str]
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return self.model_keys | self.optimizer_keys
+
+
+def layout_of(items: Mapping[str, Any], model_key: str | None, own: str) -> DcpKeys:
+    """See :class:`DcpKeys`. ``own``: a key that is neither's.
+
+    Raises:
+        CheckpointError: QN602 if there are several optimizers, or no key is the model's.
+    """
+    found = {key[: key.index(GROUPS)] for key in items if f".{GROUPS}" in f".{key}"}
+    if len(found) > 1:
+        listed = ", ".join(shown(one.rstrip(".")) for one in sorted(found))
+        raise CheckpointError(
+            "QN602", f"there are several optimizers: {listed}", fix="save them to folders of their own"
+        )
+    optimizer = next(iter(found), None)
+    theirs = frozenset() if optimizer is None else _beginning(items, optimizer + STATE, optimizer + GROUPS)
+    tensors = [key for key, x in items.items() if isinstance(x, TensorStorageMetadata)]
+    rest = [key for key in tensors if key not in theirs and key != own and not key.startswith(BESIDE)]
+    if model_key is not None:
+        model = f"{model_key}." if model_key else ""
+    elif own in items:
+        model = "model."
+    else:
+        begin = f"{optimizer}{STATE}"
+        model = _prefix(rest, [key.removeprefix(begin) for key in theirs if key.startswith(begin)])
+    mine = frozenset(key for key in rest if key.startswith(model))
+    if not mine:
+        raise CheckpointError(
+            "QN602",
+            f"no tensor is under the model's key {shown(model)!r}; keys: {', '.join(map(shown, sorted(items)[:5]))}",
+            fix="give the key that the model had in the state dict that was saved: --model-key KEY",
+        )
+    return DcpKeys(model, optimizer, mine, theirs)
+
+
+def _beginning(keys: Iterable[str], *prefixes: str) -> frozenset[str]:
+    return frozenset(key for key in keys if key.startswith(prefixes))
+
+
+def _prefix(keys: Collection[str], stated: Collection[str]) -> str:
+    """What the model's keys begin with. ``stated``: a parameter's name, a dot, and what the optimizer keeps of it."""
+    usual = [one for one in ("app.model.", "model.", "") if any(key.startswith(one) for key in keys)]
+    if not stated:
+        return next((one for one in usual if all(key.startswith(one) for key in keys)), "")
+    for one in reversed(usual):
+        names = {key.removeprefix(one) for key in keys if key.startswith(one)}
+        if all(_name_in(names, text) is not None for text in stated):
+            return one
+    return usual[0] if usual else ""
+
+
+def _name_in(names: Collection[str], text: str) -> str | None:
+    """The longest of ``names`` that ``text`` begins with, and then has a dot."""
+    at = len(text)
+    while (at := text.rfind(".", 0, at)) > 0:
+        if text[:at] in names:
+            return text[:at]
+    return None
+
+
+def optimizer_of(
+    layout: DcpKeys, values: Mapping[str, Any], names: Collection[str], paths: Paths, kind: str
+) -> OptimizerContents | None:
+    """The optimizer's state and options by parameter.
+
+    Raises:
+        CheckpointError: QN602 for state of what is no parameter, as where an optimizer's own ``state_dict`` was saved,
+            which numbers parameters.
+    """
+    if layout.optimizer is None:
+        return None
+    state: dict[str, dict[Any, Any]] = {}
+    flat: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key in sorted(layout.optimizer_keys):
+        rest, value = key.removeprefix(layout.optimizer), values[key]
+        if rest.startswith(STATE):
+            name = _required(names, rest.removeprefix(STATE))
+            _put(state.setdefault(name, {}), _inner(rest[len(STATE) + len(name) + 1 :], paths.get(key, ())), value)
+            continue
+        rest = rest.removeprefix(GROUPS)
+        known = _name_in(names, rest)
+        number, _, option = rest.partition(".")
+        if known is not None:
+            flat.setdefault(known, {})[rest[len(known) + 1 :]] = value
+        elif number.isdecimal():
+            groups.setdefault(number, {})[option] = value
+        else:
+            _required(names, rest)
+    options = {}
+    for group in groups.values():
+        for name in group.pop("params", ()):
+            options[_required(names, f"{name}.")] = group
+    made = {name: {key: _listed(x) for key, x in one.items()} for name, one in state.items()}
+    return OptimizerContents(kind, made, {**options, **flat})
+
+
+def _required(names: Collection[str], text: str) -> str:
+    found = _name_in(names, text)
+    if found is None:
+        raise CheckpointError(
+            "QN602",
+            f"the optimizer has {shown(text.rstrip('.'))}, which belongs to no parameter of the checkpoint",
+            fix="save get_optimizer_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict, which has "
+            "names where optimizer.state_dict() has numbers; or say where the model is: --model-key KEY",
+        )
+    return found
+
+
+def _inner(rest: str, path: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """The keys of a value within a parameter's state: as the file says, else those between dots."""
+    for at in range(len(path)):
+        if ".".join(map(str, path[at:])) == rest:
+            return path[at:]
+    return tuple(rest.split("."))
+
+
+def _put(into: dict[Any, Any], keys: tuple[str | int, ...], value: Any) -> None:
+    for key in keys[:-1]:
+        into = into.setdefault(key, {})
+    into[keys[-1]] = value
+
+
+def _listed(x: Any) -> Any:
+    """Dicts whose keys are the numbers of a list's items, as lists."""
+    if not isinstance(x, dict):
+        return x
+    made = {key: _listed(one) for key, one in x.items()}
+    numbers = list(range(len(made)))
+    return [made[i] for i in numbers] if made and sorted(made, key=str) == sorted(numbers, key=str) else made

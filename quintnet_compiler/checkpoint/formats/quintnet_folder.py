@@ -1,0 +1,75 @@
+"""This package's own checkpoints, whole in one process."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from ..lock import FolderLocks
+from ..optimizer_state import decoded_state, encoded_state, plain
+from ..parts import SavedPart
+from ..storage import LoadPlanning, Reader
+from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, choose, write
+from .contents import Contents, OptimizerContents
+
+
+def read_quintnet(folder: Path, step: int | None) -> Contents:
+    """Read the newest whole checkpoint, or that of ``step``. A tied parameter is under each of its names.
+
+    Raises:
+        CheckpointError: QN601 if none is whole.
+    """
+    chosen = choose(lambda text: (text,), folder, step)
+    reader = Reader(chosen.path, chosen.index)
+    metadata: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
+    wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in metadata.items()}
+    targets = {name: SavedPart.whole(x) for name, x in wholes.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_load(targets, storage_reader=reader, planner=LoadPlanning(), no_dist=True)
+    note = chosen.state
+    model = {name.removeprefix(MODEL): x for name, x in wholes.items() if name.startswith(MODEL)}
+    model |= {other: model[kept] for other, kept in note["run"].get("tied", {}).items() if kept in model}
+    optimizer = None
+    if "optimizer" in note:
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for full, x in wholes.items():
+            if full.startswith(OPTIMIZER):
+                name, _, path = full.removeprefix(OPTIMIZER).rpartition("/")
+                tensors.setdefault(name, {})[path] = x
+        saved = note["optimizer"]
+        optimizer = OptimizerContents(
+            saved["class"],
+            {name: decoded_state(saved["values"].get(name, {}), tensors.get(name, {})) for name in saved["of"]},
+            {name: saved["options"][number] for name, number in saved["of"].items()},
+        )
+    return Contents(model, optimizer, note["step"], note["extra"], note["run"])
+
+
+def write_quintnet(folder: Path, contents: Contents) -> None:
+    """Write ``contents`` as the checkpoint of its step.
+
+    Raises:
+        CheckpointError: QN603 if the folder cannot be written, or an optimizer's value cannot be kept.
+    """
+    parts = {f"{MODEL}{name}": SavedPart.whole(x) for name, x in contents.model.items()}
+    note: dict[str, Any] = {"extra": dict(contents.extra), "run": dict(contents.run), "torch": torch.__version__}
+    found = contents.optimizer
+    if found is not None:
+        values, options = {}, {}
+        for name, given in found.options.items():
+            options[name] = {key: plain(x, f"option {key} of {name}") for key, x in given.items()}
+        for name, state in found.state.items():
+
+            def put(path: str, key: str, x: Tensor, name: str = name) -> None:
+                parts[f"{OPTIMIZER}{name}/{path}"] = SavedPart.whole(x)
+
+            values[name] = encoded_state(name, state, put)
+        note["optimizer"] = {"class": found.kind, "options": options, "values": values}
+    write(Snapshot(parts, note), Destination(folder, contents.step, None, FolderLocks()))
