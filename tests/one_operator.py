@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from quintnet_compiler.compat.torch import FakeTensorMode
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.annotations import Leaf, facts, is_float, needs_grad, values
 from quintnet_compiler.core.mesh import Mesh
@@ -47,7 +47,6 @@ AXES = ("dp", "tp", "cp")
 # Shared by all programs here, because they depend on calls alone: autograd's traces, and what calls make.
 MODE = FakeTensorMode(allow_non_fake_inputs=True)
 TRACES: dict[Any, Any] = {}
-RESULTS: dict[Any, Any] = {}
 TOLERANCE = 1e-12
 
 
@@ -269,7 +268,6 @@ class OneOperator:
 
 def operator_program(sample: Sample, known: Reference) -> OneOperator:
     builder = GraphBuilder(MODE)
-    builder.results = RESULTS
 
     def leaf(name: str, x: Tensor, grad: bool) -> fx.Node:
         kind = Leaf("parameter" if grad else "input", name, trainable=grad)
@@ -339,10 +337,9 @@ def lowered(program: ShardedProgram, rules: Mapping[Any, Rule]) -> Differentiate
     calls = [n for n in program.program.graph.nodes if n.op == "call_function"]
     # what the passes InsertCommunication and Differentiate run
     lowering = _CommunicationLowering(StagedProgram(program, 1, dict.fromkeys(calls, 0)), dict(rules))
-    lowering.builder.results = RESULTS
     lowering.padding.zeros = NoZeros()
     tape = _Tape(lowering.run(), any(needs_grad(n) for n in calls), {})
-    tape.operators.templates, tape.builder.results = TRACES, RESULTS
+    tape.operators.templates = TRACES
     return tape.run()
 
 

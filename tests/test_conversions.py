@@ -27,7 +27,6 @@ from quintnet_compiler.ir.program import Axis, ShardedProgram, Strategy
 from .one_operator import (
     AXES,
     MODE,
-    RESULTS,
     as_program,
     lay_out,
     lowered,
@@ -56,7 +55,6 @@ def fits(kinds: Sharding, ranks: tuple[int, ...]) -> bool:
 def program(source: Sharding, target: Sharding, axes: tuple[Axis, ...], *, training: bool) -> ShardedProgram:
     """A value made in sharding ``source`` from a leaf, returned as ``target``; its loss is ``sum(value * cotangent)``."""
     builder = GraphBuilder(MODE)
-    builder.results = RESULTS
     with MODE:
         fake = torch.empty(SHAPE, dtype=torch.float64)
     leaf = Leaf("parameter", "x", trainable=True) if training else Leaf("input", "x")

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import quintnet
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.cli.dump import dump
 from quintnet_compiler.cli.estimate import estimate
+from quintnet_compiler.compat.torch import FakeTensorMode
 from quintnet_compiler.core.absent_gpu import CUDA, AbsentGpu
 from quintnet_compiler.core.annotations import facts, values
 from quintnet_compiler.cost_models.hardware import A100_80

@@ -52,14 +52,18 @@ class Term:
 
 
 def check_backward(
-    program: DifferentiatedProgram, training: bool = True, templates: Mapping[Hashable, Any] | None = None
+    program: DifferentiatedProgram,
+    training: bool = True,
+    templates: Mapping[Hashable, Any] | None = None,
+    proven: set[Hashable] | None = None,
 ) -> None:
     """``templates``: operators that were traced; each that the program has is proven before it is believed.
+    ``proven``: what proofs of other programs said of smaller calls; proofs of this one are added.
 
     Raises:
         CompileError: QN209 with the operator whose forward or backward is not what it should be.
     """
-    _Check(program, training, templates or {}).run()
+    _Check(program, training, templates or {}, proven).run()
 
 
 @dataclass
@@ -67,6 +71,7 @@ class _Check:
     program: DifferentiatedProgram
     training: bool
     templates: Mapping[Hashable, Any]
+    proven: set[Hashable] | None = None
     patterns: dict[Hashable, Pattern] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,7 +82,7 @@ class _Check:
         # placeholders of patterns only need fake values
         self.scratch = GraphBuilder(self.local.mode)
         absent = self.local.staged.sharded.program.absent
-        self.operators = Derivatives(self.scratch, dict(self.templates), absent)
+        self.operators = Derivatives(self.scratch, dict(self.templates), absent, self.proven)
         self.terms: dict[tuple[Value, int | None], list[Term]] = defaultdict(list)
 
     def run(self) -> None:

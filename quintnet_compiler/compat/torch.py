@@ -60,7 +60,11 @@ def recording() -> bool:
 
 class FakeTensorMode(TorchFakeTensorMode):  # type: ignore[no-untyped-call]
     """torch's own. Before 2.13 it says that attention on the CPU in float64 saves its logarithms of sums in float32;
-    they are in float64, and twice as large."""
+    they are in float64, and twice as large. ``results``: what operators made, for all graphs of this mode."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.results: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made: Any = super().__torch_dispatch__(func, types, args, kwargs)

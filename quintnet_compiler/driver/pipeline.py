@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
@@ -77,7 +77,7 @@ class Request:
     """What to compile for: everything but the model. ``held``: (cache, axis) -> the type that it has already;
     ``absent``: what ``device`` is, where this machine has none; ``lengths``: sizes of the batch that vary, beside the
     number of rows; ``known``: a program of the same kind for other sizes; ``fused``: whether what runs the program
-    fuses operators."""
+    fuses operators; ``proven``: derivatives that were proven for other programs, see :func:`check_backward`."""
 
     mesh: Mesh
     plan: Plan
@@ -89,6 +89,7 @@ class Request:
     lengths: Mapping[str, int] = field(default_factory=dict)
     known: ShardedProgram | None = None
     fused: bool = False
+    proven: set[Hashable] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,9 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         Recompute, "DifferentiatedProgram", "what the backward computes, or gathers, again (activation checkpointing)",
         _recompute,
-        lambda s, before, after: [(check_backward, (after, s.differentiate.training, s.differentiate.templates))],
+        lambda s, before, after: [
+            (check_backward, (after, s.differentiate.training, s.differentiate.templates, s.request.proven))
+        ],
     ),
     PassSpec(
         JoinSlices, "DifferentiatedProgram", "which gradients of slices are joined instead of added up",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -40,6 +40,7 @@ class Programs:
         self.task = task
         self.captured: dict[str, Captured] = {}
         self._versions = CapturedVersions()
+        self._proven: set[Hashable] = set()
         self._primary: Compiled | None = None
         self._parameters: Mapping[str, Tensor] = {}
         self.slots: Slots | None = None  # of the parameters of the program that leads
@@ -121,7 +122,17 @@ class Programs:
         task, primary = self.task, self.primary
         sharded = None if known is None else known.source.local.staged.sharded
         request = Request(
-            task.mesh, primary.plan, size, task.device, task.rules, held, task.absent, lengths, sharded, task.fused
+            task.mesh,
+            primary.plan,
+            size,
+            task.device,
+            task.rules,
+            held,
+            task.absent,
+            lengths,
+            sharded,
+            task.fused,
+            self._proven,
         )
         with without_autocast():
             return follow_program(captured, request, primary, Runner(), training=training)
@@ -148,7 +159,14 @@ class Programs:
         with without_autocast():
             if home is None:
                 request = Request(
-                    task.mesh, task.plan, size, task.device, task.rules, absent=task.absent, fused=task.fused
+                    task.mesh,
+                    task.plan,
+                    size,
+                    task.device,
+                    task.rules,
+                    absent=task.absent,
+                    fused=task.fused,
+                    proven=self._proven,
                 )
                 primary = compile_program(version.captured, request, Runner(), training=task.training)
             else:

@@ -34,7 +34,7 @@ class GraphBuilder:
         # Within one scope (a stage, say) equal calls are one node; None: every call is a node of its own.
         self.scope: Hashable = None
         self.shared: dict[Hashable, fx.Node] = {}
-        self.results: dict[Hashable, Value] = {}
+        self.results: dict[Hashable, Value] = mode.results
         self.where = Where()
         self.backward = False
 
@@ -85,7 +85,8 @@ class GraphBuilder:
         )
 
     def _result(self, target: Target, args: Any, kwargs: Any, sources: list[fx.Node]) -> Value:
-        """What ``target`` makes. Calls that look the same share it: nobody changes a node's value."""
+        """What ``target`` makes. Calls that look the same share it, in all graphs of one mode: nobody changes a node's
+        value."""
         looks = tuple(_look(value(source)) for source in sources)
         key = (target, repr(fx.map_arg((args, kwargs), lambda _: "*")), looks)
         if key not in self.results:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from quintnet_compiler.compat.torch import FakeTensorMode
 from quintnet_compiler.core.annotations import Leaf
 from quintnet_compiler.ir.batch_form import BatchForm
 from quintnet_compiler.ir.builder import GraphBuilder, aten

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from quintnet_compiler.compat.torch import FakeTensorMode
 from quintnet_compiler.core.absent_gpu import CPU, CUDA, AbsentGpu, call_fake, on_device, stand_in
 from quintnet_compiler.core.annotations import value
 from quintnet_compiler.core.errors import CompileError, RunError

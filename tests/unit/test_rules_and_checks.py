@@ -20,7 +20,9 @@ from quintnet_compiler.ops.rules import contractions, lookups, reductions, user_
 from quintnet_compiler.ops.rules.node_factors import aligned, argument, chosen_dims
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.user_derivatives import with_tangent
-from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall
+from quintnet_compiler.passes.checks.derivatives import proven
+from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall, Pattern
+from quintnet_compiler.passes.checks.derivatives.numbers import check_numbers
 from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
@@ -158,6 +160,26 @@ def test_the_derivative_of_a_large_split_is_proven(heads: int, halves: int) -> N
         joined.args = (list(reversed(joined.args[0])), *joined.args[1:])
     with pytest.raises(CompileError, match=r"the derivative of aten\.split_with_sizes\.default is wrong"):
         Derivatives(to, templates).pattern(call)
+
+
+def test_a_smaller_call_is_proven_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that differ in a length have one smaller call; one that differs in more has another one."""
+    compared: list[tuple[int, ...]] = []
+
+    def check(call: OperatorCall, pattern: Pattern) -> bool:
+        compared.append(tuple(call.operands[0].shape))
+        return check_numbers(call, pattern)
+
+    monkeypatch.setattr(proven, "check_numbers", check)
+    known = set[Any]()
+    for length, width in ((100, 512), (300, 512), (100, 512), (7, 512), (600, 512)):
+        to = builder()
+        with to.mode:
+            x, t = torch.empty(8, length, width), torch.empty(8, length, 1)
+        given = (fx.Graph().placeholder("x"), [-1], True), dict[str, Any]()
+        call = OperatorCall(aten.sum.dim_IntList, given, (x,), (True,), (0,), (t,), (0,))
+        Derivatives(to, {}, proven=known).pattern(call)
+    assert compared == [(8, 10, 12), (8, 7, 12), (8, 12, 10)]  # the third is longer than wide
 
 
 LARGE = (64, 128, 16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,16 @@ class OperatorCall:
     tangents: tuple[Tensor | None, ...]
     wanted: tuple[int, ...]
     sums: torch.dtype | None = None
+
+    @property
+    def look(self) -> Hashable:
+        """Equal of two calls that differ in nothing but which tensors they are given."""
+        literals = repr(fx.map_arg(self.given, lambda _: "*"))
+        tensors = tuple(
+            None if x is None else (tuple(x.shape), x.stride(), x.dtype, x.device)
+            for x in (*self.operands, *self.tangents)
+        )
+        return self.target, literals, tensors, self.grads, self.same, self.wanted, self.sums
 
     def filled(self, with_: Sequence[Any]) -> tuple[Any, Any]:
         """The arguments with these in the operands' places."""

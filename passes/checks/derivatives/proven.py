@@ -24,9 +24,17 @@ MOST_AS_THEY_ARE = 1 << 22  # where they cannot be made fewer
 
 
 class Derivatives:
-    """Patterns of operators with their backward, in the graph of ``scratch``. ``templates``: those traced already."""
+    """Patterns of operators with their backward, in the graph of ``scratch``. ``templates``: those traced already;
+    ``proven``: smaller calls whose trace was right, also in other programs."""
 
-    def __init__(self, scratch: GraphBuilder, templates: dict[Hashable, Any], absent: AbsentGpu | None = None) -> None:
+    def __init__(
+        self,
+        scratch: GraphBuilder,
+        templates: dict[Hashable, Any],
+        absent: AbsentGpu | None = None,
+        proven: set[Hashable] | None = None,
+    ) -> None:
+        self.absent, self.proven = absent, set[Hashable]() if proven is None else proven
         self.scratch, self.operators = scratch, VectorJacobian(scratch, templates, _rows, absent)
 
     def pattern(self, call: OperatorCall) -> Pattern:
@@ -49,11 +57,14 @@ class Derivatives:
     def _check_smaller(self, call: OperatorCall) -> bool:
         """Whether a large ``call`` was checked as a smaller one."""
         for small in smaller(call, self.scratch.mode) if elements(call) > MOST else ():
+            if (self.absent, small.look) in self.proven:
+                return True
             try:
                 pattern = self._pattern(small)
             except INVALID:
                 continue  # the call itself was traced: its arguments do not fit the smaller operands
             if check_numbers(small, pattern):
+                self.proven.add((self.absent, small.look))
                 return True
         return False
 
