@@ -373,6 +373,10 @@ class CompiledProgram(ProgramReports):
             if not begun:  # the others' batch was as usual, so they did not stop to compare
                 self._apart = error
             raise
+        except RunError as error:
+            if error.code == "QN405" and kind == "train":
+                raise self._with_estimates(error) from error
+            raise
         self._steps += kind == "train"
         return found
 

@@ -219,13 +219,15 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN401": ErrorEntry(
             "ranks disagree about communication",
-            "Two ranks called different collectives, or the same one with different shapes or dtypes (a desync).",
-            "The message has both operators and their source lines. Ranks must see batches of equal shapes.",
+            "Two ranks called different collectives, or the same one with different shapes or dtypes (a desync); or "
+            "one made a call that the others did not make, such as save or clip_grad_norm.",
+            "The message has both operators or calls, and their source lines. Ranks must see batches of equal shapes, "
+            "and make the same calls in the same order.",
         ),
         "QN402": ErrorEntry(
             "a rank waits for something that never comes",
             "A rank waits for a message or a collective of a rank that never reaches it.",
-            "Look at what the other rank does: it ended, or runs other code.",
+            "Look at what the other rank does: it has finished, it ended, or it runs other code.",
         ),
         "QN403": ErrorEntry(
             "ranks run different programs",
@@ -242,7 +244,9 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN405": ErrorEntry(
             "the device is out of memory",
-            "A rank's step needs more memory than its device has. The message has the rank, and what torch says.",
+            "A rank's step needs more memory than its device has (or, on a CPU, than the host gives). The message has "
+            "the rank, what torch says, the operator and its line, what was alive on the rank, and the peak that the "
+            "program's simulation predicts, for some other options too.",
             'Use more microbatches, recompute="selective" or "full", zero=3, or a larger mesh; program.simulate().peak '
             "predicts what each needs.",
         ),
