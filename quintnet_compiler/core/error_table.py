@@ -207,8 +207,10 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN304": ErrorEntry(
             "the run takes too long",
-            "The run took longer than launch's timeout, which limits the whole run.",
-            "Give a longer timeout, or none; collective_timeout is how long ranks wait for each other.",
+            "The run took longer than launch's timeout, which limits the whole run; or ranks that were asked to end "
+            "took longer than its grace.",
+            "Give a longer timeout, or none; collective_timeout is how long ranks wait for each other. Give a longer "
+            "grace if saving takes as long.",
         ),
         "QN305": ErrorEntry(
             "the program is for a GPU that is not here",
@@ -216,6 +218,12 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "cluster of GPUs was asked for. It can be dumped, explained and simulated, and cannot run. The module's "
             "parameters stay as they were.",
             'Run it on a machine with such GPUs; or compile with device="cpu" for a program that runs here.',
+        ),
+        "QN306": ErrorEntry(
+            "a signal cannot be handled here",
+            "A run was to save itself when a scheduler sends it a signal. Python handles signals in the main thread of "
+            "a process only, and some (SIGKILL, SIGSTOP) cannot be handled at all.",
+            "Train in the main thread; or give no signals: Trainer(preempt_signals=()).",
         ),
         "QN401": ErrorEntry(
             "ranks disagree about communication",
