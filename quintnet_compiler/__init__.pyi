@@ -6,6 +6,7 @@ from .api.plan import estimate, plan
 from .api.visualize import visualize
 from .core.errors import (
     BackendWarning,
+    CacheWarning,
     CheckpointError,
     CheckpointWarning,
     CheckWarning,
@@ -26,7 +27,6 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .reports.tensor_picture import TensorPicture
 from .runtime.launch.launch import launch
-from .runtime.launch.preemption import REQUEUE_EXIT_CODE, Preempted
 from .schedules.kinds import SCHEDULES
 from .schedules.schedule import Schedule
 from .simulation.faults import Faults
@@ -42,6 +42,7 @@ from .weights.initialize import Constant, Normal, Uniform
 
 __all__ = [
     "BackendWarning",
+    "CacheWarning",
     "CheckWarning",
     "BatchSampler",
     "History",
@@ -67,10 +68,8 @@ __all__ = [
     "Mesh",
     "Normal",
     "Plan",
-    "Preempted",
     "QuintNetError",
     "Rule",
-    "REQUEUE_EXIT_CODE",
     "RunError",
     "SCHEDULES",
     "Schedule",

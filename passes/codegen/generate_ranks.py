@@ -73,6 +73,7 @@ class GenerateRanks:
         if program.gradients and self.checked:
             verify_schedule(schedule, edges)
         crossing = {n for t in transfers for n in (*t.forward, *t.backward)}
+        whole = program.local.staged.sharded.program
         return DistributedProgram(
             self.mesh,
             program.local.staged.sharded.axes,
@@ -88,7 +89,10 @@ class GenerateRanks:
             },
             schedule,
             tuple(sites),
-            program,
+            whole.captured,
+            whole.precision,
+            whole.batches,
+            lambda: program,
             self.bucket_mib,
         )
 

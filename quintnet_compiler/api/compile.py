@@ -41,6 +41,7 @@ def compile(
     device: torch.device | str | None = None,
     check: Literal["first", "always", "off"] = "first",
     tune_process: bool = True,
+    cache: str | Path | None = None,
     **options: Unpack[PlanOptions],
 ) -> CompiledProgram:
     """Compile a model written for one device into a program for every rank of ``mesh``.
@@ -81,6 +82,9 @@ def compile(
         tune_process: whether to set, for the rest of this process, how much freed memory malloc keeps, and the
             scheduling policy of gloo's threads. Both only on CPUs; see docs/process.md. The first program of a module
             decides.
+        cache: a folder, made for its owner alone (mode 0700), in which compiled programs are kept: a further start
+            traces the module and reads the program instead of compiling it. With one process per rank, rank 0 reads or
+            compiles for all. What cannot be kept is compiled, and a CacheWarning says why. See docs/cache.md.
         options: decisions of the plan, see :class:`Plan`. None leaves one as it is.
 
     Raises:
@@ -109,7 +113,10 @@ def compile(
     enter_world(mesh)
     book = {**RULES, **table(rules)}
     where, absent = device_for(model, device, gpu)
-    task = Task(model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process, absent)
+    task = Task(
+        model, loss_fn, mesh, chosen, book, where, check_finite, training, backend, check, tune_process, absent,
+        None if cache is None else Path(cache),
+    )  # fmt: skip
     program = CompiledProgram(task)
     return program if batch is None else program.prepare(batch)
 

@@ -61,7 +61,6 @@ class CompiledProgram(ProgramReports):
         self._decoding: Decoding | None = None
         self._saving = None
         self._locks = FolderLocks()
-        self._preemption = None
         self._closed = False
         self._apart: InputError | None = None  # why this rank is not in a step that the others are in
 
@@ -200,7 +199,7 @@ class CompiledProgram(ProgramReports):
         if batch is None:
             raise CompileError("QN102", "there is no batch to verify with", fix="pass batch= to verify")
         if self._spread:  # beside a copy of the module that is whole on each rank
-            whole = CompiledProgram(replace(self._task, model=self._whole_model(), plan=self.plan, check="off"))
+            whole = CompiledProgram(self._task.apart(model=self._whole_model(), plan=self.plan))
             return whole._compiled(batch)._verified(batch, steps, float64, limit)
         return self._verified(batch, steps, float64, limit)
 
@@ -258,11 +257,11 @@ class CompiledProgram(ProgramReports):
         same = same.changed({"unknown_ops": plan.unknown_ops})
         if plan.batch_statistics == "microbatch":
             same = same.changed({"batch_statistics": "microbatch", "microbatches": plan.microbatches})
-        return CompiledProgram(replace(self._task, mesh=Mesh(dp=1), plan=same, check="off"))._compiled(batch)
+        return CompiledProgram(self._task.apart(mesh=Mesh(dp=1), plan=same))._compiled(batch)
 
     def _in_float64(self, batch: Any) -> CompiledProgram:
         plan = self.plan.changed({"precision": "model", "reduce_dtype": "parameter", "sum_dtype": "value"})
-        task = replace(self._task, model=module_copy(self._task.model)[0].double(), plan=plan, check="off")
+        task = self._task.apart(model=module_copy(self._task.model)[0].double(), plan=plan)
         double = pytree.tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
         return CompiledProgram(task)._compiled(double)
 
@@ -374,10 +373,6 @@ class CompiledProgram(ProgramReports):
             if not begun:  # the others' batch was as usual, so they did not stop to compare
                 self._apart = error
             raise
-        except RunError as error:
-            if error.code == "QN405" and kind == "train":
-                raise self._with_estimates(error) from error
-            raise
         self._steps += kind == "train"
         return found
 
@@ -400,5 +395,4 @@ class CompiledProgram(ProgramReports):
 
     def _how(self, kind: str, local: bool) -> Run:
         task = self._task
-        seed, preemption = task.plan.seed, self._preemption
-        return Run(kind == "train", local, seed, self._steps, task.check_finite, preemption=preemption)
+        return Run(kind == "train", local, task.plan.seed, self._steps, task.check_finite)

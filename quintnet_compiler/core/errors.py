@@ -65,6 +65,10 @@ class CheckpointError(QuintNetError, ValueError):
     """Weights or a checkpoint cannot be read or written, or do not fit the model. No parameter was changed."""
 
 
+class CacheWarning(UserWarning):
+    """A compiled program is not taken from the folder given as ``cache``, or not kept there."""
+
+
 class CheckWarning(UserWarning):
     """A program could not be compared with its module."""
 

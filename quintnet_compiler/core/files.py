@@ -49,8 +49,9 @@ def _no_folder(path: Path) -> CompileError:
     return CompileError("QN701", f"{ascii(str(path))[:300]} is not a folder", fix="remove it, or write elsewhere")
 
 
-def write_file(folder: int, name: str, text: str) -> None:
+def write_file(folder: int, name: str, text: str, *, mode: int = 0o666) -> None:
     """Put ``text`` into file ``name`` of an open folder at once: a link of that name is replaced, not followed.
+    ``mode``: of the file, from which the process's umask is taken.
 
     Raises:
         CompileError: QN701 if a folder has that name.
@@ -58,7 +59,7 @@ def write_file(folder: int, name: str, text: str) -> None:
     temporary = f".{secrets.token_hex(8)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     try:
-        with open(os.open(temporary, flags, 0o666, dir_fd=folder), "w", encoding="utf-8", newline="") as file:
+        with open(os.open(temporary, flags, mode, dir_fd=folder), "w", encoding="utf-8", newline="") as file:
             file.write(text)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except IsADirectoryError as error:

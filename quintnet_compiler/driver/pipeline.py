@@ -17,7 +17,7 @@ from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..ir.cost_protocol import CostModel
 from ..ir.plan import Plan, fixed_types, precision_of
-from ..ir.program import Axis, Program, ShardedProgram
+from ..ir.program import Axis, DistributedProgram, Program
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
@@ -87,7 +87,7 @@ class Request:
     held: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
     absent: AbsentGpu | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
-    known: ShardedProgram | None = None
+    known: DistributedProgram | None = None
     fused: bool = False
     proven: set[Hashable] = field(default_factory=set)
 
@@ -181,7 +181,9 @@ def _on_cuda(s: PassSetting, step: Pass) -> Pass | None:
 def _choose(s: PassSetting, program: Any) -> Pass:
     plan = s.plan
     constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
-    return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, s.request.known)
+    known = s.request.known
+    sharded = None if known is None else known.source.local.staged.sharded
+    return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, sharded)
 
 
 def _store(s: PassSetting, sharded: Any) -> Pass:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ CHECKS = ("first", "always", "off")
 class Task:
     """What the user asked for: the model, its loss, and the decisions made so far. ``check``: which programs are
     compared with the module; ``tune_process``: see :func:`quintnet.compile`; ``absent``: what ``device`` is, where
-    this machine has none: programs are made, and do not run."""
+    this machine has none: programs are made, and do not run; ``cache``: the folder of programs that were compiled
+    before."""
 
     model: nn.Module
     loss_fn: LossFn | None
@@ -36,11 +38,16 @@ class Task:
     check: str = "first"
     tune_process: bool = True
     absent: AbsentGpu | None = None
+    cache: Path | None = None
 
     @property
     def primary_kind(self) -> str:
         """The kind of program that decides where parameters live."""
         return "train" if self.training else "outputs"
+
+    def apart(self, **changes: Any) -> Task:
+        """A task beside this one, to compare with: its programs are neither compared nor kept themselves."""
+        return replace(self, check="off", cache=None, **changes)
 
     @property
     def fused(self) -> bool:

@@ -22,10 +22,13 @@ from ..equivalence.verdict import Verdict
 from ..ir.batch_form import BatchForm, FlatBatch, batch_size_of, plain_batch
 from ..ir.program import Captured, DistributedProgram
 from ..runtime.backends.split_parameters import home_of
+from ..runtime.launch.world import has_process, many
 from ..runtime.state.module_parameters import Slots
+from .cache_folder import CacheFolder
 from .compiler import Compiled, Runner, compile_program, follow_program
 from .generation import Held
 from .pipeline import Request
+from .program_cache import ProgramCache
 from .shared_parameters import join_program
 from .task import Task, modules_of
 
@@ -120,7 +123,6 @@ class Programs:
         """A program of another kind or for other sizes, on the parameters where the leader has them. ``known``: one of
         the same kind."""
         task, primary = self.task, self.primary
-        sharded = None if known is None else known.source.local.staged.sharded
         request = Request(
             task.mesh,
             primary.plan,
@@ -130,12 +132,19 @@ class Programs:
             held,
             task.absent,
             lengths,
-            sharded,
+            known,
             task.fused,
             self._proven,
         )
+        followed = follow_program if (cache := self._cache()) is None else cache.followed
         with without_autocast():
-            return follow_program(captured, request, primary, Runner(), training=training)
+            return followed(captured, request, primary, Runner(), training=training)
+
+    def _cache(self) -> ProgramCache | None:
+        task = self.task
+        if task.cache is None:
+            return None
+        return ProgramCache(CacheFolder(task.cache), many() and has_process(task.mesh, task.device))
 
     def forgotten(self) -> list[DistributedProgram]:
         """The programs that will not run again, each told once; never the one that leads."""
@@ -168,7 +177,8 @@ class Programs:
                     fused=task.fused,
                     proven=self._proven,
                 )
-                primary = compile_program(version.captured, request, Runner(), training=task.training)
+                compiled = compile_program if (cache := self._cache()) is None else cache.compiled
+                primary = compiled(version.captured, request, Runner(), training=task.training)
             else:
                 primary = join_program(version.captured, task, size, home)
         self._compare(task.primary_kind, version.captured, batch, first=True)

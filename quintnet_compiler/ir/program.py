@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -22,6 +22,7 @@ from ..core.sharding import AxisType, Shard, Sharding, local_shape
 from ..guards.guards import Guards
 from ..schedules.schedule import Action, Schedule, StageEdge
 from .batch_form import BatchForm
+from .generated import GeneratedModule, StoredModule
 from .headings import with_headings
 
 TILE_BYTES = 32 * 2**20  # of a mask of attention: large enough to keep a device busy, and little of its memory
@@ -299,7 +300,7 @@ class Piece:
     microbatch; ``outputs`` names what comes back.
     """
 
-    module: fx.GraphModule
+    module: GeneratedModule
     static: tuple[str, ...]
     dynamic: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -307,6 +308,8 @@ class Piece:
     @property
     def code(self) -> str:
         """The generated Python source, with a comment where the module path changes."""
+        if isinstance(self.module, StoredModule):
+            return self.module.code
         return with_headings(self.module.code, self.module.graph)
 
 
@@ -442,8 +445,10 @@ class DistributedProgram:
     ``values``: shape and dtype of what crosses stages.
     ``results``: what the module returns, and then the new values of what it changes: of a buffer the whole, of a
     parameter what each rank stores of it.
-    ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``source``: the
-    graph that the functions were cut from. ``bucket_mib``: see :class:`.plan.Plan`.
+    ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``precision`` and
+    ``batches``: see :class:`Program`. ``made_from``: gives ``source``. ``bucket_mib``: see :class:`.plan.Plan`.
+    ``flops``: of a step of the unsplit model, where that was written with the program. ``key``: of the
+    cache, if the program is kept there.
     """
 
     mesh: Mesh
@@ -456,21 +461,23 @@ class DistributedProgram:
     values: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     schedule: Schedule
     sites: tuple[str, ...]
-    source: DifferentiatedProgram = field(repr=False, compare=False)
+    captured: Captured = field(repr=False, compare=False)
+    precision: Precision
+    batches: int
+    made_from: Callable[[], DifferentiatedProgram] = field(repr=False, compare=False)
     bucket_mib: float = BUCKET_MIB
+    flops: float | None = field(default=None, compare=False, repr=False)
+    key: str = field(default="", compare=False, repr=False)
+
+    @cached_property
+    def source(self) -> DifferentiatedProgram:
+        """The graph that the functions were cut from. A program that was read from a file is compiled for it."""
+        return self.made_from()
 
     @property
     def space(self) -> tuple[Axis, ...]:
         """The axes over ranks (all but the microbatch axis), outermost first."""
         return tuple(axis for axis in self.axes if axis.role != "time")
-
-    @property
-    def precision(self) -> Precision:
-        return self.source.local.staged.sharded.program.precision
-
-    @property
-    def captured(self) -> Captured:
-        return self.source.local.staged.sharded.program.captured
 
     @cached_property
     def stored(self) -> Mapping[int, StateSpec]:
@@ -478,11 +485,6 @@ class DistributedProgram:
         first = len(self.results) - len(self.captured.changed)
         found = {first + i: self.state[name] for i, name in enumerate(self.captured.changed)}
         return {position: spec for position, spec in found.items() if spec.kind == "parameter"}
-
-    @property
-    def batches(self) -> int:
-        """See :class:`Program`."""
-        return self.source.local.staged.sharded.program.batches
 
     @property
     def edges(self) -> tuple[StageEdge, ...]:

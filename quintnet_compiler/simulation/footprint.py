@@ -15,6 +15,7 @@ from ..core import slices
 from ..core.absent_gpu import CPU, on_device
 from ..core.annotations import facts, values
 from ..core.mesh import Mesh
+from ..ir.generated import GeneratedModule
 from ..ir.program import DistributedProgram, RankProgram, StageProgram
 from ..ops.collectives import COLLECTIVES
 from ..ops.tiled_attention import backward_working_bytes, working_bytes
@@ -166,7 +167,7 @@ def _comm(program: DistributedProgram, stage: StageProgram) -> Comm:
 
 
 def interpret(
-    module: fx.GraphModule,
+    module: GeneratedModule,
     given: Sequence[Tensor],
     comm: Comm,
     lent: Sequence[Tensor],

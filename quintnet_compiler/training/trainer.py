@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..ir.batch_form import batch_size_of, plain_batch
-from ..runtime.launch.preemption import SIGNALS
 from .batches import BatchSampler
 from .buckets import pad_to_bucket
 from .measures import Metric, device_flops, memory_gib
@@ -66,9 +64,6 @@ class Trainer:
         checkpoint_folder: where to save checkpoints, and to resume from if it has one.
         save_every: steps between checkpoints; None: after every epoch.
         keep: how many of the newest checkpoints to keep.
-        preempt_signals: signals by which a scheduler asks the run to end, on any rank, if there is a checkpoint_folder:
-            ``fit`` then saves at the end of the step and exits with :data:`quintnet.REQUEUE_EXIT_CODE`, see
-            :meth:`CompiledProgram.on_preempt`. Empty: signals stay as they are.
         log_every: steps between two log lines.
         log_folder: for ``metrics.jsonl``.
         tensorboard: also write TensorBoard events into ``log_folder``.
@@ -95,7 +90,6 @@ class Trainer:
     checkpoint_folder: str | Path | None = None
     save_every: int | None = None
     keep: int = 3
-    preempt_signals: Sequence[int] = SIGNALS
     log_every: int = 10
     log_folder: str | Path | None = None
     tensorboard: bool = False
@@ -117,30 +111,28 @@ class Trainer:
         """Train until the end, from the newest checkpoint if there is one; what was done.
 
         Raises:
-            Preempted: if a scheduler asked for it; everything is saved.
             RunError: QN501 on every rank if a loss or gradient is not finite; the last checkpoint is whole.
             CheckpointError: QN601 to QN603, see :meth:`CompiledProgram.load` and ``save``.
-            RunError: QN306 if signals are to be handled outside of the main thread.
         """
-        records: list[Record] = []
-        with self._preemptible(records) as end_of_step:
-            self._resume()
-            records += self._records()
-            try:
-                if self.history.resumed_from is not None:
-                    self._write(records, "resumed", {})
-                while self.epoch < self.epochs and not self._over():
-                    for batch in self._batches():
-                        self._step(batch, records)
-                        if self._over():
-                            break
-                        end_of_step()
-                    else:
-                        self._end_of_epoch(records)
-                self._save_now()
-            finally:
+        self._resume()
+        records = self._records()
+        try:
+            if self.history.resumed_from is not None:
                 for record in records:
-                    record.close()
+                    record.write(self.history.step, "resumed", {})
+            while self.epoch < self.epochs and not self._over():
+                for batch in self._batches():
+                    self._step(batch, records)
+                    if self._over():
+                        break
+                else:
+                    self._end_of_epoch(records)
+            self._save()
+            if self.saving is not None:
+                self.saving.result()
+        finally:
+            for record in records:
+                record.close()
         self.history.losses = [float(loss) for loss in self.kept]
         return self.history
 
@@ -161,9 +153,8 @@ class Trainer:
         """What is left of this epoch."""
         sampler = self._sampler()
         if sampler is not None:
-            if sampler.after(self.seen) // sampler.samples == self.epoch:
-                sampler.start_at(self.seen)
-                yield from self.train_loader
+            sampler.start_at(self.seen)
+            yield from self.train_loader
             return
         for index, batch in enumerate(self.train_loader):
             if index >= self.in_epoch:
@@ -195,7 +186,8 @@ class Trainer:
             assert norm is not None
             numbers = {"loss": float(loss), "grad_norm": float(norm), "lr": float(rate)}
             numbers |= self._speed(batch, rows, loss.device, time.perf_counter() - start)
-            self._write(records, "train", numbers)
+            for record in records:
+                record.write(self.history.step, "train", numbers)
         if self.validate_every and self.history.step % self.validate_every == 0:
             self._validate(records)
         if self.save_every and self.history.step % self.save_every == 0:
@@ -236,7 +228,8 @@ class Trainer:
             return
         found = self.validate()
         self.history.validations.append((self.history.step, found))
-        self._write(records, "validation", found)
+        for record in records:
+            record.write(self.history.step, "validation", found)
         self.bad = 0 if found["loss"] < self.best else self.bad + 1
         self.best = min(self.best, found["loss"])
         self.history.stopped_early = self.patience is not None and self.bad >= self.patience
@@ -252,25 +245,6 @@ class Trainer:
             if self.tensorboard:
                 found.append(TensorBoardRecord(Path(self.log_folder)))
         return found
-
-    def _write(self, records: Iterable[Record], kind: str, numbers: Mapping[str, float]) -> None:
-        for record in records:
-            record.write(self.history.step, kind, numbers)
-
-    def _preemptible(self, records: list[Record]) -> AbstractContextManager[Callable[[], None]]:
-        if self.checkpoint_folder is None or not self.preempt_signals:
-            return nullcontext(lambda: None)
-
-        def save() -> None:
-            self._write(records, "preempted", {})
-            self._save_now()
-
-        return self.program.on_preempt(save, signals=self.preempt_signals)
-
-    def _save_now(self) -> None:
-        self._save()
-        if self.saving is not None:
-            self.saving.result()
 
     def _save(self) -> None:
         if self.checkpoint_folder is None or self.saved == self.history.step:
@@ -296,11 +270,8 @@ class Trainer:
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
         sampler = self._sampler()
         if sampler is not None:
-            after = sampler.after(self.seen)
-            # a checkpoint of an epoch's last step was written before what is done at the epoch's end
-            ends = self.in_epoch > 0 and after // sampler.samples == self.epoch + 1
-            if not ends:
-                self.seen, self.epoch = after, after // sampler.samples
+            self.seen = sampler.after(self.seen)
+            self.epoch = self.seen // sampler.samples
         if self.scheduler is not None and "scheduler" in at:
             self.scheduler.load_state_dict(at["scheduler"])
         elif self.scheduler is not None:

@@ -16,14 +16,15 @@ from torch import Tensor, fx
 from ...compat.torch import make_fx, schema_or_none
 from ...compat.torch_inductor import decompositions, kernels
 from ...core.errors import BackendWarning
+from ...ir.generated import GeneratedModule
 from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
 from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
 
-Engine = Callable[[fx.GraphModule, str], Function]  # of a generated function and what messages call it
+Engine = Callable[[GeneratedModule, str], Function]  # of a generated function and what messages call it
 
 
-def eager(module: fx.GraphModule, name: str) -> Function:
+def eager(module: GeneratedModule, name: str) -> Function:
     """The generated Python itself, without what a module's call looks for (hooks)."""
     found: Function = module.forward
     return found
@@ -37,11 +38,11 @@ class Inductor:
     segments only compute."""
 
     graphs: Graphs | None = None
-    functions: WeakKeyDictionary[fx.GraphModule, Function] = field(default_factory=WeakKeyDictionary)
+    functions: WeakKeyDictionary[GeneratedModule, Function] = field(default_factory=WeakKeyDictionary)
     kernels: dict[str, CompiledSegment] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
-    def __call__(self, module: fx.GraphModule, name: str) -> Function:
+    def __call__(self, module: GeneratedModule, name: str) -> Function:
         if module not in self.functions:
             parts = split(module.graph, pure=self.graphs is not None)
             self.functions[module] = Stepper.of(module.graph, parts, lambda s: self._run(s, name))

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ...ir.generated import GeneratedModule
 from ...ir.program import StageProgram
 
 Observer = Callable[[fx.Node, Any], None]
@@ -22,7 +23,7 @@ class Watch(Protocol):
         ...
 
 
-def run_watched(module: fx.GraphModule, args: Sequence[Any], observe: Observer) -> tuple[Any, ...]:
+def run_watched(module: GeneratedModule, args: Sequence[Any], observe: Observer) -> tuple[Any, ...]:
     """What ``module(args)`` returns. ``observe(node, value)`` sees each value when it exists.
 
     A product that goes straight into a gradient has no node of its own; it is shown at the node that adds it.

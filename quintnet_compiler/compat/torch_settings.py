@@ -1,0 +1,72 @@
+"""Private names of torch: what it is set to that may decide which operators a compiler makes of others."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+from torch.fx.experimental import _config as shapes_config
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_PLACE = re.compile(r"registered at (\S+?):\d+")
+__all__ = ["active_modes", "files_of_kernels", "root_of_build", "settings_of_torch"]
+
+
+def settings_of_torch() -> list[str]:
+    """Flags of the process that PyTorch's own code reads, each with its value; instead: the public getters alone, which
+    leave out those of fake tensors and symbolic sizes."""
+    backends: Any = torch.backends  # much of it has no types
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    found: dict[str, object] = {
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "attention": (
+            cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        ),
+        "cuda": (cuda.matmul.allow_tf32, str(cuda.preferred_linalg_library()), str(cuda.preferred_blas_library())),
+        "cudnn": (cudnn.is_available(), cudnn.enabled, cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32),
+        "mkldnn": (mkldnn.is_available(), mkldnn.enabled, mkldnn.deterministic),
+        "mkl": backends.mkl.is_available(),
+        "einsum": (torch.backends.opt_einsum.enabled, torch.backends.opt_einsum.strategy),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "functorch": _digest(functorch_config),
+        "shapes": _digest(shapes_config),
+        "build": torch.__config__.show(),
+        "version": (torch.__version__, torch.version.git_version, torch.version.cuda, torch.version.hip),
+    }  # fmt: skip
+    return [f"{name}: {value}" for name, value in found.items()]
+
+
+def _digest(config: Any) -> str:
+    return str(config.get_hash().hex())
+
+
+def active_modes() -> list[str]:
+    """The modes that see operators now, but for a default device; instead: nothing, if nobody compiles inside one."""
+    modes: tuple[Any, ...] = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())  # type: ignore[no-untyped-call]
+    return [type(mode).__name__ for mode in modes if type(mode) is not DeviceContext]
+
+
+def files_of_kernels() -> set[str]:
+    """The files that register kernels of PyTorch's operators, as libraries may replace some; instead: torch.library's
+    own list, which has no files and nothing of C++."""
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return {file for name in names for file in _PLACE.findall(torch._C._dispatch_dump(name))}
+
+
+def root_of_build() -> str:
+    """The folder in which this build of PyTorch was compiled: files of its kernels in C++ begin with it."""
+    dump: str = torch._C._dispatch_dump("aten::mm")
+    schema: str = _PLACE.findall(dump)[0]
+    return schema.partition("build/aten/")[0]

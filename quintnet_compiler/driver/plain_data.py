@@ -1,0 +1,104 @@
+"""Parts of programs as plain data, as JSON has it, and back: by the types that dataclasses give their fields."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from ..core.mesh import Mesh
+from ..core.sharding import AxisType, parse_type
+from ..schedules.schedule import Action
+
+
+def _dtype(text: str) -> torch.dtype:
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{text!r} is not a dtype")
+    return found
+
+
+# what has a text of its own, which says all of it
+_TEXTS: Mapping[Any, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = types.MappingProxyType(
+    {
+        torch.dtype: (lambda x: str(x).removeprefix("torch."), _dtype),
+        AxisType: (str, parse_type),
+        Action: (str, Action.parse),
+        Mesh: (lambda mesh: [list(axis) for axis in mesh.axes], lambda axes: Mesh(**dict(axes))),
+    }
+)
+
+
+@functools.cache
+def types_of(kind: type) -> Mapping[str, Any]:
+    """The types of a dataclass's fields, in order."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def plain(value: Any, kind: Any) -> Any:
+    """``value``, which has the type ``kind``, as plain data.
+
+    >>> plain({0: (torch.float32, 2)}, Mapping[int, tuple[torch.dtype, int]])
+    [[0, ['float32', 2]]]
+    """
+    if kind in _TEXTS:
+        return _TEXTS[kind][0](value)
+    if is_dataclass(kind) and isinstance(kind, type):
+        return [plain(getattr(value, name), hint) for name, hint in types_of(kind).items()]
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if value is None else plain(value, _not_none(args))
+    if origin is tuple:
+        return [plain(x, hint) for x, hint in zip(value, _each(args, len(value)), strict=True)]
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return [[plain(key, args[0]), plain(x, args[1])] for key, x in value.items()]
+    if type(value) not in (str, int, float, bool):
+        raise TypeError(f"a {type(value).__name__} where {kind} is expected")
+    return value
+
+
+def restored(data: Any, kind: Any) -> Any:
+    """The value of type ``kind`` of which ``data`` was made.
+
+    Raises:
+        ValueError: if it is of another form.
+    """
+    if kind in _TEXTS:
+        return _TEXTS[kind][1](data)
+    if is_dataclass(kind) and isinstance(kind, type):
+        pairs = zip(_list(data), types_of(kind).values(), strict=True)
+        return kind(*(restored(x, hint) for x, hint in pairs))
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return None if data is None else restored(data, _not_none(args))
+    if origin is tuple:
+        return tuple(restored(x, hint) for x, hint in zip(_list(data), _each(args, len(data)), strict=True))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {restored(key, args[0]): restored(x, args[1]) for key, x in map(_list, _list(data))}
+    if origin is Literal:
+        fits = data in args
+    else:
+        fits = type(data) is kind or (kind is float and type(data) is int)
+    if not fits:
+        raise ValueError(f"{data!r} where {kind} is expected")
+    return data
+
+
+def _list(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise ValueError(f"a {type(data).__name__} where a list is expected")
+    return data
+
+
+def _not_none(args: tuple[Any, ...]) -> Any:
+    (kind,) = (arg for arg in args if arg is not type(None))
+    return kind
+
+
+def _each(args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+    return (args[0],) * count if args[-1:] == (Ellipsis,) else args

@@ -1,0 +1,155 @@
+"""Programs that were compiled before: read from a folder, or received from rank 0."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ..core.errors import CacheWarning
+from ..core.names import one_line
+from ..ir.plan import Plan
+from ..ir.program import Captured, DistributedProgram
+from ..runtime.launch.consistency import tell, told_by_first
+from ..runtime.launch.world import judges
+from .cache_folder import CacheFolder, opened, sealed
+from .cache_key import key_of
+from .captured_text import NotCacheable
+from .compiler import Compiled, Runner, compile_program, follow_program
+from .pipeline import Request
+from .stored_program import program_data, read_program
+
+T = TypeVar("T", Compiled, DistributedProgram)
+Data = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Recipe(Generic[T]):
+    """``key``: what it depends on; ``make``: compiles it, for this key; ``data``: what is written of it; ``read``: the
+    reverse."""
+
+    key: Callable[[], str]
+    make: Callable[[str], T]
+    data: Callable[[T], Data]
+    read: Callable[[Data], T]
+
+
+@dataclass(frozen=True)
+class ProgramCache:
+    """Compiles as :func:`.compiler.compile_program` and :func:`.compiler.follow_program` do, and keeps the programs in
+    ``folder``. What cannot be kept is compiled in each process, and a CacheWarning says why.
+
+    ``together``: every rank compiles the program that leads at the same time. Rank 0 then does it for all.
+    """
+
+    folder: CacheFolder
+    together: bool = False
+
+    def compiled(self, captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
+        """See :func:`.compiler.compile_program`."""
+        again = partial(compile_program, captured, request, training=training)
+        start = time.perf_counter()
+
+        def make(key: str) -> Compiled:
+            made = again(runner)
+            return replace(made, program=replace(made.program, key=key))
+
+        def read(data: Data) -> Compiled:
+            program = read_program(data["program"], captured, data["key"], lambda: again(Runner()).program)
+            stages = {str(name): tuple(map(int, where)) for name, where in data["stages"]}
+            unsplit = tuple(map(str, data["unsplit"]))
+            seconds = {type(self).__name__: time.perf_counter() - start}
+            return Compiled(program, Plan.from_json(data["plan"]), seconds, stages, unsplit, again)
+
+        key = partial(key_of, captured, request, training=training)
+        recipe = _Recipe(key, make, _data, read)
+        return self._shared(recipe, request.device) if self.together else self._own(recipe)[0]
+
+    def followed(
+        self, captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
+    ) -> DistributedProgram:
+        """See :func:`.compiler.follow_program`."""
+        again = partial(follow_program, captured, request, primary, training=training)
+
+        def make(key: str) -> DistributedProgram:
+            return replace(again(runner), key=key)
+
+        def read(data: Data) -> DistributedProgram:
+            return read_program(data["program"], captured, data["key"], lambda: again(Runner()))
+
+        key = partial(key_of, captured, request, training=training, primary=primary)
+        recipe = _Recipe(key, make, lambda program: {"program": program_data(program)}, read)
+        return self._own(recipe)[0]
+
+    def _own(self, recipe: _Recipe[T], known: str | None = None) -> tuple[T, str]:
+        """The program, and the text that others can read it from; "" where there is none."""
+        key = _key(recipe) if known is None else known
+        if not key:
+            return recipe.make(""), ""
+        text = self.folder.read(key)
+        found = _read(recipe, key, text) if text else None
+        if text and found is not None:
+            return found, text
+        made = recipe.make(key)
+        text = sealed(json.dumps({"key": key, **recipe.data(made)}))
+        if _read(recipe, key, text) is None:
+            return made, ""
+        self.folder.write(key, text)
+        return made, text
+
+    def _shared(self, recipe: _Recipe[T], device: torch.device) -> T:
+        """On every rank: what rank 0 has read or compiled, if all ranks have one key."""
+        key = _key(recipe)
+        if any(other != key for other in tell(key, device)):
+            return self._own(recipe, key)[0]
+        if not key:
+            return recipe.make("")
+        if not judges():
+            text = told_by_first("", device)
+            found = _read(recipe, key, text) if text else None
+            return recipe.make("") if found is None else found
+        text = ""
+        try:
+            program, text = self._own(recipe, key)
+        finally:
+            told_by_first(text, device)  # the others wait, whatever happens
+        return program
+
+
+def _key(recipe: _Recipe[T]) -> str:
+    try:
+        return recipe.key()
+    except NotCacheable as reason:
+        _warn(f"a program is not kept in the cache: {reason}")
+        return ""
+
+
+def _read(recipe: _Recipe[T], key: str, text: str) -> T | None:
+    """The program; None, with a warning, if the text is of something else."""
+    try:
+        data = json.loads(opened(text) or "")
+        if data["key"] != key:
+            raise ValueError("it is of another key")
+        return recipe.read(data)
+    except Exception as error:  # of whatever kind: then it is compiled
+        _warn(f"a program cannot be read from the cache, and is compiled: {type(error).__name__}: {error}")
+        return None
+
+
+def _data(compiled: Compiled) -> Data:
+    return {
+        "program": program_data(compiled.program),
+        "plan": compiled.plan.to_json(),
+        "stages": list(compiled.stages.items()),
+        "unsplit": compiled.unsplit,
+    }
+
+
+def _warn(what: str) -> None:
+    warnings.warn(CacheWarning(one_line(what[:500])), stacklevel=2)

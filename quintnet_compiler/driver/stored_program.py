@@ -1,0 +1,95 @@
+"""A compiled program as text, and back: plain data and the source of its functions, without the graphs that they were
+made from. Those are made again by compiling, for reports that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from ..core.errors import CompileError
+from ..cost_models.operators import model_flops
+from ..ir.generated import GeneratedModule, StoredModule
+from ..ir.program import Captured, DifferentiatedProgram, DistributedProgram, Piece, StageProgram
+from .plain_data import plain, restored, types_of
+
+_GIVEN = ("captured", "made_from", "stages", "key")  # fields that are no plain data
+_PIECES = ("once", "forward", "backward", "weight")
+
+Compile = Callable[[], DistributedProgram]
+
+
+def program_data(program: DistributedProgram) -> dict[str, Any]:
+    """``program`` as JSON has it."""
+    kinds = types_of(DistributedProgram)
+    found = {name: plain(getattr(program, name), kind) for name, kind in kinds.items() if name not in _GIVEN}
+    flops = program.flops
+    if flops is None:
+        flops = model_flops(program.source.local.staged.sharded.program.graph)
+    stages = [_stage_data(stage) for stage in program.stages]
+    return {**found, "flops": flops, "stages": stages, "digest": program.digest}
+
+
+def read_program(data: Mapping[str, Any], captured: Captured, key: str, compile: Compile) -> DistributedProgram:
+    """The program of which ``data`` was made. ``captured``: what it was compiled from; ``compile``: makes it again.
+
+    Raises:
+        ValueError: if it is of another form, or not the program whose digest it has.
+    """
+    again, kinds = _CompiledAgain(compile, str(data["digest"])), types_of(DistributedProgram)
+    found = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _GIVEN}
+    stages = tuple(_stage(position, stage, again) for position, stage in enumerate(data["stages"]))
+    program = DistributedProgram(captured=captured, stages=stages, made_from=lambda: again.source, key=key, **found)
+    if program.digest != data["digest"]:
+        raise ValueError("it is not the program that was written")
+    return program
+
+
+@dataclass(frozen=True)
+class _CompiledAgain:
+    """The same program, compiled when somebody asks for its graphs."""
+
+    compile: Compile
+    digest: str
+
+    @cached_property
+    def program(self) -> DistributedProgram:
+        made = self.compile()
+        if made.digest != self.digest:
+            raise CompileError(
+                "QN209",
+                "the program that was read from the cache is another one than the compiler makes now",
+                fix="remove the folder given as cache=, and start again",
+            )
+        return made
+
+    @property
+    def source(self) -> DifferentiatedProgram:
+        return self.program.source
+
+    def module(self, stage: int, name: str) -> GeneratedModule:
+        return self.program.stages[stage].pieces[name].module
+
+
+def _stage_data(stage: StageProgram) -> dict[str, Any]:
+    kinds = types_of(StageProgram)
+    found = {name: plain(getattr(stage, name), kind) for name, kind in kinds.items() if name not in _PIECES}
+    pieces = {
+        name: {"code": piece.code, "static": piece.static, "dynamic": piece.dynamic, "outputs": piece.outputs}
+        for name, piece in stage.pieces.items()
+    }
+    return {**found, "pieces": pieces}
+
+
+def _stage(position: int, data: Mapping[str, Any], again: _CompiledAgain) -> StageProgram:
+    kinds = types_of(StageProgram)
+    found = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _PIECES}
+    pieces = {name: _piece(position, name, piece, again) for name, piece in data["pieces"].items()}
+    return StageProgram(**{**found, **pieces})
+
+
+def _piece(stage: int, name: str, data: Mapping[str, Any], again: _CompiledAgain) -> Piece:
+    module = StoredModule(str(data["code"]), f"{name} of stage {stage}", partial(again.module, stage, name))
+    names = (restored(data[key], tuple[str, ...]) for key in ("static", "dynamic", "outputs"))
+    return Piece(module, *names)
