@@ -27,6 +27,7 @@ from .planner.estimate import Estimate
 from .planner.report import PlanReport
 from .reports.tensor_picture import TensorPicture
 from .runtime.launch.launch import launch
+from .runtime.launch.preemption import REQUEUE_EXIT_CODE, Preempted
 from .schedules.kinds import SCHEDULES
 from .schedules.schedule import Schedule
 from .simulation.faults import Faults
@@ -68,8 +69,10 @@ __all__ = [
     "Mesh",
     "Normal",
     "Plan",
+    "Preempted",
     "QuintNetError",
     "Rule",
+    "REQUEUE_EXIT_CODE",
     "RunError",
     "SCHEDULES",
     "Schedule",

@@ -102,3 +102,26 @@ def test_communication_of_the_users_own_is_named_by_its_line(tmp_path: Path) -> 
     text = str(caught.value)
     assert caught.value.code == "QN402" and re.search(rf"rank 0 is at {HERE} in <lambda>, after clip_grad_norm", text)
     assert re.search(rf"rank 1 is in step 2 at {HERE}", text), text
+
+
+def _one_fails(what: str) -> None:
+    if dist.get_rank() == 1:
+        if what == "long":
+            raise ValueError("x" * 30_000_000)
+        quintnet.compile(3, quintnet.Mesh(dp=2))  # type: ignore[arg-type]
+    time.sleep(20)
+
+
+def test_an_error_of_one_rank_names_it() -> None:
+    with pytest.raises(quintnet.CompileError) as caught:
+        quintnet.launch(_one_fails, 2, ("compile",))
+    text = str(caught.value)
+    assert caught.value.code == "QN105" and "a int is not a model" in text
+    assert re.search(rf"\n  raised on rank 1; rank 0 is at (its start|{HERE} in _one_fails)\n", text), text
+
+
+def test_an_error_too_long_for_the_store_is_cut() -> None:
+    start = time.monotonic()
+    with pytest.raises(quintnet.RunError, match=r"QN302 (.|\n)*rank 1 raised ValueError: x+ \.\.\. \(\d+ characters"):
+        quintnet.launch(_one_fails, 2, ("long",))
+    assert time.monotonic() - start < 30

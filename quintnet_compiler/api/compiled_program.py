@@ -61,6 +61,7 @@ class CompiledProgram(ProgramReports):
         self._decoding: Decoding | None = None
         self._saving = None
         self._locks = FolderLocks()
+        self._preemption = None
         self._closed = False
         self._apart: InputError | None = None  # why this rank is not in a step that the others are in
 
@@ -373,6 +374,10 @@ class CompiledProgram(ProgramReports):
             if not begun:  # the others' batch was as usual, so they did not stop to compare
                 self._apart = error
             raise
+        except RunError as error:
+            if error.code == "QN405" and kind == "train":
+                raise self._with_estimates(error) from error
+            raise
         self._steps += kind == "train"
         return found
 
@@ -395,4 +400,5 @@ class CompiledProgram(ProgramReports):
 
     def _how(self, kind: str, local: bool) -> Run:
         task = self._task
-        return Run(kind == "train", local, task.plan.seed, self._steps, task.check_finite)
+        seed, preemption = task.plan.seed, self._preemption
+        return Run(kind == "train", local, seed, self._steps, task.check_finite, preemption=preemption)

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from ..capture.step_module import LossFn
-from ..core.errors import CompileError
+from ..core.errors import CompileError, RunError
 from ..core.html import table
 from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.operators import model_flops
-from ..driver.compiler import Runner, compile_program
+from ..driver.compiler import Compiled, Runner, compile_program
 from ..driver.pipeline import Request
 from ..dump.folder import dump_program
 from ..dump.page import Extras
 from ..ir.cost_protocol import RankCosts
-from ..ir.plan import Plan
+from ..ir.plan import Plan, check_plan
 from ..ir.program import DistributedProgram, RankProgram
 from ..planner.report import PlanReport
 from ..reports.explain import Explain, Explanation, LayoutDifference, difference
@@ -28,6 +28,7 @@ from ..schedules.schedule import Schedule
 from ..simulation.faults import Faults
 from ..simulation.program import simulate_program
 from ..simulation.timeline import Timeline
+from .memory_estimates import with_estimates
 from .program_state import ProgramState
 
 
@@ -171,14 +172,18 @@ class ProgramReports(ProgramState):
         primary, task = self._primary(), self._task
 
         def recompile(plan: Plan) -> tuple[DistributedProgram, Plan]:
-            rows = primary.program.source.local.staged.sharded.program.batch_size
-            request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent, fused=task.fused)
-            other = compile_program(primary.program.captured, request, Runner(), training=task.training)
+            other = self._recompiled(primary.program, plan)
             return other.program, other.plan
 
         return Explain(primary.program, task.plan, primary.plan, task.rules, self._prices(costs), recompile)(
             name, why_not
         )
+
+    def _recompiled(self, program: DistributedProgram, plan: Plan) -> Compiled:
+        """The same captured model for the same rows, with another plan."""
+        task, rows = self._task, program.source.local.staged.sharded.program.batch_size
+        request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent, fused=task.fused)
+        return compile_program(program.captured, request, Runner(), training=task.training)
 
     def visualize(self, name: str) -> TensorPicture:
         """Which rank holds which part of a parameter or buffer; see :func:`quintnet.visualize`.
@@ -198,6 +203,18 @@ class ProgramReports(ProgramState):
     def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
         here = Cluster("h100", nodes=-(-self.mesh.size // 8)) if costs is None else costs
         return ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
+
+    def _with_estimates(self, error: RunError) -> RunError:
+        """A training step ran out of memory."""
+        program, plan = self._programs.latest("train") or self._primary().program, self._task.plan
+
+        def recompile(option: Mapping[str, Any]) -> DistributedProgram:
+            other = plan.changed(option)
+            check_plan(other, self.mesh)
+            return self._recompiled(program, other).program
+
+        seconds = sum(self.compile_seconds.values())
+        return with_estimates(error, program, plan, recompile, self._prices(None), seconds)
 
     def simulate(self, costs: RankCosts | Cluster | None = None, *, faults: Faults | None = None) -> Timeline:
         """Predict a step, without any device: when each rank does what, what it waits for, and how much memory it

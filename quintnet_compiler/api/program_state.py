@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.launch.calls import collective, frequent
+from ..runtime.launch.preemption import SIGNALS, Preemption, handling
 from ..runtime.state.whole_optimizer import Make, WholeOptimizer
 from .initial_values import InitialValues, give_values
 
@@ -37,6 +40,7 @@ class ProgramState(abc.ABC):
     _programs: Programs
     _saving: Background | None
     _locks: FolderLocks
+    _preemption: Preemption | None
 
     def _primary(self) -> Compiled:
         return self._programs.primary
@@ -297,6 +301,44 @@ class ProgramState(abc.ABC):
             scaler = self._state().scaler
             scaler.scale, scaler.good = found.run["loss_scale"]
         return found
+
+    @contextmanager
+    def on_preempt(
+        self, save: Callable[[], object], *, signals: Sequence[int] = SIGNALS
+    ) -> Iterator[Callable[[], None]]:
+        """While inside, a scheduler may ask this run to end: by one of ``signals``, sent to any rank.
+
+        ::
+
+            with program.on_preempt(lambda: program.save(folder, step=step, optimizer=optimizer)) as end_of_step:
+                for step in range(first + 1, steps + 1):
+                    program.step(batches[step - 1])
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    end_of_step()
+
+        Every rank enters this, and calls what it gets after each step. There ``save`` is called on every rank after the
+        same step, and :class:`quintnet.Preempted` is raised, which ends the process with
+        :data:`quintnet.REQUEUE_EXIT_CODE`. Ranks agree on the step through the sum that checks whether its gradients
+        are finite. With ``check_finite=False``, each step waits for that sum. A signal that comes after the last step
+        has no effect.
+
+        Handling signals changes the process: Python's handlers are set on entry, and those before on exit.
+
+        Args:
+            save: writes what the run needs to go on.
+            signals: by default SIGTERM and SIGUSR1.
+
+        Raises:
+            RunError: QN306 outside of the main thread, or for a signal that cannot be handled.
+        """
+        before, asked = self._preemption, Preemption()
+        with handling(signals, asked.ask):
+            self._preemption = asked
+            try:
+                yield partial(asked.leave_if_agreed, save)
+            finally:
+                self._preemption = before
 
     def _snapshot(self, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None) -> Snapshot:
         subject, scaler = self._pretrained(), self._state().scaler

@@ -23,6 +23,7 @@ def train(
     settings: Set = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="processes here; without it, as many as the mesh")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="start again after a fault, from the newest checkpoint")] = 0,
+    grace: Annotated[float, typer.Option(min=0, help="seconds that ranks get to save in after SIGTERM")] = 300.0,
     json: Json = False,
 ) -> Answer:
     """Train a model as a file says, going on from the newest checkpoint if there is one.
@@ -30,7 +31,7 @@ def train(
     Starts local processes; under torchrun this process is one rank. With --nproc 1, all ranks run in one process.
 
     Exit code: 0, 2 usage, 4 the model, the layout or the file is not supported, 6 a rank failed, 7 a checkpoint,
-    8 a value is not finite.
+    8 a value is not finite, 138 saved and ended because a scheduler asked for it: queue it again.
 
     Example: quintnet train examples/vit_digits.yaml num_epochs=5
 
@@ -43,6 +44,9 @@ def train(
     decided = settings_of(settings)
     found = found.model_copy(update={"plan": {**found.plan, **decided}})
     ranks = nproc or found.mesh.size
-    histories = [run_training(found)] if ranks == 1 else launch(run_training, ranks, (found,), restarts=restarts)
+    if ranks == 1:
+        histories = [run_training(found)]
+    else:
+        histories = launch(run_training, ranks, (found,), restarts=restarts, grace=grace)
     history = next(one for one in histories if one is not None)
     return Answer("", dumps(asdict(history)))

@@ -207,8 +207,10 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN304": ErrorEntry(
             "the run takes too long",
-            "The run took longer than launch's timeout, which limits the whole run.",
-            "Give a longer timeout, or none; collective_timeout is how long ranks wait for each other.",
+            "The run took longer than launch's timeout, which limits the whole run; or ranks that were asked to end "
+            "took longer than its grace.",
+            "Give a longer timeout, or none; collective_timeout is how long ranks wait for each other. Give a longer "
+            "grace if saving takes as long.",
         ),
         "QN305": ErrorEntry(
             "the program is for a GPU that is not here",
@@ -217,15 +219,23 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "parameters stay as they were.",
             'Run it on a machine with such GPUs; or compile with device="cpu" for a program that runs here.',
         ),
+        "QN306": ErrorEntry(
+            "a signal cannot be handled here",
+            "A run was to save itself when a scheduler sends it a signal. Python handles signals in the main thread of "
+            "a process only, and some (SIGKILL, SIGSTOP) cannot be handled at all.",
+            "Train in the main thread; or give no signals: Trainer(preempt_signals=()).",
+        ),
         "QN401": ErrorEntry(
             "ranks disagree about communication",
-            "Two ranks called different collectives, or the same one with different shapes or dtypes (a desync).",
-            "The message has both operators and their source lines. Ranks must see batches of equal shapes.",
+            "Two ranks called different collectives, or the same one with different shapes or dtypes (a desync); or "
+            "one made a call that the others did not make, such as save or clip_grad_norm.",
+            "The message has both operators or calls, and their source lines. Ranks must see batches of equal shapes, "
+            "and make the same calls in the same order.",
         ),
         "QN402": ErrorEntry(
             "a rank waits for something that never comes",
             "A rank waits for a message or a collective of a rank that never reaches it.",
-            "Look at what the other rank does: it ended, or runs other code.",
+            "Look at what the other rank does: it has finished, it ended, or it runs other code.",
         ),
         "QN403": ErrorEntry(
             "ranks run different programs",
@@ -242,7 +252,9 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN405": ErrorEntry(
             "the device is out of memory",
-            "A rank's step needs more memory than its device has. The message has the rank, and what torch says.",
+            "A rank's step needs more memory than its device has (or, on a CPU, than the host gives). The message has "
+            "the rank, what torch says, the operator and its line, what was alive on the rank, and the peak that the "
+            "program's simulation predicts, for some other options too.",
             'Use more microbatches, recompute="selective" or "full", zero=3, or a larger mesh; program.simulate().peak '
             "predicts what each needs.",
         ),

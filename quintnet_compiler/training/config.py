@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.names import one_line
 from ..ir.plan import Plan
+from ..runtime.launch.preemption import SIGNALS
 from .documents import read_yaml
 
 ALL_THREE = "3d"  # the other name of dp_tp_pp
@@ -64,6 +66,7 @@ class TrainConfig(BaseModel):
         log_interval: steps between log lines.
         checkpoint_dir: where checkpoints are saved, and from where the run resumes.
         keep_checkpoints: how many of the newest to keep.
+        preempt_signals: names of the signals after which the run saves and ends, see :class:`Trainer`.
         log_dir: for metrics.
         tensorboard: also write TensorBoard events.
         measure_step: the step (from 1) whose timeline is written to ``log_dir``, for ``quintnet dump --measured``.
@@ -99,6 +102,7 @@ class TrainConfig(BaseModel):
     log_interval: int = Field(default=10, ge=1)
     checkpoint_dir: str | None = None
     keep_checkpoints: int = Field(default=3, ge=1)
+    preempt_signals: tuple[str, ...] = tuple(one.name for one in SIGNALS)
     log_dir: str | None = None
     tensorboard: bool = False
     measure_step: int | None = Field(default=None, ge=1)
@@ -111,6 +115,9 @@ class TrainConfig(BaseModel):
     def _fits(self) -> TrainConfig:
         if len(self.mesh_dim) != len(self.mesh_name) or len(set(self.mesh_name)) != len(self.mesh_name):
             raise ValueError(f"mesh_dim {list(self.mesh_dim)} and mesh_name {list(self.mesh_name)} do not pair up")
+        unknown = [name for name in self.preempt_signals if name not in signal.Signals.__members__]
+        if unknown:
+            raise ValueError(f"preempt_signals: there is no signal {', '.join(unknown)}; write SIGTERM or SIGUSR1")
         if self.measure_step is not None and self.log_dir is None:
             raise ValueError("measure_step needs a log_dir to write to")
         if self.strategy_name is not None:

@@ -14,7 +14,7 @@ from ..core.errors import CompileError
 
 class Record(Protocol):
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
-        """``kind``: ``"train"``, ``"validation"``, or ``"resumed"``, which has no numbers."""
+        """``kind``: ``"train"``, ``"validation"``, or ``"resumed"`` and ``"preempted"``, which have no numbers."""
         ...
 
     def close(self) -> None: ...

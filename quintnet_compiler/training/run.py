@@ -6,6 +6,7 @@ import importlib
 import inspect
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -96,6 +97,7 @@ def run(config: TrainConfig) -> History:
         checkpoint_folder=config.checkpoint_dir,
         save_every=config.save_interval,
         keep=config.keep_checkpoints,
+        preempt_signals=[signal.Signals[name] for name in config.preempt_signals],
         log_every=config.log_interval,
         log_folder=config.log_dir,
         tensorboard=config.tensorboard,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..ir.batch_form import batch_size_of, plain_batch
+from ..runtime.launch.preemption import SIGNALS
 from .batches import BatchSampler
 from .buckets import pad_to_bucket
 from .measures import Metric, device_flops, memory_gib
@@ -64,6 +66,9 @@ class Trainer:
         checkpoint_folder: where to save checkpoints, and to resume from if it has one.
         save_every: steps between checkpoints; None: after every epoch.
         keep: how many of the newest checkpoints to keep.
+        preempt_signals: signals by which a scheduler asks the run to end, on any rank, if there is a checkpoint_folder:
+            ``fit`` then saves at the end of the step and exits with :data:`quintnet.REQUEUE_EXIT_CODE`, see
+            :meth:`CompiledProgram.on_preempt`. Empty: signals stay as they are.
         log_every: steps between two log lines.
         log_folder: for ``metrics.jsonl``.
         tensorboard: also write TensorBoard events into ``log_folder``.
@@ -90,6 +95,7 @@ class Trainer:
     checkpoint_folder: str | Path | None = None
     save_every: int | None = None
     keep: int = 3
+    preempt_signals: Sequence[int] = SIGNALS
     log_every: int = 10
     log_folder: str | Path | None = None
     tensorboard: bool = False
@@ -111,28 +117,30 @@ class Trainer:
         """Train until the end, from the newest checkpoint if there is one; what was done.
 
         Raises:
+            Preempted: if a scheduler asked for it; everything is saved.
             RunError: QN501 on every rank if a loss or gradient is not finite; the last checkpoint is whole.
             CheckpointError: QN601 to QN603, see :meth:`CompiledProgram.load` and ``save``.
+            RunError: QN306 if signals are to be handled outside of the main thread.
         """
-        self._resume()
-        records = self._records()
-        try:
-            if self.history.resumed_from is not None:
+        records: list[Record] = []
+        with self._preemptible(records) as end_of_step:
+            self._resume()
+            records += self._records()
+            try:
+                if self.history.resumed_from is not None:
+                    self._write(records, "resumed", {})
+                while self.epoch < self.epochs and not self._over():
+                    for batch in self._batches():
+                        self._step(batch, records)
+                        if self._over():
+                            break
+                        end_of_step()
+                    else:
+                        self._end_of_epoch(records)
+                self._save_now()
+            finally:
                 for record in records:
-                    record.write(self.history.step, "resumed", {})
-            while self.epoch < self.epochs and not self._over():
-                for batch in self._batches():
-                    self._step(batch, records)
-                    if self._over():
-                        break
-                else:
-                    self._end_of_epoch(records)
-            self._save()
-            if self.saving is not None:
-                self.saving.result()
-        finally:
-            for record in records:
-                record.close()
+                    record.close()
         self.history.losses = [float(loss) for loss in self.kept]
         return self.history
 
@@ -153,8 +161,9 @@ class Trainer:
         """What is left of this epoch."""
         sampler = self._sampler()
         if sampler is not None:
-            sampler.start_at(self.seen)
-            yield from self.train_loader
+            if sampler.after(self.seen) // sampler.samples == self.epoch:
+                sampler.start_at(self.seen)
+                yield from self.train_loader
             return
         for index, batch in enumerate(self.train_loader):
             if index >= self.in_epoch:
@@ -186,8 +195,7 @@ class Trainer:
             assert norm is not None
             numbers = {"loss": float(loss), "grad_norm": float(norm), "lr": float(rate)}
             numbers |= self._speed(batch, rows, loss.device, time.perf_counter() - start)
-            for record in records:
-                record.write(self.history.step, "train", numbers)
+            self._write(records, "train", numbers)
         if self.validate_every and self.history.step % self.validate_every == 0:
             self._validate(records)
         if self.save_every and self.history.step % self.save_every == 0:
@@ -228,8 +236,7 @@ class Trainer:
             return
         found = self.validate()
         self.history.validations.append((self.history.step, found))
-        for record in records:
-            record.write(self.history.step, "validation", found)
+        self._write(records, "validation", found)
         self.bad = 0 if found["loss"] < self.best else self.bad + 1
         self.best = min(self.best, found["loss"])
         self.history.stopped_early = self.patience is not None and self.bad >= self.patience
@@ -245,6 +252,25 @@ class Trainer:
             if self.tensorboard:
                 found.append(TensorBoardRecord(Path(self.log_folder)))
         return found
+
+    def _write(self, records: Iterable[Record], kind: str, numbers: Mapping[str, float]) -> None:
+        for record in records:
+            record.write(self.history.step, kind, numbers)
+
+    def _preemptible(self, records: list[Record]) -> AbstractContextManager[Callable[[], None]]:
+        if self.checkpoint_folder is None or not self.preempt_signals:
+            return nullcontext(lambda: None)
+
+        def save() -> None:
+            self._write(records, "preempted", {})
+            self._save_now()
+
+        return self.program.on_preempt(save, signals=self.preempt_signals)
+
+    def _save_now(self) -> None:
+        self._save()
+        if self.saving is not None:
+            self.saving.result()
 
     def _save(self) -> None:
         if self.checkpoint_folder is None or self.saved == self.history.step:
@@ -270,8 +296,11 @@ class Trainer:
         self.best, self.bad = math.inf if at["best"] is None else at["best"], at["bad"]
         sampler = self._sampler()
         if sampler is not None:
-            self.seen = sampler.after(self.seen)
-            self.epoch = self.seen // sampler.samples
+            after = sampler.after(self.seen)
+            # a checkpoint of an epoch's last step was written before what is done at the epoch's end
+            ends = self.in_epoch > 0 and after // sampler.samples == self.epoch + 1
+            if not ends:
+                self.seen, self.epoch = after, after // sampler.samples
         if self.scheduler is not None and "scheduler" in at:
             self.scheduler.load_state_dict(at["scheduler"])
         elif self.scheduler is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
+from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.core.errors import InputError, RunError
 from quintnet_compiler.runtime.launch.board import KEPT, Board
 from quintnet_compiler.runtime.launch.calls import announced, collective, frequent, running, users_line
@@ -140,3 +141,46 @@ def test_a_call_within_a_call_is_part_of_it(pulses: list[Heartbeat]) -> None:
 def test_the_users_line_is_the_innermost_one() -> None:
     found = list(map(lambda _: users_line(), [0]))  # noqa: C417 -- a frame more
     assert found[0][0] == __file__ and found[0][1] > 100
+
+
+# what one rank may call alone, once a program is set up: nothing is communicated
+ALONE = {
+    "close",
+    "compile_seconds",
+    "diff",
+    "dump",
+    "explain",
+    "first",
+    "get_rng_state",
+    "load_state_dict",
+    "loss_fn",
+    "loss_scale",
+    "mesh",
+    "model_flops",
+    "named_parameters",
+    "parameters",
+    "passes",
+    "plan",
+    "prepare",
+    "prove",
+    "ranks",
+    "schedule",
+    "set_rng_state",
+    "simulate",
+    "state_dict",
+    "unsplit",
+    "visualize",
+    "zero_grad",
+}
+
+
+def test_every_public_call_that_communicates_is_announced() -> None:
+    """A new method of a program either is in ALONE, or is a call of all ranks."""
+    for name in dir(CompiledProgram):
+        if name in ALONE or (name.startswith("_") and name != "__call__"):
+            continue
+        method = getattr(CompiledProgram, name)
+        code = inspect.getsource(method)
+        announced_here = any(f"{how}(" in code for how in ("self._run", "announced", "frequent"))
+        assert hasattr(method, "__wrapped__") or announced_here, f"{name}: do all ranks make this call together?"
+    assert "announced(" in inspect.getsource(CompiledProgram.close)  # where there is something to take apart

@@ -18,6 +18,7 @@ from ..execute.executor import Executor, Run
 from ..execute.finite import require_finite
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
+from ..execute.out_of_memory import with_operator
 from ..execute.record import Recorder
 from ..launch.device_faults import explained
 from ..state.gradients import GradientStore
@@ -180,6 +181,8 @@ class Ready:
             fault = explained(error, self.executor.part.rank, how.step, self.program.sites)
             if fault is None:
                 raise
+            if fault.code == "QN405":
+                fault = with_operator(error, fault, self.executor, state)
             raise fault from error
         if not self.executor.finite and not how.may_skip:
             require_finite(self.executor, state, inputs, how, results[0])

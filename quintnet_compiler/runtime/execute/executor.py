@@ -17,6 +17,7 @@ from ...core.sharding import P, Shard, local_shape
 from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
+from ..launch.preemption import Preemption
 from ..state.gradients import GradientStore
 from ..transport.transport import GRADIENTS, VALUES, Transport, Wait
 from .comm import Comm
@@ -28,7 +29,8 @@ from .interpreter_trace import Watch, run_watched
 class Run:
     """How to run a program once: ``train`` makes gradients; ``local`` inputs are this data rank's rows; ``seed`` and
     ``step`` are what random masks depend on; ``check_finite`` looks for NaN and Inf in loss and gradients; ``scale`` is
-    the factor of a scaled loss, None where it is not scaled."""
+    the factor of a scaled loss, None where it is not scaled; ``preemption`` is what a step of training asks, and tells,
+    whether some rank is to end."""
 
     train: bool = False
     local: bool = False
@@ -36,6 +38,7 @@ class Run:
     step: int = 0
     check_finite: bool = True
     scale: float | None = None
+    preemption: Preemption | None = None
 
     @property
     def may_skip(self) -> bool:
@@ -147,6 +150,7 @@ class Executor:
         self.peak_live = 0
         self.comm.seed, self.comm.step, self.comm.scale = how.seed, how.step, how.scale or 1.0
         self.watch, self.check_finite, self.finite = watch, how.check_finite, True
+        self.preemption = how.preemption
         self.comm.under_way.clear()  # of a step that failed
         if self.gradients is not None:
             self.gradients.begin()
@@ -390,15 +394,23 @@ class Executor:
 
     def _sum_of_scalars(self, position: int, local: Tensor | None, *, screened: bool) -> Tensor:
         """One sum over all ranks: terms where partial, one copy where whole, nothing from other stages. ``screened``:
-        it tells every rank whether all gradients may be finite, too."""
+        it tells every rank whether all gradients may be finite, and how many ranks are asked to end, too."""
         dtype, many = self.program.results[position].dtype, len(self.everyone) > 1
         if local is None or not self.counts[position]:
             local = torch.zeros((), dtype=dtype, device=self.device)
-        if self.gradients is None or not screened or not self.check_finite:
+        if self.gradients is None or not screened or not (self.check_finite or self.preemption):
             x = local.clone()
             return self.transport.start_sum(x, self.everyone, "loss")() if many else x
-        # the same sum tells every rank whether some rank's gradients are bad: then the second number is NaN
-        both = torch.stack((local, self.gradients.screen().to(local.device, dtype)))
+        # the same sum tells every rank whether some rank's gradients are bad: then the second number is NaN; else it is
+        # how many ranks are asked to end
+        told = self.gradients.screen().to(local.device, dtype) if self.check_finite else torch.zeros_like(local)
+        if self.preemption is not None and self.preemption.asked:
+            told = told + 1
+        both = torch.stack((local, told))
         both = self.transport.start_sum(both, self.everyone, "loss")() if many else both
-        self.finite = all(map(math.isfinite, both.tolist()))
+        numbers = both.tolist()
+        if self.check_finite:
+            self.finite = all(map(math.isfinite, numbers))
+        if self.preemption is not None:
+            self.preemption.hear(numbers[1])
         return both[0]

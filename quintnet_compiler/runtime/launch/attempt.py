@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -25,8 +26,10 @@ from ...compat.distributed import PrefixStore, TCPStore
 from ...core.errors import QuintNetError, RunError
 from .accelerator import take_accelerator
 from .disagreement import disagreement
-from .faults import Fault, RankError, Scene, stopped
+from .faults import Fault, RankError, Scene, gone, stopped
+from .forwarding import Forwarding
 from .heartbeat import GRACE, LOOK, PERIOD, VERDICT, Heartbeat
+from .preemption import Preempted
 from .rank_status import LONGEST_LINE, RankStatus, cut, first_line, of_communication, read_rows
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
@@ -34,6 +37,7 @@ SETTLE = 1.0  # seconds in which the cause of an error that another rank caused 
 LONGEST_TEXT = 20_000  # characters of an error and its traceback
 LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
 LOOPBACK = "127.0.0.1"
+NO_CODE = 255  # what multiprocessing says of a process whose fork server is gone
 PRELOADED = ("torch", "torch.distributed.tensor", "quintnet_compiler.api.compile")  # what the fork server has imported
 
 
@@ -62,16 +66,18 @@ class Seat:
 
 class Attempt:
     """Starts a rank for each of ``slots`` and sees to their end. Nothing outlives it: ranks end when it does, and
-    when this process does. They talk over loopback alone, and nothing that they leave behind is read again."""
+    when this process does. They talk over loopback alone, and nothing that they leave behind is read again.
+    ``signals``: what this process was sent, and passes on to them."""
 
-    def __init__(self, job: Job, slots: Sequence[int], folder: Path) -> None:
-        self.job, self.slots, self.folder = job, slots, folder
+    def __init__(self, job: Job, slots: Sequence[int], folder: Path, signals: Forwarding) -> None:
+        self.job, self.slots, self.folder, self.signals = job, slots, folder, signals
         self.size = len(slots)
         self.results: dict[int, Any] = {}
         self.reports: dict[int, RankError] = {}
         self.ended: dict[int, int] = {}
         self.since: dict[int, float] = {}  # when a rank was first seen stopped
         self.looks, self.apart = 0, dict[int, RankStatus]()  # rows of ranks that can never meet
+        self.orphans: set[int] = set()  # ranks that live, and whose fork server a signal has ended
         folder.mkdir()
 
     def __enter__(self) -> Attempt:
@@ -98,6 +104,9 @@ class Attempt:
         for process in self.processes:
             if process.is_alive():
                 process.kill()  # stopped ones would never see another signal
+        for rank in self.orphans - self.ended.keys():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid(rank), signal.SIGKILL)
         for process in self.processes:
             process.join()
 
@@ -106,24 +115,30 @@ class Attempt:
         doubt: float | None = None
         while len(self.results) < self.size:
             self._hear(PERIOD / 2)
+            self.signals.pass_on([self._pid(rank) for rank in range(self.size) if self._runs(rank)])
             given_up = self._given_up()
             if self.reports or self.ended or given_up or self._apart():
                 now = time.monotonic()
                 doubt = doubt or now
                 if self._scene(given_up).certain or now > doubt + SETTLE:
                     return self._end(given_up)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self.signals.late:
                 late = sorted(set(range(self.size)) - self.results.keys())
-                error = RunError("QN304", f"ranks {late} did not finish in time")
+                after = f"the {self.signals.grace:g} s after a signal" if self.signals.late else "time"
+                error = RunError("QN304", f"ranks {late} did not finish in {after}")
                 self._tell(error.message)
                 return Fault(error, tuple(late))
         for process in self.processes:
             process.join(5)  # so that each can leave in its own way
+        until = time.monotonic() + 5
+        while time.monotonic() < until and not all(gone(self._pid(rank)) for rank in self.orphans):
+            time.sleep(PERIOD / 2)
         return [self.results[rank] for rank in range(self.size)]
 
     def _hear(self, seconds: float) -> None:
         """Take what ranks have to say, and see which ended."""
-        sentinels = {process.sentinel: rank for rank, process in enumerate(self.processes) if self._runs(rank)}
+        watched = [rank for rank in range(self.size) if self._runs(rank) and rank not in self.orphans]
+        sentinels = {self.processes[rank].sentinel: rank for rank in watched}
         ready = wait([*self.pipes, *sentinels], timeout=seconds)
         for pipe in ready:
             if isinstance(pipe, Connection):
@@ -135,10 +150,25 @@ class Attempt:
         for pipe in ready:
             rank = -1 if isinstance(pipe, Connection) else sentinels[pipe]  # type: ignore[index]
             if rank >= 0 and self._runs(rank) and not any(one.poll() for one, r in self.pipes.items() if r == rank):
-                # its pipe may still be open: its own children (workers of a DataLoader) have it as well
-                self.pipes = {one: r for one, r in self.pipes.items() if r != rank}
                 self.processes[rank].join()
-                self.ended[rank] = self.processes[rank].exitcode or 0
+                code = self.processes[rank].exitcode or 0
+                if self.signals.first is not None and code == NO_CODE and not gone(self._pid(rank)):
+                    self.orphans.add(rank)
+                else:
+                    self._ended(rank, code)
+        for rank in [rank for rank in self.orphans if self._runs(rank) and gone(self._pid(rank))]:
+            if not any(one.poll() for one, r in self.pipes.items() if r == rank):
+                self._ended(rank, NO_CODE)
+
+    def _ended(self, rank: int, code: int) -> None:
+        # its pipe may still be open: its own children (workers of a DataLoader) have it as well
+        self.pipes = {one: r for one, r in self.pipes.items() if r != rank}
+        self.ended[rank] = code
+
+    def _pid(self, rank: int) -> int:
+        found = self.processes[rank].pid
+        assert found is not None  # it was started
+        return found
 
     def _runs(self, rank: int) -> bool:
         return not any(rank in known for known in (self.results, self.reports, self.ended))
@@ -200,7 +230,10 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
                 world_size=seat.size,
                 timeout=patience,
             )
-            answer = job.fn(*job.args)
+            try:
+                answer = job.fn(*job.args)
+            except Preempted as left:
+                answer = left
             pulse.finish()
     except BaseException as error:
         send(pipe, seat.rank, report(seat.rank, error))

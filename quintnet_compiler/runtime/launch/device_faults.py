@@ -27,7 +27,7 @@ class Symptom:
 _NETWORK = "run again with NCCL_DEBUG=WARN: NCCL then says which call failed, on which interface"
 SYMPTOMS = (  # the first that fits: what names its cause comes first
     Symptom(
-        r"out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|not enough memory|can't allocate memory|std::bad_alloc",
         "QN405",
         "the device has no memory left",
         'more microbatches, recompute="selective" or "full", zero=3, or a larger mesh: program.simulate().peak says '

@@ -146,7 +146,16 @@ def _exit(code: int) -> str:
 
 def stopped(pid: int | None) -> bool:
     """Whether the system does not let a process of this machine run (SIGSTOP; not a debugger's)."""
+    return _state(pid) == "T"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process of this machine has ended, or this system has no /proc."""
+    return _state(pid) in ("", "Z", "X")
+
+
+def _state(pid: int | None) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):  # it is gone, or this system has no /proc
-        return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -30,6 +30,7 @@ from .disagreement import disagreement
 from .faults import stopped
 from .heartbeat import PERIOD, VERDICT, Heartbeat, dump_stacks
 from .launchers import Started
+from .preemption import Preempted
 from .rank_status import RankStatus, of_communication, read_rows
 
 LONGEST_SILENCE = 60.0  # seconds that a rank may say nothing: the network repairs itself within some
@@ -64,6 +65,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
     folder = folder_of(name)
     silence = min(LONGEST_SILENCE, job.patience)
     neighbours = Neighbours(rank, size, silence)
+    left: Preempted | None = None
 
     def connect() -> Store:
         return PrefixStore(f"{name}/rows", PrefixStore(prefix, given.clone()))
@@ -79,6 +81,8 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         dist.init_process_group(**accelerator, store=store, rank=rank, world_size=size, timeout=patience)
         try:
             results[rank] = job.fn(*job.args)
+        except Preempted as asked:  # all ranks leave together
+            left = asked
         except RuntimeError as error:  # outside of a program's run: in a save, or in communication of the user's own
             if isinstance(error, QuintNetError) or not of_communication(error):
                 raise
@@ -87,6 +91,8 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         finish(store, rank, size)
         dist.destroy_process_group()
     shutil.rmtree(folder, ignore_errors=True)  # the other ranks of this machine do, too
+    if left is not None:
+        raise left
     return results
 
 

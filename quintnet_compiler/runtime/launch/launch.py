@@ -14,9 +14,11 @@ from ...core.errors import CompileError, FaultWarning
 from . import board
 from .attempt import Attempt, Job
 from .faults import Fault
+from .forwarding import Forwarding, forwarding
 from .heartbeat import current
 from .inside_launcher import inside_launcher
 from .launchers import started
+from .preemption import Preempted
 
 
 def launch(
@@ -29,6 +31,7 @@ def launch(
     threads: int = 1,
     restarts: int = 0,
     fewest: int | None = None,
+    grace: float = 300.0,
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``num_ranks`` ranks and return the results by rank.
 
@@ -48,11 +51,15 @@ def launch(
             its own checkpoint (:meth:`CompiledProgram.load`; a :class:`Trainer` with a checkpoint_folder does).
         fewest: the smallest number of ranks to restart with: a rank at fault in two consecutive attempts is left out.
             ``fn`` then finds a smaller world (``torch.distributed.get_world_size()``). None: ``num_ranks``.
+        grace: SIGTERM and SIGUSR1 that this process gets, and does not handle by itself, are passed on to all ranks;
+            seconds that these have then to save and to end (see :meth:`CompiledProgram.on_preempt`). They are not
+            started again.
 
     Raises:
+        Preempted: if ranks have saved and ended because they were asked to.
         RunError: QN302 if a rank fails or dies, QN303 if one is stopped, QN402 if one does not reach a collective,
-            QN304 after ``timeout``; with the rank that caused it. All others are ended. A QuintNetError that ``fn``
-            raised is raised as it is, and is not retried.
+            QN304 after ``timeout``, or ``grace`` after a signal; with the rank that caused it. All others are ended. A
+            QuintNetError that ``fn`` raised is raised as it is, and is not retried.
     """
     least = num_ranks if fewest is None else fewest
     if not 1 <= least <= num_ranks or restarts < 0:
@@ -65,25 +72,38 @@ def launch(
     world = started()
     if world is not None and (world.elastic or current.get() is None):
         return inside_launcher(job, world, num_ranks, least)
+    with forwarding(grace) as signals:
+        found = _attempts(job, num_ranks, least, restarts, timeout, signals)
+    if not isinstance(found, Fault):
+        if any(isinstance(one, Preempted) for one in found):
+            raise Preempted
+        return found
+    if found.again:  # ranks that do not handle the signal have ended by it
+        signals.end_as_asked()
+    raise found.error
+
+
+def _attempts(
+    job: Job, num_ranks: int, least: int, restarts: int, timeout: float | None, signals: Forwarding
+) -> list[Any] | Fault:
+    """What the last attempt gave."""
     deadline = time.monotonic() + timeout if timeout is not None else math.inf
     folder = Path(tempfile.mkdtemp(prefix="quintnet-"))  # of stacks; it stays if they are needed
     slots, suspects = list(range(num_ranks)), set[int]()
     try:
         for number in range(restarts + 1):
-            with Attempt(job, slots, folder / f"attempt{number}") as attempt:
+            with Attempt(job, slots, folder / f"attempt{number}", signals) as attempt:
                 found = attempt.run(deadline)
-            if not isinstance(found, Fault):
+            if not isinstance(found, Fault) or number == restarts or not found.again or signals.first is not None:
                 return found
-            if number == restarts or not found.again:
-                raise found.error
             blamed = {slots[rank] for rank in found.ranks}
             gone = blamed & suspects if len(slots) - len(blamed & suspects) >= least else set()
             slots, suspects = [slot for slot in slots if slot not in gone], blamed - gone
             message = f"{found.error}\n  restart {number + 1} of {restarts}, with {len(slots)} ranks"
-            warnings.warn(FaultWarning(message), stacklevel=2)
+            warnings.warn(FaultWarning(message), stacklevel=3)
     finally:
         _tidy(folder)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("the last attempt returns")
 
 
 def _tidy(folder: Path) -> None:

@@ -1,0 +1,107 @@
+"""Signals by which a scheduler asks a run to end soon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from ...core.errors import RunError
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+REQUEUE_EXIT_CODE = 138
+"""The exit code of a run that saved itself because it was asked to end, and should be queued again.
+
+It is 128 + SIGUSR1, which Kubeflow's operators (``restartPolicy: ExitCode``) take for a user's own error that may be
+retried; a shell's code for a process that SIGTERM ended (143) would not say that a checkpoint was written. Other
+schedulers are told which code to requeue (SLURM's ``RequeueExit``, LSF's ``bsub -Q``, a Kubernetes Job's
+``podFailurePolicy``).
+"""
+Handler = Callable[[int], object]
+
+
+class Preempted(SystemExit):
+    """A scheduler has asked this run to end, and its state is saved: the process exits with
+    :data:`REQUEUE_EXIT_CODE`."""
+
+    def __init__(self) -> None:
+        super().__init__(REQUEUE_EXIT_CODE)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), ()
+
+
+@dataclass
+class Preemption:
+    """``asked``: a signal came to this process. ``agreed``: one had come to some rank before the last step ended, which
+    every rank knows after the same step: each adds 1 to a sum that the step makes anyway if it was asked."""
+
+    asked: bool = False
+    agreed: bool = False
+
+    def ask(self, number: int) -> None:
+        self.asked = True
+
+    def hear(self, count: float) -> None:
+        """``count``: of ranks that were asked; NaN where gradients were not finite, and a later step will tell."""
+        self.agreed = self.agreed or count > 0
+
+    def leave_if_agreed(self, save: Callable[[], object]) -> None:
+        """Every rank calls this after a step.
+
+        Raises:
+            Preempted: once ``save`` has returned, if the ranks agreed to end.
+        """
+        if self.agreed:
+            save()
+            raise Preempted
+
+
+@contextlib.contextmanager
+def handling(signals: Sequence[int], handler: Handler) -> Iterator[None]:
+    """While inside, ``handler`` is called with the number of each of ``signals`` that comes to this process; afterwards
+    they are handled as before. It must do no more than note it: it runs between any two instructions. Children that
+    are forked meanwhile get the former handling back when a signal comes to them.
+
+    Raises:
+        RunError: QN306 outside of the main thread, where Python handles no signals, or for a signal that cannot be
+            handled.
+    """
+    if signals and threading.current_thread() is not threading.main_thread():
+        raise RunError(
+            "QN306",
+            f"{_names(signals)} cannot be handled in thread {threading.current_thread().name}",
+            fix="call it in the main thread, or without signals: preempt_signals=() of a Trainer",
+        )
+    process, before = os.getpid(), dict[int, Any]()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == process:
+            handler(number)
+            return
+        signal.signal(number, before[number])
+        os.kill(os.getpid(), number)
+
+    try:
+        for number in dict.fromkeys(signals):
+            try:
+                found = signal.getsignal(number)
+                before[number] = signal.SIG_DFL if found is None else found
+                signal.signal(number, note)
+            except (OSError, ValueError) as error:
+                before.pop(number, None)
+                raise RunError("QN306", f"{_names([number])}: {error}", fix="handle SIGTERM or SIGUSR1") from None
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _names(signals: Sequence[int]) -> str:
+    known = {int(one): one.name for one in signal.Signals}
+    return ", ".join(known.get(int(number), str(number)) for number in signals)
