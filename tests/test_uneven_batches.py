@@ -108,7 +108,6 @@ def test_every_number_of_rows(loss: str, axes: dict[str, int], options: dict[str
         ({"dp": 2, "tp": 2}, {"microbatches": 2, "zero": 3}),
         ({"dp": 2, "cp": 2}, {"microbatches": 2}),
         ({"dp": 2, "pp": 2}, {"microbatches": 2, "zero": 1, "recompute": "full"}),
-        ({"ep": 2}, {"microbatches": 2}),
     ],
     ids=str,
 )
@@ -121,6 +120,15 @@ def test_a_transformer_whose_loss_is_a_mean_over_tokens(axes: dict[str, int], op
         _equal(program, twin, _tokens(rows), None)
         batch = _tokens(rows)
         assert abs(program.evaluate(batch) - twin(*batch)) < EXACT
+
+
+def test_without_experts_their_axis_deals_rows_as_dp_does() -> None:
+    torch.manual_seed(0)
+    model = GPT(vocab=33, width=24, heads=3, depth=1, length=8).double()
+    twin = copy.deepcopy(model)
+    program = quintnet.compile(model, Mesh(ep=2), _tokens(8), check="off", microbatches=2)
+    for rows in (5, 1):
+        _equal(program, twin, _tokens(rows), None)
 
 
 def test_random_numbers_are_those_of_every_layout() -> None:

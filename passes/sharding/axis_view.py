@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import fx
 
 from ...core.annotations import Leaf, facts, leaf, values
 from ...core.errors import CompileError, Where
-from ...core.sharding import AxisType, Sharding, local_shape
+from ...core.sharding import AxisType, Shard, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, Strategy
 from ...ops.rules.notation import Factors
+from ..strategies.expert_axes import expert_parameters
 from ..strategies.rule_book import leaf_strategies, may_pad, strategies
 from .coupled_rows import coupling
 
@@ -78,9 +80,15 @@ class AxisView:
         """Rows of the batch that the earlier axes leave a rank; where they do not divide, the most."""
         return -(-self.program.batch_size // self.ways)
 
-    @property
+    @cached_property
     def spreads_experts(self) -> bool:
-        return self.axis.name in self.constraints.experts
+        """Whether each rank has experts of its own: of a mixture, or parameters that the plan splits by name."""
+        if self.axis.name not in self.constraints.experts:
+            return False
+        named = any(
+            axis == self.axis.name and isinstance(kind, Shard) for (_, axis), kind in self.constraints.fixed.items()
+        )
+        return named or bool(expert_parameters(self.program.graph))
 
     def stores(self, found: Leaf) -> bool:
         """Whether slices of a parameter over this axis are no more than how it is stored, see
