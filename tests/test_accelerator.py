@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import quintnet
+from quintnet_compiler.checkpoint.staging import Staging
 from quintnet_compiler.ops.grouped_rows import (
     group_plan,
     group_rows,
@@ -171,7 +172,7 @@ def test_a_checkpoint_makes_the_host_wait_once(device: Emulated, tmp_path: Path)
     found = program._snapshot(optimizer, None)
     tensors = [box for part in found.parts.values() for box in part.boxes.values() if box.device == where]
     with device.counting() as counted:
-        found.on_host(copy=True)
+        found.on_host(Staging().copies)
     assert counted.to_host == len(tensors) == 3 * len(expected)
     assert (counted.to_device, counted.waits) == (0, {"a stream": 1})
     program.save(tmp_path / "now", step=2, optimizer=optimizer)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
-from quintnet_compiler.checkpoint import commit, lock, manifest, storage
+from quintnet_compiler.checkpoint import commit, lock, manifest, pieces, storage
 
 from .models import CASES, build
 
@@ -242,7 +242,7 @@ def test_saving_in_the_background_saves_what_was_there(trained: Made, tmp_path: 
 # -- what dies while it saves
 
 PHASES = {
-    "write": (storage, "digest"),
+    "write": (pieces, "_sha256"),
     "index": (storage, "write_durably"),
     "manifest": (manifest, "write_durably"),
     "rename": (commit.os, "rename"),

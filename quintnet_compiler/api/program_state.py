@@ -233,7 +233,7 @@ class ProgramState(abc.ABC):
         """Write a checkpoint that any layout can load. Every rank calls this, and each writes its own shards.
 
         ``folder/step-00000042`` appears when all of it is on the disk (safetensors and JSON, written by a plan of
-        torch.distributed.checkpoint, with the SHA-256 of each file). If anything fails, the folder's other checkpoints
+        torch.distributed.checkpoint, with SHA-256 of all files). If anything fails, the folder's other checkpoints
         stay as they were.
 
         Args:
@@ -252,7 +252,7 @@ class ProgramState(abc.ABC):
                 values; on every rank.
         """
         to = Destination(Path(folder), step, keep, self._locks)
-        found = self._snapshot(optimizer, extra).on_host(copy=False)
+        found = self._snapshot(optimizer, extra).on_host()
         if self._saving is not None:
             self._saving.wait()
         return write(found, to)

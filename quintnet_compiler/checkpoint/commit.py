@@ -15,8 +15,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from .disk import sync
 from .folder import abandoned, leftovers, name_of, named, next_abandoned
-from .manifest import Digest, sync, whole, write_manifest
+from .manifest import whole, write_manifest
+from .pieces import Digest
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fs.h
 

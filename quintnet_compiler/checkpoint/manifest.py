@@ -1,49 +1,37 @@
-"""What belongs to a checkpoint: a manifest has the size and SHA-256 of every file, and its own."""
+"""What belongs to a checkpoint: a manifest has the size of every file and the SHA-256 of its pieces, and its own."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..weights.files import shown
+from .disk import DiskFile, created
 from .folder import Entry, leftovers, named
+from .pieces import PIECE, Digest, FilePiece, different, pieces_of, write
 
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 64 * 2**20
-Digest = tuple[int, str]  # of a file: its bytes, and their SHA-256
+LARGEST_MANIFEST = 256 * 2**20  # bytes: of 15 TiB in pieces
+VERSION = 2
 
 
 class Damaged(Exception):
     """Why a checkpoint cannot be used, with the file's name."""
 
 
-def digest(path: Path) -> Digest:
-    with open(path, "rb") as file:
-        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_durably(path: Path, text: str) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(folder: Path) -> None:
-    """Make names in ``folder`` survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def write_durably(path: Path, text: str) -> Digest:
+    with created(path) as file:
+        return write(file, [memoryview(text.encode())])
 
 
 def write_manifest(checkpoint: Path, step: int, files: Mapping[str, Digest]) -> None:
-    found = {"version": 1, "step": step, "files": {name: list(files[name]) for name in sorted(files)}}
+    sizes = {name: [files[name].size, list(files[name].pieces)] for name in sorted(files)}
+    found = {"version": VERSION, "step": step, "piece": PIECE, "files": sizes}
     write_durably(checkpoint / MANIFEST, json.dumps({**found, "sha256": _own(found)}, indent=1) + "\n")
 
 
@@ -51,7 +39,7 @@ def whole(entry: Entry) -> bool:
     """Whether a checkpoint has its files, in their sizes. Their contents are not read."""
     try:
         files = read_manifest(entry)
-        return all((entry.path / name).stat().st_size == size for name, (size, _) in files.items())
+        return all((entry.path / name).stat().st_size == file.size for name, file in files.items())
     except (Damaged, OSError):
         return False
 
@@ -81,13 +69,17 @@ def read_manifest(entry: Entry) -> dict[str, Digest]:
             raise Damaged(f"{MANIFEST} is larger than {LARGEST_MANIFEST} bytes")
         found = json.loads(path.read_bytes())
         own = found.pop("sha256")
-        files = {str(name): (int(size), str(sha)) for name, (size, sha) in found["files"].items()}
+        files = {str(name): Digest(int(size), tuple(map(str, each))) for name, (size, each) in found["files"].items()}
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is damaged: {shown(str(error))}") from None
-    if own != _own(found) or found["version"] != 1 or found["step"] != entry.step:
+    if own != _own(found) or found["step"] != entry.step:
         raise Damaged(f"{MANIFEST} is damaged, or of another checkpoint: its own SHA-256 does not match")
+    if (found["version"], found["piece"]) != (VERSION, PIECE):
+        raise Damaged(f"{MANIFEST} has version {shown(str(found['version']))}, and this program reads {VERSION}")
+    if any(len(file.pieces) != -(-file.size // PIECE) for file in files.values()):
+        raise Damaged(f"{MANIFEST} is damaged: a file has another number of pieces than its size makes")
     there = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(entry.path)}
     for name in sorted(files.keys() - there.keys()):
         raise Damaged(f"{shown(name)} is missing")
@@ -100,15 +92,19 @@ def read_manifest(entry: Entry) -> dict[str, Digest]:
     return files
 
 
-def check_files(checkpoint: Path, files: Iterable[tuple[str, Digest]]) -> None:
-    """Read files and compare them with their digests.
+def check_files(checkpoint: Path, files: Mapping[str, Digest], share: slice) -> None:
+    """Compare files with what was written: sizes, and a ``share`` of all their pieces.
 
     Raises:
-        Damaged: for the first that is another.
+        Damaged: for one that is another.
     """
-    for name, (size, sha) in files:
-        found = digest(checkpoint / name)
-        if found[0] != size:
-            raise Damaged(f"{shown(name)} has {found[0]} bytes, and {size} were written")
-        if found[1] != sha:
-            raise Damaged(f"{shown(name)} is not what was written: its SHA-256 is another")
+    with contextlib.ExitStack() as stack:
+        pieces: list[FilePiece] = []
+        for name, written in sorted(files.items()):
+            file = stack.enter_context(DiskFile(checkpoint / name))
+            if file.size != written.size:
+                raise Damaged(f"{shown(name)} has {file.size} bytes, and {written.size} were written")
+            pieces += pieces_of(name, file, written)
+        other = different(pieces[share])
+        if other is not None:
+            raise Damaged(f"{shown(other)} is not what was written: its SHA-256 is another")

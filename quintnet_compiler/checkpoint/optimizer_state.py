@@ -134,6 +134,7 @@ def restored(
         name, _, path = full.rpartition("/")
         paths.setdefault(name, []).append(path)
     seen: dict[int, tuple[str, Any]] = {}
+    used = {_memory(place.parameter) for place in places.values()}
     for name, group in _named(optimizer, places, "QN602"):
         if name not in note["of"]:
             raise CheckpointError("QN602", f"the checkpoint's optimizer does not have {name}")
@@ -157,7 +158,10 @@ def restored(
         for path in paths.get(name, ()):
             meta = saved[f"{name}/{path}"]
             whole = isinstance(optimizer, WholeOptimizer)
-            made[path], targets[f"{name}/{path}"] = _room(place, meta, group, whole=whole)
+            old = optimizer.state.get(place.parameter, {}).get(unquote(path)) if ":" not in path else None
+            free = old if isinstance(old, Tensor) and _memory(old) not in used else None
+            made[path], targets[f"{name}/{path}"] = _room(place, meta, group, free, whole=whole)
+            used.add(_memory(made[path]))
         states[name] = decoded_state(note["values"].get(name, {}), made)
 
     def finish() -> None:
@@ -195,18 +199,23 @@ def _named(
 
 
 def _room(
-    place: ParameterPlace, meta: TensorStorageMetadata, group: Mapping[str, Any], *, whole: bool
+    place: ParameterPlace, meta: TensorStorageMetadata, group: Mapping[str, Any], old: Tensor | None, *, whole: bool
 ) -> tuple[Tensor, SavedPart]:
+    """Where a tensor is read to: what the optimizer has, ``old``, where that is alike, as there may be no memory for
+    both."""
     parameter, dtype = place.parameter, meta.properties.dtype
     own = local_of(parameter)
     if whole or tuple(meta.size) != tuple(place.shape):
         # a count of steps: torch keeps it beside the parameter only where a kernel reads it there
         there = group.get("capturable") or group.get("fused") or meta.size
-        x = torch.zeros(meta.size, dtype=dtype, device=own.device if there else "cpu")
+        x = _like(old, meta.size, dtype, own.device if there else torch.device("cpu"))
         return x, SavedPart.whole(x)
-    local = torch.zeros(own.shape, dtype=dtype, device=own.device)
     if not isinstance(parameter, DTensor):
-        return local, place.part(local)
+        x = _like(old, own.shape, dtype, own.device)
+        return x, place.part(x)
+    spread = parameter.device_mesh, parameter.placements
+    alike = isinstance(old, DTensor) and (old.device_mesh, old.placements) == spread
+    local = _like(local_of(old) if alike and old is not None else None, own.shape, dtype, own.device)
     made: Tensor = DTensor.from_local(
         local,
         parameter.device_mesh,
@@ -216,6 +225,18 @@ def _room(
         stride=parameter.stride(),
     )
     return made, place.part(local)
+
+
+def _like(old: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``old``, if it is such a tensor, else a new one."""
+    usable = type(old) is Tensor and old.is_contiguous() and not old.requires_grad
+    if old is not None and usable and (old.shape, old.dtype, old.device) == (torch.Size(shape), dtype, device):
+        return old
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
+
+
+def _memory(x: Tensor) -> int:
+    return local_of(x).untyped_storage().data_ptr()
 
 
 def _set(group: dict[str, Any], key: str, x: Any) -> None:

@@ -8,6 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,13 @@ from torch.futures import Future
 
 from ..weights.files import DTYPES
 from .commit import commit, place_to_write
+from .disk import DiskFile, created
 from .documents import INDEX, STATE, IndexEntry
 from .lock import FolderLocks
-from .manifest import Digest, digest, write_durably
+from .manifest import write_durably
 from .parts import SavedPart
+from .pieces import Digest, shared, write
+from .tensor_file import RowBlock, blocks, buffers, read_all, read_header
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -96,30 +100,19 @@ class Writer(StorageWriter):
         return [replace(plan, storage_data=str(self.temporary)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        from safetensors.torch import save_file
-
-        done: Future[list[WriteResult]] = Future()
-        tensors, keys = {}, {}
+        tensors: dict[str, torch.Tensor] = {}
+        keys: dict[str, WriteItem] = {}
         for number, item in enumerate(plan.items):
-            x: torch.Tensor = planner.resolve_data(item).detach().cpu().contiguous()  # type: ignore[union-attr]
-            # each in memory of its own, or safetensors refuses them
-            tensors[str(number)] = x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+            tensors[str(number)] = planner.resolve_data(item).detach().cpu()  # type: ignore[union-attr]
             keys[str(number)] = item
-        name = f"rank-{self.rank:05}.safetensors"
-        if not tensors:
-            done.set_result([])
-            return done
-        path = Path(plan.storage_data) / name
-        save_file(tensors, path)
-        with open(path, "rb+") as file:
-            os.fsync(file.fileno())
-        found = digest(path)
-        done.set_result(
-            [
-                WriteResult(item.index, tensors[key].nbytes, storage_data=(name, key, found))
-                for key, item in keys.items()
-            ]
-        )
+        done: Future[list[WriteResult]] = Future()
+        name, found = f"rank-{self.rank:05}.safetensors", []
+        if tensors:
+            with created(Path(plan.storage_data) / name) as file:
+                digest = write(file, buffers(tensors))
+            for key, item in keys.items():
+                found.append(WriteResult(item.index, tensors[key].nbytes, storage_data=(name, key, digest)))
+        done.set_result(found)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -127,8 +120,8 @@ class Writer(StorageWriter):
         files: dict[str, Digest] = {}
         where: dict[str, list[list[Any]]] = defaultdict(list)
         for result in (one for some in results for one in some):
-            name, key, found = result.storage_data
-            files[name] = found
+            name, key, digest = result.storage_data
+            files[name] = digest
             where[result.index.fqn].append([list(result.index.offset or ()), name, key])
         index = {}
         for fqn, tensor in sorted(metadata.state_dict_metadata.items()):
@@ -138,8 +131,7 @@ class Writer(StorageWriter):
             dtype = _NAMES[tensor.properties.dtype]
             index[fqn] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
         for name, document in ((INDEX, index), (STATE, self.merged)):
-            write_durably(self.temporary / name, json.dumps(document, indent=1) + "\n")
-            files[name] = digest(self.temporary / name)
+            files[name] = write_durably(self.temporary / name, json.dumps(document, indent=1) + "\n")
         commit(self.temporary, self.step, files, self.keep)
 
     @classmethod
@@ -180,24 +172,20 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        from safetensors import safe_open
-
         by_file: dict[str, list[tuple[str, ReadItem]]] = defaultdict(list)
         for item in plan.items:
             assert item.storage_index.offset is not None
             name, key = self.places[item.storage_index.fqn, item.storage_index.offset]
             by_file[name].append((key, item))
         for name, items in by_file.items():
-            with safe_open(self.checkpoint / name, framework="pt") as file:
+            with DiskFile(self.checkpoint / name) as file:
+                tensors = read_header(file)
+                found: list[RowBlock] = []
                 for key, item in items:
-                    runs = tuple(
-                        slice(start, start + size)
-                        for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-                    )
-                    found = file.get_slice(key)[runs] if runs else file.get_tensor(key)
-                    out = planner.resolve_tensor(item)
-                    out.detach().copy_(found)
-                    planner.commit_tensor(item, out)
+                    starts = zip(item.storage_offsets, item.lengths, strict=True)
+                    box = tuple(slice(start, start + size) for start, size in starts)
+                    found += blocks(tensors[key], box, planner.resolve_tensor(item).detach())
+                shared(partial(read_all, file), found)
         done: Future[None] = Future()
         done.set_result(None)
         return done

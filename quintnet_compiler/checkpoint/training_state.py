@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -52,9 +53,9 @@ class Snapshot:
     parts: Mapping[str, SavedPart]
     note: Mapping[str, Any]
 
-    def on_host(self, *, copy: bool) -> Snapshot:
-        """The same in host memory; with ``copy``, later steps do not change it."""
-        made = iter(on_host([box for part in self.parts.values() for box in part.boxes.values()], copy=copy))
+    def on_host(self, copies: Callable[[Sequence[Tensor]], Sequence[Tensor]] = on_host) -> Snapshot:
+        """The same in host memory, by ``copies`` of all tensors."""
+        made = iter(copies([box for part in self.parts.values() for box in part.boxes.values()]))
         parts = {name: replace(part, boxes={at: next(made) for at in part.boxes}) for name, part in self.parts.items()}
         return Snapshot(parts, self.note)
 
@@ -229,8 +230,8 @@ class Chosen:
 
 
 def choose(told_by_all: Callable[[str], Sequence[str]], folder: Path, step: int | None) -> Chosen:
-    """The checkpoint to load: the newest whole one, or that of ``step``. All ranks read it together, each some of its
-    files. ``told_by_all``: what every rank has to tell, given what this one has.
+    """The checkpoint to load: the newest whole one, or that of ``step``. All ranks read it together, each some
+    pieces of its files. ``told_by_all``: what every rank has to tell, given what this one has.
 
     Raises:
         CheckpointError: QN601 if there is none.
@@ -243,10 +244,10 @@ def choose(told_by_all: Callable[[str], Sequence[str]], folder: Path, step: int 
         number, _, name = one.partition("/")
         entry, trouble, found = Entry(int(number), folder / name), "", None
         try:
-            files = sorted(read_manifest(entry).items())
-            check_files(entry.path, files[rank::world])
-            index = read_index(entry.path, dict(files))
-            check_tensors(entry.path, index, [file for file, _ in files[rank::world]])
+            files = read_manifest(entry)
+            check_files(entry.path, files, slice(rank, None, world))
+            index = read_index(entry.path, files)
+            check_tensors(entry.path, index, sorted(files)[rank::world])
             found = Chosen(entry.path, read_state(entry.path), index)
         except (Damaged, OSError) as error:
             trouble = str(error) or type(error).__name__

@@ -55,7 +55,7 @@ def write_weights(folder: Path, files: dict[str, tuple[TensorEntry, ...]], tenso
     """Write ``files`` into ``folder``, taking the tensors in their order; with several files also the index."""
     for name, entries in files.items():
         with _durable(folder / name) as file:
-            file.write(_header(entries))
+            file.write(header(entries))
             for entry in entries:
                 x = next(tensors).detach().cpu().contiguous()
                 assert tuple(x.shape) == entry.shape and x.dtype == entry.dtype, entry.name
@@ -68,14 +68,15 @@ def write_weights(folder: Path, files: dict[str, tuple[TensorEntry, ...]], tenso
             file.write((json.dumps(index, indent=2) + "\n").encode())
 
 
-def _header(entries: Sequence[TensorEntry]) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def header(entries: Sequence[TensorEntry]) -> bytes:
+    """What is in a file before the tensors' bytes, which follow each other in this order."""
+    found: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
         end = offset + entry.bytes
-        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (offset, end)}
+        found[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": entry.shape, "data_offsets": (offset, end)}
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(found, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

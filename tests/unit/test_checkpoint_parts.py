@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from quintnet_compiler.checkpoint import background
 from quintnet_compiler.checkpoint.lock import FolderLocks
 from quintnet_compiler.checkpoint.optimizer_state import ParameterPlace, merged, plain, restored, stored
 from quintnet_compiler.checkpoint.parts import SavedPart
-from quintnet_compiler.checkpoint.staging import on_host
+from quintnet_compiler.checkpoint.staging import Staging, on_host
 from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.core.errors import CheckpointError
 
@@ -34,14 +35,17 @@ def test_a_rank_may_have_several_boxes_of_a_tensor() -> None:
 
 def test_copies_stay_as_they_are() -> None:
     x = torch.zeros(3)
-    copied, same = (on_host([x, x[1:]], copy=copy) for copy in (True, False))
+    staging = Staging()
+    copied, same = staging.copies([x, x[1:], torch.tensor(7)]), on_host([x, x[1:]])
     x.fill_(1)
-    assert [y.tolist() for y in copied] == [[0, 0, 0], [0, 0]] and [y.tolist() for y in same] == [[1, 1, 1], [1, 1]]
+    assert [y.tolist() for y in copied] == [[0, 0, 0], [0, 0], 7] and [y.tolist() for y in same] == [[1, 1, 1], [1, 1]]
     assert same[0].data_ptr() == x.data_ptr()
+    again = staging.copies([x.double()[:1]])
+    assert again[0].data_ptr() == copied[0].data_ptr() and again[0].tolist() == [1]
 
 
 def _stepped(parameter: nn.Parameter, kind: type[torch.optim.Optimizer], **options: Any) -> torch.optim.Optimizer:
-    optimizer = kind([parameter], **options)  # type: ignore[call-arg]
+    optimizer = kind([parameter], **options)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return optimizer
@@ -69,6 +73,21 @@ def test_an_optimizers_state_goes_by_names() -> None:
     assert other.param_groups[0]["lr"] == 0.5
     for key, value in optimizer.state[x].items():
         assert torch.equal(other.state[y][key], value)
+
+
+def test_state_is_read_to_where_it_lies_unless_something_else_lies_there() -> None:
+    x = nn.Parameter(torch.ones(2, 3))
+    optimizer = _stepped(x, torch.optim.Adam)
+    place, state = _place(x, (2, 3)), optimizer.state[x]
+    state |= {"slow": x.detach(), "twice": state["exp_avg"], "turned": torch.ones(3, 2).t()}
+    tensors, note = stored(optimizer, {"w": place})
+    saved = {n: TensorStorageMetadata(TensorProperties(dtype=torch.float32), p.shape, []) for n, p in tensors.items()}
+    targets, finish = restored(optimizer, {"w": place}, merged([note]), saved)
+    where = {key: targets[f"w/{key}"].local.data_ptr() for key in state}
+    kept = [key for key, old in state.items() if where[key] == old.data_ptr()]
+    assert kept == ["step", "exp_avg", "exp_avg_sq"] and len({*where.values(), x.data_ptr()}) == len(where) + 1
+    finish()
+    assert {key: found.data_ptr() for key, found in optimizer.state[x].items()} == where
 
 
 def test_states_that_are_no_parameters_or_of_another_optimizer_are_refused() -> None:
@@ -102,9 +121,8 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
         def __init__(self, x: Tensor) -> None:
             self.x = x
 
-        def on_host(self, *, copy: bool) -> Tensor:
-            assert copy
-            return self.x.clone()
+        def on_host(self, copies: Callable[[list[Tensor]], list[Tensor]]) -> Tensor:
+            return copies([self.x])[0]
 
     monkeypatch.setattr(background, "write", write)
     saver, x = background.Background.make(), torch.zeros(2)

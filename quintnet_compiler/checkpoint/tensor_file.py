@@ -1,0 +1,132 @@
+"""Safetensors files, written from where tensors lie and read in blocks of rows, straight to where they go.
+
+safetensors' own functions take a whole file at a time and hold Python's lock for it. Its format is a length of 8 bytes,
+a header in JSON (dtype, shape and place of each tensor), and the tensors' bytes
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from pydantic import NonNegativeInt, StrictStr, TypeAdapter, ValidationError
+from torch import Tensor
+from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
+
+from ..weights.files import DTYPES, shown
+from ..weights.safetensors_writer import TensorEntry, header
+from .pieces import PIECE, FileSource
+
+LARGEST_HEADER = 100_000_000  # bytes; safetensors reads no larger ones
+
+
+class _Entry(TypedDict):
+    dtype: StrictStr
+    shape: tuple[NonNegativeInt, ...]
+    data_offsets: tuple[NonNegativeInt, NonNegativeInt]
+
+
+_HEADER = TypeAdapter(dict[str, _Entry])
+
+
+class BadHeader(Exception):
+    """What is wrong with a file's header."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file, whose bytes begin at ``start``. ``dtype``: safetensors' name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def buffers(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The bytes of a file with ``tensors``, which are in host memory. Those that are not contiguous are copied, each
+    when it is its turn."""
+    entries = [TensorEntry(key, key, tuple(x.shape), x.dtype) for key, x in tensors.items()]
+    entries.sort(key=lambda entry: -entry.dtype.itemsize)  # all are aligned then
+    yield memoryview(header(entries))
+    for entry in entries:
+        yield _bytes(tensors[entry.name].contiguous())
+
+
+def read_header(source: FileSource) -> dict[str, FileTensor]:
+    """The tensors of a file.
+
+    Raises:
+        BadHeader: if it is not a safetensors file, or a tensor is not within it.
+    """
+    try:
+        first = bytearray(8)
+        source.read_into(0, memoryview(first))
+        length = int.from_bytes(first, "little")
+        if length > min(LARGEST_HEADER, source.size - 8):
+            raise BadHeader(f"its header would have {length} bytes")
+        text = bytearray(length)
+        source.read_into(8, memoryview(text))
+        found = json.loads(text)
+        found.pop("__metadata__", None)
+        entries = _HEADER.validate_python(found)
+    except (OSError, ValidationError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise BadHeader(f"it has no header of a safetensors file: {shown(str(error))}") from None
+    tensors = {}
+    for key, entry in entries.items():
+        start, stop = entry["data_offsets"]
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None or stop - start != math.prod(entry["shape"]) * dtype.itemsize:
+            raise BadHeader(f"the tensor {shown(key)} cannot be {shown(entry['dtype'])} {entry['shape']}")
+        if 8 + length + stop > source.size:
+            raise BadHeader(f"the tensor {shown(key)} ends after the file")
+        tensors[key] = FileTensor(entry["dtype"], entry["shape"], 8 + length + start)
+    return tensors
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Rows ``first`` to ``last`` of a tensor in a file, of which ``part`` goes ``into`` a tensor."""
+
+    tensor: FileTensor
+    first: int
+    last: int
+    part: tuple[slice, ...]
+    into: Tensor
+
+    def read(self, source: FileSource) -> None:
+        dtype, row = DTYPES[self.tensor.dtype], self.tensor.shape[1:]
+        start = self.tensor.start + self.first * math.prod(row) * dtype.itemsize
+        if self.into.device.type == "cpu" and self.into.dtype == dtype and not row and self.into.is_contiguous():
+            source.read_into(start, _bytes(self.into))
+            return
+        stored = torch.empty((self.last - self.first, *row), dtype=dtype)
+        source.read_into(start, _bytes(stored))
+        self.into.copy_(stored[:, *self.part])
+
+
+def blocks(tensor: FileTensor, box: tuple[slice, ...], into: Tensor) -> Iterator[RowBlock]:
+    """What to read for a ``box`` of a tensor: blocks of about :data:`.pieces.PIECE` bytes, or one row."""
+    if all(one == slice(0, n) for one, n in zip(box[1:], tensor.shape[1:], strict=True)) and into.is_contiguous():
+        # one run of bytes, cut anywhere
+        row = math.prod(tensor.shape[1:])
+        run = box[0] if box else slice(0, 1)
+        tensor = FileTensor(tensor.dtype, (math.prod(tensor.shape),), tensor.start)
+        box, into = (slice(run.start * row, run.stop * row),), into.view(-1)
+    whole, part = box[0], box[1:]
+    rows = max(1, PIECE // max(1, math.prod(tensor.shape[1:]) * into.element_size()))
+    for first in range(whole.start, whole.stop, rows):
+        last = min(first + rows, whole.stop)
+        yield RowBlock(tensor, first, last, part, into[first - whole.start : last - whole.start])
+
+
+def read_all(source: FileSource, those: Iterable[RowBlock]) -> None:
+    for block in those:
+        block.read(source)
+
+
+def _bytes(x: Tensor) -> memoryview:
+    return x.flatten().view(torch.uint8).numpy().data
