@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections.abc import Callable
@@ -27,8 +28,10 @@ def _apart(what: str, odd: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    other = copy.deepcopy(model)
     mesh = quintnet.Mesh(dp=dist.get_world_size())
     program = quintnet.compile(model, mesh, _batch(), loss_fn=F.mse_loss)
+    twin = quintnet.compile(other, mesh, _batch(), loss_fn=F.mse_loss) if "program 2" in what else program
     whole = program.optimizer(lambda p: torch.optim.SGD(p, lr=0.1)) if what == "optimizer.step" else None
     calls: dict[str, Callable[[], object]] = {
         "save": lambda: program.save(folder, step=2),
@@ -42,12 +45,15 @@ def _apart(what: str, odd: int, folder: Path) -> None:
         "measure": lambda: program.measure(_batch()),
         "verify": lambda: program.verify(_batch()),
         "optimizer.step": lambda: whole and whole.step(),
+        "step 2 of program 2": lambda: twin.step(_batch()),
         "barrier": lambda: dist.barrier(),
     }
     for _ in range(2):
         program.step(_batch())
         program.clip_grad_norm(1.0)
         program.zero_grad()
+        if twin is not program:
+            twin.step(_batch())
     if dist.get_rank() == odd:
         (folder / "when").write_text(str(time.monotonic()))
         if what == "finished":
@@ -73,6 +79,7 @@ def _apart(what: str, odd: int, folder: Path) -> None:
         ("measure", 2, 0),
         ("verify", 2, 0),
         ("optimizer.step", 2, 1),
+        ("step 2 of program 2", 2, 1),
     ],
 )
 def test_a_call_that_one_rank_makes_alone(what: str, ranks: int, odd: int, tmp_path: Path) -> None:

@@ -166,7 +166,9 @@ class CompiledProgram(ProgramReports):
         sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
         check_divides(self.mesh, 1, ids.shape[0])
-        with announced("generate", lambda: (ids, attention_mask, str(max_new_tokens), str(sampling), str(ends))):
+        with announced(
+            "generate", self._label, lambda: (ids, attention_mask, str(max_new_tokens), str(sampling), str(ends))
+        ):
             if self._decoding is None:
                 self._decoding = Decoding(self._task.model, self._state(), self._programs.follow)
             return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
@@ -297,6 +299,10 @@ class CompiledProgram(ProgramReports):
         """Whether each rank is a process."""
         return has_process(self.mesh, self._task.device)
 
+    @property
+    def _label(self) -> str:
+        return "" if self._backend is None else self._backend.label
+
     def _state(self) -> Backend:
         if self._closed:
             raise RunError("QN113", "this program was closed", fix="compile the module again")
@@ -345,7 +351,7 @@ class CompiledProgram(ProgramReports):
         if home is not None:
             program, backend = home.primary.program, self._state()
             names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
-            with announced("close"):
+            with announced("close", self._label):
                 home.leave(backend.everywhere(program, names))
         self._backend, self._closed = None, True
 
@@ -367,7 +373,7 @@ class CompiledProgram(ProgramReports):
             return {"batch": batch, "changed": changed} if changed else batch
 
         try:
-            with running(self._given, self._steps, kind, local, given, name=name):
+            with running(self._given, self._steps, kind, local, given, name=name, label=self._label):
                 begun = True
                 found = self._run_here(kind, batch, local, recorder)
         except InputError as error:

@@ -48,6 +48,10 @@ class ProgramState(abc.ABC):
     @abc.abstractmethod
     def _state(self) -> Backend: ...
 
+    @property
+    @abc.abstractmethod
+    def _label(self) -> str: ...
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters (those of its stages) under the model's names. All ranks in one process: whole; one
         process per rank: DTensors. Both have ``full_tensor()``."""
@@ -178,7 +182,7 @@ class ProgramState(abc.ABC):
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global L2 norm is at most ``max_norm``. Returns the norm before."""
-        with frequent("clip_grad_norm"):
+        with frequent("clip_grad_norm", self._label):
             return self._state().clip_grad_norm(self._primary().program, max_norm)
 
     @property

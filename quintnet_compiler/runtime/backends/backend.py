@@ -31,6 +31,7 @@ Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by 
 class Backend(Protocol):
     """Holds state and runs programs."""
 
+    label: str  # what tells its programs' calls from others', see :func:`..launch.calls.next_label`
     scaler: LossScale
     unset: set[str]  # tensors (of all ranks) that nobody gave values yet: with any of them, nothing runs
 

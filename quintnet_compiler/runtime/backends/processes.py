@@ -22,6 +22,7 @@ from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
+from ..launch.calls import next_label
 from ..launch.consistency import agree, tell
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written
@@ -65,6 +66,7 @@ class ProcessBackend:
                 fix=f"start {mesh.size} processes, or give the mesh {dist.get_world_size()} ranks",
             )
         agree({"torch": torch.__version__, "plan": plan}, device)
+        self.label = next_label()
         numbers_by(whole_number)
         watch_optimizers()
         self.values = SameValues(mesh, device)
@@ -293,7 +295,7 @@ class ProcessBackend:
 
     def whole_tensors(self, program: DistributedProgram) -> OneOwnerEach:
         specs = {id(p): program.state[name] for name, p in self.parameters.items()}
-        return OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device)
+        return OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label)
 
     def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -24,6 +24,8 @@ from ..transport.transport import Pending
 class AllHere:
     """Where all ranks are in this process, parameters are whole."""
 
+    label = ""
+
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         return {id(p): p for p in parameters}
 
@@ -46,6 +48,7 @@ class OneOwnerEach:
     axes: Sequence[Axis]
     specs: Mapping[int, StateSpec]
     device: torch.device
+    label: str = ""
 
     def __post_init__(self) -> None:
         stages: dict[int, list[int]] = {}

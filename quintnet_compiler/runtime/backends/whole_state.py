@@ -17,6 +17,7 @@ class WholeState:
     """What backends of one process say of their tensors. ``tensors``: parameters, buffers and constants by name."""
 
     tensors: dict[str, Tensor]
+    label = ""
 
     def parts(
         self, program: DistributedProgram, kinds: Sequence[str] = ("parameter",)

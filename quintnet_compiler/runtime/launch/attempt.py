@@ -188,12 +188,14 @@ class Attempt:
         return bool(self.apart)
 
     def _scene(self, given_up: Sequence[int]) -> Scene:
-        rows: dict[int, RankStatus] = self.apart or read_rows(self.store, range(self.size))
+        rows: dict[int, RankStatus] = read_rows(self.store, range(self.size))
+        if self.apart and disagreement(rows) is None:  # a rank has gone on
+            rows = self.apart
         return Scene(self.size, rows, list(self.reports.values()), dict(self.ended), given_up, self.folder)
 
     def _end(self, given_up: Sequence[int]) -> Fault:
         """Tell the others, and let them say what they saw. Who dies from now on dies of this."""
-        self._hear(PERIOD / 2)  # others at fault at the same time
+        self._hear(PERIOD)  # others at fault at the same time
         seen = self._scene(given_up)
         self._tell(seen.fault().error.message.splitlines()[0])
         ended, until = dict(self.ended), time.monotonic() + GRACE / 2

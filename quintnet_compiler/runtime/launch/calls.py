@@ -13,20 +13,27 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...core.errors import QuintNetError
-from .heartbeat import Heartbeat, current
+from .heartbeat import CollectiveCall, Heartbeat, current
 from .rank_status import OTHERS, described, of_communication
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Self = TypeVar("Self")
+Self = TypeVar("Self", bound="Labelled")
 NAMES = {"train": "step", "evaluate": "evaluate", "outputs": "program(...)"}  # what runs of a program are called
 
 
 def running(
-    known: dict[Any, Any], step: int, kind: str, local: bool, batch: Callable[[], Any], *, name: str = ""
+    known: dict[Any, Any],
+    step: int,
+    kind: str,
+    local: bool,
+    batch: Callable[[], Any],
+    *,
+    name: str = "",
+    label: str = "",
 ) -> contextlib.AbstractContextManager[None]:
     """One run of a program on every rank. What fails in it because of another rank says so.
 
@@ -34,6 +41,7 @@ def running(
         known: what the program's runs of each kind were given last.
         batch: what this one is given; it is asked where there are other ranks to compare with.
         name: of the call, if it is not that of the kind.
+        label: see :func:`next_label`.
 
     Raises:
         InputError: QN102 on every rank, if they were given different batches.
@@ -43,10 +51,11 @@ def running(
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     number = step if kind == "train" else None
-    return _together(pulse, name or NAMES[kind], described(batch()), number, known, kind, local)
+    call = CollectiveCall(0, name or NAMES[kind], label, described(batch()), number, users_line())
+    return _together(pulse, call, known, kind, local)
 
 
-def announced(name: str, given: Callable[[], Any] = tuple) -> contextlib.AbstractContextManager[None]:
+def announced(name: str, label: str = "", given: Callable[[], Any] = tuple) -> contextlib.AbstractContextManager[None]:
     """A call ``name`` of every rank, in which they communicate: one that is within another of them is part of it.
 
     Args:
@@ -59,7 +68,14 @@ def announced(name: str, given: Callable[[], Any] = tuple) -> contextlib.Abstrac
     pulse = current.get()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
-    return _together(pulse, name, described(given()), None, {})
+    return _together(pulse, CollectiveCall(0, name, label, described(given()), None, users_line()), {})
+
+
+class Labelled(Protocol):
+    """Has a label: see :func:`next_label`."""
+
+    @property
+    def _label(self) -> str: ...
 
 
 def collective(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
@@ -67,29 +83,37 @@ def collective(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenat
 
     @functools.wraps(method)
     def together(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with announced(method.__name__):
+        with announced(method.__name__, self._label):
             return method(self, *args, **kwargs)
 
     return together
 
 
-def frequent(name: str) -> contextlib.AbstractContextManager[None]:
+def next_label() -> str:
+    """What tells a program's calls from those of the programs that were set up before it: "" for the first one. All
+    ranks set their programs up in one order, as they communicate in it."""
+    pulse = current.get()
+    if pulse is None:
+        return ""
+    pulse.programs += 1
+    return f" of program {pulse.programs}" if pulse.programs > 1 else ""
+
+
+def frequent(name: str, label: str = "") -> contextlib.AbstractContextManager[None]:
     """As :func:`announced`, for what training does in each step: ranks wait for each other the first time only."""
     pulse = current.get()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
-    return _together(pulse, name, (), None, pulse.usual, name)
+    return _together(pulse, CollectiveCall(0, name, label, (), None, users_line()), pulse.usual, name, label)
 
 
 @contextlib.contextmanager
-def _together(
-    pulse: Heartbeat, name: str, given: Any, step: int | None, known: dict[Any, Any], *key: Any
-) -> Iterator[None]:
+def _together(pulse: Heartbeat, call: CollectiveCall, known: dict[Any, Any], *key: Any) -> Iterator[None]:
     """``known``: what was given last, by ``key``. Ranks wait for each other where it was something else."""
     pulse.inside = True
     try:
-        pulse.begin(name, given, step, users_line(), usual=known.get(key) == given)
-        known[key] = given
+        pulse.begin(call, usual=known.get(key) == call.given)
+        known[key] = call.given
         try:
             yield
         except RuntimeError as error:

@@ -122,8 +122,8 @@ class Scene:
 
     def _fault(self, code: str, message: str, ranks: Sequence[int], fix: str) -> Fault:
         others = [f"rank {one.rank}: {one.line}" for one in self.reports if one.rank not in ranks]
-        if self.apart is not None:  # each rank that noticed says the same
-            others = [line for line in others if self.apart.text not in line]
+        if self.apart is not None:  # ranks that noticed say the same
+            others = [line for line in others if f": {self.apart.code} " not in line]
         lines = [message, *sorted(others)]
         found = sorted(self.stacks.glob("rank*.txt")) if self.stacks.exists() else []
         if found:

@@ -25,7 +25,7 @@ from .rank_status import RankStatus, brief, differ, first_line, place, read_rows
 
 PERIOD = 0.1  # seconds between two beats
 LOOK = 3  # beats between two looks at where the main thread is
-LATEST = 0.5  # seconds in which a rank that was given another batch waits to hear of all others
+LATEST = 0.5  # seconds in which a rank that is in another call, or was given another batch, waits to hear of all others
 GRACE = 2.0  # seconds that a rank may take to leave after it has heard of a fault
 VERDICT = "verdict"  # key of what all ranks must hear of
 
@@ -39,18 +39,19 @@ class Observer(Protocol):
 
 
 class CollectiveCall(NamedTuple):
-    """A call in which all ranks take part (see :mod:`.calls`). ``step``: the training step that it is, if it is one;
-    ``line``: the user's file and line."""
+    """A call in which all ranks take part (see :mod:`.calls`). ``label``: of the program that is called; ``step``: the
+    training step that it is, if it is one; ``line``: the user's file and line."""
 
     number: int = 0
     kind: str = ""
+    label: str = ""
     given: Any = ()
     step: int | None = None
     line: tuple[str, int] = ("", 0)
 
     @property
     def name(self) -> str:
-        return f"step {self.step}" if self.kind == "step" else self.kind
+        return f"{self.kind} {self.step}{self.label}" if self.kind == "step" else f"{self.kind}{self.label}"
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Heartbeat:
         self.inside = self.finished = False
         self.step = -1  # that began last
         self.usual: dict[Any, Any] = {}  # what frequent calls were given last
+        self.programs = 0  # that were set up, which all ranks do in one order
         self.place, self.looked = (False, ""), -1
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115 -- as long as this lives
         self.board = Board(self.folder, self.rank, self.size)
@@ -98,19 +100,18 @@ class Heartbeat:
 
     # -- what the main thread calls
 
-    def begin(self, kind: str, given: Any, step: int | None, line: tuple[str, int], *, usual: bool) -> None:
-        """A call begins, with ``given`` (see :func:`.rank_status.described`). Unless that is ``usual``, ranks compare
-        it.
+    def begin(self, call: CollectiveCall, *, usual: bool) -> None:
+        """A call begins; its number is this rank's to say. Unless what it is given is ``usual``, ranks compare it.
 
         Raises:
             InputError: QN102 if ranks were given different batches.
             RunError: QN401 if another rank is in another call, QN402 if one does not come, QN303 if it is known that
                 the run is over.
         """
-        call = self.now = CollectiveCall(self.now.number + 1, kind, given, step, line)
-        if step is not None:
-            self.step = step
-        apart = self.board.enter(call.number, kind, self.step)
+        call = self.now = call._replace(number=self.now.number + 1)
+        if call.step is not None:
+            self.step = call.step
+        apart = self.board.enter(call.number, call.kind + call.label, self.step)
         if self.verdict:
             raise RunError("QN303", self.verdict)
         if usual and not apart:
@@ -160,10 +161,11 @@ class Heartbeat:
         start, pause = time.monotonic(), 0.001
         while True:
             rows = self._rows()
-            if (apart := disagreement(rows)) is not None:
-                raise apart.error
             late = [rank for rank, row in rows.items() if row.calls < call.number]
             waited = time.monotonic() - start
+            all_said = waited > min(LATEST, patience) or all(rows[rank].finished for rank in late)
+            if all_said and (apart := disagreement(rows)) is not None:
+                raise apart.error
             odd = differ(rows, call.number)
             if odd and (not late or waited > LATEST):
                 raise InputError(
@@ -245,7 +247,7 @@ class Heartbeat:
         row = RankStatus(
             beat=self.beat,
             calls=now.number,
-            kind=now.kind,
+            kind=now.kind + now.label,
             name=now.name,
             line=shown_line(*now.line),
             inside=self.inside,

@@ -18,6 +18,11 @@ Pairs = Sequence[tuple[nn.Parameter, nn.Parameter]]  # the program's, and what t
 class WholeTensors(Protocol):
     """Where parameters are whole."""
 
+    @property
+    def label(self) -> str:
+        """See :func:`..launch.calls.next_label`."""
+        ...
+
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         """By id, whole parameters with the values of these; without memory where another rank has them whole."""
         ...
@@ -71,7 +76,7 @@ class WholeOptimizer(torch.optim.Optimizer):
             _refuse("an optimizer of whole parameters was given a closure, which would run other steps in between")
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: x for key, x in outer.items() if key != "params"})
-        with frequent("optimizer.step"):
+        with frequent("optimizer.step", self._tensors.label):
             self._tensors.collect(self._pairs)
             self.inner.step()
             self._tensors.spread(self._pairs)
