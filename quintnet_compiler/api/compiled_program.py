@@ -29,7 +29,7 @@ from ..ir.program import DistributedProgram
 from ..runtime.backends.absent import AbsentBackend, refuse_absent
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.backends.backends import open_backend
-from ..runtime.backends.split_parameters import home_of, refuse_split, settle
+from ..runtime.backends.split_parameters import Home, home_of, refuse_split, settle
 from ..runtime.execute.engines import ENGINES
 from ..runtime.execute.executor import Run
 from ..runtime.execute.record import Recorder
@@ -55,6 +55,7 @@ class CompiledProgram(ProgramReports):
         self._task = task
         self._programs = Programs(task)
         self._backend: Backend | None = None
+        self._home: Home | None = None  # who split the module's parameters: this program, or one before
         self._batch: Any = None
         self._steps = 0
         self._given: dict[Any, Any] = {}
@@ -162,6 +163,7 @@ class CompiledProgram(ProgramReports):
             InputError: QN102 or QN106 if the prompts do not fit.
         """
         self._require_device("generate")
+        self._require_open()
         self._primary()
         sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
         ends = ends_of(self._task.model, eos_token_id, pad_token_id)
@@ -279,6 +281,7 @@ class CompiledProgram(ProgramReports):
         return self
 
     def _compiled(self, batch: Any) -> CompiledProgram:
+        self._require_open()
         self._batch = plain_batch(batch)
         self._programs.get(self._task.primary_kind, self._batch, batch_size_of(batch))
         return self
@@ -303,9 +306,12 @@ class CompiledProgram(ProgramReports):
     def _label(self) -> str:
         return "" if self._backend is None else self._backend.label
 
-    def _state(self) -> Backend:
-        if self._closed:
+    def _require_open(self) -> None:
+        if self._closed or (self._home is not None and self._home.closed):
             raise RunError("QN113", "this program was closed", fix="compile the module again")
+
+    def _state(self) -> Backend:
+        self._require_open()
         if self._backend is None:
             primary, task, slots = self._primary(), self._task, self._programs.slots
             assert slots is not None
@@ -338,26 +344,35 @@ class CompiledProgram(ProgramReports):
                 settle(slots, primary, self._backend)
                 if self._spread:
                     know_all_boxes()
+            self._home = home_of(task.model)
         return self._backend
 
     def close(self) -> None:
-        """Give the module plain, whole parameters again, so that it can be called or compiled for another mesh. Every
-        rank calls this; after it, no program of this module can be used any more.
+        """Give the module plain, whole parameters again, so that it can be called or compiled for another mesh, and
+        free what the program held: its parts of parameters, and the folders that it saved to. Waits for a save that is
+        under way. Every rank calls this; after it, no program of this module can run any more. Once is enough: further
+        calls do nothing.
 
-        Raises:
-            RunError: QN113 if another program of the module was closed.
+        A program that is not closed is freed with its module, when nothing refers to them. Process groups belong to the
+        mesh: all programs of this process share them, and they end with the world's group.
         """
-        home = home_of(self._task.model)
-        if home is not None:
-            program, backend = home.primary.program, self._state()
+        if self._closed:
+            return
+        if self._saving is not None:
+            self._saving.wait()
+        home = self._home or home_of(self._task.model)
+        if home is not None and not home.closed:
+            program = home.primary.program
             names = [spec.name for spec in program.state.values() if spec.kind == "parameter"]
-            with announced("close", self._label):
-                home.leave(backend.everywhere(program, names))
-        self._backend, self._closed = None, True
+            with announced("close", home.backend.label):
+                home.leave(home.backend.everywhere(program, names))
+        self._locks.release()
+        self._backend, self._home, self._decoding, self._saving, self._closed = None, None, None, None, True
 
     def _run(
         self, kind: str, batch: Any, local: bool, recorder: Recorder | None = None, *, name: str = ""
     ) -> list[Tensor]:
+        self._require_open()
         self._require_device({"train": "a step", "evaluate": "evaluate", "outputs": "calling the program"}[kind])
         if self._apart is not None:
             raise RunError(

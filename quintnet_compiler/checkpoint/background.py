@@ -7,6 +7,7 @@ import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import torch.distributed as dist
@@ -16,30 +17,45 @@ from .training_state import Destination, Snapshot, write
 
 
 @dataclass
-class Background:
-    """One thread that writes snapshots in order, over a process group of its own: steps go on over theirs."""
+class SaveThread:
+    """One thread that writes snapshots in order, over a process group of its own: steps go on over theirs. All programs
+    of a process share it."""
 
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quintnet-save", _step_back))
     last: Future[Path] | None = None
+
+
+@dataclass
+class Background:
+    """A program's saves. ``staging``: its own, which is freed with it."""
+
+    line: SaveThread
     staging: Staging = field(default_factory=Staging)
 
     @classmethod
     def make(cls) -> Background:
         """Every rank must call this at the same time."""
         spread = dist.is_initialized() and dist.get_world_size() > 1
-        return cls(dist.new_group(backend="gloo") if spread else None)
+        return cls(_thread_of(dist.group.WORLD if spread else None))
 
     def save(self, found: Snapshot, to: Destination) -> Future[Path]:
         """``found`` is copied before this returns, once the save before is on disk: its copy is overwritten."""
         self.wait()
-        self.last = self.thread.submit(write, found.on_host(self.staging.copies), to, self.group)
-        return self.last
+        line = self.line
+        line.last = line.thread.submit(write, found.on_host(self.staging.copies), to, line.group)
+        return line.last
 
     def wait(self) -> None:
         """Until no save is under way."""
-        if self.last is not None:
-            self.last.exception()  # whoever asked for that one is told by its own future
+        if self.line.last is not None:
+            self.line.last.exception()  # whoever asked for that one is told by its own future
+
+
+@lru_cache(maxsize=1)
+def _thread_of(world: dist.ProcessGroup | None) -> SaveThread:
+    """That of a world; of one before, nothing is kept."""
+    return SaveThread(None if world is None else dist.new_group(backend="gloo"))
 
 
 def _step_back() -> None:

@@ -109,6 +109,12 @@ class FolderLocks:
         if place not in self.held or not self.held[place].in_place():
             self.held[place] = FolderLock(place)
 
+    def release(self) -> None:
+        """Others may write there from now on."""
+        for lock in self.held.values():
+            lock.release()
+        self.held.clear()
+
 
 def _start_of(process: int) -> int | None:
     """None if there is no such process, or it has ended and was not waited for."""

@@ -130,5 +130,5 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
     first = saver.save(Copying(x), Destination(tmp_path, 1, None, locks))  # type: ignore[arg-type]
     x.fill_(5)
     second = saver.save(Copying(x), Destination(tmp_path, 2, None, locks))  # type: ignore[arg-type]
-    assert (first.result(), second.result()) == (tmp_path / "1", tmp_path / "2") and saver.group is None
+    assert (first.result(), second.result()) == (tmp_path / "1", tmp_path / "2") and saver.line.group is None
     assert written == [([0.0, 0.0], 1), ([5.0, 5.0], 2)]

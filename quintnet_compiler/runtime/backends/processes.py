@@ -24,6 +24,7 @@ from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..launch.calls import next_label
 from ..launch.consistency import agree, tell
+from ..launch.gloo_threads import lower_gloo_thread_priority
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver
@@ -35,7 +36,7 @@ from ..state.split_updates import watch_optimizers
 from ..state.state import new_caches, part_of, sharded_dtensor
 from ..state.true_part import TruePart
 from ..transport.connections import connections_of
-from ..transport.distributed import DistributedTransport, device_mesh, gradient_groups
+from ..transport.distributed import gradient_groups, shared_transport
 from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
 from .whole_parameters import OneOwnerEach
 
@@ -71,8 +72,9 @@ class ProcessBackend:
         watch_optimizers()
         self.values = SameValues(mesh, device)
         self.values.see(tensors)
-        self.devices = device_mesh(mesh, device.type)
-        self.transport = DistributedTransport(mesh, self.devices, tune_process=tune_process)
+        self.transport = shared_transport(mesh, device.type)
+        self.devices, self.tune_process = self.transport.devices, tune_process
+        self._tune()
         names = tuple(n for n in self.devices.mesh_dim_names or () if n != "pp")
         self.stage_mesh = self.devices[names] if names != self.devices.mesh_dim_names else self.devices
         self.place = mesh.coordinate(rank)
@@ -87,6 +89,11 @@ class ProcessBackend:
         self.parameters: dict[str, nn.Parameter] = {}
         self._take_all(tensors)
         self.values.keep(self.state, self.parameters)
+
+    def _tune(self) -> None:
+        """After process groups were made."""
+        if self.tune_process:
+            lower_gloo_thread_priority()
 
     def _take_all(self, tensors: Mapping[str, Tensor]) -> None:
         """Keep this rank's parts of these tensors, and leave nothing else of the module's parameters."""
@@ -295,7 +302,9 @@ class ProcessBackend:
 
     def whole_tensors(self, program: DistributedProgram) -> OneOwnerEach:
         specs = {id(p): program.state[name] for name, p in self.parameters.items()}
-        return OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label)
+        found = OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label)
+        self._tune()
+        return found
 
     def everywhere(self, program: DistributedProgram, names: Sequence[str]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -329,6 +338,7 @@ class ProcessBackend:
             self.values.require(program, inputs, self.state, local=how.local)
             self.transport.add_groups(_groups(program, self.mesh))
             self.transport.connect(connections_of(program.schedule, self.mesh))
+            self._tune()
             found = self.ready[id(program)] = self._made(program, how.train)
         else:
             where = f"step {how.step}" if how.train else "a run without training"

@@ -51,13 +51,15 @@ def refuse_call(module: nn.Module, _: Any) -> None:
 class Home:
     """Who split the parameters of a module: kept with it, so that its further programs train the same ones.
 
-    ``primary``: the compiled program that decided where they live; ``backend``: what holds them.
+    ``primary``: the compiled program that decided where they live; ``backend``: what holds them; ``closed``: whether
+    the module has whole parameters again.
     """
 
     primary: Any
     backend: Backend
     slots: Slots
     handles: list[Any]
+    closed: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _nobody, ()  # a copy of the module is nobody's
@@ -81,6 +83,7 @@ class Home:
 
     def leave(self, tensors: Mapping[str, Tensor]) -> None:
         """Undo :func:`settle`: modules get these whole parameters."""
+        self.closed = True
         for handle in self.handles:
             handle.remove()
         old = self.slots.tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from ...core.axes import AXES
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...ops.collectives import COLLECTIVES, CollectiveSpec
-from ..launch.gloo_threads import lower_gloo_thread_priority
 from .collectives import Native, collectives, pending
 from .connections import Connection, Connections
 from .shared_memory import fits
@@ -35,22 +34,35 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     return DeviceMesh(device_type, ranks.reshape([mesh[name] for name in names]), mesh_dim_names=tuple(names))
 
 
+def shared_transport(mesh: Mesh, device_type: str) -> DistributedTransport:
+    """The transport of a mesh, which all its programs share. Every rank must ask for the same meshes in the same order.
+
+    Process groups are made once and stay until the world's is destroyed. Making one takes sockets and threads, and
+    destroying one is collective with NCCL, but a program may be collected on one rank before it is on another.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    made = _transports(world)
+    if (mesh, device_type) not in made:
+        made[mesh, device_type] = DistributedTransport(mesh, device_mesh(mesh, device_type))
+    return made[mesh, device_type]
+
+
+@lru_cache(maxsize=1)
+def _transports(world: dist.ProcessGroup) -> dict[tuple[Mesh, str], DistributedTransport]:
+    """Those of this world; of one before, nothing is kept."""
+    return {}
+
+
 class DistributedTransport:
-    """Axes bound to process groups. ``tune_process``: see :func:`quintnet.compile`.
+    """Axes bound to process groups.
 
     Raises:
         RunError: QN301 if the world has another size than the mesh.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        devices: DeviceMesh,
-        groups: Iterable[tuple[int, ...]] = (),
-        *,
-        tune_process: bool = True,
-    ) -> None:
-        self.mesh, self.rank, self.tune_process = mesh, dist.get_rank(), tune_process
+    def __init__(self, mesh: Mesh, devices: DeviceMesh, groups: Iterable[tuple[int, ...]] = ()) -> None:
+        self.mesh, self.rank = mesh, dist.get_rank()
         if dist.get_world_size() != mesh.size:
             raise RunError(
                 "QN301",
@@ -78,16 +90,10 @@ class DistributedTransport:
                 made = dist.new_group(list(ranks))
                 if self.rank in ranks:
                     self.group[ranks] = collectives(made)
-        self._tune()
 
     def connect(self, connections: Iterable[Connection]) -> None:
         """Connect what stages send over. Every rank must call this with the same ones in the same order."""
         self.connections.add(connections, self._device())
-        self._tune()
-
-    def _tune(self) -> None:
-        if self.tune_process:
-            lower_gloo_thread_priority()
 
     # -- collectives of the graphs: each begins, and ends when it is waited for
 
