@@ -225,6 +225,13 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "a process only, and some (SIGKILL, SIGSTOP) cannot be handled at all.",
             "Train in the main thread; or give no signals: Trainer(preempt_signals=()).",
         ),
+        "QN307": ErrorEntry(
+            "launch cannot start its ranks",
+            "Ranks are processes of their own. They import the script that launched them, and its import must not "
+            "launch ranks again. The function and its arguments are sent to them, which locks, open files, generators "
+            "and compiled programs cannot be.",
+            'Call launch below `if __name__ == "__main__":`; make what cannot be sent inside the function.',
+        ),
         "QN401": ErrorEntry(
             "ranks disagree about communication",
             "Two ranks called different collectives, or the same one with different shapes or dtypes (a desync); or "

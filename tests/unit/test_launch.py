@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.distributed import HashStore
 
 from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.runtime.launch import gloo_threads, malloc, smoke, world
+from quintnet_compiler.runtime.launch import board, gloo_threads, malloc, run_folder, sending, smoke, world
 from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
 from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, meet
 from quintnet_compiler.runtime.launch.rank_status import (
@@ -134,6 +135,57 @@ def test_the_users_line_in_a_stack() -> None:
     assert place(stacks, 0x11) == (False, "/home/me/other.py:1 in g") and place(stacks, 0x12) == (False, "")
 
 
+# -- what is sent
+
+
+def test_functions_go_by_name_or_by_value() -> None:
+    offset = 3
+    assert sending.unpacked(sending.packed(_elsewhere)) is _elsewhere
+    assert sending.packed_call(lambda x: x + offset, [4])() == 7
+    again = sending.unpacked(sending.packed({"x": torch.ones(2)}))
+    assert torch.equal(again["x"], torch.ones(2))
+
+
+def _elsewhere() -> None: ...
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    with pytest.raises(RunError, match=r"(?s)QN307 .*\n  lock, which <lambda> uses, cannot be sent .*fix: make it"):
+        sending.packed_call(lambda: lock, [])
+    with pytest.raises(RunError, match=r"argument 1 cannot be sent to other processes: cannot pickle 'generator'"):
+        sending.packed_call(print, [1, (x for x in "ab")])
+
+
+def test_a_launch_within_the_import_of_a_script_is_noticed() -> None:
+    code = compile("found = notice()", "script.py", "exec")
+    for name, expected in (("__main__", False), ("__mp_main__", True)):
+        main = {"__name__": name, "notice": lambda: sending.launched_by_import(sys._getframe())}
+        exec(code, main)
+        assert main["found"] is expected
+
+
+def test_folders_of_ended_processes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old, others, linked = tmp_path / "quintnet-old", tmp_path / "pymp-other", tmp_path / "elsewhere"
+    for one in (old, others, linked):
+        one.mkdir()
+    for one in (old, linked):
+        (one / run_folder.MARK).touch()
+        os.utime(one / run_folder.MARK, (0, 0))
+    (tmp_path / "quintnet-link").symlink_to(linked)
+    with run_folder.run_folder(run_folder.new_folder()) as folder:
+        run_folder.remove_abandoned()
+        assert folder.exists() and not old.exists() and others.exists() and linked.exists()
+        (folder / "attempt0").mkdir()
+        (folder / "attempt0" / board.NAME).touch()
+    assert not folder.exists()
+    with run_folder.run_folder(run_folder.new_folder()) as folder:
+        (folder / "rank0.txt").write_text("stacks")
+    run_folder.remove_abandoned()
+    assert [one.name for one in folder.iterdir()] == ["rank0.txt"]
+
+
 # -- who is at fault
 
 
@@ -162,6 +214,9 @@ def test_killed_stopped_and_late_ranks(tmp_path: Path) -> None:
     killed = _scene(tmp_path, echo, ended={1: -signal.SIGKILL})
     assert killed.certain and "rank 1 was killed by SIGKILL before its first step (pid 11)" in str(killed.fault().error)
     assert "ended with exit code 3" in str(_scene(tmp_path, ended={1: 3}).fault().error)
+    again = _scene(tmp_path, ended={2: sending.LAUNCHES_AGAIN}).fault()
+    assert again.error.code == "QN307" and not again.again and "__main__" in str(again.error)
+    assert "see what it printed" in str(_scene(tmp_path, ended={2: 1}).fault().error)
     assert "rank 1 is stopped (SIGSTOP)" in str(_scene(tmp_path, stopped=[1]).fault().error)
     late = _scene(tmp_path, echo)
     assert not late.certain and late.fault().ranks == (1,) and late.fault().error.code == "QN402"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -31,6 +30,8 @@ from .forwarding import Forwarding
 from .heartbeat import GRACE, LOOK, PERIOD, VERDICT, Heartbeat
 from .preemption import Preempted
 from .rank_status import LONGEST_LINE, RankStatus, cut, first_line, of_communication, read_rows
+from .run_folder import mark_fork_server_folder, remove_with_its_owner
+from .sending import importable_main, packed, unpacked
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
@@ -45,8 +46,7 @@ PRELOADED = ("torch", "torch.distributed.tensor", "quintnet_compiler.api.compile
 class Job:
     """What ranks do. ``patience``: seconds that they wait for each other in communication."""
 
-    fn: Callable[..., Any]
-    args: Sequence[Any]
+    call: Callable[[], Any]
     threads: int
     patience: float
 
@@ -89,12 +89,14 @@ class Attempt:
             self.store.set(str(rank), "{}")
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
+        mark_fork_server_folder()
         self.processes, self.pipes = [], {}
         for rank, slot in enumerate(self.slots):
             ours, theirs = context.Pipe(duplex=False)
             seat = Seat(rank, self.size, slot, max(self.slots) + 1, port, self.folder)
             process = context.Process(target=work, args=(self.job, seat, theirs), daemon=True)
-            process.start()
+            with importable_main():
+                process.start()
             theirs.close()
             self.pipes[ours] = rank
             self.processes.append(process)
@@ -144,7 +146,7 @@ class Attempt:
             if isinstance(pipe, Connection):
                 rank = self.pipes.pop(pipe)
                 with contextlib.suppress(EOFError):  # it has died
-                    found = pickle.loads(pipe.recv_bytes())  # from a process that this one started
+                    found = unpacked(pipe.recv_bytes())
                     (self.reports if isinstance(found, RankError) else self.results)[rank] = found
                 pipe.close()
         for pipe in ready:
@@ -233,7 +235,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
                 timeout=patience,
             )
             try:
-                answer = job.fn(*job.args)
+                answer = job.call()
             except Preempted as left:
                 answer = left
             pulse.finish()
@@ -253,6 +255,8 @@ def _prepare(seat: Seat) -> None:
             parent.join()
             if seat.rank == 0:
                 print("all ranks end: the process that launched them is gone", file=sys.stderr, flush=True)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch would say it in 30 lines of C++
+            remove_with_its_owner(seat.folder.parent)
             os._exit(1)
 
         threading.Thread(target=end, daemon=True, name="quintnet-parent").start()
@@ -272,12 +276,11 @@ def report(rank: int, error: BaseException) -> RankError:
 
 
 def send(pipe: Connection, rank: int, answer: Any) -> None:
-    # plain pickle: multiprocessing's own would share tensors' memory, which ends with this process
     try:
-        packed = pickle.dumps(answer)
+        data = packed(answer)
     except Exception as error:
         text = f"a result that cannot be sent to the launching process: {error}"
-        packed = pickle.dumps(RankError(rank, time.monotonic(), text, text, False))
+        data = packed(RankError(rank, time.monotonic(), text, text, False))
     with contextlib.suppress(BrokenPipeError):  # nobody is there to hear it
-        pipe.send_bytes(packed)
+        pipe.send_bytes(data)
     pipe.close()

@@ -13,7 +13,10 @@ from ...core.errors import QuintNetError, RunError
 from .board import last_step
 from .disagreement import Disagreement, disagreement, said_of
 from .rank_status import RankStatus, some_ranks
+from .sending import LAUNCHES_AGAIN
 
+_AGAIN = "ranks import the script that launched them, and its import launches ranks again"
+_GUARD = 'put the call of launch, and all that only the first process shall do, below `if __name__ == "__main__":`'
 REPEATABLE = ("QN302", "QN303", "QN402", "QN407")  # codes of faults that may not happen again
 
 WATCHDOG = "NCCL's watchdog ends a process when a collective takes too long"
@@ -84,10 +87,15 @@ class Scene:
             lines = [f"rank {r} did not come{self._where(r)}: it is at {self.rows[r].at or 'its start'}" for r in late]
             lines += [f"rank {r} {_exit(code)}{self._where(r)}: {WATCHDOG}" for r, code in sorted(self.ended.items())]
             return self._fault("QN402", "\n  ".join(lines), late, "see what it does there, or wait longer for it")
+        if self._launched_again():
+            return self._fault("QN307", _AGAIN, sorted(self.ended), _GUARD)
         if self.ended:
             lines = [f"rank {rank} {_exit(code)}{self._where(rank)}" for rank, code in sorted(self.ended.items())]
-            killed = -signal.SIGKILL in self.ended.values()
-            fix = "if nobody killed it, the machine may have been out of memory (see dmesg)" if killed else ""
+            fix = ""
+            if -signal.SIGKILL in self.ended.values():
+                fix = "if nobody killed it, the machine may have been out of memory (see dmesg)"
+            elif not any(self._started(rank) for rank in self.ended):
+                fix = "see what it printed above: a rank first imports the script that launched it"
             return self._fault("QN302", "\n  ".join(lines), sorted(self.ended), fix)
         if self.stopped:
             lines = [f"rank {rank} is stopped (SIGSTOP){self._where(rank)}" for rank in sorted(self.stopped)]
@@ -100,6 +108,13 @@ class Scene:
             return self._fault("QN402", "\n  ".join(lines), late, "see what it does there, or wait longer for it")
         message = f"rank {waited.rank}: {waited.line}\n  {said_of(self.rows)}"
         return self._fault("QN402", message, [waited.rank], "")
+
+    def _started(self, rank: int) -> bool:
+        return self.rows.get(rank, RankStatus()).pid > 0
+
+    def _launched_again(self) -> bool:
+        """Whether a rank's import of the script came to launch."""
+        return any(code == LAUNCHES_AGAIN and not self._started(rank) for rank, code in self.ended.items())
 
     def _given_up_on(self) -> list[int]:
         """Ranks that had not begun the run in which all that ended were aborted, as NCCL's watchdog does where a

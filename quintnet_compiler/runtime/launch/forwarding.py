@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .preemption import SIGNALS, handling
+from .run_folder import remove_fork_server_folder
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Forwarding:
     def end_as_asked(self) -> None:
         """End this process by the signal that it got, as it would have without passing it on."""
         if self.first is not None:
+            remove_fork_server_folder()
             os.kill(os.getpid(), self.first)
 
 

@@ -22,6 +22,7 @@ from ...core.errors import InputError, QuintNetError, RunError
 from .board import Board
 from .disagreement import disagreement
 from .rank_status import RankStatus, brief, differ, first_line, place, read_rows, shown, shown_line
+from .run_folder import keep
 
 PERIOD = 0.1  # seconds between two beats
 LOOK = 3  # beats between two looks at where the main thread is
@@ -266,7 +267,10 @@ current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=Non
 
 
 def dump_stacks(folder: Path, rank: int) -> None:
-    """Every thread's stack, into a file of ``folder``; beside it torch's record of collectives, if it has one."""
+    """Every thread's stack, into a file of ``folder``, which stays; beside it torch's record of collectives, if it has
+    one."""
+    with contextlib.suppress(OSError):
+        keep(folder)
     with contextlib.suppress(OSError), (folder / f"rank{rank}.txt").open("w") as file:
         faulthandler.dump_traceback(file, all_threads=True)
     with contextlib.suppress(Exception):  # a record that cannot be had must not hide the stacks

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -32,6 +31,7 @@ from .heartbeat import PERIOD, VERDICT, Heartbeat, dump_stacks
 from .launchers import Started
 from .preemption import Preempted
 from .rank_status import RankStatus, of_communication, read_rows
+from .run_folder import new_folder, run_folder
 
 LONGEST_SILENCE = 60.0  # seconds that a rank may say nothing: the network repairs itself within some
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
@@ -54,7 +54,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         )
     results: list[Any] = [None] * size
     if dist.is_initialized():
-        results[dist.get_rank()] = job.fn(*job.args)
+        results[dist.get_rank()] = job.call()
         return results
     patience = timedelta(seconds=job.patience)
     given, prefix, rank = world.meet(patience)
@@ -62,7 +62,6 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         given = given.underlying_store
     shared = PrefixStore(prefix, given)
     name = meet(shared, rank, size, job.patience)
-    folder = folder_of(name)
     silence = min(LONGEST_SILENCE, job.patience)
     neighbours = Neighbours(rank, size, silence)
     left: Preempted | None = None
@@ -71,6 +70,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         return PrefixStore(f"{name}/rows", PrefixStore(prefix, given.clone()))
 
     with (
+        run_folder(folder_of(name)) as folder,
         torch_threads(job.threads),
         Heartbeat(connect, rank, size, folder, job.patience, neighbours) as pulse,
     ):
@@ -80,7 +80,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         accelerator = take_accelerator(world.place)
         dist.init_process_group(**accelerator, store=store, rank=rank, world_size=size, timeout=patience)
         try:
-            results[rank] = job.fn(*job.args)
+            results[rank] = job.call()
         except Preempted as asked:  # all ranks leave together
             left = asked
         except RuntimeError as error:  # outside of a program's run: in a save, or in communication of the user's own
@@ -90,7 +90,6 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
         pulse.finish()
         finish(store, rank, size)
         dist.destroy_process_group()
-    shutil.rmtree(folder, ignore_errors=True)  # the other ranks of this machine do, too
     if left is not None:
         raise left
     return results
@@ -103,7 +102,7 @@ def folder_of(name: str) -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid == os.getuid():
             return folder
-    return Path(tempfile.mkdtemp(prefix="quintnet-"))
+    return new_folder()
 
 
 @contextlib.contextmanager

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import tempfile
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...core.errors import CompileError, FaultWarning
-from . import board
 from .attempt import Attempt, Job
 from .faults import Fault
 from .forwarding import Forwarding, forwarding
@@ -19,6 +20,8 @@ from .heartbeat import current
 from .inside_launcher import inside_launcher
 from .launchers import started
 from .preemption import Preempted
+from .run_folder import new_folder, run_folder
+from .sending import LAUNCHES_AGAIN, launched_by_import, packed_call
 
 
 def launch(
@@ -41,9 +44,11 @@ def launch(
     (torchrun ``--max-restarts``).
 
     Args:
-        fn: a function at the top level of a module, so that other processes can import it.
+        fn: any function: what other processes cannot import (a lambda, a closure, a function of a notebook) is sent to
+            them by value, with the variables that it uses. A script needs ``if __name__ == "__main__":`` around the
+            call of launch, as its ranks import the script.
         num_ranks: the number of processes.
-        args: the arguments of ``fn``; they are pickled.
+        args: the arguments of ``fn``. Each rank gets copies of its own, and so does the caller of results.
         timeout: seconds after which the run is ended; None: no limit.
         collective_timeout: seconds that ranks wait for each other in a collective.
         threads: torch threads per process.
@@ -59,7 +64,8 @@ def launch(
         Preempted: if ranks have saved and ended because they were asked to.
         RunError: QN302 if a rank fails or dies, QN303 if one is stopped, QN402 if one does not reach a collective,
             QN304 after ``timeout``, or ``grace`` after a signal; with the rank that caused it. All others are ended. A
-            QuintNetError that ``fn`` raised is raised as it is, and is not retried.
+            QuintNetError that ``fn`` raised is raised as it is, and is not retried. QN307 if ``fn`` or an
+            argument cannot be sent to other processes, or if the script launches its ranks again when they import it.
     """
     least = num_ranks if fewest is None else fewest
     if not 1 <= least <= num_ranks or restarts < 0:
@@ -68,10 +74,13 @@ def launch(
             f"launch of {num_ranks} ranks with fewest={fewest} and restarts={restarts}",
             fix=f"1 to {num_ranks} ranks, 0 or more restarts",
         )
-    job = Job(fn, args, threads, collective_timeout)
+    if launched_by_import(sys._getframe()):
+        os._exit(LAUNCHES_AGAIN)
+    job = Job(partial(fn, *args), threads, collective_timeout)
     world = started()
     if world is not None and (world.elastic or current.get() is None):
         return inside_launcher(job, world, num_ranks, least)
+    job = replace(job, call=packed_call(fn, args))
     with forwarding(grace) as signals:
         found = _attempts(job, num_ranks, least, restarts, timeout, signals)
     if not isinstance(found, Fault):
@@ -88,9 +97,8 @@ def _attempts(
 ) -> list[Any] | Fault:
     """What the last attempt gave."""
     deadline = time.monotonic() + timeout if timeout is not None else math.inf
-    folder = Path(tempfile.mkdtemp(prefix="quintnet-"))  # of stacks; it stays if they are needed
     slots, suspects = list(range(num_ranks)), set[int]()
-    try:
+    with run_folder(new_folder()) as folder:
         for number in range(restarts + 1):
             with Attempt(job, slots, folder / f"attempt{number}", signals) as attempt:
                 found = attempt.run(deadline)
@@ -101,15 +109,4 @@ def _attempts(
             slots, suspects = [slot for slot in slots if slot not in gone], blamed - gone
             message = f"{found.error}\n  restart {number + 1} of {restarts}, with {len(slots)} ranks"
             warnings.warn(FaultWarning(message), stacklevel=3)
-    finally:
-        _tidy(folder)
     raise AssertionError("the last attempt returns")
-
-
-def _tidy(folder: Path) -> None:
-    """Keep nothing but stacks."""
-    for one in folder.glob(f"*/{board.NAME}"):
-        one.unlink()
-    for one in [*folder.iterdir(), folder]:
-        if not any(one.iterdir()):
-            one.rmdir()
