@@ -82,7 +82,7 @@ def test_a_script_without_a_guard_is_explained(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     made = _run([str(tmp_path / "script.py")], tmp_path)
     assert made.returncode == 1 and made.stderr.count("Traceback") == 1
-    assert "QN306 " in made.stderr and 'below `if __name__ == "__main__":`' in made.stderr
+    assert "QN307 " in made.stderr and 'below `if __name__ == "__main__":`' in made.stderr
 
 
 @pytest.mark.slow

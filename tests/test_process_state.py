@@ -25,7 +25,7 @@ import quintnet
 from quintnet import Mesh
 from quintnet_compiler.driver import pipeline
 from quintnet_compiler.runtime.backends import backends
-from quintnet_compiler.runtime.launch import gloo_threads
+from quintnet_compiler.runtime.transport import gloo_threads
 
 from .process_state import changes, process_state
 

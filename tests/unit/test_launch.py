@@ -21,7 +21,7 @@ from torch.distributed import HashStore
 
 from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.runtime.launch import board, gloo_threads, malloc, run_folder, sending, smoke, world
+from quintnet_compiler.runtime.launch import board, malloc, run_folder, sending, smoke, world
 from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
 from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, meet
 from quintnet_compiler.runtime.launch.rank_status import (
@@ -34,6 +34,7 @@ from quintnet_compiler.runtime.launch.rank_status import (
     read_rows,
     shown,
 )
+from quintnet_compiler.runtime.transport import gloo_threads
 
 
 def test_malloc_gets_both_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:

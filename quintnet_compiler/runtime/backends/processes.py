@@ -24,7 +24,6 @@ from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..launch.calls import next_label
 from ..launch.consistency import agree, tell
-from ..launch.gloo_threads import lower_gloo_thread_priority
 from ..state.buckets import reduced_axes, scattered_axes
 from ..state.changed_state import split_results, written
 from ..state.grad_handoff import HandOver
@@ -37,6 +36,7 @@ from ..state.state import new_caches, part_of, sharded_dtensor
 from ..state.true_part import TruePart
 from ..transport.connections import connections_of
 from ..transport.distributed import gradient_groups, shared_transport
+from ..transport.gloo_threads import lower_gloo_thread_priority
 from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
 from .whole_parameters import OneOwnerEach
 
