@@ -16,6 +16,7 @@ from ..core.errors import CacheWarning
 from ..core.names import one_line
 from ..ir.plan import Plan
 from ..ir.program import Captured, DistributedProgram
+from ..runtime.launch.calls import announced
 from ..runtime.launch.consistency import tell, told_by_first
 from ..runtime.launch.world import judges
 from .cache_folder import CacheFolder, opened, sealed
@@ -69,7 +70,10 @@ class ProgramCache:
 
         key = partial(key_of, captured, request, training=training)
         recipe = _Recipe(key, make, _data, read)
-        return self._shared(recipe, request.device) if self.together else self._own(recipe)[0]
+        if not self.together:
+            return self._own(recipe)[0]
+        with announced("compile"):
+            return self._shared(recipe, request.device)
 
     def followed(
         self, captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
