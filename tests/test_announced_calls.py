@@ -103,9 +103,13 @@ def test_a_rank_that_finished_first_is_said_to_have_finished(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_communication_of_the_users_own_is_named_by_its_line(tmp_path: Path) -> None:
+def test_communication_of_the_users_own_is_named_by_its_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(quintnet.RunError) as caught:
-        quintnet.launch(_apart, 2, ("barrier", 0, tmp_path), collective_timeout=3)
+        quintnet.launch(_apart, 2, ("barrier", 0, tmp_path), collective_timeout=8)
+    told = re.findall(
+        rf"all ranks have been waiting for 3 s: rank 0 is at {HERE} in <lambda>, after", capfd.readouterr().err
+    )
+    assert len(told) == 1
     text = str(caught.value)
     assert caught.value.code == "QN402" and re.search(rf"rank 0 is at {HERE} in <lambda>, after clip_grad_norm", text)
     assert re.search(rf"rank 1 is in step 2 at {HERE}", text), text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.core.errors import InputError, RunError
 from quintnet_compiler.runtime.launch.board import KEPT, Board
 from quintnet_compiler.runtime.launch.calls import announced, collective, frequent, running, users_line
-from quintnet_compiler.runtime.launch.disagreement import disagreement, said_of
+from quintnet_compiler.runtime.launch.disagreement import disagreement, said_of, stalled
 from quintnet_compiler.runtime.launch.heartbeat import VERDICT, CollectiveCall, Heartbeat
 from quintnet_compiler.runtime.launch.rank_status import LONGEST_LINE, RankStatus, brief, cut, read_rows, some_ranks
 
@@ -59,6 +60,13 @@ def test_late_ranks_do_not_disagree() -> None:
     assert said_of(elsewhere) == (
         "rank 0 has left step 1 at train.py:37, rank 1 is at data.py:7 in read, rank 2 is at its start"
     )
+
+
+def test_ranks_that_may_wait_in_vain() -> None:
+    outside = RankStatus(calls=4, kind="step", name="step 3", step=3, waiting=True, at="train.py:41 in main")
+    inside = replace(_row(5), waiting=True)
+    assert stalled({0: outside, 1: inside}).startswith("rank 0 is at train.py:41 in main, after step 3, rank 1 is in")
+    assert stalled({0: inside, 1: inside}) == "" and stalled({0: replace(outside, waiting=False), 1: inside}) == ""
 
 
 def test_texts_that_are_too_long_for_a_store() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from ...compat.distributed import PrefixStore, TCPStore
 from ...core.errors import QuintNetError, RunError
 from .accelerator import take_accelerator
-from .disagreement import disagreement
+from .disagreement import disagreement, stalled
 from .faults import Fault, RankError, Scene, gone, stopped
 from .forwarding import Forwarding
 from .heartbeat import GRACE, LOOK, PERIOD, VERDICT, Heartbeat
@@ -34,6 +35,7 @@ from .run_folder import mark_fork_server_folder, remove_with_its_owner
 from .sending import importable_main, packed, unpacked
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
+STALL = 3.0  # seconds after which ranks that may wait for each other in vain are told of
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
 LONGEST_TEXT = 20_000  # characters of an error and its traceback
 LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
@@ -76,6 +78,7 @@ class Attempt:
         self.reports: dict[int, RankError] = {}
         self.ended: dict[int, int] = {}
         self.since: dict[int, float] = {}  # when a rank was first seen stopped
+        self.stall = "", 0.0  # what ranks wait in, and since when
         self.looks, self.apart = 0, dict[int, RankStatus]()  # rows of ranks that can never meet
         self.orphans: set[int] = set()  # ranks that live, and whose fork server a signal has ended
         folder.mkdir()
@@ -187,7 +190,17 @@ class Attempt:
         if not self.apart and self.looks % LOOK == 0:
             rows = read_rows(self.store, range(self.size))
             self.apart = rows if disagreement(rows) is not None else {}
+            self._look_for_stall(stalled(rows))
         return bool(self.apart)
+
+    def _look_for_stall(self, text: str) -> None:
+        """Tell once, on stderr, that all ranks have waited for some seconds: that is no error yet."""
+        now = time.monotonic()
+        if text != self.stall[0]:
+            self.stall = text, now
+        elif text and now - self.stall[1] > STALL:
+            print(f"all ranks have been waiting for {STALL:g} s: {text}", file=sys.stderr, flush=True)
+            self.stall = text, math.inf
 
     def _scene(self, given_up: Sequence[int]) -> Scene:
         rows: dict[int, RankStatus] = read_rows(self.store, range(self.size))

@@ -42,6 +42,13 @@ def disagreement(rows: Mapping[int, RankStatus]) -> Disagreement | None:
     return None
 
 
+def stalled(rows: Mapping[int, RankStatus]) -> str:
+    """What the ranks are in, if all of them wait in communication, some in a call and others in communication of the
+    user's own, such as ``torch.distributed.barrier()``: they may wait for each other, if that lasts. "" otherwise."""
+    waits = all(row.waiting for row in rows.values())
+    return said_of(rows) if waits and len({row.inside for row in rows.values()}) > 1 else ""
+
+
 def said_of(rows: Mapping[int, RankStatus]) -> str:
     """What each rank is in, or has done last; ranks of which the same is said in one phrase."""
     found: dict[tuple[str, str], list[int]] = {}
