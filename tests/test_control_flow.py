@@ -1,4 +1,4 @@
-"""``torch.cond`` and ``scan`` in forward, exact on layouts; lazy modules; what is refused."""
+"""``torch.cond``, ``scan``, ``map`` and loops in forward, exact on layouts; lazy modules; what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import map as map_rows
+from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 
@@ -59,6 +61,47 @@ def steps_in_python(net: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(one, 1).square().mean() + (torch.stack(two, 1) * weights).mean() + h.mean()
 
 
+def counted(net: nn.Module, x: Tensor) -> Tensor:
+    """As many rounds as a number says that forward makes."""
+    first = torch.tensor(0), x, net(x)
+    _, _, h = while_loop(lambda i, x, h: i < 3, lambda i, x, h: (i + 1, x * 1, h + net(x + h)), first)
+    return h.square().mean()
+
+
+def counted_in_python(net: nn.Module, x: Tensor) -> Tensor:
+    h = net(x)
+    for _ in range(3):
+        h = h + net(x + h)
+    return h.square().mean()
+
+
+def mapped(net: nn.Module, x: Tensor) -> Tensor:
+    """Over the rows of the batch, and over three values."""
+    ones = torch.ones(4, dtype=x.dtype)
+    rows = map_rows(lambda row, ones: {"a": net(row["x"]), "b": row["x"] @ ones}, {"x": x}, ones)
+    three = map_rows(lambda one, x: net(one + x), torch.stack([x, x.sin(), x.cos()]), x)
+    return rows["a"].square().mean() + rows["b"].mean() + three.cos().mean()
+
+
+def mapped_in_python(net: nn.Module, x: Tensor) -> Tensor:
+    three = torch.stack([net(one + x) for one in (x, x.sin(), x.cos())])
+    return net(x).square().mean() + x.sum(1).mean() + three.cos().mean()
+
+
+def associative(net: nn.Module, x: Tensor) -> Tensor:
+    parts = torch.stack([net(x), net(x.sin()), net(x.cos())], 1)
+    return associative_scan(lambda a, b: a * b, parts, 1, reverse=True, combine_mode="generic").mean()  # type: ignore[no-any-return]
+
+
+def associative_in_python(net: nn.Module, x: Tensor) -> Tensor:
+    a, b, c = net(x), net(x.sin()), net(x.cos())
+    return torch.stack([a * b * c, b * c, c], 1).mean()
+
+
+LOOPS = (counted, counted_in_python), (mapped, mapped_in_python), (associative, associative_in_python)
+MESHES = (Mesh(dp=1), 1), (Mesh(dp=2), 2), (Mesh(tp=2), 1), (Mesh(pp=2), 2), (Mesh(dp=2, tp=2), 1)
+
+
 @followed
 @pytest.mark.parametrize(
     ("forward", "plain", "mesh", "microbatches"),
@@ -67,6 +110,10 @@ def steps_in_python(net: nn.Module, x: Tensor) -> Tensor:
         (branches, branches_in_python, Mesh(tp=2), 1),
         (steps, steps_in_python, Mesh(tp=2), 1),
         (steps, steps_in_python, Mesh(pp=2), 2),
+        (counted, counted_in_python, Mesh(dp=2), 1),
+        (mapped, mapped_in_python, Mesh(tp=2), 1),
+        (associative, associative_in_python, Mesh(pp=2), 2),
+        *(pytest.param(*pair, *where, marks=pytest.mark.slow) for pair in LOOPS for where in MESHES),
     ],
 )
 def test_functions_in_operators(forward: Forward, plain: Forward, mesh: Mesh, microbatches: int) -> None:

@@ -1,8 +1,9 @@
-"""``torch.cond`` and ``scan`` in forward, as plain operators of the trace.
+"""``torch.cond``, ``scan``, ``map`` and ``while_loop`` in forward, as plain operators of the trace.
 
 Both branches are computed, and the predicate chooses each result: it is a value as any other, so that it is the same on
 all ranks. What a branch reads has no gradient where the other one is chosen, so that a value of it that is no number
-(the logarithm of a negative one) never reaches a gradient.
+(the logarithm of a negative one) never reaches a gradient. Loops are as many operators as they have rounds, if a trace
+knows how many; a map over rows of the batch is a ``vmap``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..compat.torch import pytree, recording
+from ..compat.torch import NEEDS_VALUES, pytree, recording
 from ..compat.torch_control_flow import control_flow_by
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
@@ -26,10 +27,11 @@ from .watched_trace import user_line
 
 @contextlib.contextmanager
 def control_flow_followed() -> Iterator[None]:
-    """While inside, ``cond`` and ``scan`` that a traced forward calls become plain operators.
+    """While inside, operators that take functions and that a traced forward calls become plain operators.
 
     Raises:
-        CompileError: QN105 for other operators that take functions, and for a scan over a number of rows that varies.
+        CompileError: QN105 for others than those of this module, for a scan over a number of rows that varies, and for
+            a loop whose number of rounds depends on the batch, parameters or buffers.
     """
     with control_flow_by(_run, for_this_thread):
         yield
@@ -42,6 +44,10 @@ def _run(name: str, arguments: Sequence[Any], theirs: Callable[[], Any]) -> Any:
         return _either(*arguments)
     if name == "scan":
         return _unrolled(*arguments)
+    if name == "map":
+        return _mapped(*arguments)
+    if name == "while_loop":
+        return _rounds(*arguments)
     raise _refusal(f"the operator {name}, which takes functions", "write the loop in Python, with a number of rounds")
 
 
@@ -75,6 +81,29 @@ def _unrolled(step: Callable[..., Any], carry: Sequence[Tensor], given: Sequence
         held, out = step(*pytree.tree_leaves(held), *(x.select(0, i) for x in given))
         made.append(out)
     return held, pytree.tree_map(lambda *parts: torch.stack(parts), *made)
+
+
+def _mapped(function: Callable[..., Any], given: Sequence[Tensor], others: Sequence[Any]) -> Any:
+    length = given[0].shape[0]
+    if not isinstance(length, int):
+        return torch.vmap(function, in_dims=(0,) * len(given) + (None,) * len(others))(*given, *others)
+    made = [function(*(x.select(0, i) for x in given), *others) for i in range(length)]
+    return pytree.tree_map(lambda *parts: torch.stack(parts), *made)
+
+
+def _rounds(
+    goes_on: Callable[..., Any], step: Callable[..., Any], carry: Sequence[Any], others: Sequence[Any]
+) -> tuple[Any, ...]:
+    held = tuple(carry)
+    while True:
+        try:
+            again = bool(goes_on(*held, *others))
+        except NEEDS_VALUES as error:
+            what = "a while_loop whose number of rounds depends on values of the batch, of parameters or of buffers"
+            raise _refusal(what, "let a number that forward makes count a fixed number of rounds") from error
+        if not again:
+            return tuple(x.clone() if isinstance(x, Tensor) else x for x in held)
+        held = tuple(step(*held, *others))
 
 
 class _Only(TorchFunctionMode):

@@ -15,11 +15,11 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.guards import assert_size_stride
 from torch._decomp import get_decompositions
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as TorchFakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
@@ -38,6 +38,7 @@ __all__ = [
     "recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
+    "NEEDS_VALUES",  # what a trace raises where code asks for a value that it does not know; instead: their names
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
@@ -45,6 +46,8 @@ __all__ = [
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS",
 ]  # fmt: skip
+
+NEEDS_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
 
 # Autograd runs beside a trace as it does in the plain module; instead: removing the nodes that were made meanwhile.
 unrecorded: Callable[[], contextlib.AbstractContextManager[Any]] = disable_proxy_modes_tracing

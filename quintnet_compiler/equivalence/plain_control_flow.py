@@ -1,5 +1,5 @@
-"""What ``torch.cond`` and ``scan`` mean, in Python: for the module itself beside a program. Both need torch.compile,
-which does not run inside the modes that watch a module."""
+"""What ``torch.cond``, ``scan``, ``map`` and ``while_loop`` mean, in Python: for the module itself beside a program.
+All need torch.compile, which does not run inside the modes that watch a module."""
 
 from __future__ import annotations
 
@@ -26,6 +26,15 @@ def _run(name: str, arguments: Sequence[Any], theirs: Callable[[], Any]) -> Any:
     if name == "cond":
         predicate, yes, no, operands = arguments
         return yes(*operands) if predicate else no(*operands)
+    if name == "while_loop":
+        goes_on, body, held, others = arguments
+        while goes_on(*held, *others):
+            held = body(*held, *others)
+        return tuple(x.clone() if isinstance(x, Tensor) else x for x in held)
+    if name == "map":
+        function, given, others = arguments
+        made = [function(*row, *others) for row in zip(*given, strict=True)]
+        return pytree.tree_map(lambda *parts: torch.stack(parts), *made)
     if name != "scan":
         return theirs()
     step, carry, given = arguments

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quintnet_compiler.capture.control_flow import _either, _unrolled, control_flow_followed
+from quintnet_compiler.capture.control_flow import _either, _mapped, _rounds, _unrolled, control_flow_followed
 from quintnet_compiler.compat.torch_control_flow import control_flow_by
 from quintnet_compiler.core.empty_storage import check_shapes
 from quintnet_compiler.core.errors import CompileError
@@ -32,6 +32,15 @@ def test_both_ways_to_run_a_scan_agree() -> None:
     (one,), outs = _unrolled(*given)
     (other,), again = _run("scan", given, lambda: None)
     assert torch.equal(one, other) and torch.equal(one, x.sum(0)) and torch.equal(outs[0], again[0])
+
+
+def test_loops_and_maps_are_plain_operators() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    given = (lambda row, y: {"a": row * y}), [x], [torch.tensor(2.0)]
+    assert torch.equal(_mapped(*given)["a"], x * 2) and torch.equal(_run("map", given, lambda: None)["a"], x * 2)
+    loop = (lambda i, x, y: i < 3), (lambda i, x, y: (i + 1, x + y)), (0, x), (torch.tensor(1.0),)
+    for i, made in (_rounds(*loop), _run("while_loop", loop, lambda: None)):
+        assert i == 3 and torch.equal(made, x + 3)
 
 
 def test_outside_of_a_trace_nothing_is_replaced() -> None:
