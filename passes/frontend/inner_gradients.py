@@ -43,8 +43,9 @@ def inner_gradient(
     path = _between(builder.graph, inputs, outputs)
     for node in path:
         if node.target in (with_tangent, declare_gradient, after_gradients):
-            what = "torch.autograd.grad in forward, through a derivative that is your own, would not be part of"
-            raise CompileError("QN105", f"{what} the program", where=facts(node).where)
+            what = "through a derivative that is your own, or what forward changes in place where gradients are off,"
+            message = f"torch.autograd.grad in forward, {what} would not be part of the program"
+            raise CompileError("QN105", message, where=facts(node).where)
     given = list(dict.fromkeys(x for n in path for x in n.all_input_nodes if x not in path or n in inputs))
     ends = [n for n in path if not isinstance(facts(n).value, tuple)]
 

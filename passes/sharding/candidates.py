@@ -200,7 +200,7 @@ def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) ->
 
 def _changed(now: fx.Node) -> Any:
     """The parameter that forward has changed in place to make this, see
-    :mod:`...capture.changes.changed_parameters`; None if this is nothing of that kind."""
+    :mod:`...capture.changes.changed_values`; None if this is nothing of that kind."""
     says = origin(tensor_inputs(now)[-1])[0]
     start = says.args[0] if says.target is declare_gradient else None
     if not isinstance(start, fx.Node) or start.target is not after_gradients or len(tensor_inputs(start)) > 1:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import types
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat.torch import EXPORT_CHECKS, HigherOrderOperator, OpOverload, free_unbacked_symbols, pytree, schema
+from ..compat.torch import EXPORT_CHECKS, HigherOrderOperator, free_unbacked_symbols, pytree
 from ..core.annotations import Leaf
 from ..core.errors import CompileError, Where
 from ..ir.batch_form import ROWS, BatchForm, TensorForm
@@ -24,83 +23,6 @@ from .places import LEAF, WHERE, where_of
 from .sizes_by_value import shape_by_value, sizes_of_picks
 
 LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
-
-
-def inline_no_grad(gm: fx.GraphModule, parameters: Container[fx.Node] = ()) -> None:
-    """Replace ``wrap_with_set_grad_enabled`` by its body. Without gradients, each output is behind ``detach``, and so
-    are the values that an in-place operator reads. One of the ``parameters`` that is changed there stays what it is.
-
-    ``run_decompositions`` would inline it too, and silently drop the no_grad.
-    """
-    graph = gm.graph
-    for node in list(graph.nodes):
-        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
-            continue
-        enabled, body = node.args[0], getattr(gm, node.args[1].target)
-        inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-        pairs = zip(inner, node.args[2:], strict=True)
-        inline_no_grad(body, {n for n, given in pairs if itself(given) in parameters})
-        env: dict[fx.Node, Any] = dict(zip(inner, node.args[2:], strict=True))
-        with graph.inserting_before(node):
-            for n in body.graph.nodes:
-                if n.op == "placeholder":
-                    continue
-                if n.op == "output":
-                    continue
-                env[n] = new = graph.node_copy(n, env.__getitem__)
-                if not enabled and isinstance(n.target, OpOverload) and schema(n.target).is_mutable:
-                    _detach_what_is_read(new)
-            returned = body.graph.output_node().args[0]
-            returned = returned if isinstance(returned, (tuple, list)) else (returned,)
-            results = []
-            for value in returned:
-                found = env.get(value, value) if isinstance(value, fx.Node) else value
-                found = itself(found) if itself(found) in parameters else found
-                if (
-                    not enabled
-                    and found not in parameters
-                    and isinstance(found, fx.Node)
-                    and isinstance(found.meta.get("val"), Tensor)
-                ):
-                    detached = graph.call_function(torch.ops.aten.detach.default, (found,))
-                    detached.meta = dict(found.meta)
-                    found = detached
-                results.append(found)
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(results[user.args[1]])
-            graph.erase_node(user)
-        graph.erase_node(node)
-    graph.eliminate_dead_code()
-    gm.recompile()
-
-
-def itself(node: Any) -> Any:
-    """The value that an operator in place returns after it has changed it."""
-    while isinstance(node, fx.Node) and isinstance(node.target, OpOverload):
-        first = schema(node.target).returns[:1]
-        if not first or first[0].alias_info is None or not first[0].alias_info.is_write or not node.args:
-            break
-        node = node.args[0]
-    return node
-
-
-def _detach_what_is_read(node: fx.Node) -> None:
-    """An operator that writes to a tensor reads all others behind ``detach``."""
-    arguments = schema(node.target).arguments
-    kept = {given.name for given in arguments if given.alias_info is not None and given.alias_info.is_write}
-
-    def detached(x: fx.Node) -> fx.Node:
-        if not isinstance(x.meta.get("val"), Tensor):
-            return x
-        with node.graph.inserting_before(node):
-            made = node.graph.call_function(torch.ops.aten.detach.default, (x,))
-        made.meta = dict(x.meta)
-        return made
-
-    positional = zip(arguments, node.args, strict=False)
-    node.args = tuple(x if given.name in kept else fx.map_arg(x, detached) for given, x in positional)
-    node.kwargs = {name: x if name in kept else fx.map_arg(x, detached) for name, x in node.kwargs.items()}
 
 
 def module_of(node: fx.Node) -> str:

@@ -22,26 +22,29 @@ from torch import Tensor, fx, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..compat.torch_constants import constants_have_values
+from ..compat.torch_export import switches_by
 from ..compat.torch_hooks import without_hooks_of_export
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
-from ..core.replaced import new_garbage_only, one_thread
+from ..core.replaced import for_this_thread, new_garbage_only, one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_batch
 from ..ir.program import Captured
 from .batch_norms import cumulative_averages, one_process
 from .block_reuse import Skipped, blocks_once
-from .canonical import canonical, inline_no_grad, module_of
+from .canonical import canonical, module_of
 from .changes.assigned_data import place_data
-from .changes.changed_parameters import keep_gradients
+from .changes.autocast import inline_where_off
+from .changes.changed_values import keep_gradients
+from .changes.no_grad import without_switches
 from .control_flow import control_flow_followed
 from .derivatives.inner_gradients import InnerGradients, place_starts
 from .derivatives.transforms import transforms_followed
 from .derivatives.user_derivatives import user_derivatives
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
-from .modes import evaluating, without_autocast
+from .modes import evaluating, modes_of_a_trace
 from .places import OWN, where_of
 from .repeat_blocks import numbers_are_read, reads_of_all, with_all_blocks
 from .sparse_gradients import check_dense
@@ -106,7 +109,7 @@ def capture(
         control_flow_followed(),
         plain,
         hollow as real,
-        without_autocast(),
+        modes_of_a_trace(),
         without_messages_of_torch(),
         one_process(),
         cumulative_averages(),
@@ -159,10 +162,9 @@ def capture(
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
     exported: torch.export.ExportedProgram
-    with without_hooks_of_export(), constants_have_values():
+    with without_hooks_of_export(), constants_have_values(), switches_by(without_switches, for_this_thread):
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
-    parameters = exported.graph_signature.inputs_to_parameters
-    inline_no_grad(exported.graph_module, {node for node in exported.graph.nodes if node.name in parameters})
+    inline_where_off(exported.graph_module)
     place_data(exported.graph)
     keep_gradients(exported)
     return exported

@@ -1,5 +1,5 @@
 """Modes: training follows each module's own, evaluation puts all in evaluation mode; autocast is refused; code that
-asks whether it is compiled is told no."""
+asks whether it is compiled is told no; inference mode is seen by a trace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import contextlib
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from ..compat.torch_compiler import QUESTIONS, questions_answered
+from ..compat.torch_func import set_grad
 from ..core.errors import CompileError
 from ..core.replaced import for_this_thread
 
@@ -29,12 +32,14 @@ def evaluating(tree: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
-    """While inside, autocast is off: torch.export would not trace its casts."""
+def modes_of_a_trace() -> Iterator[None]:
+    """While inside, autocast is off, as torch.export would not trace its casts; and what is traced sees where
+    torch.inference_mode begins and ends, as it sees torch.no_grad."""
     devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     with contextlib.ExitStack() as stack:
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(_inference_is_without_gradients())
         yield
 
 
@@ -52,6 +57,27 @@ def uncompiled(own: tuple[str, ...]) -> Iterator[None]:
         return truth and asks is not None and asks.f_code.co_filename.startswith(own)
 
     with questions_answered(answer, for_this_thread):
+        yield
+
+
+@contextlib.contextmanager
+def _inference_is_without_gradients() -> Iterator[None]:
+    enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
+    before: list[bool] = []  # whether gradients were on around each of the modes that have begun
+
+    def entered(mode: torch.inference_mode) -> None:
+        before.append(torch.is_grad_enabled())
+        enter(mode)
+        set_grad(not mode.mode)
+
+    def left(mode: torch.inference_mode, *error: Any) -> None:
+        leave(mode, *error)
+        set_grad(before.pop())
+
+    with (
+        mock.patch.object(torch.inference_mode, "__enter__", for_this_thread(entered, enter)),
+        mock.patch.object(torch.inference_mode, "__exit__", for_this_thread(left, leave)),
+    ):
         yield
 
 

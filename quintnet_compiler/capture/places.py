@@ -19,7 +19,7 @@ def where_of(node: fx.Node) -> Where:
     stack = node.meta.get("nn_module_stack") or {}
     path = str(next(reversed(stack.values()))[0]) if stack else ""
     path = re.sub(r"^(L__self___|L\['self'\]\.?)", "", path)
-    path = path.removeprefix("model").removeprefix(".")
+    path = path.removeprefix("_export_root.").removeprefix("model").removeprefix(".")
     source = ""
     text = node.meta.get("stack_trace")
     if text:

@@ -79,11 +79,19 @@ def instance_norm(
     return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
 
 
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """torch.nn.functional.dropout, which returns its input itself where it drops nothing. Its trace makes a copy, which
+    would not change with the input."""
+    return F.dropout(input, p, training, inplace) if (training and p) or not 0 <= p <= 1 else input
+
+
 TRACED_AS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
         Tensor.data.__get__: Tensor.detach,  # type: ignore[attr-defined]
         F.ctc_loss: ctc_loss,
         F.instance_norm: instance_norm,
+        F.dropout: dropout,
+        torch.dropout: lambda input, p, train: dropout(input, p, train),
         torch.combinations: combinations,
         torch.corrcoef: corrcoef,
         torch.cov: cov,

@@ -38,15 +38,15 @@ __all__ = [
     "recording",  # whether a trace is on; instead: looking at the types of the tensors that are computed with
     "get_decompositions",  # torch's Python definitions of operators; instead: torch.export.default_decompositions
     "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
-    "NEEDS_VALUES",  # what a trace raises where code asks for a value that it does not know; instead: their names
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
-    "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS",
+    "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
 ]  # fmt: skip
 
+# What a trace raises where code asks for a value that it does not know; instead: the names of their classes.
 NEEDS_VALUES = (DataDependentOutputException, GuardOnDataDependentSymNode)
 
 # Autograd runs beside a trace as it does in the plain module; instead: removing the nodes that were made meanwhile.

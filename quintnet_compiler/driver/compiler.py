@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, fx
 
-from ..capture.modes import without_autocast
+from ..capture.modes import modes_of_a_trace
 from ..core.annotations import num_bytes, values
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
@@ -86,7 +86,7 @@ class Compiled:
     def passes(self) -> list[tuple[str, Any]]:
         """The name of each pass and the program after it, compiled again."""
         runner = Runner(keep=True)
-        with without_autocast():
+        with modes_of_a_trace():
             self.again(runner)
         return runner.programs
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..capture.capture import capture
-from ..capture.modes import without_autocast
+from ..capture.modes import modes_of_a_trace
 from ..capture.versions import CapturedVersions, Version
 from ..core.errors import CompileError, CompileWarning, InputError
 from ..core.mesh import Mesh
@@ -137,7 +137,7 @@ class Programs:
             self._proven,
         )
         followed = follow_program if (cache := self._cache()) is None else cache.followed
-        with without_autocast():
+        with modes_of_a_trace():
             return followed(captured, request, primary, Runner(), training=training)
 
     def _cache(self) -> ProgramCache | None:
@@ -165,7 +165,7 @@ class Programs:
     def _lead(self, batch: Any, size: int) -> None:
         task, home = self.task, home_of(self.task.model)
         version = self._capture(task.primary_kind, batch, size)
-        with without_autocast():
+        with modes_of_a_trace():
             if home is None:
                 request = Request(
                     task.mesh,

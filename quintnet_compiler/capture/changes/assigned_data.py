@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import increment_version
@@ -11,7 +9,7 @@ from torch.autograd.graph import increment_version
 from ...core.errors import CompileError
 from ...ops.define import define_operator
 from ..places import where_of
-from .changed_parameters import same_memory, written
+from .memory import itself, same_memory, written
 
 aten = torch.ops.aten
 # while forward is traced; ``place_data`` makes it a copy
@@ -37,6 +35,8 @@ def place_data(graph: fx.Graph) -> None:
         CompileError: QN110 where a view of the old memory, or another value in the new one, would show the difference.
     """
     nodes = list(graph.nodes)
+    if not any(node.target is _put_data for node in nodes):
+        return
     memory: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         source = same_memory(node)
@@ -49,8 +49,9 @@ def place_data(graph: fx.Graph) -> None:
             read = {source for user in later for source in user.all_input_nodes}
             writes = {memory[source] for user in later for source in written(user)}
             old, new = memory[x], memory[value]
-            tensor = _itself(x.args[0])
-            views = {n for n in nodes[:place] if memory[n] is old and _itself(n) is not tensor}
+            assert isinstance(x.args[0], fx.Node)
+            tensor = itself(x.args[0])
+            views = {n for n in nodes[:place] if memory[n] is old and itself(n) is not tensor}
             others = {n for n in read if memory[n] is new}
             if new.op == "placeholder" or views & read or (others and writes & {old, new}):
                 raise CompileError(
@@ -63,14 +64,6 @@ def place_data(graph: fx.Graph) -> None:
                 copy = graph.call_function(aten.copy_.default, (x, value))
                 copy.meta = {**node.meta, "val": x.meta["val"]}
         graph.erase_node(node)
-
-
-def _itself(node: Any) -> fx.Node:
-    """The tensor that operators in place return."""
-    while list(written(node)) and (source := same_memory(node)) is not None:
-        node = source
-    found: fx.Node = node
-    return found
 
 
 def _whole(node: fx.Node) -> fx.Node:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.torch import version, without_torch_function
+from ...compat.torch_func import nodes_of_trace
 from ...core.errors import CompileError, Where
+from ..places import where_of
+from .memory import written
 
 _CHANGED = "has been modified by an inplace operation"
 
@@ -17,21 +20,26 @@ _CHANGED = "has been modified by an inplace operation"
 def unchanged_since_saved(modules: Iterable[tuple[str, nn.Module]]) -> Callable[[Tensor], None]:
     """To be called when a trace of ``modules`` begins; what it returns is called with the loss.
 
-    That raises CompileError QN110 if forward has changed a parameter or buffer after an operator saved it for its
-    derivative. PyTorch raises then too; with ``.data`` it computes the derivative at the new value without a word.
+    That raises CompileError QN110 if forward has changed a tensor after an operator saved it for its derivative.
+    PyTorch raises then too; with ``.data`` it computes the derivative at the new value without a word.
     """
     held = [(name, x, version(x)) for path, module in modules for name, x in _tensors(path, module)]
 
     def check(loss: Tensor) -> None:
+        nodes = nodes_of_trace()
+        writes = [node for node in nodes if any(written(node))]
+        if (nodes and not writes) or not torch.is_grad_enabled() or (operator := _saved_before_a_change(loss)) is None:
+            return
         changed = [name for name, x, before in held if version(x) != before]
-        if changed and torch.is_grad_enabled() and (where := _saved_before_a_change(loss)) is not None:
-            raise CompileError(
-                "QN110",
-                f"the forward pass changes {', '.join(changed[:4])} after {where} has saved what it needs of it for "
-                "the backward",
-                where=Where(changed[0].rpartition(".")[0]),
-                fix="change it before its first use, or after the optimizer's step",
-            )
+        what = ", ".join(changed[:4]) if changed else "a tensor in place"
+        raise CompileError(
+            "QN110",
+            f"the forward pass changes {what} after {operator} has saved what it needs of it for the backward",
+            where=Where(changed[0].rpartition(".")[0]) if changed else where_of(writes[-1]),
+            fix="change it before its first use, or after the optimizer's step"
+            if changed
+            else "change a copy: .clone()",
+        )
 
     return check
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ...compat.torch import pytree, storage_key
 from ...compat.torch_hooks import FunctionBase
 from ...ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
 
@@ -50,12 +51,18 @@ def needs_gradient(x: Any) -> bool:
 
 
 def follow(
-    function: Any, args: tuple[Any, ...], number: int, absent: Callable[[int], bool | None], refuse: Refuse
+    function: Any,
+    args: tuple[Any, ...],
+    number: int,
+    absent: Callable[[int], bool | None],
+    settled: Callable[[Tensor, str], None],
+    refuse: Refuse,
 ) -> Any:
     """What ``function.apply(*args)`` returns; its backward is traced as the derivative ``number``.
 
     ``absent``: whether no gradient arrives at this output; None if that is not known yet, then a backward that would
-    see it is not traced. ``refuse`` raises an error about what it is given.
+    see it is not traced. ``settled``: told of tensors that must not change in place afterwards, and what each is.
+    ``refuse`` raises an error about what it is given.
     """
     needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
     name = f"torch.autograd.Function {function.__name__}"
@@ -67,11 +74,11 @@ def follow(
         else:
             made = function.forward(*given)
             function.setup_context(ctx, given, made)
-    if ctx.dirty_tensors:
-        refuse(f"{name} changes its input in place (mark_dirty): this")
+    outputs = made if isinstance(made, tuple) else (made,)
+    if any(all(x is not out for out in outputs) for x in ctx.dirty_tensors):
+        refuse(f"{name}, which does not return what it marks as dirty,")
     if not any(needs):
         return made
-    outputs = made if isinstance(made, tuple) else (made,)
     constant = {id(x) for x in ctx.non_differentiable}
     grown = [_differentiable(x) and id(x) not in constant for x in outputs]
     places = [place for place, ok in enumerate(grown) if ok]
@@ -102,8 +109,18 @@ def follow(
     ends = [after_gradients(values[i], done) if done else values[i].detach() for i in places]
     inputs = [args[i] for i in grads or range(len(args)) if needs[i]]
     joined = iter(joined_to(number, tuple(ends), places, inputs, refuse))
-    results = tuple(next(joined) if ok else x for x, ok in zip(values, grown, strict=True))
-    return results if isinstance(made, tuple) else results[0]
+    results = [next(joined) if ok else x for x, ok in zip(values, grown, strict=True)]
+    for place, out in enumerate(outputs):
+        for x, before in zip(args, given, strict=True):
+            if out is before and any(out is dirty for dirty in ctx.dirty_tensors):
+                results[place] = x.copy_(results[place])  # the same tensor, with the history of the result
+            elif grown[place] and isinstance(x, Tensor) and storage_key(x) == storage_key(out):
+                for one in (x, results[place]):  # a program gives them memory of their own
+                    settled(one, f"what {name} was given, and returns as it is or as a view,")
+    for x in pytree.tree_leaves(vars(ctx)):
+        if isinstance(x, Tensor):
+            settled(x, f"what {name} keeps for its backward")
+    return tuple(results) if isinstance(made, tuple) else results[0]
 
 
 def follow_hook(x: Tensor, hook: Callable[[Tensor], Any], number: int, what: str, refuse: Refuse) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import BackwardHook
 
-from ...compat.torch import without_torch_function
+from ...compat.torch import version, without_torch_function
 from ...compat.torch_func import is_transformed
 from ...compat.torch_hooks import (
     GLOBAL_BACKWARD_HOOKS,
@@ -36,6 +37,7 @@ from ...core.errors import CompileError, Where
 from ...core.replaced import for_this_thread
 from ..places import OWN
 from ..step_module import StepModule
+from ..watched_trace import user_line
 from .autograd_functions import Joined, follow, follow_hook
 from .inner_gradients import Linked
 from .module_hooks import ModuleHooks
@@ -105,6 +107,7 @@ class DerivativeFinder:
     def _restart(self) -> None:
         self.found, self.removed = 0, set[int]()
         self.asked, self.seen = set[Place](), frozenset[Place]()
+        self.settled: list[tuple[Tensor, int, str, Where]] = []
 
     def begin(self, hooks: Sequence[tuple[nn.Parameter, Sequence[Any]]]) -> None:
         """Follow the hooks that parameters have."""
@@ -121,7 +124,15 @@ class DerivativeFinder:
                 follow_hook(parameter, hook, self.number(), what, self.refuse)
 
     def end(self, made: Any) -> None:
-        """What forward returned: see where gradients of it arrive."""
+        """What forward returned: see where gradients of it arrive.
+
+        Raises:
+            CompileError: QN110 for a change in place of what a Function keeps, or of what it returns as it was given.
+        """
+        for x, before, what, where in self.settled:
+            if version(x) != before:
+                message = f"the forward pass changes {what} in place; a program would not"
+                raise CompileError("QN110", message, where=where, fix="change a copy: .clone()")
         if self.step.want == "loss" and isinstance(made, Tensor):
             self.seen = frozenset(self.asked - _reached(made))
 
@@ -174,7 +185,11 @@ class DerivativeFinder:
             self.refuse(f"torch.autograd.Function {function.__name__} inside a transform of torch.func")
         self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
         number = self.number()
-        return follow(function, args, number, functools.partial(self.absent, number), self.refuse)
+        return follow(function, args, number, functools.partial(self.absent, number), self.settle, self.refuse)
+
+    def settle(self, x: Tensor, what: str) -> None:
+        """``x`` must not change in place from now on."""
+        self.settled.append((x, version(x), what, Where("", user_line(sys._getframe(), OWN))))
 
     def refuse(self, what: str) -> NoReturn:
         raise CompileError("QN105", f"{what} would not be part of the program", where=self.here())

@@ -1,7 +1,8 @@
-"""Parts of how parameters that forward changes stay leaves of autograd, and become results."""
+"""Parts of how values that forward changes in place keep their gradients, and parameters become results."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,14 @@ from torch import Tensor, fx, nn
 
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.capture.changes.assigned_data import place_data, put_data
-from quintnet_compiler.capture.changes.changed_parameters import keep_gradients, same_memory, written
+from quintnet_compiler.capture.changes.autocast import inline_where_off, regions
+from quintnet_compiler.capture.changes.changed_values import Tensors, keep_gradients
+from quintnet_compiler.capture.changes.memory import itself, same_memory, written
+from quintnet_compiler.capture.changes.no_grad import WITHOUT_GRADIENTS, without_switches
 from quintnet_compiler.capture.changes.saved_tensors import unchanged_since_saved
 from quintnet_compiler.capture.changes.stored_results import store
 from quintnet_compiler.capture.places import LEAF, WHERE
+from quintnet_compiler.compat.torch_export import switches_by
 from quintnet_compiler.core.annotations import Leaf
 from quintnet_compiler.core.errors import CompileError, Where
 from quintnet_compiler.ops.user_derivatives import after_gradients, declare_gradient, with_tangent
@@ -45,7 +50,7 @@ def test_what_is_read_after_a_change_has_the_gradient_of_the_parameter() -> None
     assert change.target is aten.mul_.Tensor and same_memory(change) is change.args[0]
     (start,) = [node for node in nodes if node.target is after_gradients and node.args == (weight, [])]
     (says,) = [node for node in nodes if node.target is declare_gradient]
-    assert says.args[0] is start and same_memory(start) is None
+    assert says.args[0] is start
     (now,) = [node for node in nodes if node.target is after_gradients and node is not start]
     readers = {node.target for node in now.users}
     assert {aten.mul.Tensor, aten.select.int} == readers, "both the product and the view read the new value"
@@ -58,6 +63,87 @@ def test_a_graph_that_changes_no_parameter_stays_as_it_is() -> None:
     before = str(exported.graph)
     keep_gradients(exported)
     assert str(exported.graph) == before
+
+
+def _graph(forward: Callable[..., Any], *given: Tensor) -> fx.Graph:
+    """What a trace makes of ``forward``, with operators in place; for each input, a placeholder."""
+
+    class Module(nn.Module):
+        def forward(self, *given: Tensor) -> Any:
+            return forward(*given)
+
+    with switches_by(without_switches, lambda ours, theirs: ours):
+        graph: fx.Graph = torch.export.export(Module(), given, strict=False).graph
+    for place, node in enumerate(graph.find_nodes(op="placeholder")):
+        node.name = f"input_{place}"
+    return graph
+
+
+def _named(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    found = {node.name: node for node in graph.nodes}
+    return [found[name] for name in names]
+
+
+def test_memory_of_views_copies_and_operators_in_place() -> None:
+    def forward(x: Tensor) -> Tensor:
+        a, b = (x * 2).split(2)
+        return a.add_(1) + b.t().reshape(-1)[0] + torch.mul(a, 2, out=b)
+
+    graph = _graph(forward, torch.randn(4, 2))
+    product, add_, copied, out = _named(graph, "mul", "add_", "reshape", "mul_1")
+    assert itself(add_).target is operator.getitem and same_memory(itself(add_)) is product
+    assert same_memory(copied) is None, "that of a transposed matrix makes a copy"
+    assert list(written(out)) == [out.kwargs["out"]] and same_memory(out) is out.kwargs["out"]
+
+
+def test_what_is_computed_without_gradients_is_read_behind_detach() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = x * 2
+            x.add_(y)
+        return x + y
+
+    graph = _graph(forward, torch.randn(4))
+    x, product, change, result = _named(graph, "input_0", "mul", "add_", "add")
+    assert WITHOUT_GRADIENTS in product.meta and WITHOUT_GRADIENTS in change.meta
+    assert result.args[0] is x, "what is changed there stays what it is"
+    for reader, place in ((change, 1), (result, 1)):
+        behind: Any = reader.args[place]
+        assert behind.target is aten.detach.default and behind.args[0] is product
+
+
+def test_tensors_of_one_memory() -> None:
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        h = x * 2
+        d = h.detach()
+        d[0].add_(y)  # has a gradient: that of d, and not of h
+        return h.sum() + d.sum()
+
+    graph = _graph(forward, torch.randn(2, 4), torch.randn(4))
+    x, y, h, d, change = _named(graph, "input_0", "input_1", "mul", "detach", "add_")
+    tensors = Tensors(graph, {x, y})
+    assert tensors.memory[d] is h and tensors.tensor[d] is d and tensors.of_memory[h] == [h, d]
+    (write,) = tensors.writes[change].values()
+    assert write.grown == {h} and write.tensor is d and tensors.unseen == {h}
+    assert not Tensors(graph, set()).unseen, "without gradients there is nothing to lose"
+
+
+def test_regions_that_switch_autocast_off_are_parts_of_the_graph() -> None:
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = x @ x
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return y @ x
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(x)
+
+    gm: Any = torch.export.export(Module(), (torch.randn(2, 2),), strict=False).graph_module
+    assert [on for _, on, _, _ in regions(gm)] == [False, True]
+    inline_where_off(gm)
+    assert [on for _, on, _, _ in regions(gm)] == [True]
+    assert len(gm.graph.find_nodes(op="call_function", target=aten.matmul.default)) == 1
 
 
 def test_an_assignment_of_data_is_a_copy() -> None:
@@ -77,6 +163,11 @@ def test_a_view_of_what_was_there_before_is_refused() -> None:
     own = graph.call_function(aten.detach.default, (x,))
     value = graph.call_function(aten.mul.Tensor, (y, 2))
     graph.call_function(torch.ops.quintnet.put_data.default, (own, value))
+    memory = torch.zeros(4)
+    for node in (x, view, own):
+        node.meta["val"] = memory.view(4)
+    for node in (y, value):
+        node.meta["val"] = torch.zeros(4)
     graph.output(graph.call_function(aten.add.Tensor, (view, 1)))
     with pytest.raises(CompileError, match=r"QN110[\s\S]*another tensor has the same memory"):
         place_data(graph)

@@ -1,0 +1,45 @@
+"""Regions of ``torch.autocast`` in a traced graph, which are operators with a graph of their own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from ...compat.torch import HigherOrderOperator
+
+
+def regions(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, bool, fx.GraphModule, tuple[Any, ...]]]:
+    """Each region of ``gm``: its operator, whether autocast is on, its body, and the values of the body's inputs."""
+    for node in list(gm.graph.nodes):
+        if isinstance(node.target, HigherOrderOperator) and str(node.target) == "wrap_with_autocast":
+            _, _, enabled, _, body, *given = node.args
+            yield node, bool(enabled), getattr(gm, body.target), tuple(given)
+
+
+def inline_where_off(gm: fx.GraphModule) -> None:
+    """Make parts of the graph of the regions that switch autocast off where it is off."""
+    graph = gm.graph
+    for node, enabled, body, given in regions(gm):
+        if enabled:
+            continue
+        inline_where_off(body)
+        inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+        env: dict[fx.Node, Any] = dict(zip(inputs, given, strict=True))
+        with graph.inserting_before(node):
+            for n in body.graph.nodes:
+                if n.op not in ("placeholder", "output"):
+                    env[n] = new = graph.node_copy(n, lambda x: env[x])  # noqa: B023
+                    if n.op == "get_attr":  # the body of a region within
+                        new.target = f"region_{sum(1 for _ in gm.children())}"
+                        gm.add_module(new.target, getattr(body, n.target))
+        returned: Any = body.graph.output_node().args[0]
+        returned = returned if isinstance(returned, (tuple, list)) else (returned,)
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(env[returned[user.args[1]]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    gm.recompile()
