@@ -30,6 +30,8 @@ class GatherEarly:
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         early = [n for n in program.graph.nodes if n.target is gather_states and _read_later(program, n)]
+        if not early:
+            return program
         parts = {part for node in early for part in node.users}
         views = {user for part in parts for user in part.users if user in program.once}
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -63,8 +65,6 @@ class GatherEarly:
             if node in early:
                 new[node].target = gather_early
         graph.lint()
-        if not early:
-            return program
         made = program.moved(graph, new, stage)
         return replace(made, once=made.once - {new[view] for view in views})
 

@@ -63,6 +63,11 @@ def _moves(program: DifferentiatedProgram, node: fx.Node) -> bool:
 
 
 def _rebuilt(program: DifferentiatedProgram, orders: Sequence[Sequence[Item]]) -> DifferentiatedProgram:
+    nodes = [node for node in program.graph.nodes if node.op != "output"]
+    ordered: list[Item] = [node for node in nodes if not _moves(program, node)]
+    ordered += [item for order in orders for item in order]
+    if ordered == nodes:
+        return program  # nothing starts early
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     stage: dict[fx.Node, int] = {}
     begun: dict[fx.Node, fx.Node] = {}
@@ -84,12 +89,8 @@ def _rebuilt(program: DifferentiatedProgram, orders: Sequence[Sequence[Item]]) -
         if node in program.stage:
             stage[made] = program.stage[node]
 
-    for node in program.graph.nodes:
-        if node.op != "output" and not _moves(program, node):
-            emit(node)
-    for order in orders:
-        for item in order:
-            emit(item)
+    for item in ordered:
+        emit(item)
     graph.output(fx.map_arg(program.graph.output_node().args[0], lambda n: new[n]))
     graph.lint()
     return program.moved(graph, new, stage)
