@@ -1,20 +1,23 @@
 """Fine-tuning on batches of many lengths: what share of the time is spent compiling, with and without buckets.
 
-python benchmarks/lengths.py [--steps N] [--lengths N] [--layers N] [--width N] [--json]
+python benchmarks/lengths.py [--steps N] [--lengths N] [--layers N] [--width N] [--json | --profile]
 
 A Llama trains with two data ranks on batches that are padded to their longest text, beside the unsplit model on rank 0,
 whose losses are compared; its time is not counted. Every length comes twice or more often, in random order. Compiling:
 the first compilation, and how much longer the first step of each length takes than the median of that length's others.
+Of seconds that pass, and of seconds of the CPU that rank 0 uses, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import cProfile
 import json
+import pstats
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,6 +45,37 @@ def _batch(length: int, step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+class Clocks(NamedTuple):
+    """Seconds that passed, and seconds of the CPU that this process used."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Clocks:
+        return cls(time.perf_counter(), time.process_time())
+
+    def since(self, before: Clocks) -> Clocks:
+        return Clocks(self.wall - before.wall, self.cpu - before.cpu)
+
+
+def _shares(once: float, took: list[list[float]]) -> dict[str, float]:
+    """What one clock says. ``once``: of the first compilation; ``took``: of the steps of each length, in order."""
+    further = [found[0] - statistics.median(found[1:]) for found in took]
+    compiling = once + sum(max(0.0, seconds) for seconds in further)
+    total, steps = once + sum(map(sum, took)), sum(map(len, took))
+    step_s = (total - compiling) / steps
+    return {
+        "first_compile_s": once,
+        "further_compile_s": sum(further[2:]) / max(1, len(further) - 2),
+        "compiling_s": compiling,
+        "total_s": total,
+        "step_s": step_s,
+        "share": compiling / total,
+        "steps_for_a_tenth": round(9 * compiling / step_s),
+    }
+
+
 def train(steps: int, lengths: int, layers: int, width: int, buckets: int | None) -> dict[str, Any]:
     """One rank's run."""
     first = torch.distributed.get_rank() == 0
@@ -57,43 +91,42 @@ def train(steps: int, lengths: int, layers: int, width: int, buckets: int | None
         made = _batch(order[step], step)
         return made if buckets is None else quintnet.pad_to_bucket(made, buckets)  # type: ignore[return-value]
 
-    begun = time.perf_counter()
+    begun = Clocks.now()
     program = quintnet.compile(model, quintnet.Mesh(dp=2), batch(0))
-    once = time.perf_counter() - begun
+    once = Clocks.now().since(begun)
     optimizer = torch.optim.SGD(program.parameters(), 1e-2)
     twin = torch.optim.SGD(unsplit.parameters(), 1e-2) if unsplit is not None else None
-    took: dict[int, list[float]] = {}
-    total, worst = once, 0.0
+    took: dict[int, list[Clocks]] = {}
+    worst = 0.0
     for step in range(steps):
         given = batch(step)
         torch.distributed.barrier()
-        start = time.perf_counter()
+        start = Clocks.now()
         loss = program.step(given)
         optimizer.step()
         optimizer.zero_grad()
-        seconds = time.perf_counter() - start
-        total += seconds
-        took.setdefault(given["input_ids"].shape[1], []).append(seconds)
+        took.setdefault(given["input_ids"].shape[1], []).append(Clocks.now().since(start))
         if unsplit is not None and twin is not None:
             expected = unsplit(**_batch(order[step], step)).loss
             expected.backward()
             twin.step()
             twin.zero_grad()
             worst = max(worst, abs(float(loss.detach()) - float(expected.detach())) / float(expected.detach()))
-    further = [found[0] - statistics.median(found[1:]) for found in took.values()]
-    compiling = once + sum(max(0.0, seconds) for seconds in further)
-    step_s = (total - compiling) / steps
-    return {
-        "forms": len(took),
-        "first_compile_s": once,
-        "further_compile_s": sum(further[2:]) / max(1, len(further) - 2),
-        "compiling_s": compiling,
-        "total_s": total,
-        "step_s": step_s,
-        "share": compiling / total,
-        "steps_for_a_tenth": round(9 * compiling / step_s),
-        "loss_error": worst,
+    found = {
+        clock: _shares(getattr(once, clock), [[getattr(one, clock) for one in each] for each in took.values()])
+        for clock in Clocks._fields
     }
+    return {"forms": len(took), **found, "loss_error": worst}
+
+
+def profile(layers: int, width: int) -> None:
+    """Print what the compilation of a fourth length consists of, in one process."""
+    program = quintnet.compile(_model(layers, width), quintnet.Mesh(dp=2), _batch(100, 0))
+    for length in (60, 140):
+        program.prepare(_batch(length, 0))
+    recorded = cProfile.Profile()
+    recorded.runcall(program.prepare, _batch(120, 0))
+    pstats.Stats(recorded).sort_stats("cumulative").print_stats(r"passes|driver|\(__torch_dispatch__\)", 40)
 
 
 def main() -> None:
@@ -103,7 +136,10 @@ def main() -> None:
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--width", type=int, default=256)
     options.add_argument("--json", action="store_true", help="one line of JSON for each run")
+    options.add_argument("--profile", action="store_true", help="of compiling alone, by function")
     args = options.parse_args()
+    if args.profile:
+        return profile(args.layers, args.width)
     if args.steps < 2 * args.lengths:
         options.error(f"{args.lengths} lengths need {2 * args.lengths} steps or more")
     for buckets in (None, 64):
@@ -112,12 +148,15 @@ def main() -> None:
         if args.json:
             print(json.dumps({"buckets": buckets, **found}))
             continue
-        first, further = found["first_compile_s"], found["further_compile_s"]
         print(f"{args.lengths} lengths, {'as they are' if buckets is None else f'padded to multiples of {buckets}'}:")
-        print(f"  {found['forms']} programs; the first was compiled in {first:.2f} s,")
-        print(f"  the third and all further ones in {further:.2f} s each ({further / first:.0%})")
-        print(f"  {args.steps} steps took {found['total_s']:.0f} s ({found['step_s']:.3f} s each), ", end="")
-        print(f"{found['share']:.1%} of it compiling; 10 % in {found['steps_for_a_tenth']} steps")
+        print(f"  {found['forms']} programs")
+        for clock, what in (("wall", "seconds"), ("cpu", "seconds of the CPU")):
+            of = found[clock]
+            first, further = of["first_compile_s"], of["further_compile_s"]
+            print(f"  {what}: the first was compiled in {first:.2f},", end="")
+            print(f" the third and all further ones in {further:.2f} each ({further / first:.0%});")
+            print(f"    {args.steps} steps took {of['total_s']:.0f} ({of['step_s']:.3f} each), ", end="")
+            print(f"{of['share']:.1%} of it compiling; 10 % in {of['steps_for_a_tenth']} steps")
         print(f"  largest relative difference of a loss from the unsplit model's: {found['loss_error']:.1e}")
 
 
