@@ -35,9 +35,12 @@ from .simulation.timeline import Timeline
 from .textbook import simulate
 from .training.batches import BatchSampler
 from .training.buckets import pad_to_bucket
+from .training.callbacks import Callback
 from .training.config import TrainConfig
+from .training.loggers import ConsoleLogger, JsonLogger, TensorBoardLogger, WandbLogger
 from .training.measures import accuracy
 from .training.run import TrainTask
+from .training.time_report import RunTime
 from .training.trainer import History, Trainer
 from .weights.initialize import Constant, Normal, Uniform
 
@@ -46,6 +49,12 @@ __all__ = [
     "CacheWarning",
     "CheckWarning",
     "BatchSampler",
+    "Callback",
+    "ConsoleLogger",
+    "JsonLogger",
+    "RunTime",
+    "TensorBoardLogger",
+    "WandbLogger",
     "History",
     "TrainConfig",
     "TrainTask",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +91,83 @@ def test_a_run_that_was_cut_off_goes_on_bit_by_bit(cut: int, tmp_path: Path) -> 
     found = second.fit()
     assert (found.resumed_from, found.step) == (cut, 12)
     assert first.losses + found.losses == expected.losses
+    assert first.validations + found.validations == expected.validations  # also after the last step of an epoch
     assert all(torch.equal(a, b) for a, b in zip(_weights(whole), _weights(second), strict=True))
     again = _trainer({"dp": 2}, **options).fit()
     assert (again.resumed_from, again.losses) == (12, [])
+
+
+class Seen(quintnet.Callback):
+    """Notes what it is told, and at which step."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int]] = []
+
+    def on_start(self, trainer: quintnet.Trainer) -> None:
+        self.said.append(("start", trainer.history.step))
+
+    def on_step(self, trainer: quintnet.Trainer, loss: Tensor) -> None:
+        assert loss is trainer.kept[-1]
+        self.said.append(("step", trainer.history.step))
+
+    def on_log(self, trainer: quintnet.Trainer, numbers: Mapping[str, float]) -> None:
+        assert numbers["loss"] == float(trainer.kept[-1])
+        self.said.append(("log", trainer.history.step))
+
+    def on_validation(self, trainer: quintnet.Trainer, numbers: Mapping[str, float]) -> None:
+        assert trainer.history.validations[-1] == (trainer.history.step, numbers)
+        self.said.append(("validation", trainer.history.step))
+
+    def on_save(self, trainer: quintnet.Trainer, saving: Future[Path]) -> None:
+        assert saving.result().name == f"step-{trainer.history.step:08}"
+        self.said.append(("save", trainer.history.step))
+
+    def on_end(self, trainer: quintnet.Trainer) -> None:
+        self.said.append(("end", trainer.history.step))
+
+
+def test_callbacks_are_called_in_the_order_of_what_happens_and_time_is_kept_over_starts(tmp_path: Path) -> None:
+    options = {"checkpoint_folder": tmp_path, "save_every": 4, "log_every": 3, "epochs": 2, "console": False}
+    first, second = Seen(), Seen()
+    _trainer({"dp": 1}, max_steps=5, callbacks=[first], **options).fit()
+    assert first.said == [
+        ("start", 0), ("step", 1), ("step", 2), ("step", 3), ("log", 3), ("step", 4), ("save", 4), ("step", 5),
+        ("save", 5), ("end", 5),
+    ]  # fmt: skip
+    trainer = _trainer({"dp": 1}, callbacks=[second], **options)
+    trainer.fit()
+    assert second.said[:4] == [("start", 5), ("step", 6), ("log", 6), ("validation", 6)]
+    assert second.said[-3:] == [("save", 12), ("validation", 12), ("end", 12)]
+    found = quintnet.RunTime.read(tmp_path)
+    assert [(one.first, one.step, one.end) for one in found.starts] == [(0, 5, "finished"), (5, 12, "finished")]
+    shares = found.shares()
+    assert sum(shares.values()) == pytest.approx(found.seconds, rel=0.02) and shares["lost"] == 0
+    assert min(shares[kind] for kind in ("step", "data", "compile", "validation", "save", "restart")) > 0
+
+
+def test_the_interval_between_saves_follows_what_they_take(tmp_path: Path) -> None:
+    """Ten steps until it is known; a save takes longer than such a step, and failures come often."""
+    options: dict[str, Any] = {"checkpoint_folder": tmp_path, "save_every": "auto", "epochs": 3, "console": False}
+    with pytest.raises(quintnet.CompileError, match="mean_time_between_failures"):
+        _trainer({"dp": 1}, **options)
+    seen = Seen()
+    trainer = _trainer({"dp": 1}, callbacks=[seen], mean_time_between_failures=1e-3, **options)
+    trainer.fit()
+    saves = [step for what, step in seen.said if what == "save"]
+    assert saves[0] == 10 and saves[-1] == 18 and trainer.interval.steps >= 1
+
+
+def test_numbers_reach_wandb(tmp_path: Path) -> None:
+    """Its client writes a file, as it does without a network; here it must have the numbers' names."""
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    logger = quintnet.WandbLogger(project="p", id="abc", resume="allow", mode="offline", dir=str(tmp_path))
+    logger.open()
+    logger.write(3, "train", {"loss": 0.5})
+    logger.write(3, "preempted", {})
+    logger.write(4, "validation", {"accuracy": 0.25})
+    logger.close()
+    (file,) = tmp_path.glob("wandb/offline-*/run-abc.wandb")
+    assert all(name in file.read_bytes() for name in (b"train/loss", b"validation/accuracy"))
 
 
 def test_another_layout_goes_on_with_the_same_samples(tmp_path: Path) -> None:
@@ -148,7 +224,8 @@ def test_each_logged_step_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines[0]["grad_norm"] > 0
     assert lines[0]["rows_per_second"] > 0
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2
+    assert [line[:12] for line in told[:2]] == ["step       2", "step       4"]
+    assert "1 start, step 4: " in told[2] and {"compile", "step", "data"} <= {line.split()[0] for line in told[3:]}
     assert told[0].startswith("step       2   loss ")
     assert "memory" in told[0]
 

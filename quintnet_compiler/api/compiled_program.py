@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -63,6 +64,7 @@ class CompiledProgram(ProgramReports):
         self._saving = None
         self._locks = FolderLocks()
         self._preemption = None
+        self._compiling = 0.0  # seconds
         self._closed = False
         self._apart: InputError | None = None  # why this rank is not in a step that the others are in
 
@@ -283,8 +285,15 @@ class CompiledProgram(ProgramReports):
     def _compiled(self, batch: Any) -> CompiledProgram:
         self._require_open()
         self._batch = plain_batch(batch)
-        self._programs.get(self._task.primary_kind, self._batch, batch_size_of(batch))
+        self._get(self._task.primary_kind, self._batch, batch_size_of(batch))
         return self
+
+    def _get(self, kind: str, batch: Any, rows: int) -> DistributedProgram:
+        start = time.perf_counter()
+        try:
+            return self._programs.get(kind, batch, rows)
+        finally:
+            self._compiling += time.perf_counter() - start
 
     # -- how
 
@@ -406,7 +415,7 @@ class CompiledProgram(ProgramReports):
         refuse_autocast(self._task.device)
         given = FlatBatch.of(batch)
         rows = given.rows * (self.mesh.data_ways if local else 1)
-        program = self._programs.known(kind, given, rows) or self._programs.get(kind, given.batch, rows)
+        program = self._programs.known(kind, given, rows) or self._get(kind, given.batch, rows)
         if kind == "train" and not local:
             self._batch = given.batch
         backend = self._state()

@@ -85,6 +85,12 @@ class ProgramReports(ProgramState):
         """Seconds of each pass and check."""
         return dict(self._primary().seconds)
 
+    @property
+    def seconds_compiling(self) -> float:
+        """Seconds that this process has spent so far on tracing and compiling this program: for training, evaluation
+        and outputs, for all forms of batches."""
+        return self._compiling
+
     def _repr_html_(self) -> str:
         if not self._programs.led:
             return table([], [("mesh", self.mesh)], "A program that is not compiled yet: it has not seen a batch")

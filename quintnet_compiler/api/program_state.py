@@ -41,6 +41,7 @@ class ProgramState(abc.ABC):
     _saving: Background | None
     _locks: FolderLocks
     _preemption: Preemption | None
+    _compiling: float
 
     def _primary(self) -> Compiled:
         return self._programs.primary

@@ -26,6 +26,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "verify": "Compare all ranks of a compiled program with the model itself, in this process.",
         "convert": "Write a checkpoint in another format: ours, torch.distributed.checkpoint, safetensors.",
         "train": "Train a model as a file says, going on from the newest checkpoint if there is one.",
+        "goodput": "Where the time of a run went, over all its starts.",
         "doctor": "What is here: versions, devices, interfaces, a compiler, and two processes that add numbers.",
         "calibrate": "Measure how long operators and collectives take on this machine.",
     }

@@ -6,7 +6,7 @@ import difflib
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -62,7 +62,8 @@ class TrainConfig(BaseModel):
         max_grad_norm: the largest global L2 norm of all gradients; None: no clipping.
         patience: validations without a better loss before the run stops; None: never.
         val_interval: steps between validations; None: after every epoch.
-        save_interval: steps between checkpoints; None: after every epoch.
+        save_interval: steps between checkpoints; None: after every epoch; ``auto``: see :class:`Trainer`.
+        mean_time_between_failures: seconds, of the whole run; ``auto`` needs it.
         log_interval: steps between log lines.
         checkpoint_dir: where checkpoints are saved, and from where the run resumes.
         keep_checkpoints: how many of the newest to keep.
@@ -98,7 +99,8 @@ class TrainConfig(BaseModel):
     max_grad_norm: float | None = Field(default=None, gt=0)
     patience: int | None = Field(default=None, ge=1)
     val_interval: int | None = Field(default=None, ge=1)
-    save_interval: int | None = Field(default=None, ge=1)
+    save_interval: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    mean_time_between_failures: float | None = Field(default=None, gt=0)
     log_interval: int = Field(default=10, ge=1)
     checkpoint_dir: str | None = None
     keep_checkpoints: int = Field(default=3, ge=1)

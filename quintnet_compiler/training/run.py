@@ -96,6 +96,7 @@ def run(config: TrainConfig) -> History:
         perplexity=task.perplexity,
         checkpoint_folder=config.checkpoint_dir,
         save_every=config.save_interval,
+        mean_time_between_failures=config.mean_time_between_failures,
         keep=config.keep_checkpoints,
         preempt_signals=[signal.Signals[name] for name in config.preempt_signals],
         log_every=config.log_interval,

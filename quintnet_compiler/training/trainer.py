@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,11 +22,16 @@ from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..ir.batch_form import batch_size_of, plain_batch
-from ..runtime.launch.preemption import SIGNALS
+from ..runtime.launch.consistency import tell
+from ..runtime.launch.preemption import SIGNALS, Preempted
+from ..runtime.launch.world import judges, many
 from .batches import BatchSampler
 from .buckets import pad_to_bucket
+from .callbacks import Callback
+from .loggers import ConsoleLogger, JsonLogger, TensorBoardLogger
 from .measures import Metric, device_flops, memory_gib
-from .records import ConsoleRecord, JsonRecord, Record, TensorBoardRecord
+from .save_interval import SaveInterval
+from .time_report import RunTime, Stopwatch
 from .validation import validate
 
 
@@ -40,6 +45,9 @@ class History:
     validations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
     resumed_from: int | None = None
     stopped_early: bool = False
+
+
+_NOTHING = object()
 
 
 @dataclass
@@ -64,15 +72,20 @@ class Trainer:
         metrics: metrics of the model's outputs in validation, by name.
         perplexity: also report e to the power of the validation loss.
         checkpoint_folder: where to save checkpoints, and to resume from if it has one.
-        save_every: steps between checkpoints; None: after every epoch.
+        save_every: steps between checkpoints; None: after every epoch; ``"auto"``: as many as lose the least time to
+            saves and faults, by what steps and saves of this run take (see :func:`.daly_interval`).
+        mean_time_between_failures: for ``"auto"``: seconds, of the whole run (that of a node / nodes).
         keep: how many of the newest checkpoints to keep.
         preempt_signals: signals by which a scheduler asks the run to end, on any rank, if there is a checkpoint_folder:
             ``fit`` then saves at the end of the step and exits with :data:`quintnet.REQUEUE_EXIT_CODE`, see
             :meth:`CompiledProgram.on_preempt`. Empty: signals stay as they are.
         log_every: steps between two log lines.
-        log_folder: for ``metrics.jsonl``.
+        log_folder: for ``metrics.jsonl``, and ``time.json``, which is else in the checkpoint_folder: where the time of
+            all starts of the run went (``quintnet goodput FOLDER``).
         tensorboard: also write TensorBoard events into ``log_folder``.
-        console: print log lines.
+        console: print log lines, and where the time went.
+        callbacks: called while the run goes on, see :class:`Callback`; after those that log_folder, tensorboard and
+            console ask for.
         batch_is_local: training batches have only this data rank's rows.
         measure_step: the step (from 1) whose timeline is written into ``log_folder`` as ``timeline.json``; see
             :meth:`CompiledProgram.measure`.
@@ -93,19 +106,27 @@ class Trainer:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     perplexity: bool = False
     checkpoint_folder: str | Path | None = None
-    save_every: int | None = None
+    save_every: int | Literal["auto"] | None = None
+    mean_time_between_failures: float | None = None
     keep: int = 3
     preempt_signals: Sequence[int] = SIGNALS
     log_every: int = 10
     log_folder: str | Path | None = None
     tensorboard: bool = False
     console: bool = True
+    callbacks: Sequence[Callback] = ()
     batch_is_local: bool = False
     measure_step: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises: CheckpointError: QN603 for a number of checkpoints to keep that cannot be."""
+        """
+        Raises:
+            CheckpointError: QN603 for a number of checkpoints to keep that cannot be.
+            CompileError: QN108 for ``save_every="auto"`` without the mean time between failures.
+        """
         require_number("keep", self.keep, 1)
+        self.interval = SaveInterval(self.save_every, self.mean_time_between_failures, self._everybody)
+        self.watch, self.told = Stopwatch(None, lambda: 0.0), list[Callback]()
         self.history = History()
         self.seen = self.in_epoch = self.epoch = self.bad = 0  # samples in all, batches of this epoch, ...
         self.best = math.inf
@@ -122,27 +143,39 @@ class Trainer:
             CheckpointError: QN601 to QN603, see :meth:`CompiledProgram.load` and ``save``.
             RunError: QN306 if signals are to be handled outside of the main thread.
         """
-        records: list[Record] = []
-        with self._preemptible(records) as end_of_step:
-            self._resume()
-            records += self._records()
+        self.watch, self.told = self._stopwatch(), [*self._loggers(), *self.callbacks]
+        with self._preemptible() as end_of_step:
             try:
-                if self.history.resumed_from is not None:
-                    self._write(records, "resumed", {})
+                with self.watch.on("restart"):
+                    self._resume()
+                self.watch.begin(self.history.step)
+                self.interval.begin(self.history.step)
+                self._tell("on_start")
                 while self.epoch < self.epochs and not self._over():
-                    for batch in self._batches():
-                        self._step(batch, records)
+                    for batch in self._timed(self._batches()):
+                        self._step(batch)
                         if self._over():
                             break
                         end_of_step()
                     else:
-                        self._end_of_epoch(records)
+                        self._end_of_epoch()
                 self._save_now()
+                self.watch.end("finished")
+            except Preempted:
+                self.watch.end("preempted")
+                raise
+            except BaseException:
+                self.watch.end("failed")
+                raise
             finally:
-                for record in records:
-                    record.close()
+                self._tell("on_end")
         self.history.losses = [float(loss) for loss in self.kept]
         return self.history
+
+    @property
+    def time(self) -> RunTime:
+        """Where the time of this run went, over all its starts; on the first rank, as the others keep no file."""
+        return self.watch.run
 
     def validate(self) -> dict[str, float]:
         """Mean loss (and metrics) over the validation data."""
@@ -173,8 +206,24 @@ class Trainer:
         found = getattr(self.train_loader, "batch_sampler", None)
         return found if isinstance(found, BatchSampler) else None
 
-    def _step(self, batch: Any, records: list[Record]) -> None:
-        start = time.perf_counter()
+    def _step(self, batch: Any) -> None:
+        start, compiled = time.perf_counter(), self.program.seconds_compiling
+        with self.watch.on("step"):
+            loss, numbers = self._train(batch, start)
+        compiling = self.program.seconds_compiling - compiled
+        self.watch.step(self.history.step)
+        due = self.interval.due(self.history.step, time.perf_counter() - start - compiling)
+        with self.watch.on("other"):
+            self._tell("on_step", loss)
+            if numbers is not None:
+                self._tell("on_log", numbers)
+        if self.validate_every and self.history.step % self.validate_every == 0:
+            self._validate()
+        if due:
+            self._save()
+
+    def _train(self, batch: Any, start: float) -> tuple[Tensor, dict[str, float] | None]:
+        """The loss, and what is to be logged of it."""
         log = self.log_every > 0 and (self.history.step + 1) % self.log_every == 0
         batch = batch if self.buckets is None else pad_to_bucket(batch, self.buckets)
         loss = self._loss(batch)
@@ -191,15 +240,11 @@ class Trainer:
         self.in_epoch += 1
         self.seen += rows
         self.kept.append(loss)
-        if log:
-            assert norm is not None
-            numbers = {"loss": float(loss), "grad_norm": float(norm), "lr": float(rate)}
-            numbers |= self._speed(batch, rows, loss.device, time.perf_counter() - start)
-            self._write(records, "train", numbers)
-        if self.validate_every and self.history.step % self.validate_every == 0:
-            self._validate(records)
-        if self.save_every and self.history.step % self.save_every == 0:
-            self._save()
+        if not log:
+            return loss, None
+        assert norm is not None
+        numbers = {"loss": float(loss), "grad_norm": float(norm), "lr": float(rate)}
+        return loss, numbers | self._speed(batch, rows, loss.device, time.perf_counter() - start)
 
     def _loss(self, batch: Any) -> Tensor:
         if self.history.step + 1 != self.measure_step:
@@ -221,60 +266,86 @@ class Trainer:
             found["mfu"] = self.program.model_flops / (seconds * most * self.program.mesh.size)
         return found
 
-    def _end_of_epoch(self, records: list[Record]) -> None:
+    def _end_of_epoch(self) -> None:
         self.epoch, self.in_epoch = self.epoch + 1, 0
         sampler = self._sampler()
         if sampler is not None:
             self.seen = sampler.after(self.seen)
         if not self.validate_every:
-            self._validate(records)
+            self._validate()
         if not self.save_every:
             self._save()
 
-    def _validate(self, records: list[Record]) -> None:
+    def _validate(self) -> None:
         if self.val_loader is None:
             return
-        found = self.validate()
+        with self.watch.on("validation"):
+            found = self.validate()
         self.history.validations.append((self.history.step, found))
-        self._write(records, "validation", found)
+        self._tell("on_validation", found)
         self.bad = 0 if found["loss"] < self.best else self.bad + 1
         self.best = min(self.best, found["loss"])
         self.history.stopped_early = self.patience is not None and self.bad >= self.patience
 
-    # -- records and checkpoints
+    # -- who is told, and checkpoints
 
-    def _records(self) -> list[Record]:
-        if not self.program.first:
-            return []
-        found: list[Record] = [ConsoleRecord()] if self.console else []
+    def _loggers(self) -> list[Callback]:
+        found: list[Callback] = [ConsoleLogger()] if self.console else []
         if self.log_folder is not None:
-            found.append(JsonRecord(Path(self.log_folder)))
+            found.append(JsonLogger(self.log_folder))
             if self.tensorboard:
-                found.append(TensorBoardRecord(Path(self.log_folder)))
+                found.append(TensorBoardLogger(self.log_folder))
         return found
 
-    def _write(self, records: Iterable[Record], kind: str, numbers: Mapping[str, float]) -> None:
-        for record in records:
-            record.write(self.history.step, kind, numbers)
+    def _tell(self, what: str, *about: Any) -> None:
+        for one in self.told:
+            getattr(one, what)(self, *about)
 
-    def _preemptible(self, records: list[Record]) -> AbstractContextManager[Callable[[], None]]:
+    def _stopwatch(self) -> Stopwatch:
+        folder = self.log_folder if self.log_folder is not None else self.checkpoint_folder
+        here = Path(folder) if folder is not None and judges() else None
+        return Stopwatch(here, lambda: self.program.seconds_compiling)
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self.watch.on("data"):
+                batch = next(batches, _NOTHING)
+            if batch is _NOTHING:
+                return
+            yield batch
+
+    def _preemptible(self) -> AbstractContextManager[Callable[[], None]]:
         if self.checkpoint_folder is None or not self.preempt_signals:
             return nullcontext(lambda: None)
 
         def save() -> None:
-            self._write(records, "preempted", {})
+            self._tell("on_preempt")
             self._save_now()
 
         return self.program.on_preempt(save, signals=self.preempt_signals)
 
+    def _everybody(self, text: str) -> tuple[str, ...]:
+        """Every rank's text."""
+        return tell(text, next(self.program.parameters()).device) if many() else (text,)
+
     def _save_now(self) -> None:
         self._save()
         if self.saving is not None:
-            self.saving.result()
+            with self.watch.on("save"):
+                self.saving.result()
 
     def _save(self) -> None:
         if self.checkpoint_folder is None or self.saved == self.history.step:
             return
+        before = time.perf_counter()
+        with self.watch.on("save"):
+            self.saving = self._begin_save()
+        self.interval.saved(self.saved, time.perf_counter() - before, self.saving)
+        self.watch.saved(self.saved)
+        self._tell("on_save", self.saving)
+
+    def _begin_save(self) -> Future[Path]:
+        assert self.checkpoint_folder is not None
         if self.saving is not None:
             self.saving.result()  # what went wrong with the one before is raised here
         at: dict[str, Any] = {"seen": self.seen, "epoch": self.epoch, "in_epoch": self.in_epoch, "bad": self.bad}
@@ -282,7 +353,7 @@ class Trainer:
         if self.scheduler is not None:
             at["scheduler"] = self.scheduler.state_dict()
         self.saved = self.history.step
-        self.saving = self.program.save_async(
+        return self.program.save_async(
             self.checkpoint_folder, step=self.saved, optimizer=self.optimizer, extra={"trainer": at}, keep=self.keep
         )
 

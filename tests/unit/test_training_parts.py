@@ -12,8 +12,8 @@ from quintnet_compiler.core.errors import CompileError, InputError
 from quintnet_compiler.training.batches import BatchSampler
 from quintnet_compiler.training.config import TrainConfig, strategy_axes
 from quintnet_compiler.training.documents import read_yaml
+from quintnet_compiler.training.loggers import ConsoleLogger, JsonLogger
 from quintnet_compiler.training.measures import accuracy, device_flops, memory_gib
-from quintnet_compiler.training.records import ConsoleRecord, JsonRecord
 
 
 def test_a_configuration_is_read_and_changed(tmp_path: Path) -> None:
@@ -68,16 +68,16 @@ def test_parts_of_batches_make_up_the_batch() -> None:
 
 
 def test_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = JsonRecord(tmp_path / "logs")
-    record.write(1, "train", {"loss": 0.5, "grad_norm": float("nan")})
-    record.close()
-    again = JsonRecord(tmp_path / "logs")  # a run that goes on appends
-    again.write(2, "validation", {})
-    again.close()
+    for step, kind, numbers in ((1, "train", {"loss": 0.5, "grad_norm": float("nan")}), (2, "validation", {})):
+        logger = JsonLogger(tmp_path / "logs")  # a run that goes on appends
+        logger.close()  # it had not begun
+        logger.open()
+        logger.write(step, kind, numbers)
+        logger.close()
     lines = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["kind"]) for line in lines] == [(1, "train"), (2, "validation")]
     assert lines[0]["loss"] == 0.5 and lines[0]["grad_norm"] == "nan"
-    ConsoleRecord().write(3, "train", {"loss": 0.25, "tokens_per_second": 12345.6, "memory_gib": 1.5, "mfu": 0.5})
+    ConsoleLogger().write(3, "train", {"loss": 0.25, "tokens_per_second": 12345.6, "memory_gib": 1.5, "mfu": 0.5})
     assert capsys.readouterr().out == "step       3   loss 0.2500   tokens/s 12,346   memory 1.50 GiB   mfu 50.00%\n"
 
 

@@ -1,0 +1,159 @@
+"""Where a run's numbers go: a line on the console, JSON lines, TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import CompileError
+from .callbacks import Callback
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class Logger(Callback):
+    """A callback that writes numbers, on one rank."""
+
+    def open(self) -> None:
+        """Before the first number."""
+
+    def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
+        """``kind``: ``"train"``, ``"validation"``, or ``"resumed"`` and ``"preempted"``, which have no numbers."""
+
+    def close(self) -> None:
+        """After the last number."""
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.program.first:
+            self.open()
+        if trainer.history.resumed_from is not None:
+            self._on("resumed", trainer, {})
+
+    def on_log(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        self._on("train", trainer, numbers)
+
+    def on_validation(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        self._on("validation", trainer, numbers)
+
+    def on_preempt(self, trainer: Trainer) -> None:
+        self._on("preempted", trainer, {})
+
+    def on_end(self, trainer: Trainer) -> None:
+        if trainer.program.first:
+            self.close()
+
+    def _on(self, kind: str, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        if trainer.program.first:
+            self.write(trainer.history.step, kind, numbers)
+
+
+class ConsoleLogger(Logger):
+    """One line for each step that is logged, and at the end where the time went."""
+
+    def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
+        told = "   ".join(f"{_LABELS.get(name, name)} {_shown(name, x)}" for name, x in numbers.items())
+        line = f"{kind} {step:>7}   {told}" if kind != "train" else f"step {step:>7}   {told}"
+        print(line.rstrip(), flush=True)
+
+    def on_end(self, trainer: Trainer) -> None:
+        if trainer.program.first:
+            print(trainer.time, flush=True)
+
+
+class JsonLogger(Logger):
+    """``metrics.jsonl``: an object in each line. A run that goes on appends."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.file: Any = None
+
+    def open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+
+    def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
+        # JSON has no NaN and no Inf
+        plain: dict[str, Any] = {name: x if math.isfinite(x) else str(x) for name, x in numbers.items()}
+        self.file.write(json.dumps({"time": time.time(), "step": step, "kind": kind, **plain}) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+class TensorBoardLogger(Logger):
+    """Scalars for TensorBoard (``pip install tensorboard``) in ``folder``, as ``train/loss``, ``validation/loss``, ...
+
+    Raises:
+        CompileError: QN108 when the run starts, if tensorboard cannot be imported.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.writer: Any = None
+
+    def open(self) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise CompileError(
+                "QN108", f"tensorboard cannot be imported: {error}", fix="pip install tensorboard"
+            ) from error
+        self.writer = SummaryWriter(str(self.folder))
+
+    def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
+        for name, x in numbers.items():
+            self.writer.add_scalar(f"{kind}/{name}", x, step)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class WandbLogger(Logger):
+    """Numbers for Weights & Biases (``pip install wandb``), as ``train/loss``, ``validation/loss``, ...
+
+    Args:
+        options: those of ``wandb.init``. A run that may be started again needs an ``id``, and ``resume="allow"``.
+
+    Raises:
+        CompileError: QN108 when the run starts, if wandb cannot be imported.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.run: Any = None
+
+    def open(self) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise CompileError("QN108", f"wandb cannot be imported: {error}", fix="pip install wandb") from error
+        self.run = wandb.init(**self.options)
+
+    def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
+        if numbers:
+            self.run.log({f"{kind}/{name}": x for name, x in numbers.items()}, step=step)
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.finish()
+
+
+_LABELS = {"grad_norm": "grad", "memory_gib": "memory", "tokens_per_second": "tokens/s", "rows_per_second": "rows/s"}
+
+
+def _shown(name: str, x: float) -> str:
+    if name == "memory_gib":
+        return f"{x:.2f} GiB"
+    if name.endswith("_per_second"):
+        return f"{x:,.0f}"
+    if name in ("accuracy", "mfu"):
+        return f"{x:.2%}"
+    return f"{x:.2e}" if name == "lr" else f"{x:.4f}"
