@@ -16,7 +16,7 @@ import math
 import random
 import statistics
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,9 +47,9 @@ class Run:
     heeds: bool
 
 
-def simulate(run: Run, seconds: float, dice: random.Random) -> Counter[str]:
+def simulate(run: Run, seconds: float, dice: random.Random) -> dict[str, float]:
     """Where ``seconds`` of wall time go: ``kept`` and ``lost`` training, ``stalled`` by saves, ``restarting``."""
-    spent: Counter[str] = Counter()
+    spent = defaultdict[str, float](float)
     at = 0.0  # wall time
     safe = done = 0.0  # training on the disk, and in memory
     writing: tuple[float, float] | None = None  # until when, and how much training it has

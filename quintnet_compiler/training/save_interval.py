@@ -20,7 +20,7 @@ Told = Callable[[str], tuple[str, ...]]
 @dataclass
 class SaveInterval:
     """When to save. ``every``: steps, None for never, or ``"auto"``: the interval that loses the least time to saves
-    and to faults, ``between_failures`` seconds apart in the mean (:func:`.daly_interval`), by what steps and saves have
+    and to faults, ``between_failures`` seconds apart in the mean (Daly's optimum), by what steps and saves have
     taken in this run. ``told``: gives every rank's text to every rank; it is called once a save, and makes them agree.
 
     Raises:

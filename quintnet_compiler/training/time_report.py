@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ SPENT = ("step", "data", "compile", "validation", "save", "restart", "other")
 _MARKS = 100  # of the last checkpoints; a run that goes back farther seems to have lost a little more
 
 
-class Start(BaseModel):
+class RunStart(BaseModel):
     """One start of a run. Times are seconds.
 
     Attributes:
@@ -54,7 +53,7 @@ class RunTime(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     version: int = 1
-    starts: list[Start] = Field(default_factory=list)
+    starts: list[RunStart] = Field(default_factory=list)
 
     @classmethod
     def read(cls, folder: str | Path) -> RunTime:
@@ -91,19 +90,21 @@ class RunTime(BaseModel):
     def shares(self) -> dict[str, float]:
         """Seconds of each kind of ``SPENT`` that were not in vain, and ``lost``: those spent on steps that were done
         again. They add up to :attr:`seconds`. Time between two starts is ``restart``."""
-        found: Counter[str] = Counter(dict.fromkeys((*SPENT, "lost"), 0.0))
+        found: dict[str, float] = dict.fromkeys((*SPENT, "lost"), 0.0)
         left = float("inf")  # the step that later starts went on from
         for number in reversed(range(len(self.starts))):
             start = self.starts[number]
             kept = start.kept(int(min(left, start.step)))
-            found.update(kept)
+            for kind, seconds in kept.items():
+                found[kind] += seconds
             found["lost"] += sum(start.spent.values()) - sum(kept.values())
             left = min(left, start.first)
             if number:
                 found["restart"] += start.began - self.starts[number - 1].until
-        return dict(found)
+        return found
 
     def to_json(self) -> str:
+        """Seconds of each kind, goodput, and how each start ended."""
         shares = self.shares()
         ends = [one.end for one in self.starts]
         document = {"seconds": self.seconds, "goodput": self.goodput, "starts": len(ends), "ends": ends, **shares}
@@ -139,7 +140,7 @@ class Stopwatch:
         if self.folder is not None:
             self.run = RunTime.read(self.folder)
         now = time.time()
-        self.start = Start(began=now, until=now)
+        self.start = RunStart(began=now, until=now)
         self.run.starts.append(self.start)
         self.zero = self.written = self.clock()
         self._add("compile", self.compiled())  # before this was made

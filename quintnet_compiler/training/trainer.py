@@ -73,7 +73,7 @@ class Trainer:
         perplexity: also report e to the power of the validation loss.
         checkpoint_folder: where to save checkpoints, and to resume from if it has one.
         save_every: steps between checkpoints; None: after every epoch; ``"auto"``: as many as lose the least time to
-            saves and faults, by what steps and saves of this run take (see :func:`.daly_interval`).
+            saves and faults, by what steps and saves of this run take.
         mean_time_between_failures: for ``"auto"``: seconds, of the whole run (that of a node / nodes).
         keep: how many of the newest checkpoints to keep.
         preempt_signals: signals by which a scheduler asks the run to end, on any rank, if there is a checkpoint_folder:

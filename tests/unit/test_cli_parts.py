@@ -13,22 +13,23 @@ from torch import nn
 
 from quintnet import Mesh
 from quintnet_compiler.cli.answer import Answer
-from quintnet_compiler.cli.configured import from_config
 from quintnet_compiler.cli.diff import diff
 from quintnet_compiler.cli.doctor import doctor
 from quintnet_compiler.cli.dump import dump
 from quintnet_compiler.cli.estimate import estimate
 from quintnet_compiler.cli.explain import explain
+from quintnet_compiler.cli.goodput import goodput
 from quintnet_compiler.cli.measure import measure
 from quintnet_compiler.cli.options import ProgramOptions, compiled, costs_of, parse_mesh, settings_of
 from quintnet_compiler.cli.plan import plan
 from quintnet_compiler.cli.simulate import simulate
-from quintnet_compiler.cli.targets import load_target
+from quintnet_compiler.cli.targets import from_config, load_target
 from quintnet_compiler.cli.train import train
 from quintnet_compiler.cli.verify import verify
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.plan import Plan, read_plan
 from quintnet_compiler.reports import doctor as examining
+from quintnet_compiler.training.time_report import RunStart, RunTime
 
 TARGET = f"{__name__}:small"
 
@@ -148,3 +149,13 @@ def test_verbs_that_start_processes_refuse_before_they_start_any(
         measure(TARGET)
     with pytest.raises(CompileError, match=r"missing\.yaml"):
         train(tmp_path / "missing.yaml")
+
+
+def test_goodput_reads_what_a_run_has_written(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match=r"no time\.json"):
+        goodput(tmp_path)
+    RunTime(starts=[RunStart(began=0.0, until=4.0, step=2, spent={"step": 3.0, "other": 1.0})]).write(tmp_path)
+    answer = goodput(tmp_path)
+    assert (
+        answer.text.startswith("4.0 s, 1 start, step 2: 75.0% steps") and json.loads(answer.document)["goodput"] == 0.75
+    )

@@ -17,11 +17,11 @@ from quintnet_compiler.cost_models.checkpoint_interval import daly_interval
 from quintnet_compiler.training.callbacks import Callback
 from quintnet_compiler.training.loggers import Logger, TensorBoardLogger, WandbLogger
 from quintnet_compiler.training.save_interval import FIRST, SaveInterval
-from quintnet_compiler.training.time_report import RunTime, Start, Stopwatch
+from quintnet_compiler.training.time_report import RunStart, RunTime, Stopwatch
 
 
-def _start(began: float, until: float, first: int, step: int, spent: dict[str, float], **more: Any) -> Start:
-    return Start(began=began, until=until, first=first, step=step, spent=spent, **more)
+def _start(began: float, until: float, first: int, step: int, spent: dict[str, float], **more: Any) -> RunStart:
+    return RunStart(began=began, until=until, first=first, step=step, spent=spent, **more)
 
 
 def test_time_of_three_starts_adds_up_and_what_was_done_again_is_lost() -> None:
@@ -151,9 +151,12 @@ def test_calls_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in of the same interface: it shows which calls are made, not that W&B takes them."""
     said: list[Any] = []
     run = SimpleNamespace(log=lambda numbers, step: said.append((numbers, step)), finish=lambda: said.append("finish"))
-    monkeypatch.setitem(
-        sys.modules, "wandb", cast(Any, SimpleNamespace(init=lambda **options: said.append(options) or run))
-    )
+
+    def init(**options: str) -> Any:
+        said.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", cast(Any, SimpleNamespace(init=init)))
     logger = WandbLogger(project="p", id="a", resume="allow")
     logger.open()
     logger.write(3, "train", {"loss": 0.5})
