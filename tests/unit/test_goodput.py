@@ -48,7 +48,7 @@ def test_the_simulation_agrees_with_the_closed_form(interval: float) -> None:
 
 def test_without_faults_only_saves_cost_time() -> None:
     found = simulate(replace(RUN, between_failures=math.inf), 15600.0, random.Random(0))
-    assert found == {"kept": 15000.0, "stalled": 600.0}
+    assert found == {"kept": 15000.0, "lost": 0.0, "stalled": 600.0}
     found = simulate(replace(RUN, between_failures=math.inf, stall=3.0), 15030.0, random.Random(0))
     assert found["stalled"] == 30.0
 
