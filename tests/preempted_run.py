@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +34,15 @@ class Rows(Dataset[Any]):
         return self.x[index], self.x[index, :3].argmax()
 
 
-class Steps(quintnet.BatchSampler):
-    """Says when training has begun: there is a file ``going`` in ``folder``."""
+class Going(quintnet.Callback):
+    """Says when every rank has made a step: there is a file ``going`` in ``folder``. Until then, some rank may not have
+    come to ``fit``, and a signal ends it."""
 
-    folder = Path()
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def on_step(self, trainer: quintnet.Trainer, loss: torch.Tensor) -> None:
         (self.folder / "going").touch()
-        return super().__iter__()
 
 
 def train(folder: str, pause: float, workers: int = 0) -> str:
@@ -50,8 +50,7 @@ def train(folder: str, pause: float, workers: int = 0) -> str:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(12, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 3))
-    data, sampler = Rows(pause), Steps(ROWS, 8, seed=1)
-    sampler.folder = Path(folder)
+    data, sampler = Rows(pause), quintnet.BatchSampler(ROWS, 8, seed=1)
     batch = data.x[:8], data.x[:8, :3].argmax(1)
     mesh = quintnet.Mesh(dp=dist.get_world_size() if dist.is_initialized() else 2)
     program = quintnet.compile(model, mesh, batch, loss_fn=F.cross_entropy, check="off")
@@ -68,6 +67,7 @@ def train(folder: str, pause: float, workers: int = 0) -> str:
         save_every=4,
         patience=100,
         console=False,
+        callbacks=[Going(folder)],
     )
     trainer.fit()
     digest = hashlib.sha256(f"{trainer.history.step} {trainer.best!r} {trainer.bad}".encode())
