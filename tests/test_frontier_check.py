@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -362,6 +363,25 @@ def test_a_model_that_does_not_fit_runs_by_blocks_or_says_so(monkeypatch: pytest
     monkeypatch.setattr(module_check, "free_bytes", lambda _: 10)
     with pytest.warns(quintnet.CheckWarning, match="not compared"):
         assert difference(model, batch) is None
+
+
+def test_what_is_outside_of_blocks_must_fit_before_anything_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model, batch = nn.Sequential(OrderedDict(first=nn.Linear(64, 64), blocks=Blocks())), (torch.empty(8, 64),)
+    outside = 3 * 4 * (64 * 64 + 64)
+    traced: list[nn.Module] = []
+    right = module_check.capture
+
+    def seen(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        traced.append(model)
+        return right(model, *args, **kwargs)
+
+    monkeypatch.setattr(module_check, "capture", seen)
+    for free, times in ((outside, 0), (outside / 0.8 + 1, 1)):  # a fifth of the memory stays free
+        monkeypatch.setattr(module_check, "free_bytes", lambda _, free=free: free)
+        with pytest.warns(quintnet.CheckWarning, match="not compared"):
+            assert difference(model, batch) is None
+        assert len(traced) == times
 
 
 def _two_ranks() -> list[str]:

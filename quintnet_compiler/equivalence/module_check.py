@@ -117,13 +117,14 @@ class ModuleCheck:
     def _blocks(self, *, short: bool) -> tuple[ModuleCheck, Sides]:
         """The same check of each distinct block once, with drawn values, and its two sides."""
         owner, only = self.owner, self.captured.only_rows
+        device = self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
+        fits(_drawn_bytes(_outside_blocks(self.captured.tensors)), device)  # before a trace, which takes long
         batch = drawn_batch(self.batch, only or 2, short=short)
         training = owner.training
         captured = capture(
             owner.model, batch, owner.loss_fn, want=owner.want, training=training, trained=training, once=True
         )
-        device = self.device if self.device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
-        fits(3 * sum(num_bytes(x) for x in captured.tensors.values() if not has_values(x)), device)
+        fits(_drawn_bytes(captured.tensors), device)
         copies, tensors = with_values(owner.model, owner.modules[1:], captured.tensors, device)
         loss_fn = copies[1] if len(copies) > 1 else owner.loss_fn
         once = replace(
@@ -185,6 +186,16 @@ def fits(needed: int, device: torch.device) -> None:
     free = free_bytes(device)
     if free is not None and needed > 0.8 * free:
         raise TooLarge(f"it needs {needed / 2**30:.1f} GiB on {device.type}, where {free / 2**30:.1f} GiB are free")
+
+
+def _drawn_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of drawn values where tensors have none, of their gradients, and of the module's own."""
+    return 3 * sum(num_bytes(x) for x in tensors.values() if not has_values(x))
+
+
+def _outside_blocks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are in no repeated block, and so in every trace."""
+    return {name: x for name, x in tensors.items() if not any(part.isdigit() for part in name.split("."))}
 
 
 def _bytes(step: UnsplitStep) -> int:

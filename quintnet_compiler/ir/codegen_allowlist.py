@@ -31,8 +31,8 @@ _FIXED = _FLOATS | {"self", "args", "torch", "device"}  # names that code may no
 _OPTION = re.compile(r"[\w.,() >-]{0,100}")  # of an operator: "tanh", "none", "bij,bjk->bik"
 
 
-def check_source(source: str) -> None:
-    """Accept one function of the form that GenerateRanks writes, and nothing else.
+def check_source(source: str) -> ast.Module:
+    """Accept one function of the form that GenerateRanks writes, and nothing else. Returns what it was read as.
 
     It unpacks and empties a list, assigns what PyTorch's operators and ``comm`` return to names, and returns a tuple
     of names. It imports nothing, reads no other name, and uses no attribute of a value.
@@ -40,10 +40,14 @@ def check_source(source: str) -> None:
     Raises:
         CompileError: QN701 with the line that is something else.
 
-    >>> check_source("def forward(self, args):\\n  comm, x, = args\\n  args.clear()\\n  y = torch.t(x)\\n  return (y,)")
+    >>> tree = check_source(
+    ...     "def forward(self, args):\\n  comm, x, = args\\n  args.clear()\\n  y = torch.t(x)\\n  return (y,)"
+    ... )
     """
     try:
-        _Function(source).check(ast.parse(source))
+        parsed = ast.parse(source)
+        _Function(source).check(parsed)
+        return parsed
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, CompileError):
             raise

@@ -46,9 +46,8 @@ class StoredModule:
         Raises:
             CompileError: QN701 for source of another form.
         """
-        check_source(self.code)
         space = dict(_NAMES)
-        exec(compile(self.code, f"<{self.name}>", "exec"), space)
+        exec(compile(check_source(self.code), f"<{self.name}>", "exec"), space)
         function: Callable[[Any, list[Any]], Any] = space["forward"]  # type: ignore[assignment]
         return lambda args: function(None, args)
 
