@@ -15,7 +15,7 @@ from quintnet_compiler.runtime.launch.calls import running
 from quintnet_compiler.runtime.launch.heartbeat import VERDICT, Heartbeat
 from quintnet_compiler.runtime.launch.rank_status import described
 
-REPEATS, CALLS = 200, 1000
+REPEATS, CALLS = 2000, 100
 
 
 def measured(ranks: int) -> float:

@@ -96,8 +96,10 @@ def test_without_other_ranks_nothing_is_announced() -> None:
         pass
 
 
-def _call(kind: str, given: object = (), step: int | None = None, file: str = "", line: int = 0) -> CollectiveCall:
-    return CollectiveCall(0, kind, "", given, step, (file, line))
+def _begin(
+    pulse: Heartbeat, kind: str, given: object = (), step: int | None = None, line: int = 0, *, usual: bool
+) -> None:
+    pulse.begin(CollectiveCall(pulse.now.number + 1, kind, "", given, step, ("train.py", line)), usual=usual)
 
 
 @pytest.fixture
@@ -111,12 +113,12 @@ def pulses(tmp_path: Path) -> list[Heartbeat]:
 def test_a_call_is_refused_where_another_rank_is_in_another_one(pulses: list[Heartbeat]) -> None:
     one, other = pulses
     with one:
-        one.begin(_call("step", (), 0, "train.py", 37), usual=True)
+        _begin(one, "step", (), 0, 37, usual=True)
         one.inside = True
         other.inside = True
         start = time.monotonic()
         with pytest.raises(RunError, match=r"rank 0 is in step 0 at train.py:37, rank 1 is in save at train.py:41"):
-            other.begin(_call("save", (), None, "train.py", 41), usual=False)
+            _begin(other, "save", (), None, 41, usual=False)
         assert time.monotonic() - start < 1  # rank 0 said nothing by itself: its heartbeat did
         rows = read_rows(one.store, range(2))
         assert rows[1].name == "save" and rows[1].inside and rows[0].step == 0
@@ -125,31 +127,31 @@ def test_a_call_is_refused_where_another_rank_is_in_another_one(pulses: list[Hea
 def test_a_frequent_call_of_the_same_kind_does_not_wait(pulses: list[Heartbeat]) -> None:
     one, other = pulses
     for pulse in (one, other):  # neither has a thread: nothing but the board is written
-        pulse.begin(_call("step", (), 0, "train.py", 37), usual=True)
+        _begin(pulse, "step", (), 0, 37, usual=True)
     assert json.loads(one.store.get("0")) == {}
     other._write()
-    one.begin(_call("step", (), 1, "train.py", 37), usual=True)
+    _begin(one, "step", (), 1, 37, usual=True)
     one.finish()
     with pytest.raises(RunError, match="rank 0 has finished after step 1; rank 1 is in step 2"):
         other.inside = True
-        other.begin(_call("step", (), 1, "train.py", 37), usual=True)
-        other.begin(_call("step", (), 2, "train.py", 37), usual=False)
+        _begin(other, "step", (), 1, 37, usual=True)
+        _begin(other, "step", (), 2, 37, usual=False)
 
 
 def test_a_call_within_a_call_is_part_of_it(pulses: list[Heartbeat]) -> None:
     one, other = pulses
-    other.begin(_call("measure", "int", 0, "", 0), usual=True)
+    _begin(other, "measure", "int", 0, 0, usual=True)
     other._write()
     with one:
         with running({}, 0, "train", False, lambda: 1, name="measure"), announced("save"), frequent("clip_grad_norm"):
             assert one.now.name == "measure" and one.now.number == 1 and one.inside
         assert not one.inside and one.now.line[0] == __file__
-        other.begin(_call("evaluate", 2, None, "", 0), usual=True)
+        _begin(other, "evaluate", 2, None, 0, usual=True)
         other._write()
         with pytest.raises(
             InputError, match=r"evaluate: ranks were given different .*\n  rank 1: 2\n  all others: one"
         ):
-            one.begin(_call("evaluate", "one", None, "", 0), usual=False)
+            _begin(one, "evaluate", "one", None, 0, usual=False)
 
 
 def test_the_users_line_is_the_innermost_one() -> None:

@@ -51,7 +51,7 @@ def running(
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     number = step if kind == "train" else None
-    call = CollectiveCall(0, name or NAMES[kind], label, described(batch()), number, users_line())
+    call = CollectiveCall(pulse.now.number + 1, name or NAMES[kind], label, described(batch()), number, users_line())
     return _together(pulse, call, known, kind, local)
 
 
@@ -68,7 +68,9 @@ def announced(name: str, label: str = "", given: Callable[[], Any] = tuple) -> c
     pulse = current.get()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
-    return _together(pulse, CollectiveCall(0, name, label, described(given()), None, users_line()), {})
+    return _together(
+        pulse, CollectiveCall(pulse.now.number + 1, name, label, described(given()), None, users_line()), {}
+    )
 
 
 class Labelled(Protocol):
@@ -104,7 +106,9 @@ def frequent(name: str, label: str = "") -> contextlib.AbstractContextManager[No
     pulse = current.get()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
-    return _together(pulse, CollectiveCall(0, name, label, (), None, users_line()), pulse.usual, name, label)
+    return _together(
+        pulse, CollectiveCall(pulse.now.number + 1, name, label, (), None, users_line()), pulse.usual, name, label
+    )
 
 
 @contextlib.contextmanager

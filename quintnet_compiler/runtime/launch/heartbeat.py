@@ -102,14 +102,14 @@ class Heartbeat:
     # -- what the main thread calls
 
     def begin(self, call: CollectiveCall, *, usual: bool) -> None:
-        """A call begins; its number is this rank's to say. Unless what it is given is ``usual``, ranks compare it.
+        """A call begins: the next one of this rank. Unless what it is given is ``usual``, ranks compare it.
 
         Raises:
             InputError: QN102 if ranks were given different batches.
             RunError: QN401 if another rank is in another call, QN402 if one does not come, QN303 if it is known that
                 the run is over.
         """
-        call = self.now = call._replace(number=self.now.number + 1)
+        self.now = call
         if call.step is not None:
             self.step = call.step
         apart = self.board.enter(call.number, call.kind + call.label, self.step)
