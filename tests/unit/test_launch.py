@@ -210,6 +210,21 @@ def test_the_first_error_that_is_no_echo_is_the_cause(tmp_path: Path) -> None:
     assert _scene(tmp_path, one, replace(one, rank=0)).fault().error is mine  # every rank says so
 
 
+def test_ranks_in_different_calls_are_named_once(tmp_path: Path) -> None:
+    """Whatever happened to them after it, and whoever noticed."""
+    calls = {"calls": 3, "inside": True}
+    rows = {
+        0: RankStatus(kind="save", name="save", line="train.py:41", **calls),  # type: ignore[arg-type]
+        1: RankStatus(kind="step", name="step 2", line="train.py:37", **calls),  # type: ignore[arg-type]
+    }
+    text = "rank 0 is in save at train.py:41, rank 1 is in step 2 at train.py:37"
+    lines = f"QN401 {text}", f"QN303 {text}"
+    reports = [RankError(rank, 1.0, line, "", False, RunError(line[:5], text)) for rank, line in enumerate(lines)]
+    for ended in ({}, {1: -signal.SIGABRT}):
+        scene = Scene(2, rows, reports if not ended else reports[:1], ended, (), tmp_path)
+        assert scene.certain and scene.fault().error.message == text and scene.fault().error.code == "QN401"
+
+
 def test_killed_stopped_and_late_ranks(tmp_path: Path) -> None:
     echo = RankError(0, 1.0, "Application timeout", "", distant=True)
     killed = _scene(tmp_path, echo, ended={1: -signal.SIGKILL})

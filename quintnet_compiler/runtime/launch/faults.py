@@ -137,8 +137,9 @@ class Scene:
 
     def _fault(self, code: str, message: str, ranks: Sequence[int], fix: str) -> Fault:
         others = [f"rank {one.rank}: {one.line}" for one in self.reports if one.rank not in ranks]
-        if self.apart is not None:  # ranks that noticed say the same
-            others = [line for line in others if f": {self.apart.code} " not in line]
+        if self.apart is not None:  # ranks that noticed, or were told, say the same
+            same = f": {self.apart.code} ", self.apart.text
+            others = [line for line in others if not any(text in line for text in same)]
         lines = [message, *sorted(others)]
         found = sorted(self.stacks.glob("rank*.txt")) if self.stacks.exists() else []
         if found:
