@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 import quintnet
 from quintnet_compiler.runtime.launch.launchers import LAUNCHERS, first_host, started
@@ -73,6 +78,75 @@ def test_a_script_with_launch_finds_the_world_of_its_launcher(launcher: str, tmp
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
     losses = [(tmp_path / f"rank{rank}").read_text() for rank in range(2)]
     assert losses[0] == losses[1] and losses[0].endswith(" of 2")
+
+
+# Scripts of examples/launchers, as docs/launchers.md starts them; what each needs beside the package.
+STARTS = {
+    "torchrun": (["-m", "torch.distributed.run", "--nproc-per-node", "2", "start.py", "2"], "torch"),
+    "accelerate": (
+        ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "start.py", "2"],
+        "accelerate",
+    ),
+    "Ray Train": (["ray_train.py", "2"], "ray"),
+    "Lightning Fabric": (["lightning_fabric.py", "2"], "lightning"),
+    "Lightning's Trainer": (["lightning_trainer.py", "2"], "lightning"),
+}
+EXAMPLES = ROOT / "examples" / "launchers"
+
+
+def _plain_loss() -> float:
+    """What the scripts train, in plain PyTorch."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    x = torch.randn(64, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def _said(made: str) -> list[float]:
+    """Ray puts the worker's name before each line."""
+    return [float(number) for number in re.findall(r"^(?:.*RayTrainWorker.* )?loss (\d\.\d+)$", made, re.M)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", STARTS)
+def test_the_example_of_each_launcher(who: str) -> None:
+    """Rank 0 alone says the loss, which is that of plain PyTorch."""
+    command, needs = STARTS[who]
+    if importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    known = {**_clean(), "RAY_USAGE_STATS_ENABLED": "0"}
+    made = subprocess.run(
+        [sys.executable, *command], cwd=EXAMPLES, env=known, capture_output=True, text=True, timeout=400
+    )
+    assert made.returncode == 0, made.stderr
+    assert _said(made.stdout) == pytest.approx([_plain_loss()], abs=2e-6), made.stdout
+
+
+@pytest.mark.slow
+def test_the_example_under_mpirun() -> None:
+    if (mpirun := shutil.which("mpirun")) is None:
+        pytest.skip("mpirun is not installed")
+    root = ["--allow-run-as-root"] if os.getuid() == 0 else []
+    command = [mpirun, *root, "--oversubscribe", "-np", "2", sys.executable, "start.py", "2"]
+    made = subprocess.run(command, cwd=EXAMPLES, env=_clean(), capture_output=True, text=True, timeout=400)
+    assert _said(made.stdout) == pytest.approx([_plain_loss()], abs=2e-6), made.stderr
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(x, marks=pytest.mark.slow) for x in TOLD])
+def test_the_example_with_the_variables_of_a_launcher(launcher: str) -> None:
+    ranks = []
+    for rank in range(2):
+        known = {**_clean(), **TOLD[launcher](rank)}
+        command = [sys.executable, "start.py", "2"]
+        ranks.append(subprocess.Popen(command, cwd=EXAMPLES, env=known, stdout=subprocess.PIPE, text=True))
+    said = [_said(rank.communicate(timeout=400)[0]) for rank in ranks]
+    assert said == [pytest.approx([_plain_loss()], abs=2e-6), []]
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
