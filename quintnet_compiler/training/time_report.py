@@ -127,8 +127,8 @@ class RunTime(BaseModel):
 
 @dataclass
 class Stopwatch:
-    """Adds up one start of a run. ``folder``: of the file, None for none; ``compiled``: seconds that this process has
-    spent compiling so far, which are not counted as what it was doing meanwhile."""
+    """Adds up one start of a run. ``folder``: of the file, None for none, and a damaged one is set aside; ``compiled``:
+    seconds that this process has spent compiling so far, which are not counted as what it was doing meanwhile."""
 
     folder: Path | None
     compiled: Callable[[], float]
@@ -138,7 +138,10 @@ class Stopwatch:
 
     def __post_init__(self) -> None:
         if self.folder is not None:
-            self.run = RunTime.read(self.folder)
+            try:
+                self.run = RunTime.read(self.folder)
+            except CompileError:  # a machine that lost power may leave it so, and training must go on
+                os.replace(self.folder / NAME, self.folder / f"{NAME}.damaged")
         now = time.time()
         self.start = RunStart(began=now, until=now)
         self.run.starts.append(self.start)

@@ -118,7 +118,7 @@ def test_what_comes_is_passed_on_and_the_time_told(capfd: pytest.CaptureFixture[
         signals.pass_on(children)
     _, status = os.waitpid(children[0], 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM and signals.late
-    assert "SIGTERM is passed on to 1 ranks, which have 0 s to save and end" in capfd.readouterr().err
+    assert "SIGTERM is passed on to 1 rank: 0 s to save and end" in capfd.readouterr().err
     own = signal.signal(signal.SIGUSR1, lambda *_: None)
     with forwarding(1.0):  # who handles a signal keeps it
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -75,6 +75,8 @@ def test_a_stopwatch_counts_compiling_apart_and_is_kept_over_starts(tmp_path: Pa
     (tmp_path / "time.json").write_text('{"starts": 3}')
     with pytest.raises(CompileError, match=r"QN207.*\n.*time\.json"):
         RunTime.read(tmp_path)
+    Stopwatch(tmp_path, lambda: 0.0).end("finished")
+    assert len(RunTime.read(tmp_path).starts) == 1 and (tmp_path / "time.json.damaged").read_text() == '{"starts": 3}'
     assert "there is no time.json" in str(RunTime.read(tmp_path / "nowhere"))
 
 

@@ -80,7 +80,7 @@ class Attempt:
         self.since: dict[int, float] = {}  # when a rank was first seen stopped
         self.stall = "", 0.0  # what ranks wait in, and since when
         self.looks, self.apart = 0, dict[int, RankStatus]()  # rows of ranks that can never meet
-        self.orphans: set[int] = set()  # ranks that live, and whose fork server a signal has ended
+        self.orphans: set[int] = set()  # ranks that live, and whose fork server has ended
         folder.mkdir()
 
     def __enter__(self) -> Attempt:
@@ -157,7 +157,7 @@ class Attempt:
             if rank >= 0 and self._runs(rank) and not any(one.poll() for one, r in self.pipes.items() if r == rank):
                 self.processes[rank].join()
                 code = self.processes[rank].exitcode or 0
-                if self.signals.first is not None and code == NO_CODE and not gone(self._pid(rank)):
+                if code == NO_CODE and not gone(self._pid(rank)):
                     self.orphans.add(rank)
                 else:
                     self._ended(rank, code)

@@ -33,8 +33,8 @@ class Forwarding:
                     os.kill(process, number)
             if self.first is None:
                 self.first, self.until = number, time.monotonic() + self.grace
-                name, ranks = signal.Signals(number).name, len(processes)
-                told = f"{name} is passed on to {ranks} ranks, which have {self.grace:g} s to save and end"
+                name, ranks = signal.Signals(number).name, f"{len(processes)} rank{'s' * (len(processes) != 1)}"
+                told = f"{name} is passed on to {ranks}: {self.grace:g} s to save and end"
                 print(told, file=sys.stderr, flush=True)
 
     @property
