@@ -36,7 +36,8 @@ def convert(
         typer.Option(metavar="OLD=NEW", help="names that begin with OLD begin with NEW; can be repeated"),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="config.json to put beside safetensors, or a folder that has it")
+        Path | None,
+        typer.Option(help="config.json to put beside safetensors, or a folder that has it; for Megatron's names"),
     ] = None,
     json: Json = False,
 ) -> Answer:

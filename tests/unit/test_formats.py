@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import typer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from quintnet_compiler.checkpoint.formats.convert import Choices, Format, conver
 from quintnet_compiler.checkpoint.formats.dcp_folder import read_dcp, write_dcp
 from quintnet_compiler.checkpoint.formats.dcp_keys import layout_of
 from quintnet_compiler.checkpoint.formats.dcp_metadata import read_dcp_metadata
+from quintnet_compiler.checkpoint.formats.megatron import as_hugging_face, is_megatron
 from quintnet_compiler.checkpoint.formats.quintnet_folder import read_quintnet, write_quintnet
 from quintnet_compiler.checkpoint.formats.records import Pickled, records_in
 from quintnet_compiler.checkpoint.formats.safetensors_folder import read_safetensors, write_safetensors
@@ -339,6 +341,59 @@ def test_safetensors_with_a_configuration(tmp_path: Path) -> None:
         "QN603", lambda: convert(tmp_path, tmp_path / "n", Format.SAFETENSORS, Choices(config=tmp_path / "out" / "x"))
     )
     assert conversion.format_of(tmp_path / "own") is Format.QUINTNET
+
+
+def _megatron(llama: dict[str, Tensor], *, stacked: bool) -> dict[str, Tensor]:
+    """A Llama's tensors (4 heads of 2 features in 2 groups, 2 layers) as Megatron-core stores them."""
+    layers = []
+    for at in range(2):
+        one = {name.removeprefix(f"model.layers.{at}."): x for name, x in llama.items() if f"layers.{at}." in name}
+        q, k, v = (one[f"self_attn.{key}_proj.weight"] for key in "qkv")
+        rows = [x for i in range(2) for x in (q[4 * i : 4 * i + 4], k[2 * i : 2 * i + 2], v[2 * i : 2 * i + 2])]
+        layers.append(
+            {
+                "self_attention.linear_qkv.layer_norm_weight": one["input_layernorm.weight"],
+                "self_attention.linear_qkv.weight": torch.cat(rows),
+                "self_attention.linear_proj.weight": one["self_attn.o_proj.weight"],
+                "mlp.linear_fc1.layer_norm_weight": one["post_attention_layernorm.weight"],
+                "mlp.linear_fc1.weight": torch.cat([one["mlp.gate_proj.weight"], one["mlp.up_proj.weight"]]),
+                "mlp.linear_fc2.weight": one["mlp.down_proj.weight"],
+            }
+        )
+    found = {
+        "embedding.word_embeddings.weight": torch.cat([llama["model.embed_tokens.weight"], torch.zeros(3, 8)]),
+        "decoder.final_layernorm.weight": llama["model.norm.weight"],
+        "output_layer.weight": torch.cat([llama["lm_head.weight"], torch.zeros(3, 8)]),
+    }
+    if stacked:
+        return found | {f"decoder.layers.{name}": torch.stack([one[name] for one in layers]) for name in layers[0]}
+    return found | {f"decoder.layers.{i}.{name}": x for i, one in enumerate(layers) for name, x in one.items()}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_megatrons_names_of_a_llama(stacked: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=5, intermediate_size=6)
+    config.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    llama = {name: torch.rand_like(x) for name, x in transformers.LlamaForCausalLM(config).state_dict().items()}
+    theirs = _megatron(llama, stacked=stacked)
+    assert is_megatron(theirs) and not is_megatron(llama)
+    assert same(as_hugging_face(theirs, tmp_path), llama)
+    refused("QN602", lambda: as_hugging_face({**theirs, "mtp.x": torch.ones(1)}, tmp_path), "mtp.x", "no such tensor")
+    fewer = {name: x for name, x in theirs.items() if "layers.1" not in name} if not stacked else theirs
+    transformers.LlamaConfig(**{**sizes, "num_hidden_layers": 3}, vocab_size=5).save_pretrained(tmp_path / "other")
+    refused("QN602", lambda: as_hugging_face(fewer, tmp_path / "other"), "layers")
+    transformers.LlamaConfig(**sizes, vocab_size=5, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    refused("QN602", lambda: as_hugging_face(theirs, tmp_path / "tied"), "ties the embeddings")
+    one = {name: x for name, x in theirs.items() if name != "output_layer.weight"}
+    assert torch.equal(as_hugging_face(one, tmp_path / "tied")["lm_head.weight"], llama["model.embed_tokens.weight"])
+    transformers.GPT2Config().save_pretrained(tmp_path / "gpt2")
+    refused("QN602", lambda: as_hugging_face(theirs, tmp_path / "gpt2"), "gpt2")
+    saved(tmp_path / "dcp", {**theirs, "optimizer": {"state": {"exp_avg": {"x": torch.ones(1)}}}})
+    refused("QN602", lambda: convert(tmp_path / "dcp", tmp_path / "new", Format.QUINTNET), "--config config.json")
+    report = convert(tmp_path / "dcp", tmp_path / "new", Format.QUINTNET, Choices(config=tmp_path))
+    assert report.tensors == len(llama) and report.left_out == ("optimizer.state.exp_avg.x",)
 
 
 @pytest.mark.parametrize(("parts", "size"), [(1, 12), (3, 24), (2, 16), (3, 15)])

@@ -18,6 +18,7 @@ from ..pretrained_save import make_new
 from ..training_state import METADATA
 from .contents import Contents
 from .dcp_folder import read_dcp, write_dcp
+from .megatron import as_hugging_face, is_megatron
 from .quintnet_folder import read_quintnet, write_quintnet
 from .safetensors_folder import read_safetensors, write_safetensors
 
@@ -34,7 +35,7 @@ class Format(StrEnum):
 class Choices:
     """How to read and what to write. ``step``: which checkpoint of a folder of several, or the number of what is
     written; ``model_key``: see :func:`.dcp_folder.read_dcp`; ``rename``: see :meth:`.Contents.renamed`; ``config``: see
-    :func:`.safetensors_folder.write_safetensors`."""
+    :func:`.safetensors_folder.write_safetensors` and :func:`.megatron.as_hugging_face`."""
 
     step: int | None = None
     model_key: str | None = None
@@ -124,4 +125,12 @@ def _read(source: Path, kind: Format, choices: Choices) -> Contents:
         step = int(source.name.rpartition("-")[2]) if within else choices.step
         return read_quintnet(source.parent if within else source, step)
     found = read_dcp(source, choices.model_key) if kind is Format.DCP else read_safetensors(source)
+    if is_megatron(found.model) and choices.config is not None:
+        found = replace(found, model=as_hugging_face(found.model, choices.config))
+    elif is_megatron(found.model) and not choices.rename:
+        raise CheckpointError(
+            "QN602",
+            f"{shown(str(source))} has Megatron-core's tensors, which no plain module has",
+            fix="--config config.json of the same model gives them the names of transformers; --rename keeps theirs",
+        )
     return found if choices.step is None else replace(found, step=choices.step)

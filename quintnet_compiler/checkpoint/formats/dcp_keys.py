@@ -19,7 +19,7 @@ from .dcp_metadata import Paths
 
 STATE, GROUPS = "state.", "param_groups."
 STEP = "train_state.step"  # torchtitan's, as what is below, too
-BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")
+BESIDE = ("train_state.", "lr_scheduler.", "dataloader.", "optimizer.", "rng_state")  # the last two: Megatron-core's
 
 
 @dataclass(frozen=True)
