@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..core.errors import CheckpointError, CheckpointWarning
-from ..weights.files import INDEX, SINGLE, refuse_all, shown
+from ..weights.files import INDEX, METADATA, SINGLE, conversion, refuse_all, shown
 from .documents import IndexEntry, StateNote, check_tensors, read_index, read_state
 from .folder import Entry, name_of
 from .lock import FolderLocks
@@ -33,7 +32,6 @@ from .storage import LoadPlanning, Reader, SavePlanning, Writer
 from .tied import torn_ties, under_stored_names
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
@@ -272,8 +270,7 @@ def _instead(folder: Path) -> str:
     within = sorted(folder.iterdir()) if folder.is_dir() else []
     dcp = next((path for path in (folder, *within) if (path / METADATA).is_file()), None)
     if dcp is not None:
-        shell = f"quintnet convert {shlex.quote(str(dcp))} NEW_FOLDER --to quintnet"
-        return f"torch.distributed.checkpoint wrote it: {shell}; then load NEW_FOLDER"
+        return f"torch.distributed.checkpoint wrote it: {conversion(dcp, 'quintnet')}; then load NEW_FOLDER"
     if any((folder / name).is_file() for name in (SINGLE, INDEX)):
         return "it has safetensors: program.load_pretrained(folder)"
     return "give the folder that was given to save"

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from .sources import Stored
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 256 * 2**20
+METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -50,6 +52,11 @@ def shown(text: str) -> str:
     """A name that a file holds, short and on one line."""
     text = one_line(text)
     return text if len(text) <= 300 else f"{text[:140]}...{text[-140:]}"
+
+
+def conversion(folder: Path, to: str) -> str:
+    """The command that writes what is in a folder in another format."""
+    return f"quintnet convert {shlex.quote(shown(str(folder)))} NEW_FOLDER --to {to}"
 
 
 @dataclass(frozen=True)
@@ -151,9 +158,10 @@ def _files(folder: Path, problems: list[str]) -> dict[str, set[str]]:
             f"{shown(str(folder))}: {shown(pickled[0])} is a pickle, which can run any code when it is loaded",
             fix="use the model's safetensors; or convert it, where that can do no harm, with transformers",
         )
-    raise CheckpointError(
-        "QN601", f"{shown(str(folder))}: there is no {SINGLE} and no {INDEX}", fix="pass the folder that has them"
-    )
+    fix = "pass the folder that has them"
+    if (folder / METADATA).is_file():
+        fix = f"torch.distributed.checkpoint wrote it: {conversion(folder, 'safetensors')}; then load NEW_FOLDER"
+    raise CheckpointError("QN601", f"{shown(str(folder))}: there is no {SINGLE} and no {INDEX}", fix=fix)
 
 
 def _indexed(folder: Path, problems: list[str]) -> dict[str, set[str]]:

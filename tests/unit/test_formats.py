@@ -124,6 +124,7 @@ def test_what_keys_do_not_say_is_refused(tmp_path: Path) -> None:
     numbered = saved(tmp_path / "a", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     refused("QN602", lambda: read_dcp(numbered, None), "belongs to no parameter", "get_optimizer_state_dict")
     refused("QN602", lambda: read_dcp(numbered, "other"), "'other.'", "--model-key")
+    refused("QN601", lambda: read_safetensors(numbered), f"quintnet convert {numbered} NEW_FOLDER --to safetensors")
     twice = {"one": {"param_groups": [{"lr": 1}]}, "two": {"param_groups": [{"lr": 1}]}, "x": torch.ones(1)}
     refused("QN602", lambda: read_dcp(saved(tmp_path / "b", twice), None), "several optimizers: one, two")
     kinds = {"model.x": TensorStorageMetadata(TensorProperties(), torch.Size([1]), []), "note": BytesStorageMetadata()}
@@ -278,6 +279,13 @@ def test_folders_that_are_damaged_or_lead_elsewhere_are_refused(tmp_path: Path) 
     def hole(m: Any) -> None:
         m.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size([1, 3])
 
+    def bomb(m: Any) -> None:
+        m.state_dict_metadata["model.0.weight"].size = torch.Size([2**40, 3])
+        m.state_dict_metadata["model.0.weight"].chunks[0].sizes = torch.Size([2**40, 3])
+
+    def behind(m: Any) -> None:
+        m.storage_data[first].offset = 2**40
+
     def nowhere(m: Any) -> None:
         del m.storage_data[first]
 
@@ -292,6 +300,8 @@ def test_folders_that_are_damaged_or_lead_elsewhere_are_refused(tmp_path: Path) 
             outside: "not a file of the folder",
             negative: "-1 is no size",
             hole: "do not cover",
+            bomb: "bytes, of which",
+            behind: "behind the end",
             nowhere: "in no file",
             object_array: "",
             other: "neither a tensor nor bytes",

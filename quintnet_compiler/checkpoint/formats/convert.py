@@ -11,11 +11,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from ...core.errors import CheckpointError
-from ...weights.files import INDEX, SINGLE, shown
+from ...weights.files import INDEX, METADATA, SINGLE, shown
 from ..folder import named
 from ..manifest import MANIFEST
 from ..pretrained_save import make_new
-from ..training_state import METADATA
 from .contents import Contents
 from .dcp_folder import read_dcp, write_dcp
 from .megatron import as_hugging_face, is_megatron

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ...core.errors import CheckpointError
-from ...weights.files import shown
+from ...weights.files import METADATA, shown
 from ..documents import StoredBox, covers
-from ..training_state import METADATA
 from .records import Pickled, records_in
 
 LARGEST_METADATA = 2**30
@@ -79,7 +78,7 @@ def _checked(folder: Path, found: Any) -> DcpMetadata:
     metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for key, one in top["state_dict_metadata"].items():
         metadata[_text(key)] = _tensor(key, one) if _is(one, "TensorStorageMetadata") else _bytes(key, one)
-    there = {entry.name for entry in folder.iterdir() if entry.is_file() and not entry.is_symlink()}
+    there = {one.name: one.stat().st_size for one in folder.iterdir() if one.is_file() and not one.is_symlink()}
     storage: dict[MetadataIndex, Any] = {}
     for index, place in top["storage_data"].items():
         at, where = _state(index, "MetadataIndex"), place.state
@@ -90,11 +89,14 @@ def _checked(folder: Path, found: Any) -> DcpMetadata:
             raise ValueError(f"{shown(key)} is stored in another form: {shown(str(where['transform_descriptors']))}")
         made = MetadataIndex(key, None if offset is None else _sizes(offset))
         storage[made] = StoredAt(file, _number(where["offset"]), _number(where["length"]))
+        if storage[made].offset + storage[made].length > there[file]:
+            raise ValueError(f"{shown(key)} lies behind the end of {shown(file)}")
     for key, tensor in metadata.items():
-        chunks = [MetadataIndex(key, c.offsets) for c in tensor.chunks] if hasattr(tensor, "chunks") else None
-        for index in [MetadataIndex(key)] if chunks is None else chunks:
+        for index, size in _items(key, tensor):
             if index not in storage:
                 raise ValueError(f"{shown(key)} is in no file")
+            if size > storage[index].length:
+                raise ValueError(f"{shown(key)} has {size} bytes, of which {storage[index].length} are in the file")
     return DcpMetadata(Metadata(metadata, storage_data=storage, storage_meta=StorageMeta()), _paths(top))
 
 
@@ -114,6 +116,15 @@ def _tensor(key: str, record: Pickled) -> TensorStorageMetadata:
     if not covers(size, boxes):
         raise ValueError(f"the boxes of {shown(key)} do not cover {tuple(size)} exactly")
     return TensorStorageMetadata(TensorProperties(dtype=kind), size, chunks)
+
+
+def _items(key: str, tensor: TensorStorageMetadata | BytesStorageMetadata) -> Iterator[tuple[MetadataIndex, int]]:
+    """What there is of a key, and its bytes at least."""
+    if not isinstance(tensor, TensorStorageMetadata):
+        yield MetadataIndex(key), 0
+        return
+    for chunk in tensor.chunks:
+        yield MetadataIndex(key, chunk.offsets), chunk.sizes.numel() * tensor.properties.dtype.itemsize
 
 
 def _bytes(key: str, record: Any) -> BytesStorageMetadata:
