@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ...core.errors import CheckpointError
@@ -129,7 +130,7 @@ def _of_layer(name: str, x: Tensor, sizes: DecoderSizes) -> Iterator[tuple[str, 
     elif name == "self_attention.linear_qkv.weight":
         of_group = sizes.heads // sizes.groups
         packed = x.view(sizes.groups, of_group + 2, sizes.features, x.shape[1])
-        for key, part in zip("qkv", packed.split([of_group, 1, 1], 1), strict=True):
+        for key, part in zip("qkv", torch.split(packed, [of_group, 1, 1], 1), strict=True):
             yield f"self_attn.{key}_proj.weight", part.reshape(-1, x.shape[1])
     else:
         raise ValueError("a Llama has no such tensor")
