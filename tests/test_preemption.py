@@ -167,7 +167,7 @@ WAYS = {
     "launch": (_launch, _term, 0),
     "launch, the whole group": (_launch, lambda process: os.killpg(process, signal.SIGTERM), 0),
     "srun, each rank": (_ranks, _term, 0),
-    "srun, the whole group, with workers": (_ranks, lambda process: os.killpg(process, signal.SIGUSR1), 1),
+    "srun, each rank, with workers": (_ranks, lambda process: os.kill(process, signal.SIGUSR1), 1),
 }
 
 
