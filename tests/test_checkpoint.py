@@ -20,6 +20,8 @@ from torch import Tensor
 import quintnet
 from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.checkpoint import commit, lock, manifest, pieces, storage
+from quintnet_compiler.checkpoint.stores import disk_folder
+from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 
 from .models import CASES, build
 
@@ -223,7 +225,7 @@ def test_another_optimizer_is_refused(trained: Made, saved: Path, tmp_path: Path
     with pytest.raises(quintnet.CheckpointError, match="JSON cannot hold") as raised:
         program.save(tmp_path / "bare", step=2, extra={"dataset": object()})
     assert raised.value.code == "QN603"
-    assert [entry.step for entry in manifest.available(tmp_path / "bare")] == [1]
+    assert [entry.step for entry in manifest.available(DiskFolder(tmp_path / "bare"))] == [1]
 
 
 def test_saving_in_the_background_saves_what_was_there(trained: Made, tmp_path: Path) -> None:
@@ -243,9 +245,9 @@ def test_saving_in_the_background_saves_what_was_there(trained: Made, tmp_path: 
 
 PHASES = {
     "write": (pieces, "_sha256"),
-    "index": (storage, "write_durably"),
-    "manifest": (manifest, "write_durably"),
-    "rename": (commit.os, "rename"),
+    "index": (storage, "write_text"),
+    "manifest": (manifest, "write_text"),
+    "rename": (disk_folder.os, "rename"),
     "cleaning": (commit, "prune"),
 }
 
@@ -310,10 +312,12 @@ def _pairs(folder: str, name: str, which: list[int], pairs: list[tuple[int, int]
     made = {index: _made(name, LAYOUTS[index][0], **LAYOUTS[index][1]) for index in which}
     for number, (source, target) in enumerate(pairs):
         _train(made[source], name)
-        one = made[source][0].save(f"{folder}/{number}/a", step=number, optimizer=made[source][1], extra={"at": number})
+        one = made[source][0].save(
+            Path(folder, str(number), "a"), step=number, optimizer=made[source][1], extra={"at": number}
+        )
         found = made[target][0].load(f"{folder}/{number}/a", optimizer=made[target][1])
         other = made[target][0].save(
-            f"{folder}/{number}/b", step=found.step, optimizer=made[target][1], extra=found.extra
+            Path(folder, str(number), "b"), step=found.step, optimizer=made[target][1], extra=found.extra
         )
         if torch.distributed.get_rank() == 0:
             _require_equal(one, other)

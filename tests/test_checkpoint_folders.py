@@ -123,9 +123,9 @@ def test_save_waits_for_the_save_in_the_background(made: Made, tmp_path: Path, m
     order = []
     real = commit.commit
 
-    def slow(temporary: Path, step: int, *rest: Any) -> Path:
+    def slow(folder: Any, made: Any, step: int, *rest: Any) -> Any:
         order.append(("starts", step))
-        found = real(temporary, step, *rest)
+        found = real(folder, made, step, *rest)
         order.append(("ends", step))
         return found
 

@@ -118,7 +118,7 @@ class Seen(quintnet.Callback):
         assert trainer.history.validations[-1] == (trainer.history.step, numbers)
         self.said.append(("validation", trainer.history.step))
 
-    def on_save(self, trainer: quintnet.Trainer, saving: Future[Path]) -> None:
+    def on_save(self, trainer: quintnet.Trainer, saving: Future[Path | str]) -> None:
         assert saving.result().name == f"step-{trainer.history.step:08}"
         self.said.append(("save", trainer.history.step))
 

@@ -21,6 +21,7 @@ from ..checkpoint.lock import FolderLocks
 from ..checkpoint.pretrained import Allowed, load_weights
 from ..checkpoint.pretrained import WeightsSubject as Pretrained
 from ..checkpoint.pretrained_save import save_weights
+from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Destination, Restored, Snapshot, read, snapshot, write
 from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
@@ -234,7 +235,7 @@ class ProgramState(abc.ABC):
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
-    ) -> Path:
+    ) -> Path | str:
         """Write a checkpoint that any layout can load. Every rank calls this, and each writes its own shards.
 
         ``folder/step-00000042`` appears when all of it is on the disk (safetensors and JSON, written by a plan of
@@ -242,7 +243,8 @@ class ProgramState(abc.ABC):
         stay as they were.
 
         Args:
-            folder: on a disk that all ranks share.
+            folder: on a disk that all ranks share, or the URL of a prefix in an object store (``s3://bucket/run``), of
+                those that `fsspec <https://filesystem-spec.readthedocs.io>`_ knows.
             step: its number. A checkpoint of the same step is replaced; those of later steps are of a run that this one
                 left, and move to ``folder/abandoned-01``.
             optimizer: of this program's parameters, whose state is saved with them.
@@ -250,13 +252,13 @@ class ProgramState(abc.ABC):
             keep: how many of the newest whole checkpoints to keep, this one among them; None: all.
 
         Returns:
-            The checkpoint's path.
+            The checkpoint's path, or its URL.
 
         Raises:
             CheckpointError: QN603 if it cannot be written, or another process writes there, QN604 if a tensor has no
                 values; on every rank.
         """
-        to = Destination(Path(folder), step, keep, self._locks)
+        to = Destination(folder_at(folder), step, keep, self._locks)
         found = self._snapshot(optimizer, extra).on_host()
         if self._saving is not None:
             self._saving.wait()
@@ -271,12 +273,12 @@ class ProgramState(abc.ABC):
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
         keep: int | None = None,
-    ) -> Future[Path]:
+    ) -> Future[Path | str]:
         """As :meth:`save`, but returns when everything is copied to the CPU; a thread writes it while training
         continues. The future's ``result()`` is the path, or raises the error. Waits for an earlier save that is still
         running.
         """
-        to = Destination(Path(folder), step, keep, self._locks)
+        to = Destination(folder_at(folder), step, keep, self._locks)
         found = self._snapshot(optimizer, extra)
         if self._saving is None:
             self._saving = Background.make()
@@ -299,7 +301,7 @@ class ProgramState(abc.ABC):
             CheckpointError: QN601 if no checkpoint is intact (or that of ``step`` is not), QN602 with every name,
                 shape and dtype that is not this program's. Nothing was changed, on any rank.
         """
-        found = read(self._pretrained(), Path(folder), step, optimizer)
+        found = read(self._pretrained(), folder_at(folder), step, optimizer)
         if "rng" in found.run:
             self.set_rng_state(found.run["rng"])
         if "loss_scale" in found.run:

@@ -23,7 +23,7 @@ class SaveThread:
 
     group: dist.ProcessGroup | None
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quintnet-save", _step_back))
-    last: Future[Path] | None = None
+    last: Future[Path | str] | None = None
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Background:
         spread = dist.is_initialized() and dist.get_world_size() > 1
         return cls(_thread_of(dist.group.WORLD if spread else None))
 
-    def save(self, found: Snapshot, to: Destination) -> Future[Path]:
+    def save(self, found: Snapshot, to: Destination) -> Future[Path | str]:
         """``found`` is copied before this returns, once the save before is on disk: its copy is overwritten."""
         self.wait()
         line = self.line

@@ -6,15 +6,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, NotRequired
 
 from pydantic import NonNegativeInt, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic needs it before Python 3.12
 
 from ..weights.files import DTYPES, shown
-from .disk import DiskFile
-from .manifest import Damaged
+from .folder import CheckpointFiles
+from .manifest import Damaged, read_bytes
 from .tensor_file import BadHeader, read_header
 
 INDEX, STATE = "index.json", "state.json"
@@ -79,22 +78,22 @@ class StateNote(TypedDict):
 _INDEX, _STATE = TypeAdapter(dict[str, _StoredEntry]), TypeAdapter(StateNote)
 
 
-def read_state(checkpoint: Path) -> StateNote:
+def read_state(checkpoint: CheckpointFiles) -> StateNote:
     """Raises: Damaged if the document is not what :mod:`.storage` writes."""
-    found: StateNote = _read(checkpoint / STATE, _STATE)
+    found: StateNote = _read(checkpoint, STATE, _STATE)
     optimizer = found.get("optimizer")
     if optimizer and any(number >= len(optimizer["options"]) for number in optimizer["of"].values()):
         raise Damaged(f"{STATE} has a parameter with options that it does not have")
     return found
 
 
-def read_index(checkpoint: Path, files: Collection[str]) -> dict[str, IndexEntry]:
+def read_index(checkpoint: CheckpointFiles, files: Collection[str]) -> dict[str, IndexEntry]:
     """The tensors of a checkpoint whose manifest has ``files``.
 
     Raises:
         Damaged: if the boxes of a tensor do not cover it exactly, or lie in other files.
     """
-    found = {name: IndexEntry(**entry) for name, entry in _read(checkpoint / INDEX, _INDEX).items()}
+    found = {name: IndexEntry(**entry) for name, entry in _read(checkpoint, INDEX, _INDEX).items()}
     for name, entry in found.items():
         where = f"{INDEX}, {shown(name)}"
         if entry.dtype not in DTYPES:
@@ -107,7 +106,7 @@ def read_index(checkpoint: Path, files: Collection[str]) -> dict[str, IndexEntry
     return found
 
 
-def check_tensors(checkpoint: Path, index: Mapping[str, IndexEntry], files: Iterable[str]) -> None:
+def check_tensors(checkpoint: CheckpointFiles, index: Mapping[str, IndexEntry], files: Iterable[str]) -> None:
     """Compare what ``files`` say of their tensors with the index.
 
     Raises:
@@ -122,7 +121,7 @@ def check_tensors(checkpoint: Path, index: Mapping[str, IndexEntry], files: Iter
         if not boxes:
             continue
         try:
-            with DiskFile(checkpoint / file) as opened:
+            with checkpoint.open(file) as opened:
                 tensors = read_header(opened)
         except BadHeader as error:
             raise Damaged(f"{shown(file)}: {error}") from None
@@ -132,15 +131,15 @@ def check_tensors(checkpoint: Path, index: Mapping[str, IndexEntry], files: Iter
                 raise Damaged(f"{shown(file)} does not have a tensor {shown(box.key)}: {dtype} {box.sizes}")
 
 
-def _read(path: Path, kind: TypeAdapter[Any]) -> Any:
+def _read(checkpoint: CheckpointFiles, name: str, kind: TypeAdapter[Any]) -> Any:
     try:
-        return kind.validate_python(json.loads(path.read_bytes()))
+        return kind.validate_python(json.loads(read_bytes(checkpoint, name)))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        raise Damaged(f"{path.name} is not a checkpoint's: {shown(where)}: {first['msg']}") from None
+        raise Damaged(f"{name} is not a checkpoint's: {shown(where)}: {first['msg']}") from None
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path.name} is damaged: {shown(str(error))}") from None
+        raise Damaged(f"{name} is damaged: {shown(str(error))}") from None
 
 
 def covers(shape: Sequence[int], boxes: Sequence[StoredBox]) -> bool:

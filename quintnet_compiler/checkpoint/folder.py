@@ -1,64 +1,91 @@
-"""A folder of checkpoints: which are there, under which names.
-
-``step-00000042`` is a complete checkpoint. ``.step-00000042.<token>.tmp`` is one that is being written, or was when its
-writer died; ``.old`` is one that a writer moved away before it put another in its place, on a file system that cannot
-exchange two names. ``abandoned-01/`` has the checkpoints of a run that went on from an earlier step.
-"""
+"""Folders of checkpoints: what all of them do, on a file system (:mod:`.stores.disk_folder`) or in an object store
+(:mod:`.stores.object_folder`). A checkpoint is there when it has its name, and gets it last, at once."""
 
 from __future__ import annotations
 
-import os
-import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-_NAME = re.compile(r"step-(\d{8,})")
-_LEFTOVER = re.compile(r"\.step-(\d{8,})\.[0-9a-f]{8}\.(tmp|old)")
-_ABANDONED = re.compile(r"abandoned-(\d{2,})")
+from .pieces import FileSink, FileSource
+
+
+class CheckpointFiles(Protocol):
+    """The files of one checkpoint."""
+
+    @property
+    def path(self) -> Path | str:
+        """Its folder's path, or its URL."""
+
+    @property
+    def name(self) -> str: ...
+
+    def sizes(self) -> Mapping[str, int | None]:
+        """Each file's bytes; None for what is not a plain file. Raises: OSError if there is no such checkpoint."""
+
+    def open(self, name: str, /) -> AbstractContextManager[FileSource]: ...
+
+    def create(self, name: str, /) -> AbstractContextManager[FileSink]:
+        """A new file, which is stored when the ``with`` block ends without an error."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A checkpoint's folder: that of ``step``, whatever its name is."""
+    """A checkpoint: that of ``step``, whatever its name is."""
 
     step: int
-    path: Path
+    files: CheckpointFiles
+
+
+class WriterLock(Protocol):
+    """Held until it is released, or its process ends."""
+
+    @property
+    def release(self) -> Callable[[], object]: ...
+
+    def in_place(self) -> bool:
+        """Whether this process still holds it."""
+
+
+class CheckpointFolder(Protocol):
+    """Checkpoints of a run. Only the holder of its lock calls what changes it."""
+
+    @property
+    def path(self) -> Path | str: ...
+
+    def named(self) -> list[Entry]:
+        """Checkpoints that have their name, the newest first. They may be damaged."""
+
+    def leftovers(self) -> list[Entry]:
+        """What dead writers left, the newest first: what was to replace another before it."""
+
+    def abandoned(self) -> Sequence[CheckpointFolder]:
+        """Folders of checkpoints that a run left behind, those of the last first."""
+
+    def at(self, name: str, /) -> CheckpointFiles: ...
+
+    def lock(self) -> WriterLock:
+        """Raises: CheckpointError: QN603 if another process writes there."""
+
+    def new(self, step: int, /) -> CheckpointFiles:
+        """Room for a checkpoint that has no name yet."""
+
+    def publish(self, made: CheckpointFiles, step: int, /) -> CheckpointFiles:
+        """Give ``made``, which is whole, its name. One of the same step is replaced, at once."""
+
+    def set_aside(self, entries: Sequence[Entry], /) -> None:
+        """Move named checkpoints to a new folder ``abandoned-01`` (02, ...)."""
+
+    def remove(self, files: CheckpointFiles, /) -> None: ...
+
+    def remove_if_empty(self) -> None: ...
 
 
 def name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
-def named(folder: Path) -> list[Entry]:
-    """Checkpoints that have their name, the newest first. They may be damaged."""
-    return _matching(folder, _NAME)
-
-
-def leftovers(folder: Path) -> list[Entry]:
-    """What dead writers left, the newest first: a checkpoint of the same step that was to replace another before it."""
-    found = _matching(folder, _LEFTOVER)
-    return sorted(found, key=lambda entry: (-entry.step, entry.path.suffix != ".tmp"))
-
-
-def abandoned(folder: Path) -> list[Path]:
-    """Folders of checkpoints that a run left behind, those of the last first."""
-    found = [(int(match[1]), path) for path, match in _folders(folder, _ABANDONED)]
-    return [path for _, path in sorted(found, reverse=True)]
-
-
-def next_abandoned(folder: Path) -> Path:
-    last = next(iter(abandoned(folder)), None)
-    number = 1 if last is None else int(last.name.removeprefix("abandoned-")) + 1
-    return folder / f"abandoned-{number:02}"
-
-
-def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Entry]:
-    found = (Entry(int(match[1]), path) for path, match in _folders(folder, pattern))
-    return sorted(found, key=lambda entry: -entry.step)
-
-
-def _folders(folder: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
-    if not folder.is_dir():
-        return []
-    there = ((folder / entry.name, pattern.fullmatch(entry.name)) for entry in os.scandir(folder) if entry.is_dir())
-    return [(path, match) for path, match in there if match]
+def abandoned_name(number: int) -> str:
+    return f"abandoned-{number:02}"

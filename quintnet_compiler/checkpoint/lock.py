@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..weights.files import shown
+from .folder import CheckpointFolder, WriterLock
 
 NAME = ".writer"
 _PATIENCE = 20.0  # seconds: processes that a dead writer had forked end within this
@@ -101,13 +102,13 @@ class FolderLock:
 class FolderLocks:
     """Those that a program holds: it keeps the folders that it saved to."""
 
-    held: dict[Path, FolderLock] = field(default_factory=dict)
+    held: dict[str, WriterLock] = field(default_factory=dict)
 
-    def take(self, folder: Path) -> None:
+    def take(self, folder: CheckpointFolder) -> None:
         """Raises: CheckpointError: QN603 if another process writes there."""
-        place = folder.resolve()
+        place = str(folder.path.resolve() if isinstance(folder.path, Path) else folder.path)
         if place not in self.held or not self.held[place].in_place():
-            self.held[place] = FolderLock(place)
+            self.held[place] = folder.lock()
 
     def release(self) -> None:
         """Others may write there from now on."""

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..weights.files import shown
-from .disk import DiskFile, created
-from .folder import Entry, leftovers, named
+from .folder import CheckpointFiles, CheckpointFolder, Entry
 from .pieces import PIECE, Digest, FilePiece, different, pieces_of, write
 
 MANIFEST = "manifest.json"
@@ -24,32 +21,47 @@ class Damaged(Exception):
     """Why a checkpoint cannot be used, with the file's name."""
 
 
-def write_durably(path: Path, text: str) -> Digest:
-    with created(path) as file:
+def write_text(files: CheckpointFiles, name: str, text: str) -> Digest:
+    with files.create(name) as file:
         return write(file, [memoryview(text.encode())])
 
 
-def write_manifest(checkpoint: Path, step: int, files: Mapping[str, Digest]) -> None:
+def read_bytes(files: CheckpointFiles, name: str, largest: int | None = None) -> bytes:
+    """A whole file.
+
+    Raises:
+        Damaged: if it has more than ``largest`` bytes.
+    """
+    with files.open(name) as file:
+        if largest is not None and file.size > largest:
+            raise Damaged(f"{name} is larger than {largest} bytes")
+        found = bytearray(file.size)
+        file.read_into(0, memoryview(found))
+    return bytes(found)
+
+
+def write_manifest(checkpoint: CheckpointFiles, step: int, files: Mapping[str, Digest]) -> None:
     sizes = {name: [files[name].size, list(files[name].pieces)] for name in sorted(files)}
     found = {"version": VERSION, "step": step, "piece": PIECE, "files": sizes}
-    write_durably(checkpoint / MANIFEST, json.dumps({**found, "sha256": _own(found)}, indent=1) + "\n")
+    write_text(checkpoint, MANIFEST, json.dumps({**found, "sha256": _own(found)}, indent=1) + "\n")
 
 
 def whole(entry: Entry) -> bool:
     """Whether a checkpoint has its files, in their sizes. Their contents are not read."""
     try:
         files = read_manifest(entry)
-        return all((entry.path / name).stat().st_size == file.size for name, file in files.items())
+        sizes = entry.files.sizes()
+        return all(sizes[name] == file.size for name, file in files.items())
     except (Damaged, OSError):
         return False
 
 
-def available(folder: Path) -> list[Entry]:
+def available(folder: CheckpointFolder) -> list[Entry]:
     """What may be loaded, the newest first: named checkpoints, damaged or not, and whole ones without a name of steps
     that have none."""
-    there = named(folder)
+    there = folder.named()
     steps = {entry.step for entry in there}
-    more = [entry for entry in leftovers(folder) if entry.step not in steps and whole(entry)]
+    more = [entry for entry in folder.leftovers() if entry.step not in steps and whole(entry)]
     return sorted([*there, *more], key=lambda entry: -entry.step)
 
 
@@ -63,11 +75,8 @@ def read_manifest(entry: Entry) -> dict[str, Digest]:
     Raises:
         Damaged: naming the manifest, or the file that is missing or does not belong here.
     """
-    path = entry.path / MANIFEST
     try:
-        if path.stat().st_size > LARGEST_MANIFEST:
-            raise Damaged(f"{MANIFEST} is larger than {LARGEST_MANIFEST} bytes")
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_bytes(entry.files, MANIFEST, LARGEST_MANIFEST))
         own = found.pop("sha256")
         files = {str(name): Digest(int(size), tuple(map(str, each))) for name, (size, each) in found["files"].items()}
     except FileNotFoundError:
@@ -80,19 +89,19 @@ def read_manifest(entry: Entry) -> dict[str, Digest]:
         raise Damaged(f"{MANIFEST} has version {shown(str(found['version']))}, and this program reads {VERSION}")
     if any(len(file.pieces) != -(-file.size // PIECE) for file in files.values()):
         raise Damaged(f"{MANIFEST} is damaged: a file has another number of pieces than its size makes")
-    there = {entry.name: entry.is_file(follow_symlinks=False) for entry in os.scandir(entry.path)}
+    there = entry.files.sizes()
     for name in sorted(files.keys() - there.keys()):
         raise Damaged(f"{shown(name)} is missing")
     for name in sorted(there.keys() - files.keys() - {MANIFEST}):
         if name.startswith("."):  # of a file manager, or of NFS
             continue
         raise Damaged(f"{shown(name)} does not belong to this checkpoint")
-    for name in sorted(name for name in files if not there[name]):
+    for name in sorted(name for name in files if there[name] is None):
         raise Damaged(f"{shown(name)} is not a plain file")
     return files
 
 
-def check_files(checkpoint: Path, files: Mapping[str, Digest], share: slice) -> None:
+def check_files(checkpoint: CheckpointFiles, files: Mapping[str, Digest], share: slice) -> None:
     """Compare files with what was written: sizes, and a ``share`` of all their pieces.
 
     Raises:
@@ -101,7 +110,7 @@ def check_files(checkpoint: Path, files: Mapping[str, Digest], share: slice) -> 
     with contextlib.ExitStack() as stack:
         pieces: list[FilePiece] = []
         for name, written in sorted(files.items()):
-            file = stack.enter_context(DiskFile(checkpoint / name))
+            file = stack.enter_context(checkpoint.open(name))
             if file.size != written.size:
                 raise Damaged(f"{shown(name)} has {file.size} bytes, and {written.size} were written")
             pieces += pieces_of(name, file, written)

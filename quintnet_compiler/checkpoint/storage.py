@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +26,10 @@ from torch.futures import Future
 
 from ..weights.files import DTYPES
 from .commit import commit, place_to_write
-from .disk import DiskFile, created
 from .documents import INDEX, STATE, IndexEntry
+from .folder import CheckpointFiles, CheckpointFolder
 from .lock import FolderLocks
-from .manifest import write_durably
+from .manifest import write_text
 from .parts import SavedPart
 from .pieces import Digest, shared, write
 from .tensor_file import RowBlock, blocks, buffers, read_all, read_header
@@ -73,14 +72,14 @@ class Writer(StorageWriter):
     ranks'.
     """
 
-    folder: Path
+    folder: CheckpointFolder
     step: int
     keep: int | None
     note: Mapping[str, Any]
     merge: Callable[[list[Mapping[str, Any]]], Mapping[str, Any]]
     rank: int
     locks: FolderLocks
-    temporary: Path | None = None
+    temporary: CheckpointFiles | None = None
     merged: Mapping[str, Any] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -88,7 +87,6 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            self.folder.mkdir(parents=True, exist_ok=True)
             self.locks.take(self.folder)
             self.temporary = place_to_write(self.folder, self.step)
 
@@ -96,8 +94,9 @@ class Writer(StorageWriter):
         return replace(plan, storage_data=dict(self.note))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        assert self.temporary is not None
         self.merged = self.merge([plan.storage_data for plan in plans])
-        return [replace(plan, storage_data=str(self.temporary)) for plan in plans]
+        return [replace(plan, storage_data=self.temporary.name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         tensors: dict[str, torch.Tensor] = {}
@@ -108,7 +107,7 @@ class Writer(StorageWriter):
         done: Future[list[WriteResult]] = Future()
         name, found = f"rank-{self.rank:05}.safetensors", []
         if tensors:
-            with created(Path(plan.storage_data) / name) as file:
+            with self.folder.at(plan.storage_data).create(name) as file:
                 digest = write(file, buffers(tensors))
             for key, item in keys.items():
                 found.append(WriteResult(item.index, tensors[key].nbytes, storage_data=(name, key, digest)))
@@ -131,8 +130,9 @@ class Writer(StorageWriter):
             dtype = _NAMES[tensor.properties.dtype]
             index[fqn] = {"dtype": dtype, "shape": list(tensor.size), "boxes": boxes}
         for name, document in ((INDEX, index), (STATE, self.merged)):
-            files[name] = write_durably(self.temporary / name, json.dumps(document, indent=1) + "\n")
-        commit(self.temporary, self.step, files, self.keep)
+            files[name] = write_text(self.temporary, name, json.dumps(document, indent=1) + "\n")
+        self.locks.take(self.folder)  # no other has taken it meanwhile
+        commit(self.folder, self.temporary, self.step, files, self.keep)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -143,7 +143,7 @@ class Writer(StorageWriter):
 class Reader(StorageReader):
     """Reads a checkpoint whose files and ``index`` were checked."""
 
-    checkpoint: Path
+    checkpoint: CheckpointFiles
     index: Mapping[str, IndexEntry]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -178,7 +178,7 @@ class Reader(StorageReader):
             name, key = self.places[item.storage_index.fqn, item.storage_index.offset]
             by_file[name].append((key, item))
         for name, items in by_file.items():
-            with DiskFile(self.checkpoint / name) as file:
+            with self.checkpoint.open(name) as file:
                 tensors = read_header(file)
                 found: list[RowBlock] = []
                 for key, item in items:

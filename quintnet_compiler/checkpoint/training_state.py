@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from ..core.errors import CheckpointError, CheckpointWarning
 from ..weights.files import INDEX, METADATA, SINGLE, conversion, refuse_all, shown
 from .documents import IndexEntry, StateNote, check_tensors, read_index, read_state
-from .folder import Entry, name_of
+from .folder import CheckpointFiles, CheckpointFolder, Entry, name_of
 from .lock import FolderLocks
 from .manifest import Damaged, available, check_files, read_manifest
 from .optimizer_state import ParameterPlace, local_of, merged, plain, restored, stored
@@ -39,7 +38,7 @@ class Restored:
     """What a checkpoint had beside tensors. ``extra``: what was given to ``save``."""
 
     step: int
-    path: Path
+    path: Path | str
     extra: Mapping[str, Any]
     run: Mapping[str, Any] = field(repr=False)
 
@@ -84,7 +83,7 @@ class Destination:
     """Where a checkpoint is written: the folder that has it, its step, how many to keep (None: all), and the folders
     that this program has locked."""
 
-    folder: Path
+    folder: CheckpointFolder
     step: int
     keep: int | None
     locks: FolderLocks
@@ -102,7 +101,7 @@ def require_number(name: str, x: object, least: int) -> None:
         raise CheckpointError("QN603", f"{name} is {x!r}", fix=f"give an int that is at least {least}")
 
 
-def write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None = None) -> Path:
+def write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None = None) -> Path | str:
     """Write a snapshot; every rank takes part. With ``group``, that is how they talk.
 
     Raises:
@@ -119,19 +118,22 @@ def write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None = No
             )
     except CheckpointException as error:
         if writer.temporary is not None:
-            shutil.rmtree(writer.temporary, ignore_errors=True)
+            with contextlib.suppress(Exception):  # a later save removes it; why this one failed is what is told
+                folder.remove(writer.temporary)
         raise _failed("QN603", error, "see the reason; the checkpoints before are whole") from error
-    return folder / name_of(step)
+    return folder.at(name_of(step)).path
 
 
-def read(subject: WeightsSubject, folder: Path, step: int | None, optimizer: torch.optim.Optimizer | None) -> Restored:
+def read(
+    subject: WeightsSubject, folder: CheckpointFolder, step: int | None, optimizer: torch.optim.Optimizer | None
+) -> Restored:
     """Load the newest whole checkpoint of a folder, or that of ``step``.
 
     Raises:
         CheckpointError: QN601 or QN602 on every rank; nothing was changed.
     """
     chosen = choose(subject.backend.told, folder, step)
-    checkpoint, note, reader = chosen.path, chosen.state, Reader(chosen.path, chosen.index)
+    checkpoint, note, reader = chosen.files.path, chosen.state, Reader(chosen.files, chosen.index)
     with everywhere(subject.backend, "QN601"):
         saved: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
         targets, places = _parts(subject)
@@ -222,12 +224,12 @@ def _misfits(
 class Chosen:
     """A whole checkpoint, with its documents."""
 
-    path: Path
+    files: CheckpointFiles
     state: StateNote
     index: Mapping[str, IndexEntry]
 
 
-def choose(told_by_all: Callable[[str], Sequence[str]], folder: Path, step: int | None) -> Chosen:
+def choose(told_by_all: Callable[[str], Sequence[str]], folder: CheckpointFolder, step: int | None) -> Chosen:
     """The checkpoint to load: the newest whole one, or that of ``step``. All ranks read it together, each some
     pieces of its files. ``told_by_all``: what every rank has to tell, given what this one has.
 
@@ -235,38 +237,42 @@ def choose(told_by_all: Callable[[str], Sequence[str]], folder: Path, step: int 
         CheckpointError: QN601 if there is none.
     """
     mine = [entry for entry in available(folder) if step is None or entry.step == step][:100]
-    there = told_by_all(" ".join(f"{entry.step}/{entry.path.name}" for entry in mine))
+    there = told_by_all(" ".join(f"{entry.step}/{entry.files.name}" for entry in mine))
     world = len(there)
     rank = dist.get_rank() if world > 1 else 0
     for one in there[0].split():
         number, _, name = one.partition("/")
-        entry, trouble, found = Entry(int(number), folder / name), "", None
+        entry, trouble, found = Entry(int(number), folder.at(name)), "", None
         try:
             files = read_manifest(entry)
-            check_files(entry.path, files, slice(rank, None, world))
-            index = read_index(entry.path, files)
-            check_tensors(entry.path, index, sorted(files)[rank::world])
-            found = Chosen(entry.path, read_state(entry.path), index)
+            check_files(entry.files, files, slice(rank, None, world))
+            index = read_index(entry.files, files)
+            check_tensors(entry.files, index, sorted(files)[rank::world])
+            found = Chosen(entry.files, read_state(entry.files), index)
         except (Damaged, OSError) as error:
             trouble = str(error) or type(error).__name__
         told = next((text for text in told_by_all(trouble) if text), "")
         if not told:
             assert found is not None
             return found
-        message = f"{shown(str(entry.path))}: {told}"
+        message = f"{shown(str(entry.files.path))}: {told}"
         if step is not None:
             raise CheckpointError("QN601", message, fix="load another step, or none to get the newest whole one")
         warnings.warn(CheckpointWarning(f"{message}; trying the one before"), stacklevel=4)
     if step is not None and available(folder):
         steps = ", ".join(str(entry.step) for entry in available(folder)[:10])
         raise CheckpointError(
-            "QN601", f"{shown(str(folder))} has no checkpoint of step {step}", fix=f"load one that is there: {steps}"
+            "QN601",
+            f"{shown(str(folder.path))} has no checkpoint of step {step}",
+            fix=f"load one that is there: {steps}",
         )
-    raise CheckpointError("QN601", f"{shown(str(folder))} has no whole checkpoint", fix=_instead(folder))
+    raise CheckpointError("QN601", f"{shown(str(folder.path))} has no whole checkpoint", fix=_instead(folder.path))
 
 
-def _instead(folder: Path) -> str:
+def _instead(folder: Path | str) -> str:
     """How to load what is in a folder that has no checkpoint of this package."""
+    if isinstance(folder, str):
+        return "give the URL that was given to save"
     within = sorted(folder.iterdir()) if folder.is_dir() else []
     dcp = next((path for path in (folder, *within) if (path / METADATA).is_file()), None)
     if dcp is not None:

@@ -34,7 +34,7 @@ class Callback:
     def on_validation(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """After each validation: the mean loss, and the metrics."""
 
-    def on_save(self, trainer: Trainer, saving: Future[Path]) -> None:
+    def on_save(self, trainer: Trainer, saving: Future[Path | str]) -> None:
         """A checkpoint of ``trainer.history.step`` is copied, and is being written: ``saving.result()`` waits for its
         path, ``saving.add_done_callback`` does not."""
 

@@ -21,6 +21,7 @@ from ..api.compile import compile as compile_model
 from ..api.compiled_program import CompiledProgram
 from ..capture.step_module import LossFn
 from ..checkpoint.manifest import available
+from ..checkpoint.stores.places import folder_at
 from ..core.errors import CompileError
 from ..ir.plan import Plan
 from ..runtime.launch.launchers import started
@@ -72,7 +73,7 @@ def run(config: TrainConfig) -> History:
     model = task.model if any(p.is_meta for p in task.model.parameters()) else task.model.to(device)
     model.train()  # from_pretrained leaves models in evaluation mode
     program = compile_model(model, config.mesh, first, loss_fn=task.loss_fn, plan=plan, device=device)
-    if task.start is not None and not (config.checkpoint_dir and available(Path(config.checkpoint_dir))):
+    if task.start is not None and not (config.checkpoint_dir and available(folder_at(config.checkpoint_dir))):
         task.start(program)
     optimizer = optimizer_of(config, program.parameters())
     steps = config.num_epochs * (sampler.samples // config.batch_size)

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..api.compiled_program import CompiledProgram
 from ..checkpoint.documents import read_state
 from ..checkpoint.manifest import Damaged, available
+from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning
@@ -131,7 +132,7 @@ class Trainer:
         self.seen = self.in_epoch = self.epoch = self.bad = 0  # samples in all, batches of this epoch, ...
         self.best = math.inf
         self.kept: list[Tensor] = []
-        self.saving: Future[Path] | None = None
+        self.saving: Future[Path | str] | None = None
         self.saved = -1
 
     def fit(self) -> History:
@@ -302,7 +303,8 @@ class Trainer:
             getattr(one, what)(self, *about)
 
     def _stopwatch(self) -> Stopwatch:
-        folder = self.log_folder if self.log_folder is not None else self.checkpoint_folder
+        saves = None if self.checkpoint_folder is None else folder_at(self.checkpoint_folder).path
+        folder = self.log_folder if self.log_folder is not None or isinstance(saves, str) else saves  # not in a store
         here = Path(folder) if folder is not None and judges() else None
         return Stopwatch(here, lambda: self.program.seconds_compiling)
 
@@ -344,7 +346,7 @@ class Trainer:
         self.watch.saved(self.saved)
         self._tell("on_save", self.saving)
 
-    def _begin_save(self) -> Future[Path]:
+    def _begin_save(self) -> Future[Path | str]:
         assert self.checkpoint_folder is not None
         if self.saving is not None:
             self.saving.result()  # what went wrong with the one before is raised here
@@ -358,9 +360,9 @@ class Trainer:
         )
 
     def _resume(self) -> None:
-        if self.checkpoint_folder is None or self.history.step or not available(Path(self.checkpoint_folder)):
+        if self.checkpoint_folder is None or self.history.step or not available(folder_at(self.checkpoint_folder)):
             return
-        _refuse_others(Path(self.checkpoint_folder))
+        _refuse_others(self.checkpoint_folder)
         found = self.program.load(self.checkpoint_folder, optimizer=self.optimizer)
         at = found.extra["trainer"]
         self.seen, self.epoch, self.in_epoch = at["seen"], at["epoch"], at["in_epoch"]
@@ -380,21 +382,21 @@ class Trainer:
         self.history.step = self.history.resumed_from = self.saved = found.step
 
 
-def _refuse_others(folder: Path) -> None:
+def _refuse_others(folder: str | Path) -> None:
     """Before anything is loaded.
 
     Raises:
         CheckpointError: QN602 if the newest checkpoint was not written by a Trainer: where the data stood is not known.
     """
-    for entry in available(folder):
+    for entry in available(folder_at(folder)):
         try:
-            state = read_state(entry.path)
+            state = read_state(entry.files)
         except (Damaged, OSError):  # loading says it, and takes the one before
             continue
         if "trainer" not in state["extra"]:
             raise CheckpointError(
                 "QN602",
-                f"{entry.path} was not written by a Trainer: where the data stood is not known",
+                f"{entry.files.path} was not written by a Trainer: where the data stood is not known",
                 fix="load it with program.load(...), and give the Trainer another checkpoint_folder",
             )
         return

@@ -124,7 +124,7 @@ class _Loader:
         return found
 
 
-def refuse_all(code: str, folder: Path, problems: list[str], fix: str) -> None:
+def refuse_all(code: str, folder: Path | str, problems: list[str], fix: str) -> None:
     """One error for all problems, if there are any."""
     if problems:
         lines = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])

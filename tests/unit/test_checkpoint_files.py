@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintnet_compiler.checkpoint import pieces
-from quintnet_compiler.checkpoint.disk import DiskFile, created
+from quintnet_compiler.checkpoint.stores.disk import DiskFile, created
 from quintnet_compiler.checkpoint.tensor_file import BadHeader, blocks, buffers, read_header
 
 

@@ -11,51 +11,57 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintnet_compiler.checkpoint import commit, documents, folder, lock, manifest, values
+from quintnet_compiler.checkpoint import commit, documents, lock, manifest, values
+from quintnet_compiler.checkpoint.stores.disk_folder import DiskFiles, DiskFolder
 from quintnet_compiler.core.errors import CheckpointError
 
 
 def _written(path: Path, step: int, *, keep: int | None = None) -> Path:
-    made = commit.place_to_write(path, step)
-    return commit.commit(made, step, {"data": manifest.write_durably(made / "data", str(step))}, keep)
+    folder = DiskFolder(path)
+    made = commit.place_to_write(folder, step)
+    files = {"data": manifest.write_text(made, "data", str(step))}
+    return Path(commit.commit(folder, made, step, files, keep).path)
 
 
 def test_names_of_a_folder(tmp_path: Path) -> None:
-    assert folder.named(tmp_path / "nothing") == [] and folder.next_abandoned(tmp_path).name == "abandoned-01"
+    folder = DiskFolder(tmp_path)
+    assert DiskFolder(tmp_path / "nothing").named() == []
     for name in ("step-00000002", "step-123456789", ".step-00000003.0123abcd.old", ".step-00000003.0123abcd.tmp",
                  "step-7", "abandoned-02", "abandoned-10", "step-00000009.bak"):  # fmt: skip
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000004").write_text("a file")
-    assert [entry.step for entry in folder.named(tmp_path)] == [123456789, 2]
-    assert [entry.path.suffix for entry in folder.leftovers(tmp_path)] == [".tmp", ".old"]
-    assert [path.name for path in folder.abandoned(tmp_path)] == ["abandoned-10", "abandoned-02"]
-    assert folder.next_abandoned(tmp_path).name == "abandoned-11"
+    assert [entry.step for entry in folder.named()] == [123456789, 2]
+    assert [entry.files.name[-4:] for entry in folder.leftovers()] == [".tmp", ".old"]
+    assert [one.path.name for one in folder.abandoned()] == ["abandoned-10", "abandoned-02"]
+    folder.set_aside(folder.named()[-1:])
+    assert (tmp_path / "abandoned-11" / "step-00000002").is_dir()
 
 
 def test_a_whole_checkpoint_without_a_name_gets_it_from_the_next_writer(tmp_path: Path) -> None:
     first = _written(tmp_path, 1)
     first.rename(tmp_path / ".step-00000001.0123abcd.old")
     (tmp_path / ".step-00000002.0123abcd.tmp").mkdir()
-    assert [entry.step for entry in manifest.available(tmp_path)] == [1]
+    assert [entry.step for entry in manifest.available(DiskFolder(tmp_path))] == [1]
     _written(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
 def test_a_checkpoint_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    folder = DiskFolder(tmp_path)
     for step in (1, 2, 3):
-        assert [entry.step for entry in manifest.available(tmp_path)] == sorted(range(1, step), reverse=True)[:2]
+        assert [entry.step for entry in manifest.available(folder)] == sorted(range(1, step), reverse=True)[:2]
         _written(tmp_path, step, keep=2)
-    newest, _ = manifest.available(tmp_path)
-    files = manifest.read_manifest(newest)
-    manifest.check_files(newest.path, files, slice(None))
-    (newest.path / "data").write_text("4")
+    newest, _ = manifest.available(folder)
+    path, files = Path(newest.files.path), manifest.read_manifest(newest)
+    manifest.check_files(newest.files, files, slice(None))
+    (path / "data").write_text("4")
     with pytest.raises(manifest.Damaged, match="data is not what was written"):
-        manifest.check_files(newest.path, files, slice(None))
-    (newest.path / "b").write_text("")
+        manifest.check_files(newest.files, files, slice(None))
+    (path / "b").write_text("")
     with pytest.raises(manifest.Damaged, match="b does not belong to this checkpoint"):
         manifest.read_manifest(newest)
-    found = json.loads((newest.path / "manifest.json").read_text())
-    (newest.path / "manifest.json").write_text(json.dumps({**found, "step": 4}))
+    found = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**found, "step": 4}))
     with pytest.raises(manifest.Damaged, match="its own SHA-256 does not match"):
         manifest.read_manifest(newest)
 
@@ -65,19 +71,19 @@ def test_only_whole_ones_count_as_kept(tmp_path: Path) -> None:
         _written(tmp_path, step)
     (tmp_path / "step-00000003" / "data").write_text("damaged")
     _written(tmp_path, 4, keep=2)
-    assert [entry.step for entry in folder.named(tmp_path)] == [4, 2]
+    assert [entry.step for entry in DiskFolder(tmp_path).named()] == [4, 2]
 
 
 def test_a_lock_is_told_from_that_of_an_ended_process(tmp_path: Path) -> None:
     locks = lock.FolderLocks()
-    locks.take(tmp_path)
-    locks.take(tmp_path)
+    locks.take(DiskFolder(tmp_path))
+    locks.take(DiskFolder(tmp_path))
     holder = lock.Holder.read(tmp_path / lock.NAME)
     assert holder == lock.Holder.here() and not holder.ended()
     assert lock.Holder(holder.host, holder.process, holder.started + 1).ended()
     assert not lock.Holder("elsewhere", 1, 1).ended()
     (tmp_path / lock.NAME).unlink()
-    locks.take(tmp_path)  # the folder has none any more: taken again
+    locks.take(DiskFolder(tmp_path))  # the folder has none any more: taken again
     assert (tmp_path / lock.NAME).exists()
     (tmp_path / lock.NAME).write_text("[")
     assert lock.Holder.read(tmp_path / lock.NAME) is None
@@ -87,7 +93,7 @@ def test_boxes_cover_a_tensor_exactly(tmp_path: Path) -> None:
     def read(shape: list[int], *boxes: tuple[list[int], list[int]]) -> dict[str, documents.IndexEntry]:
         entry = {"dtype": "F32", "shape": shape, "boxes": [[at, sizes, "file", "0"] for at, sizes in boxes]}
         (tmp_path / documents.INDEX).write_text(json.dumps({"x": entry}))
-        return documents.read_index(tmp_path, {"file"})
+        return documents.read_index(DiskFiles(tmp_path), {"file"})
 
     assert read([], ([], []))["x"].boxes[0].file == "file"
     assert read([0, 3])["x"].boxes == ()

@@ -16,6 +16,7 @@ from quintnet_compiler.checkpoint.lock import FolderLocks
 from quintnet_compiler.checkpoint.optimizer_state import ParameterPlace, merged, plain, restored, stored
 from quintnet_compiler.checkpoint.parts import SavedPart
 from quintnet_compiler.checkpoint.staging import Staging, on_host
+from quintnet_compiler.checkpoint.stores.disk_folder import DiskFolder
 from quintnet_compiler.checkpoint.training_state import Destination
 from quintnet_compiler.core.errors import CheckpointError
 
@@ -115,7 +116,7 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
 
     def write(found: Tensor, to: Destination, group: object) -> Path:
         written.append((found.tolist(), to.step))
-        return to.folder / str(to.step)
+        return Path(to.folder.path) / str(to.step)
 
     class Copying:
         def __init__(self, x: Tensor) -> None:
@@ -127,8 +128,8 @@ def test_saves_follow_each_other_and_see_copies(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(background, "write", write)
     saver, x = background.Background.make(), torch.zeros(2)
     locks = FolderLocks()
-    first = saver.save(Copying(x), Destination(tmp_path, 1, None, locks))  # type: ignore[arg-type]
+    first = saver.save(Copying(x), Destination(DiskFolder(tmp_path), 1, None, locks))  # type: ignore[arg-type]
     x.fill_(5)
-    second = saver.save(Copying(x), Destination(tmp_path, 2, None, locks))  # type: ignore[arg-type]
+    second = saver.save(Copying(x), Destination(DiskFolder(tmp_path), 2, None, locks))  # type: ignore[arg-type]
     assert (first.result(), second.result()) == (tmp_path / "1", tmp_path / "2") and saver.line.group is None
     assert written == [([0.0, 0.0], 1), ([5.0, 5.0], 2)]

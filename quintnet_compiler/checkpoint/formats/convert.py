@@ -12,9 +12,9 @@ from pathlib import Path
 
 from ...core.errors import CheckpointError
 from ...weights.files import INDEX, METADATA, SINGLE, shown
-from ..folder import named
 from ..manifest import MANIFEST
 from ..pretrained_save import make_new
+from ..stores.disk_folder import DiskFolder
 from .contents import Contents
 from .dcp_folder import read_dcp, write_dcp
 from .megatron import as_hugging_face, is_megatron
@@ -74,7 +74,7 @@ def format_of(folder: Path) -> Format:
     Raises:
         CheckpointError: QN601 if it is none of the formats.
     """
-    if (folder / MANIFEST).is_file() or named(folder):
+    if (folder / MANIFEST).is_file() or DiskFolder(folder).named():
         return Format.QUINTNET
     if (folder / METADATA).is_file():
         return Format.DCP

@@ -15,6 +15,7 @@ from ..lock import FolderLocks
 from ..optimizer_state import decoded_state, encoded_state, plain
 from ..parts import SavedPart
 from ..storage import LoadPlanning, Reader
+from ..stores.disk_folder import DiskFolder
 from ..training_state import MODEL, OPTIMIZER, Destination, Snapshot, choose, write
 from .contents import Contents, OptimizerContents
 
@@ -25,8 +26,8 @@ def read_quintnet(folder: Path, step: int | None) -> Contents:
     Raises:
         CheckpointError: QN601 if none is whole.
     """
-    chosen = choose(lambda text: (text,), folder, step)
-    reader = Reader(chosen.path, chosen.index)
+    chosen = choose(lambda text: (text,), DiskFolder(folder), step)
+    reader = Reader(chosen.files, chosen.index)
     metadata: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata  # type: ignore[assignment]
     wholes = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in metadata.items()}
     targets = {name: SavedPart.whole(x) for name, x in wholes.items()}
@@ -72,4 +73,4 @@ def write_quintnet(folder: Path, contents: Contents) -> None:
 
             values[name] = encoded_state(name, state, put)
         note["optimizer"] = {"class": found.kind, "options": options, "values": values}
-    write(Snapshot(parts, note), Destination(folder, contents.step, None, FolderLocks()))
+    write(Snapshot(parts, note), Destination(DiskFolder(folder), contents.step, None, FolderLocks()))

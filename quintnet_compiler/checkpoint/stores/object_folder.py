@@ -1,0 +1,203 @@
+"""A folder of checkpoints in an object store, which cannot rename: a checkpoint gets its name by one small object.
+
+``step-00000042.json`` names the prefix that has a checkpoint's files, as ``data/step-00000042.<token>/``. It is written
+last, and a store writes an object at once: what it named before, if there was one of this step, is replaced then. What
+no such object names was left by a writer that died, and the next one removes it. ``abandoned-01/step-00000042.json`` is
+of a run that went on from an earlier step; files stay where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from ..folder import CheckpointFiles, Entry, abandoned_name, name_of
+from ..manifest import MANIFEST
+from .object_lock import ObjectLock
+
+_NAME = re.compile(r"(step-(\d{8,}))\.json")
+_DATA = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}")
+_ABANDONED = re.compile(r"abandoned-(\d{2,})")
+_PART = 32 * 2**20  # bytes that are sent at once
+_LARGEST_NAME = 4096  # bytes
+
+
+@dataclass(frozen=True)
+class ObjectSource:
+    """An object to read."""
+
+    store: AbstractFileSystem
+    key: str
+    size: int
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        if not len(into):
+            return
+        found = self.store.cat_file(self.key, start=offset, end=offset + len(into))
+        if len(found) != len(into):
+            raise OSError(f"{self.key} ends at byte {offset + len(found)}")
+        into[:] = found
+
+
+@dataclass(frozen=True)
+class ObjectSink:
+    """An object that is written: it is there when it is closed."""
+
+    file: Any
+
+    def write(self, piece: Sequence[memoryview]) -> None:
+        for part in piece:
+            self.file.write(part)
+
+
+@dataclass(frozen=True)
+class ObjectFiles:
+    """``prefix``: of the files. ``name``: what ranks tell each other."""
+
+    store: AbstractFileSystem
+    prefix: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return str(self.store.unstrip_protocol(self.prefix))
+
+    def sizes(self) -> Mapping[str, int | None]:
+        found = {_last(one["name"]): one["size"] for one in _listed(self.store, self.prefix) if one["type"] == "file"}
+        if not found:
+            raise FileNotFoundError(f"{self.prefix} has no objects")
+        return found
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[ObjectSource]:
+        key = f"{self.prefix}/{name}"
+        yield ObjectSource(self.store, key, int(self.store.size(key)))
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[ObjectSink]:
+        file = self.store.open(f"{self.prefix}/{name}", "wb", block_size=_PART)
+        try:
+            yield ObjectSink(file)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                file.discard()
+            raise
+        file.close()
+
+
+@dataclass(frozen=True)
+class ObjectFolder:
+    """``root``: the prefix of all, without the store's name."""
+
+    store: AbstractFileSystem
+    root: str
+
+    @property
+    def path(self) -> str:
+        return str(self.store.unstrip_protocol(self.root))
+
+    def named(self) -> list[Entry]:
+        found = ((match, match[1]) for match in map(_NAME.fullmatch, self._names()) if match)
+        entries = [Entry(int(match[2]), self.at(name)) for match, name in found]
+        return sorted(entries, key=lambda entry: -entry.step)
+
+    def leftovers(self) -> list[Entry]:
+        """None: what has no name may have been written or removed in part, and no name is ever missing for a while."""
+        return []
+
+    def abandoned(self) -> Sequence[ObjectFolder]:
+        numbers = sorted((int(match[1]) for match in map(_ABANDONED.fullmatch, self._names()) if match), reverse=True)
+        return [ObjectFolder(self.store, f"{self.root}/{abandoned_name(n)}") for n in numbers]
+
+    def at(self, name: str) -> ObjectFiles:
+        """The files of a checkpoint by its name, or by that of its prefix."""
+        data = name
+        if not _DATA.fullmatch(name):
+            try:
+                data = str(json.loads(self.store.cat_file(f"{self.root}/{name}.json", end=_LARGEST_NAME))["files"])
+            except (FileNotFoundError, ValueError, KeyError, TypeError):
+                data = ""
+        if not _DATA.fullmatch(data):  # it must not lead elsewhere
+            data = "missing"
+        return ObjectFiles(self.store, self._data(data), name)
+
+    def lock(self) -> ObjectLock:
+        return ObjectLock(self.store, self.root)
+
+    def new(self, step: int) -> ObjectFiles:
+        used = self._used()
+        for one in _listed(self.store, self._data()):
+            if _last(one["name"]) not in used:
+                _remove(self.store, self._data(_last(one["name"])))
+        return self.at(f"{name_of(step)}.{secrets.token_hex(8)}")
+
+    def publish(self, made: CheckpointFiles, step: int) -> ObjectFiles:
+        name = name_of(step)
+        before = _last(self.at(name).prefix)
+        self.store.pipe_file(f"{self.root}/{name}.json", json.dumps({"files": made.name}).encode())
+        if before not in self._used():
+            _remove(self.store, self._data(before))
+        return self.at(name)
+
+    def set_aside(self, entries: Sequence[Entry]) -> None:
+        last = next(iter(self.abandoned()), None)
+        number = 1 if last is None else int(last.root.rpartition("-")[2]) + 1
+        for entry in entries:
+            document = self.store.cat_file(f"{self.root}/{entry.files.name}.json")
+            self.store.pipe_file(f"{self.root}/{abandoned_name(number)}/{entry.files.name}.json", document)
+            self.store.rm_file(f"{self.root}/{entry.files.name}.json")
+
+    def remove(self, files: CheckpointFiles) -> None:
+        found = self.at(files.name)
+        with contextlib.suppress(FileNotFoundError):
+            self.store.rm_file(f"{self.root}/{files.name}.json")
+        if _last(found.prefix) not in self._used():
+            _remove(self.store, found.prefix)
+
+    def remove_if_empty(self) -> None:
+        """A prefix without objects is not there."""
+
+    def _top(self) -> str:
+        """The prefix of ``data/``, which abandoned folders share."""
+        above, _, name = self.root.rpartition("/")
+        return above if _ABANDONED.fullmatch(name) else self.root
+
+    def _data(self, name: str = "") -> str:
+        return f"{self._top()}/data/{name}".rstrip("/")
+
+    def _used(self) -> set[str]:
+        """What names stand for, here and in abandoned folders."""
+        top = ObjectFolder(self.store, self._top())
+        folders = [top, *top.abandoned()]
+        return {_last(folder.at(entry.files.name).prefix) for folder in folders for entry in folder.named()}
+
+    def _names(self) -> list[str]:
+        return [_last(one["name"]) for one in _listed(self.store, self.root)]
+
+
+def _last(key: str) -> str:
+    return key.rstrip("/").rpartition("/")[2]
+
+
+def _listed(store: AbstractFileSystem, prefix: str) -> list[dict[str, Any]]:
+    store.invalidate_cache()
+    try:
+        found: list[dict[str, Any]] = store.ls(prefix, detail=True)
+    except FileNotFoundError:
+        return []
+    return found
+
+
+def _remove(store: AbstractFileSystem, prefix: str) -> None:
+    """The manifest first: what is left is not whole then."""
+    with contextlib.suppress(FileNotFoundError):
+        store.rm_file(f"{prefix}/{MANIFEST}")
+    with contextlib.suppress(FileNotFoundError):
+        store.rm(prefix, recursive=True)

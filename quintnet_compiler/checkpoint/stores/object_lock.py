@@ -1,0 +1,125 @@
+"""One process at a time writes checkpoints into a prefix of an object store.
+
+A store has no locks that end with a process. The writer creates ``.writer``, which stores that have conditional puts
+refuse if it is there, and writes it again every few seconds. Another process takes it over when it has not changed for
+a while; the writer sees that before it gives a checkpoint its name, and refuses to go on. The time of one request
+between this look and the name cannot be excluded. Both checkpoints are whole then, too: each has a prefix of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import secrets
+import threading
+import time
+import warnings
+import weakref
+from dataclasses import asdict, dataclass
+
+from fsspec import AbstractFileSystem
+
+from ...core.errors import CheckpointError, CheckpointWarning
+from ...weights.files import shown
+from ..lock import NAME, Holder
+
+BEAT, PATIENCE, LOOK = 10.0, 35.0, 1.0  # seconds: between writes, until the writer is taken for dead, between looks
+
+
+@dataclass(frozen=True)
+class WriterObject:
+    """``.writer`` as one process writes it. ``token``: tells its writers apart."""
+
+    store: AbstractFileSystem
+    key: str
+    holder: Holder
+    token: str
+
+    def document(self, beat: int) -> bytes:
+        return json.dumps({**asdict(self.holder), "token": self.token, "beat": beat}).encode()
+
+    def write(self, beat: int) -> None:
+        self.store.pipe_file(self.key, self.document(beat))
+
+    def create(self) -> bool:
+        """Write it if there is none."""
+        try:
+            self.store.pipe_file(self.key, self.document(0), mode="create")
+        except FileExistsError:
+            return False
+        except (NotImplementedError, TypeError, ValueError) as error:
+            message = f"{shown(self.key)} cannot be locked ({type(error).__name__}): only one run may write there"
+            warnings.warn(CheckpointWarning(message), stacklevel=2)
+            self.write(0)
+        return True
+
+    def there(self) -> tuple[str, Holder | None, int]:
+        """Token, process and count of whose it is now."""
+        try:
+            found = json.loads(self.store.cat_file(self.key))
+            holder = Holder(str(found["host"]), int(found["process"]), int(found["started"]))
+            return str(found["token"]), holder, int(found["beat"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return "", None, 0
+
+    def mine(self) -> bool:
+        return self.there()[0] == self.token
+
+
+class ObjectLock:
+    """A prefix's ``.writer``, until this object is gone or the process ends."""
+
+    def __init__(self, store: AbstractFileSystem, root: str) -> None:
+        """
+        Raises:
+            CheckpointError: QN603 if another process writes there.
+        """
+        self._writer = WriterObject(store, f"{root}/{NAME}", Holder.here(), secrets.token_hex(8))
+        self._take(shown(str(store.unstrip_protocol(root))))
+        ended = threading.Event()
+        self.release = weakref.finalize(self, _release, self._writer, ended)
+        threading.Thread(target=_beat, args=(self._writer, ended), name="quintnet-lock", daemon=True).start()
+
+    def in_place(self) -> bool:
+        """Whether the object still is this process's."""
+        return self.release.alive and self._writer.mine()
+
+    def _take(self, where: str) -> None:
+        seen, until = None, time.monotonic() + PATIENCE
+        while not self._writer.create():
+            found = self._writer.there()
+            holder = found[1]
+            if holder == self._writer.holder:  # of another program of this process
+                self._writer.write(0)
+                return
+            if seen is not None and found != seen:
+                who = f"process {holder.process} on {shown(holder.host)}" if holder else "another process"
+                raise CheckpointError(
+                    "QN603",
+                    f"{where}: {who} writes its checkpoints there, and holds {NAME}",
+                    fix="give each run a folder of its own, or end the other one",
+                )
+            seen = found
+            if time.monotonic() < until and (holder is None or not holder.ended()):
+                time.sleep(LOOK)
+            elif self._writer.there() == found:
+                with contextlib.suppress(FileNotFoundError):
+                    self._writer.store.rm_file(self._writer.key)
+
+
+def _beat(writer: WriterObject, ended: threading.Event) -> None:
+    for beat in itertools.count(1):
+        if ended.wait(BEAT):
+            return
+        with contextlib.suppress(Exception):  # the next one may succeed
+            if not writer.mine():
+                return
+            writer.write(beat)
+
+
+def _release(writer: WriterObject, ended: threading.Event) -> None:
+    ended.set()
+    with contextlib.suppress(Exception):  # others see that it does not change any more
+        if writer.mine():
+            writer.store.rm_file(writer.key)
