@@ -3,7 +3,7 @@
 python benchmarks/checkpoints.py [--mib 1024] [--ranks 1|2] [--repeats 9] [--folder DIR] [--json]
 
 Both save and load the same tensors, parameters and AdamW's moments of a stack of linear layers, in turns in one
-process (or one per rank, which share the state by ZeRO 3). Ours writes safetensors with the SHA-256 of every piece, and
+process (or one per rank, which share the state by ZeRO 3). Ours writes safetensors with the hash of every piece, and
 loading compares them all before it changes anything; torch's writes pickled tensors and compares nothing. Both
 ``fsync`` every file. Nothing is removed, and nothing is dirty in the page cache, while the time is taken.
 

@@ -244,7 +244,7 @@ def test_saving_in_the_background_saves_what_was_there(trained: Made, tmp_path: 
 # -- what dies while it saves
 
 PHASES = {
-    "write": (pieces, "_sha256"),
+    "write": (pieces, "_hash"),
     "index": (storage, "write_text"),
     "manifest": (manifest, "write_text"),
     "rename": (disk_folder.os, "rename"),

@@ -239,7 +239,7 @@ class ProgramState(abc.ABC):
         """Write a checkpoint that any layout can load. Every rank calls this, and each writes its own shards.
 
         ``folder/step-00000042`` appears when all of it is on the disk (safetensors and JSON, written by a plan of
-        torch.distributed.checkpoint, with SHA-256 of all files). If anything fails, the folder's other checkpoints
+        torch.distributed.checkpoint, with hashes of all files). If anything fails, the folder's other checkpoints
         stay as they were.
 
         Args:
@@ -291,7 +291,7 @@ class ProgramState(abc.ABC):
         """Load the newest intact checkpoint of a folder, or that of ``step``, whatever layout wrote it.
 
         Parameters, the optimizer's state and options, and the state of random numbers are restored bit by bit. Every
-        file is read and compared with its SHA-256 first. A damaged checkpoint is reported by a
+        file is read and compared with its hashes first. A damaged checkpoint is reported by a
         :class:`quintnet.CheckpointWarning`, and the one before it is tried.
 
         Returns:

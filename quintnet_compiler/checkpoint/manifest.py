@@ -1,4 +1,4 @@
-"""What belongs to a checkpoint: a manifest has the size of every file and the SHA-256 of its pieces, and its own."""
+"""What belongs to a checkpoint: a manifest has the size of every file, the hash of its pieces, and its own SHA-256."""
 
 from __future__ import annotations
 
@@ -116,4 +116,4 @@ def check_files(checkpoint: CheckpointFiles, files: Mapping[str, Digest], share:
             pieces += pieces_of(name, file, written)
         other = different(pieces[share])
         if other is not None:
-            raise Damaged(f"{shown(other)} is not what was written: its SHA-256 is another")
+            raise Damaged(f"{shown(other)} is not what was written: its hash is another")

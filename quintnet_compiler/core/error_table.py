@@ -284,7 +284,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN601": ErrorEntry(
             "weights or a checkpoint cannot be read",
-            "A file is missing or truncated, or its bytes are not those that were written (SHA-256).",
+            "A file is missing or truncated, or its bytes are not those that were written (hashes).",
             "Load an older checkpoint, or fetch the weights again. Pickles are refused on purpose.",
         ),
         "QN602": ErrorEntry(

@@ -112,7 +112,7 @@ def test_damage_is_found(made: Made, url: str) -> None:
     data = bytearray(store.cat_file(shard))
     data[-1] ^= 1
     store.pipe_file(shard, bytes(data))
-    with pytest.warns(quintnet.CheckpointWarning, match="its SHA-256 is another"):
+    with pytest.warns(quintnet.CheckpointWarning, match="its hash is another"):
         assert made[0].load(url).step == 1
     store.pipe_file(f"{root}/step-00000001.json", b'{"files": "../../elsewhere"}')
     with pytest.raises(quintnet.CheckpointError, match="is missing"):
