@@ -35,7 +35,7 @@ import quintnet
 from quintnet_compiler.core import slices
 from quintnet_compiler.core.absent_gpu import on_device
 from quintnet_compiler.core.annotations import facts, known, leaf, value
-from quintnet_compiler.ir.program import DistributedProgram, Piece
+from quintnet_compiler.ir.distributed_program import DistributedProgram, Piece
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.execute.segments import Segment, split
 from quintnet_compiler.runtime.state import gradients

@@ -33,7 +33,7 @@ from quintnet_compiler.core import slices
 from quintnet_compiler.core.sharding import local_shape
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
-from quintnet_compiler.ir.program import DistributedProgram, RankProgram
+from quintnet_compiler.ir.distributed_program import DistributedProgram, RankProgram
 from quintnet_compiler.runtime.execute.engines import ENGINES
 from quintnet_compiler.runtime.execute.executor import Executor, Run
 from quintnet_compiler.runtime.launch.malloc import tune_malloc

@@ -16,16 +16,10 @@ from quintnet_compiler.core.annotations import facts, is_getitem, shape, value
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.sharding import I, R, Shard, parse_type
 from quintnet_compiler.equivalence.dry_run import check_ranks
+from quintnet_compiler.ir.distributed_program import DistributedProgram, Piece, RankProgram, StageProgram
 from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.ir.program import (
-    DifferentiatedProgram,
-    DistributedProgram,
-    LocalProgram,
-    Piece,
-    RankProgram,
-    StageProgram,
-)
+from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram
 from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, combine, convert, dispatch, dispatch_plan, share
 from quintnet_compiler.ops.grouped_rows import group_plan, group_rows, grouped_linear
 from quintnet_compiler.ops.rules.table import RULES

@@ -29,15 +29,8 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.core.sharding import I, P, R, Shard, plain
 from quintnet_compiler.driver.compiler import Runner
 from quintnet_compiler.equivalence.dry_run import check_ranks
-from quintnet_compiler.ir.program import (
-    Axis,
-    DistributedProgram,
-    Program,
-    ShardedProgram,
-    StagedProgram,
-    Strategy,
-    outputs,
-)
+from quintnet_compiler.ir.distributed_program import DistributedProgram
+from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedProgram, Strategy, outputs
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute

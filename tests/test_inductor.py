@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 import quintnet
 from quintnet_compiler.core.annotations import memory_of, num_bytes, values
-from quintnet_compiler.ir.program import StageProgram
+from quintnet_compiler.ir.distributed_program import StageProgram
 from quintnet_compiler.runtime.execute import engines
 from quintnet_compiler.runtime.execute.engines import CompiledSegment, Inductor
 from quintnet_compiler.runtime.execute.segments import MOST_VARIANTS, Segment, Stepper, split

@@ -16,8 +16,9 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.equivalence.verify import VerifySubject, verify_program
+from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.ir.program import Captured, DifferentiatedProgram, DistributedProgram
+from quintnet_compiler.ir.program import Captured, DifferentiatedProgram
 from quintnet_compiler.ops.rules.table import RULES
 
 from .models import CASES, build, reference, worst_error

@@ -16,7 +16,7 @@ from quintnet_compiler.core.annotations import known
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.equivalence.dry_run import check_ranks
-from quintnet_compiler.ir.program import DistributedProgram
+from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.repeated_blocks import block_of
 from quintnet_compiler.ops.collectives import STARTS, wait
 from quintnet_compiler.passes.autodiff.recompute_cut import takes_long

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import quintnet
 from quintnet_compiler.core.sharding import R, S
-from quintnet_compiler.ir.program import Axis, StateSpec
+from quintnet_compiler.ir.distributed_program import StateSpec
+from quintnet_compiler.ir.program import Axis
 from quintnet_compiler.runtime.state.state import part_of, sharded_dtensor
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 from quintnet_compiler.runtime.transport.local import LocalWorld

@@ -19,8 +19,9 @@ from quintnet import CompileError, Mesh
 from quintnet_compiler.core.annotations import annotate, facts, needs_grad, value
 from quintnet_compiler.core.precision import narrows
 from quintnet_compiler.core.sharding import P, R
+from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.invariants import verify
-from quintnet_compiler.ir.program import DifferentiatedProgram, DistributedProgram, LocalProgram, Strategy
+from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram, Strategy
 from quintnet_compiler.ops.collectives import all_reduce, reduce_scatter
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code

@@ -16,7 +16,8 @@ from ...compat.torch import operator_name
 from ...core.annotations import facts, leaf, shape, value
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import I
-from ...ir.program import DifferentiatedProgram, DistributedProgram, Piece, StageProgram
+from ...ir.distributed_program import DistributedProgram, Piece, StageProgram
+from ...ir.program import DifferentiatedProgram
 from ...ops.collectives import SIZED, share
 from ...ops.rank_local import DRAWS, RANKED, microbatch
 from ...schedules.check import verify_schedule

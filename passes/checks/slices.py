@@ -13,7 +13,7 @@ from ...compat.torch import schema
 from ...core import slices
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import Shard
-from ...ir.program import DistributedProgram
+from ...ir.distributed_program import DistributedProgram
 from ...ops.collectives import COMMUNICATION, shard_pad, shard_slice
 
 REST, MOST = 2, 3  # indices in a run; ranks: more are as three

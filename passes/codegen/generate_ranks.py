@@ -15,20 +15,8 @@ from ...core.annotations import facts, is_getitem, leaf, num_bytes, shape, value
 from ...core.errors import CompileError
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
-from ...ir.program import (
-    BUCKET_MIB,
-    DifferentiatedProgram,
-    DistributedProgram,
-    Piece,
-    Program,
-    ShardedProgram,
-    Slice,
-    StageProgram,
-    StateSpec,
-    Transfer,
-    ValueSpec,
-    outputs,
-)
+from ...ir.distributed_program import DistributedProgram, Piece, Slice, StageProgram, StateSpec, Transfer, ValueSpec
+from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
 from ...ops.collectives import SIZED, share
 from ...ops.rank_local import RANKED, microbatch
 from ...schedules.check import verify_schedule

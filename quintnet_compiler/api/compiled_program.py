@@ -25,8 +25,8 @@ from ..equivalence.module_copy import module_copy
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
 from ..ir.batch_form import FlatBatch, batch_size_of, plain_batch
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, precision_of
-from ..ir.program import DistributedProgram
 from ..runtime.backends.absent import AbsentBackend, refuse_absent
 from ..runtime.backends.backend import Backend, refuse_unset
 from ..runtime.backends.backends import open_backend

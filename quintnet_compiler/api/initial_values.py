@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import CompileError
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 from ..runtime.backends.backend import Backend
 from ..weights.initialize import Constant, Fill, Init, Normal, Uniform, chosen, filled, key_of
 from ..weights.own_values import values_of_build, values_of_reset

@@ -8,8 +8,8 @@ from typing import Any
 from ..core.annotations import size
 from ..core.errors import QuintNetError, RunError
 from ..ir.cost_protocol import RankCosts
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
-from ..ir.program import DistributedProgram
 from ..simulation.program import simulate_program
 
 LONGEST = 20.0  # seconds that compiling may have taken: each option is compiled once more

@@ -18,8 +18,8 @@ from ..driver.pipeline import Request
 from ..dump.folder import dump_program
 from ..dump.page import Extras
 from ..ir.cost_protocol import RankCosts
+from ..ir.distributed_program import DistributedProgram, RankProgram
 from ..ir.plan import Plan, check_plan
-from ..ir.program import DistributedProgram, RankProgram
 from ..planner.report import PlanReport
 from ..reports.explain import Explain, Explanation, LayoutDifference, difference
 from ..reports.explain_gradient import prove

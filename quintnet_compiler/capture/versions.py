@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir.batch_form import ROWS, BatchForm, FlatBatch
-from ..ir.program import Captured, DistributedProgram
+from ..ir.distributed_program import DistributedProgram
+from ..ir.program import Captured
 
 KEPT = 64  # programs of each kind
 Sizes = tuple[tuple[str, int], ...]  # of what varies in a batch, by name

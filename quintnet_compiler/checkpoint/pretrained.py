@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..compat.transformers import ignored_on_load
 from ..core.errors import CheckpointError, QuintNetError
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 from ..runtime.backends.backend import Backend
 from ..weights.files import Weights, open_weights, refuse_all, shown
 from ..weights.meta_buffers import computed_buffers

@@ -21,9 +21,10 @@ from ..core.sharding import AxisType
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
+from ..ir.distributed_program import DistributedProgram
 from ..ir.invariants import verify
 from ..ir.plan import Plan
-from ..ir.program import Captured, DistributedProgram, ShardedProgram, StagedProgram
+from ..ir.program import Captured, ShardedProgram, StagedProgram
 from ..ops.collectives import COMMUNICATION, all_reduce
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate

@@ -14,7 +14,8 @@ from ..capture.decode import Shape, cache_shapes, capture_call
 from ..core.errors import CompileError, InputError
 from ..core.sharding import AxisType
 from ..equivalence.reference import differs
-from ..ir.program import Captured, DistributedProgram
+from ..ir.distributed_program import DistributedProgram
+from ..ir.program import Captured
 from ..runtime.backends.backend import Backend, Caches
 from ..runtime.execute.executor import Run
 

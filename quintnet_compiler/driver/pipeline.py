@@ -16,8 +16,9 @@ from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
 from ..ir.cost_protocol import CostModel
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
-from ..ir.program import Axis, DistributedProgram, Program
+from ..ir.program import Axis, Program
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES

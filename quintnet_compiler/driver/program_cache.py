@@ -14,8 +14,9 @@ import torch
 
 from ..core.errors import CacheWarning
 from ..core.names import one_line
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
-from ..ir.program import Captured, DistributedProgram
+from ..ir.program import Captured
 from ..runtime.launch.calls import announced
 from ..runtime.launch.consistency import tell, told_by_first
 from ..runtime.launch.world import judges

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from ..core.mesh import Mesh
-from ..ir.program import Captured, DistributedProgram, StateSpec
+from ..ir.distributed_program import DistributedProgram, StateSpec
+from ..ir.program import Captured
 from ..runtime.backends.split_parameters import Home, refuse_other
 from .compiler import Compiled, Runner, follow_program
 from .pipeline import Request

@@ -10,8 +10,9 @@ from typing import Any
 
 from ..core.errors import CompileError
 from ..cost_models.operators import model_flops
+from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ..ir.generated import GeneratedModule, StoredModule
-from ..ir.program import Captured, DifferentiatedProgram, DistributedProgram, Piece, StageProgram
+from ..ir.program import Captured, DifferentiatedProgram
 from .plain_data import plain, restored, types_of
 
 _GIVEN = ("captured", "made_from", "stages", "key")  # fields that are no plain data

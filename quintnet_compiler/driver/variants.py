@@ -20,7 +20,8 @@ from ..equivalence.module_step import Owner
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
 from ..ir.batch_form import BatchForm, FlatBatch, batch_size_of, plain_batch
-from ..ir.program import Captured, DistributedProgram
+from ..ir.distributed_program import DistributedProgram
+from ..ir.program import Captured
 from ..runtime.backends.split_parameters import home_of
 from ..runtime.launch.world import has_process, many
 from ..runtime.state.module_parameters import Slots

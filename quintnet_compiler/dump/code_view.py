@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..core.annotations import facts, known, values
-from ..ir.program import DistributedProgram, Piece, StageProgram
+from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ..ir.repeated_blocks import Block, block_of
 from ..ops.collectives import collective_of
 from .fold import FoldedUnit, fold

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..core.annotations import facts, num_bytes, tensor_inputs, values
-from ..ir.program import DistributedProgram, Piece, Transfer
+from ..ir.distributed_program import DistributedProgram, Piece, Transfer
 from ..ops.collectives import all_gather_matmul, collective_of, matmul_reduce_scatter
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld

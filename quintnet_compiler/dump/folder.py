@@ -12,9 +12,9 @@ from typing import Any
 
 from ..core.files import open_folder, write_file
 from ..core.versions import version_of
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.printer import code_text, program_text
-from ..ir.program import DistributedProgram
 from .communication import schedule_json
 from .drawing import boxes, dot, edges, svg
 from .model_graph import operators, units

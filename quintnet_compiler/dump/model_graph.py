@@ -9,7 +9,7 @@ from torch import fx
 
 from ..core.annotations import facts, is_getitem, num_bytes, origin, shape, tensor_inputs, value, values
 from ..core.sharding import AxisType, gradient, local_shape, parse_type
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 from ..ir.repeated_blocks import block_members
 from ..ops.collectives import convert, lower_conversion
 from .fold import FoldedUnit, fold

@@ -14,8 +14,8 @@ from markupsafe import Markup
 
 from ..core.annotations import size
 from ..core.html import environment
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
-from ..ir.program import DistributedProgram
 from ..simulation.chart import svg as timeline_svg
 from ..simulation.timeline import Timeline, duration
 from .code_view import stages_code

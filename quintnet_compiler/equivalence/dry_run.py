@@ -15,7 +15,7 @@ from ..core.annotations import known, values
 from ..core.errors import REPORT, CompileError, RunError
 from ..core.sharding import Sharding
 from ..core.slices import take_all
-from ..ir.program import DistributedProgram, Piece, RankProgram, StageProgram
+from ..ir.distributed_program import DistributedProgram, Piece, RankProgram, StageProgram
 from ..ops.collectives import collective_of
 from ..runtime.execute.comm import Comm
 from ..runtime.execute.executor import Executor, Run

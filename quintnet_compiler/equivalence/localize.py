@@ -16,7 +16,8 @@ from ..core import slices
 from ..core.annotations import facts, is_getitem, leaf, needs_grad, origin, value
 from ..core.rng import Key
 from ..core.sharding import P, Shard, Sharding, gradient
-from ..ir.program import DifferentiatedProgram, DistributedProgram, ShardedProgram, StageProgram, outputs
+from ..ir.distributed_program import DistributedProgram, StageProgram
+from ..ir.program import DifferentiatedProgram, ShardedProgram, outputs
 from ..ops.rank_local import dropout, noise
 from ..ops.user_derivatives import with_tangent
 from ..runtime.backends.local import LocalBackend

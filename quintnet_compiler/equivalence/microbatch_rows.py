@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..compat.torch import pytree
 from ..ir.batch_form import batch_size_of
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 
 
 def batches_of(program: DistributedProgram, batch: Any) -> list[Any]:

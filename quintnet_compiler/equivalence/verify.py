@@ -18,7 +18,7 @@ from ..capture.step_module import LossFn
 from ..compat.torch import pytree
 from ..core.annotations import needs_grad, values
 from ..core.errors import CompileError
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 from ..ops.rank_local import DRAWS
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run

@@ -17,7 +17,8 @@ from ..ops.kv_cache_attention import cached_attention
 from ..ops.rank_local import microbatch
 from ..ops.user_derivatives import declare_gradient
 from .codegen_allowlist import check_source
-from .program import DifferentiatedProgram, DistributedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
+from .distributed_program import DistributedProgram
+from .program import DifferentiatedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
 
 
 def _require(holds: bool, what: Callable[[], str], node: fx.Node | None = None) -> None:

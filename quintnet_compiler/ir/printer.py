@@ -15,19 +15,9 @@ from ..core.name_patterns import by_pattern
 from ..core.names import one_line
 from ..ops.collectives import wait
 from ..schedules.schedule import grid
+from .distributed_program import DistributedProgram, Piece, RankProgram, StateSpec
 from .headings import heading
-from .program import (
-    Captured,
-    DifferentiatedProgram,
-    DistributedProgram,
-    LocalProgram,
-    Piece,
-    Program,
-    RankProgram,
-    ShardedProgram,
-    StagedProgram,
-    StateSpec,
-)
+from .program import Captured, DifferentiatedProgram, LocalProgram, Program, ShardedProgram, StagedProgram
 
 
 def _type(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ from torch import Size, fx
 
 from ..core.sharding import R, local_shape
 from ..ir.cost_protocol import RankCosts
-from ..ir.program import DistributedProgram, StageProgram, StateSpec
+from ..ir.distributed_program import DistributedProgram, StageProgram, StateSpec
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.stages.cut_stages import module_starts, staged_operators
 from ..schedules.schedule import Action, Op

@@ -16,8 +16,9 @@ from ..core.annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ..core.errors import CompileError
 from ..core.sharding import I, Shard, local_shape
 from ..ir.cost_protocol import RankCosts
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
-from ..ir.program import DistributedProgram, ShardedProgram
+from ..ir.program import ShardedProgram
 from ..ops.rules.notation import Rule
 from ..passes.strategies.rule_book import RuleBook
 from ..simulation.priced import ProgramPrices

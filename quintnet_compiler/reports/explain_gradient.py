@@ -11,7 +11,8 @@ from torch import fx
 from ..core.annotations import facts, is_getitem, needs_grad, origin, shape, tensor_inputs
 from ..core.errors import CompileError
 from ..core.sharding import AxisType, P, R, Shard, Sharding, gradient, local_shape
-from ..ir.program import DistributedProgram, LocalProgram, ShardedProgram, outputs
+from ..ir.distributed_program import DistributedProgram
+from ..ir.program import LocalProgram, ShardedProgram, outputs
 from ..ops.collectives import lower_conversion
 from ..passes.checks.types import Step, moves
 

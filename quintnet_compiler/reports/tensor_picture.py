@@ -16,7 +16,7 @@ from ..core.html import environment
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType, P, Shard, Sharding, parse_type
 from ..core.slices import positions
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 
 MOST_LINES = 64
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each run of indices

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.cost_protocol import RankCosts
-from ..ir.program import DistributedProgram, StageProgram
+from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ops.collectives import collective_of
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run

@@ -15,8 +15,8 @@ from ..core import slices
 from ..core.absent_gpu import CPU, on_device
 from ..core.annotations import facts, values
 from ..core.mesh import Mesh
+from ..ir.distributed_program import DistributedProgram, RankProgram, StageProgram
 from ..ir.generated import GeneratedModule
-from ..ir.program import DistributedProgram, RankProgram, StageProgram
 from ..ops.collectives import COLLECTIVES
 from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..core.mesh import Mesh
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 from ..runtime.execute.record import Recorded, RecordedSpan
 from .timeline import Event, RankTimeline, Timeline
 

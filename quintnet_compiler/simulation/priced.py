@@ -14,7 +14,7 @@ from torch import fx
 
 from ..core.annotations import num_bytes, tensor_inputs, values
 from ..ir.cost_protocol import RankCosts
-from ..ir.program import DistributedProgram, Piece, StageProgram
+from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld

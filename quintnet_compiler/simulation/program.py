@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ir.cost_protocol import RankCosts
-from ..ir.program import DistributedProgram
+from ..ir.distributed_program import DistributedProgram
 from .faults import Faults
 from .priced import ProgramPrices
 from .rehearsal import rehearse

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.annotations import leaf, memory_of, origin
 from ..core.sharding import local_shape
-from ..ir.program import DistributedProgram, RankProgram, Slice, StageProgram
+from ..ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram
 from ..ops.collectives import gather_early, gather_state, gather_states
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.gradients import GradientStore

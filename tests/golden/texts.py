@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from difflib import unified_diff
 from typing import Any
 
+from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.printer import code_text, program_text
-from quintnet_compiler.ir.program import DistributedProgram
 
 
 def texts(passes: Sequence[tuple[str, Any]]) -> dict[str, str]:

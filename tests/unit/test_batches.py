@@ -17,7 +17,7 @@ from quintnet_compiler.core.annotations import facts
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.equivalence.microbatch_rows import batches_of
-from quintnet_compiler.ir.program import DistributedProgram
+from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.passes.checks.code import check_batches
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.passes.stages.cut_stages import _unbroken, staged_operators

@@ -32,9 +32,10 @@ from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.driver.plain_data import plain, restored
 from quintnet_compiler.driver.program_cache import ProgramCache
 from quintnet_compiler.driver.stored_program import program_data, read_program
+from quintnet_compiler.ir.distributed_program import StateSpec
 from quintnet_compiler.ir.generated import StoredModule
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.ir.program import Captured, StateSpec
+from quintnet_compiler.ir.program import Captured
 from quintnet_compiler.ops.rules.notation import table
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.schedules.schedule import Action

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...core.absent_gpu import AbsentGpu
 from ...core.errors import RunError
-from ...ir.program import DistributedProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..execute.loss_scale import LossScale
 from .whole_state import WholeState
 

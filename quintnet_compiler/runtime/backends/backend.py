@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...compat.torch import foreach_mul_, foreach_norm
 from ...core.errors import RunError
-from ...ir.program import DistributedProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..execute.executor import Executor, Run
 from ..execute.finite import require_finite
 from ..execute.interpreter_trace import Watch

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...core.mesh import Mesh
-from ...ir.program import DistributedProgram
+from ...ir.distributed_program import DistributedProgram
 from ..execute.engines import Engine, eager
 from ..launch.malloc import tune_malloc
 from ..launch.world import has_process, many

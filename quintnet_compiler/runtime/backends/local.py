@@ -13,7 +13,7 @@ from ...core import slices
 from ...core.errors import InputError, RunError
 from ...core.mesh import Mesh
 from ...core.sharding import Shard
-from ...ir.program import DistributedProgram, StateSpec, ValueSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec, ValueSpec
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
 from ..execute.interpreter_trace import Watch

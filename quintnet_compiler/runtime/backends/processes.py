@@ -17,7 +17,8 @@ from ...core.empty_storage import of_other_ranks
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import I, Shard
-from ...ir.program import Axis, DistributedProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec
+from ...ir.program import Axis
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
 from ..execute.loss_scale import LossScale

@@ -13,7 +13,8 @@ from ...core import slices
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import local_shape
-from ...ir.program import Axis, StateSpec
+from ...ir.distributed_program import StateSpec
+from ...ir.program import Axis
 from ..state.module_parameters import local_of
 from ..state.true_part import with_padding, without_padding
 from ..state.whole_optimizer import Pairs

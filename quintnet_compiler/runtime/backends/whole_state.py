@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from ...core import slices
-from ...ir.program import DistributedProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..state.local_values import StoredPart
 from ..state.whole_optimizer import WholeTensors
 from .whole_parameters import AllHere

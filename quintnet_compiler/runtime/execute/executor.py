@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core import slices
 from ...core.sharding import P, Shard, local_shape
-from ...ir.program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
+from ...ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram, StateSpec, ValueSpec
 from ...schedules.schedule import Action, Op
 from ...schedules.sends import arrived_sends
 from ..launch.preemption import Preemption

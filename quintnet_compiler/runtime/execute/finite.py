@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ...compat.torch import pytree
 from ...core.annotations import facts, is_float, known
 from ...core.errors import RunError
-from ...ir.program import DistributedProgram, StageProgram
+from ...ir.distributed_program import DistributedProgram, StageProgram
 from .executor import Executor, Run
 from .interpreter_trace import PHASES, Observer
 

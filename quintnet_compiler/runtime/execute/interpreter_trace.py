@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from ...ir.distributed_program import StageProgram
 from ...ir.generated import GeneratedModule
-from ...ir.program import StageProgram
 
 Observer = Callable[[fx.Node, Any], None]
 PHASES = ("once", "forward", "backward", "weight")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...ir.program import DistributedProgram
+from ...ir.distributed_program import DistributedProgram
 from .executor import Run
 
 

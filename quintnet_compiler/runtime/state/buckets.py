@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...core import slices
 from ...core.sharding import R, Shard, local_shape
-from ...ir.program import DistributedProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..transport.transport import Wait
 
 ALIGNMENT = 16  # bytes: kernels read and write so many at once where views begin at multiples of it

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ...compat.torch import storage_key
-from ...ir.program import DistributedProgram
+from ...ir.distributed_program import DistributedProgram
 
 
 def split_results(program: DistributedProgram, results: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compat.torch import foreach_copy_, foreach_mul_
-from ...ir.program import DistributedProgram, RankProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
 from ..transport.transport import Transport
 from .buckets import Bucket, GradientSlice, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
 from .products import add_product, adds_up, put_product

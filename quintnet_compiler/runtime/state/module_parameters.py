@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ...compat.distributed import local_tensor
 from ...compat.torch import plain_function, same_implementation, without_torch_function
 from ...core.errors import RunError
-from ...ir.program import StateSpec
+from ...ir.distributed_program import StateSpec
 
 _AGAIN = "compile the changed module"
 _ADDRESS = methodcaller("data_ptr")

@@ -18,7 +18,7 @@ from ...core.axes import DATA_AXES
 from ...core.errors import RunError
 from ...core.mesh import Mesh
 from ...core.sharding import Shard
-from ...ir.program import DistributedProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..launch.rank_status import SHOWN, some_ranks
 from .digests import digests, together
 

@@ -14,7 +14,8 @@ from ...compat.distributed import interleaved_shard
 from ...core import slices
 from ...core.sharding import Shard as ShardType
 from ...core.sharding import Sharding, local_shape
-from ...ir.program import Axis, DistributedProgram, RankProgram, StateSpec
+from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
+from ...ir.program import Axis
 
 
 def part_of(x: Tensor, sharding: Sharding, axes: Sequence[Axis], coordinate: Mapping[str, int]) -> Tensor:
