@@ -352,7 +352,7 @@ class CompiledProgram(ProgramReports):
                     )
                 settle(slots, primary, self._backend)
                 if self._spread:
-                    know_all_boxes()
+                    know_all_boxes(primary.program.state.values())
             self._home = home_of(task.model)
         return self._backend
 

@@ -165,6 +165,7 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
     with without_hooks_of_export(), constants_have_values(), switches_by(without_switches, for_this_thread):
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_where_off(exported.graph_module)
+    exported.graph.eliminate_dead_code()  # also results that nothing reads
     place_data(exported.graph)
     keep_gradients(exported)
     return exported

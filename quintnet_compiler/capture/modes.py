@@ -16,7 +16,7 @@ from torch import nn
 from ..compat.torch_compiler import QUESTIONS, questions_answered
 from ..compat.torch_func import set_grad
 from ..core.errors import CompileError
-from ..core.replaced import for_this_thread
+from ..core.replaced import for_this_thread, one_thread
 
 
 @contextlib.contextmanager
@@ -62,6 +62,12 @@ def uncompiled(own: tuple[str, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inference_is_without_gradients() -> Iterator[None]:
+    """Only one thread at a time is inside."""
+    with one_thread():
+        yield from _switched_by_inference_mode()
+
+
+def _switched_by_inference_mode() -> Iterator[None]:
     enter, leave = torch.inference_mode.__enter__, torch.inference_mode.__exit__
     before: list[bool] = []  # whether gradients were on around each of the modes that have begun
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.distributed.tensor import DTensor
 
 from ..compat.distributed import checkpoint_parts_by, is_interleaved, local_tensor, positions_of
+from ..core.sharding import Shard
+from ..ir.distributed_program import StateSpec
 from .parts import SavedPart
 
 
@@ -13,6 +17,8 @@ def part_of(x: DTensor) -> SavedPart | None:
     return SavedPart.of(local_tensor(x), x.shape, positions_of(x)) if is_interleaved(x) else None
 
 
-def know_all_boxes() -> None:
-    """From now on, torch.distributed.checkpoint reads and writes all boxes of DTensors in interleaved slices."""
-    checkpoint_parts_by(part_of)
+def know_all_boxes(stored: Iterable[StateSpec]) -> None:
+    """From now on, torch.distributed.checkpoint reads and writes all boxes of DTensors in interleaved slices, if there
+    are such among what is ``stored`` on ranks."""
+    if any(isinstance(kind, Shard) and kind.parts > 1 for spec in stored for kind in spec.sharding):
+        checkpoint_parts_by(part_of)

@@ -60,9 +60,11 @@ def active_modes() -> list[str]:
 
 def files_of_kernels() -> set[str]:
     """The files that register kernels of PyTorch's operators, as libraries may replace some; instead: torch.library's
-    own list, which has no files and nothing of C++."""
+    own list, which has no files and nothing of C++. Kernels of a device that PyTorch does not know (PrivateUse1) are
+    left out: on CPUs and GPUs they never run."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return {file for name in names for file in _PLACE.findall(torch._C._dispatch_dump(name))}
+    lines = (line for name in names for line in torch._C._dispatch_dump(name).splitlines())
+    return {file for line in lines if "PrivateUse1" not in line.partition(":")[0] for file in _PLACE.findall(line)}
 
 
 def root_of_build() -> str:

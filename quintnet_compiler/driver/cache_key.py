@@ -61,6 +61,8 @@ def key_of(captured: Captured, request: Request, *, training: bool, primary: Com
 
 def _here(device: torch.device) -> list[str]:
     """This process: versions, settings, the kind of device."""
+    if device.type not in ("cpu", "cuda"):
+        raise NotCacheable(f"a library has kernels of its own for devices of type {device.type}")
     if modes := active_modes():
         raise NotCacheable(f"a {modes[0]} is active, which sees operators while they are compiled")
     for file in sorted(files_of_kernels()):

@@ -55,6 +55,12 @@ class Emulated(ModuleType):
         index = device if isinstance(device, int) or device is None else torch.device(device).index
         self.extension.synchronize(-1 if index is None else index)
 
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream()
+
+    def stream(self, stream: torch.Stream) -> torch.Stream:
+        return stream  # is a context manager
+
     def memory_allocated(self) -> int:
         return int(self.extension.memory(self.current_device())[0])
 
