@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -165,7 +166,9 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
     with without_hooks_of_export(), constants_have_values(), switches_by(without_switches, for_this_thread):
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_where_off(exported.graph_module)
-    exported.graph.eliminate_dead_code()  # also results that nothing reads
+    for result in reversed(exported.graph.find_nodes(op="call_function", target=operator.getitem)):
+        if not result.users:
+            exported.graph.erase_node(result)
     place_data(exported.graph)
     keep_gradients(exported)
     return exported

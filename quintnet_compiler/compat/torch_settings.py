@@ -63,7 +63,8 @@ def files_of_kernels() -> set[str]:
     own list, which has no files and nothing of C++. Kernels of a device that PyTorch does not know (PrivateUse1) are
     left out: on CPUs and GPUs they never run."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    lines = (line for name in names for line in torch._C._dispatch_dump(name).splitlines())
+    dumps: list[str] = [torch._C._dispatch_dump(name) for name in names]
+    lines = (line for dump in dumps for line in dump.splitlines())
     return {file for line in lines if "PrivateUse1" not in line.partition(":")[0] for file in _PLACE.findall(line)}
 
 
