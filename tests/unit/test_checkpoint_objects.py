@@ -104,6 +104,16 @@ def test_a_file_url_is_a_folder(made: Made, tmp_path: Path) -> None:
     assert made[0].save(tmp_path.as_uri(), step=1) == tmp_path / "step-00000001"
 
 
+def test_what_a_damaged_name_may_be_of_stays(made: Made, url: str) -> None:
+    made[0].save(url, step=1)
+    store, root = fsspec.url_to_fs(url)
+    name = store.cat_file(f"{root}/step-00000001.json")
+    store.pipe_file(f"{root}/step-00000001.json", b"{")
+    made[0].save(url, step=2)
+    store.pipe_file(f"{root}/step-00000001.json", name)
+    assert made[0].load(url, step=1).step == 1
+
+
 def test_damage_is_found(made: Made, url: str) -> None:
     for step in (1, 2):
         made[0].save(url, step=step, keep=2)

@@ -27,6 +27,7 @@ _DATA = re.compile(r"step-(\d{8,})\.[0-9a-f]{16}")
 _ABANDONED = re.compile(r"abandoned-(\d{2,})")
 _PART = 32 * 2**20  # bytes that are sent at once
 _LARGEST_NAME = 4096  # bytes
+_MISSING = "missing"  # the prefix of a name that cannot be read
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class ObjectFolder:
             except (FileNotFoundError, ValueError, KeyError, TypeError):
                 data = ""
         if not _DATA.fullmatch(data):  # it must not lead elsewhere
-            data = "missing"
+            data = _MISSING
         return ObjectFiles(self.store, self._data(data), name)
 
     def lock(self) -> ObjectLock:
@@ -134,7 +135,7 @@ class ObjectFolder:
     def new(self, step: int) -> ObjectFiles:
         used = self._used()
         for one in _listed(self.store, self._data()):
-            if _last(one["name"]) not in used:
+            if not {_last(one["name"]), _MISSING} & used:  # a name that cannot be read may be of any of them
                 _remove(self.store, self._data(_last(one["name"])))
         return self.at(f"{name_of(step)}.{secrets.token_hex(8)}")
 
