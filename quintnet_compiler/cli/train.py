@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..runtime.launch.launch import launch
+from ..runtime.launch.world import world_size
 from ..training.config import TrainConfig
 from ..training.documents import read_yaml
 from ..training.run import run as run_training
@@ -23,12 +24,14 @@ def train(
     settings: Set = None,
     nproc: Annotated[int | None, typer.Option(min=1, help="processes here; without it, as many as the mesh")] = None,
     restarts: Annotated[int, typer.Option(min=0, help="start again after a fault, from the newest checkpoint")] = 0,
+    fewest: Annotated[int | None, typer.Option(min=1, help="ranks to restart with; mesh_dim has a -1 then")] = None,
     grace: Annotated[float, typer.Option(min=0, help="seconds that ranks get to save in after SIGTERM")] = 300.0,
     json: Json = False,
 ) -> Answer:
     """Train a model as a file says, going on from the newest checkpoint if there is one.
 
     Starts local processes; under torchrun this process is one rank. With --nproc 1, all ranks run in one process.
+    Where the file's mesh_dim has a -1, --nproc or torchrun say how many ranks there are.
 
     Exit code: 0, 2 usage, 4 the model, the layout or the file is not supported, 6 a rank failed, 7 a checkpoint,
     8 a value is not finite, 138 saved and ended because a scheduler asked for it: queue it again.
@@ -43,10 +46,10 @@ def train(
     found = TrainConfig.read(config, **{key: read_yaml(value) for key, _, value in given})
     decided = settings_of(settings)
     found = found.model_copy(update={"plan": {**found.plan, **decided}})
-    ranks = nproc or found.mesh.size
+    ranks = nproc or found.fixed_ranks or world_size()
     if ranks == 1:
         histories = [run_training(found)]
     else:
-        histories = launch(run_training, ranks, (found,), restarts=restarts, grace=grace)
+        histories = launch(run_training, ranks, (found,), restarts=restarts, fewest=fewest, grace=grace)
     history = next(one for one in histories if one is not None)
     return Answer("", dumps(asdict(history)))

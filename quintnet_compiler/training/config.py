@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..ir.plan import Plan
 from ..runtime.launch.preemption import SIGNALS
 from .documents import read_yaml
 
+REST = -1  # the size of an axis that has what the others leave of the ranks
 ALL_THREE = "3d"  # the other name of dp_tp_pp
 SCHEDULES = {"afab": "gpipe"}  # all forward, all backward: the other name of it
 
@@ -45,7 +47,8 @@ class TrainConfig(BaseModel):
         model: ``package.module:function`` or ``path/to/file.py:function``, which returns a :class:`quintnet.TrainTask`.
         model_args: keyword arguments of that function.
         strategy_name: the axes that the run uses, such as ``dp_tp``, or ``3d`` for ``dp_tp_pp``; others have size 1.
-        mesh_dim: sizes of the mesh's axes, outermost first.
+        mesh_dim: sizes of the mesh's axes, outermost first. One may be -1: as many as the number of ranks leaves for
+            it, when the run starts and when it goes on with more or fewer ranks.
         mesh_name: names of the mesh's axes, in the same order.
         schedule: as in a :class:`quintnet.Plan`, or ``afab`` (for ``gpipe``).
         grad_acc_steps: the number of microbatches.
@@ -117,6 +120,8 @@ class TrainConfig(BaseModel):
     def _fits(self) -> TrainConfig:
         if len(self.mesh_dim) != len(self.mesh_name) or len(set(self.mesh_name)) != len(self.mesh_name):
             raise ValueError(f"mesh_dim {list(self.mesh_dim)} and mesh_name {list(self.mesh_name)} do not pair up")
+        if self.mesh_dim.count(REST) > 1:
+            raise ValueError(f"mesh_dim {list(self.mesh_dim)}: one axis can be {REST}")
         unknown = [name for name in self.preempt_signals if name not in signal.Signals.__members__]
         if unknown:
             raise ValueError(f"preempt_signals: there is no signal {', '.join(unknown)}; write SIGTERM or SIGUSR1")
@@ -124,7 +129,7 @@ class TrainConfig(BaseModel):
             raise ValueError("measure_step needs a log_dir to write to")
         if self.strategy_name is not None:
             allowed = strategy_axes(self.strategy_name)
-            extra = [f"{n}={size}" for n, size in zip(self.mesh_name, self.mesh_dim, strict=True) if size > 1]
+            extra = [f"{n}={size}" for n, size in zip(self.mesh_name, self.mesh_dim, strict=True) if size != 1]
             wrong = [text for text in extra if text.partition("=")[0] not in allowed]
             lacking = [name for name in allowed if name not in self.mesh_name]
             if wrong or lacking:
@@ -136,8 +141,32 @@ class TrainConfig(BaseModel):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of ``mesh_dim`` and ``mesh_name``."""
+        """The mesh of ``mesh_dim`` and ``mesh_name``.
+
+        Raises:
+            CompileError: QN201 if the size of an axis is left open, or is none.
+        """
         return Mesh(**dict(zip(self.mesh_name, self.mesh_dim, strict=True)))
+
+    @property
+    def fixed_ranks(self) -> int | None:
+        """How many ranks the mesh has; None if it has as many as there are."""
+        return None if REST in self.mesh_dim else self.mesh.size
+
+    def mesh_of(self, ranks: int) -> Mesh:
+        """The mesh of ``mesh_dim`` and ``mesh_name``; if an axis is -1, that of so many ranks.
+
+        Raises:
+            CompileError: QN201 if there is none.
+        """
+        if REST not in self.mesh_dim:
+            return self.mesh
+        fixed = math.prod(size for size in self.mesh_dim if size != REST)
+        if fixed < 1 or ranks % fixed:
+            message = f"there is no mesh of mesh_dim {list(self.mesh_dim)} with {ranks} ranks"
+            raise CompileError("QN201", message, fix="start a multiple of the sizes that mesh_dim names")
+        sizes = (ranks // fixed if size == REST else size for size in self.mesh_dim)
+        return Mesh(**dict(zip(self.mesh_name, sizes, strict=True)))
 
     @property
     def decisions(self) -> Plan:

@@ -25,6 +25,7 @@ from ..checkpoint.stores.places import folder_at
 from ..core.errors import CompileError
 from ..ir.plan import Plan
 from ..runtime.launch.launchers import started
+from ..runtime.launch.world import world_size
 from .batches import BatchSampler
 from .config import TrainConfig
 from .measures import Metric
@@ -72,7 +73,7 @@ def run(config: TrainConfig) -> History:
     plan: Plan = config.decisions
     model = task.model if any(p.is_meta for p in task.model.parameters()) else task.model.to(device)
     model.train()  # from_pretrained leaves models in evaluation mode
-    program = compile_model(model, config.mesh, first, loss_fn=task.loss_fn, plan=plan, device=device)
+    program = compile_model(model, config.mesh_of(world_size()), first, loss_fn=task.loss_fn, plan=plan, device=device)
     if task.start is not None and not (config.checkpoint_dir and available(folder_at(config.checkpoint_dir))):
         task.start(program)
     optimizer = optimizer_of(config, program.parameters())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,10 @@ from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.runtime.launch import board, malloc, run_folder, sending, smoke, world
 from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
+from quintnet_compiler.runtime.launch.forwarding import Forwarding
 from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, meet
+from quintnet_compiler.runtime.launch.launch import Places
+from quintnet_compiler.runtime.launch.preemption import Preempted
 from quintnet_compiler.runtime.launch.rank_status import (
     RankStatus,
     described,
@@ -267,3 +272,39 @@ def test_an_attempt_gets_a_name_of_its_own() -> None:
     assert found[0] != found[1] and all(name.startswith("quintnet/") for name in found)
     with pytest.raises(RunError, match="ranks did not come: 1"):
         meet(store, 0, 2, 0.0)
+
+
+# -- where ranks can be
+
+
+def test_a_place_is_left_out_after_two_faults_until_it_was_gone() -> None:
+    there = {0, 1, 2}
+    places = Places(3, 2, lambda: there)
+    places.blame({2})
+    assert places.now() == [0, 1, 2]
+    places.blame({2})
+    assert places.now() == [0, 1]
+    places.blame({1})
+    places.blame({1})
+    assert places.now() == [0, 1]  # two are needed
+    there -= {2}
+    assert places.now() == [0, 1]
+    there |= {2}
+    assert places.now() == [0, 1, 2]
+    with pytest.raises(CompileError, match=r"QN108.*\n?.*available returned \[0, 3\]"):
+        Places(3, 1, lambda: [0, 3]).now()
+
+
+def test_too_few_places_are_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    asked: list[int] = []
+
+    def available() -> range:
+        asked.append(0)
+        return range(len(asked) - 1)
+
+    assert Places(4, 2, available).wait(math.inf, Forwarding(1.0)) == [0, 1]
+    assert capfd.readouterr().err.count("places [] are available, and at least 2 are needed: waiting") == 1
+    with pytest.raises(RunError, match="QN304"):
+        Places(4, 2, lambda: range(1)).wait(time.monotonic(), Forwarding(1.0))
+    with pytest.raises(Preempted):
+        Places(4, 2, lambda: range(1)).wait(math.inf, Forwarding(1.0, [signal.SIGTERM]))

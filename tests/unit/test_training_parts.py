@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quintnet_compiler.core.errors import CompileError, InputError
+from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.training.batches import BatchSampler
 from quintnet_compiler.training.config import TrainConfig, strategy_axes
 from quintnet_compiler.training.documents import read_yaml
@@ -25,6 +26,21 @@ def test_a_configuration_is_read_and_changed(tmp_path: Path) -> None:
     for wrong in ("4d", "dp_xp", "dp_dp", ""):
         with pytest.raises(ValueError, match="join axes"):
             strategy_axes(wrong)
+
+
+def test_an_axis_takes_what_is_left_of_the_ranks() -> None:
+    sizes = {"model": "a.b:c", "batch_size": 8, "mesh_name": ["dp", "tp"]}
+    found = TrainConfig.make({**sizes, "mesh_dim": [-1, 2]})
+    assert found.fixed_ranks is None and [found.mesh_of(n) for n in (2, 6)] == [Mesh(dp=1, tp=2), Mesh(dp=3, tp=2)]
+    with pytest.raises(CompileError, match="with 3 ranks"):
+        found.mesh_of(3)
+    with pytest.raises(CompileError, match="QN201"):
+        _ = found.mesh
+    fixed = TrainConfig.make({**sizes, "mesh_dim": [2, 2]})
+    assert fixed.fixed_ranks == 4 and fixed.mesh_of(1) == fixed.mesh == Mesh(dp=2, tp=2)
+    for wrong, says in (([-1, -1], "one axis"), ([1, -1], "tp=-1 is not among them")):
+        with pytest.raises(CompileError, match=says):
+            TrainConfig.make({**sizes, "mesh_dim": wrong, "strategy_name": "dp"})
 
 
 def test_a_plan_overrides_the_keys_that_it_shares_with_a_run() -> None:

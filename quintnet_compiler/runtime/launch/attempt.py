@@ -36,6 +36,7 @@ from .sending import importable_main, packed, unpacked
 
 STOPPED = 1.0  # seconds after which a rank that may not run is given up
 STALL = 3.0  # seconds after which ranks that may wait for each other in vain are told of
+AGAIN = 1.0  # seconds between two looks at which places are available
 SETTLE = 1.0  # seconds in which the cause of an error that another rank caused shows
 LONGEST_TEXT = 20_000  # characters of an error and its traceback
 LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
@@ -69,10 +70,14 @@ class Seat:
 class Attempt:
     """Starts a rank for each of ``slots`` and sees to their end. Nothing outlives it: ranks end when it does, and
     when this process does. They talk over loopback alone, and nothing that they leave behind is read again.
-    ``signals``: what this process was sent, and passes on to them."""
+    ``signals``: what this process was sent, and passes on to them; ``wanted``: which slots there should be now."""
 
-    def __init__(self, job: Job, slots: Sequence[int], folder: Path, signals: Forwarding) -> None:
+    def __init__(
+        self, job: Job, slots: Sequence[int], folder: Path, signals: Forwarding, wanted: Callable[[], Sequence[int]]
+    ) -> None:
         self.job, self.slots, self.folder, self.signals = job, slots, folder, signals
+        self.wanted, self.looked = wanted, time.monotonic()
+        self.leaving = Forwarding(signals.grace)  # what ranks are sent when other slots are wanted
         self.size = len(slots)
         self.results: dict[int, Any] = {}
         self.reports: dict[int, RankError] = {}
@@ -120,16 +125,19 @@ class Attempt:
         doubt: float | None = None
         while len(self.results) < self.size:
             self._hear(PERIOD / 2)
-            self.signals.pass_on([self._pid(rank) for rank in range(self.size) if self._runs(rank)])
+            self._look_at_slots()
+            for signals in (self.signals, self.leaving):
+                signals.pass_on([self._pid(rank) for rank in range(self.size) if self._runs(rank)])
             given_up = self._given_up()
             if self.reports or self.ended or given_up or self._apart():
                 now = time.monotonic()
                 doubt = doubt or now
                 if self._scene(given_up).certain or now > doubt + SETTLE:
                     return self._end(given_up)
-            if time.monotonic() > deadline or self.signals.late:
+            asked = self.signals.late or self.leaving.late
+            if time.monotonic() > deadline or asked:
                 late = sorted(set(range(self.size)) - self.results.keys())
-                after = f"the {self.signals.grace:g} s after a signal" if self.signals.late else "time"
+                after = f"the {self.signals.grace:g} s after a signal" if asked else "time"
                 error = RunError("QN304", f"ranks {late} did not finish in {after}")
                 self._tell(error.message)
                 return Fault(error, tuple(late))
@@ -139,6 +147,23 @@ class Attempt:
         while time.monotonic() < until and not all(gone(self._pid(rank)) for rank in self.orphans):
             time.sleep(PERIOD / 2)
         return [self.results[rank] for rank in range(self.size)]
+
+    def moves(self, found: list[Any] | Fault) -> bool:
+        """Whether the ranks, of which ``found`` came, ended because other slots are wanted: by themselves or not."""
+        if self.leaving.first is None:
+            return False
+        if isinstance(found, Fault):
+            return found.again or self.leaving.late
+        return any(isinstance(one, Preempted) for one in found)
+
+    def _look_at_slots(self) -> None:
+        if self.leaving.first is not None or time.monotonic() < self.looked + AGAIN:
+            return
+        wanted, self.looked = self.wanted(), time.monotonic()
+        if wanted != self.slots:
+            told = f"places {wanted} are available, and ranks run on {self.slots}: they save, and start again there"
+            print(told, file=sys.stderr, flush=True)
+            self.leaving.came.append(signal.SIGTERM)
 
     def _hear(self, seconds: float) -> None:
         """Take what ranks have to say, and see which ended."""

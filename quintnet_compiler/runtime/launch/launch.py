@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ...core.errors import CompileError, FaultWarning
+from ...core.errors import CompileError, FaultWarning, RunError
 from .attempt import Attempt, Job
 from .faults import Fault
 from .forwarding import Forwarding, forwarding
-from .heartbeat import current
+from .heartbeat import PERIOD, current
 from .inside_launcher import inside_launcher
 from .launchers import started
 from .preemption import Preempted
@@ -34,6 +35,7 @@ def launch(
     threads: int = 1,
     restarts: int = 0,
     fewest: int | None = None,
+    available: Callable[[], Collection[int]] | None = None,
     grace: float = 300.0,
 ) -> list[Any]:
     """Run ``fn(*args)`` on ``num_ranks`` ranks and return the results by rank.
@@ -56,6 +58,12 @@ def launch(
             its own checkpoint (:meth:`CompiledProgram.load`; a :class:`Trainer` with a checkpoint_folder does).
         fewest: the smallest number of ranks to restart with: a rank at fault in two consecutive attempts is left out.
             ``fn`` then finds a smaller world (``torch.distributed.get_world_size()``). None: ``num_ranks``.
+        available: says which of the places 0 to ``num_ranks`` - 1 ranks can have now (a place has a GPU of its own if
+            the machine has enough); None: all. It is called before each start and once a second, and must return at
+            once. If ranks run on other places than these, they are asked to save and to end, as after a signal (see
+            ``grace``), and ``fn`` starts again with a rank on each of these: more ranks, fewer, or others. This is no
+            restart. While there are less than ``fewest``, nothing runs. A place that was left out may be used again
+            after it was not available for a while.
         grace: SIGTERM and SIGUSR1 that this process gets, and does not handle by itself, are passed on to all ranks;
             seconds that these have then to save and to end (see :meth:`CompiledProgram.on_preempt`). They are not
             started again.
@@ -81,8 +89,9 @@ def launch(
     if world is not None and (world.elastic or current.get() is None):
         return inside_launcher(job, world, num_ranks, least)
     job = replace(job, call=packed_call(fn, args))
+    places = Places(num_ranks, least, available)
     with forwarding(grace) as signals:
-        found = _attempts(job, num_ranks, least, restarts, timeout, signals)
+        found = _attempts(job, places, restarts, timeout, signals)
     if not isinstance(found, Fault):
         if any(isinstance(one, Preempted) for one in found):
             raise Preempted
@@ -92,21 +101,73 @@ def launch(
     raise found.error
 
 
-def _attempts(
-    job: Job, num_ranks: int, least: int, restarts: int, timeout: float | None, signals: Forwarding
-) -> list[Any] | Fault:
+@dataclass
+class Places:
+    """Where on this machine ranks can be. ``suspects``: places of ranks at fault in the last attempt; ``left_out``: in
+    two consecutive ones, until they were not available for a while."""
+
+    number: int
+    fewest: int
+    ask: Callable[[], Collection[int]] | None = None
+    suspects: set[int] = field(default_factory=set)
+    left_out: set[int] = field(default_factory=set)
+
+    def now(self) -> list[int]:
+        """Raises: CompileError QN108 for a place that there is not."""
+        every = range(self.number)
+        there = set(every if self.ask is None else self.ask())
+        if not there <= {*every}:
+            fix = f"return some of the places 0 to {self.number - 1}"
+            raise CompileError("QN108", f"available returned {sorted(there, key=str)}", fix=fix)
+        self.left_out &= there
+        return sorted(there - self.left_out)
+
+    def blame(self, at_fault: set[int]) -> None:
+        """Ranks on these places were at fault."""
+        twice = at_fault & self.suspects
+        if len(set(self.now()) - twice) < self.fewest:
+            twice = set()
+        self.left_out |= twice
+        self.suspects = at_fault - twice
+
+    def wait(self, deadline: float, signals: Forwarding) -> list[int]:
+        """As many as are needed.
+
+        Raises:
+            Preempted: if a signal came.
+            RunError: QN304 if there are not enough until then.
+        """
+        told = False
+        while len(found := self.now()) < self.fewest:
+            if not told:
+                told = True
+                text = f"places {found} are available, and at least {self.fewest} are needed: waiting"
+                print(text, file=sys.stderr, flush=True)
+            signals.pass_on([])
+            if signals.first is not None:
+                raise Preempted  # ranks that ran before have saved what they did
+            if time.monotonic() > deadline:
+                raise RunError("QN304", f"places {found} are available, and at least {self.fewest} are needed")
+            time.sleep(PERIOD)
+        return found
+
+
+def _attempts(job: Job, places: Places, restarts: int, timeout: float | None, signals: Forwarding) -> list[Any] | Fault:
     """What the last attempt gave."""
-    deadline = time.monotonic() + timeout if timeout is not None else math.inf
-    slots, suspects = list(range(num_ranks)), set[int]()
+    deadline, restarted = time.monotonic() + timeout if timeout is not None else math.inf, 0
     with run_folder(new_folder()) as folder:
-        for number in range(restarts + 1):
-            with Attempt(job, slots, folder / f"attempt{number}", signals) as attempt:
+        for number in itertools.count():
+            slots = places.wait(deadline, signals)
+            with Attempt(job, slots, folder / f"attempt{number}", signals, places.now) as attempt:
                 found = attempt.run(deadline)
-            if not isinstance(found, Fault) or number == restarts or not found.again or signals.first is not None:
+            if signals.first is not None:
                 return found
-            blamed = {slots[rank] for rank in found.ranks}
-            gone = blamed & suspects if len(slots) - len(blamed & suspects) >= least else set()
-            slots, suspects = [slot for slot in slots if slot not in gone], blamed - gone
-            message = f"{found.error}\n  restart {number + 1} of {restarts}, with {len(slots)} ranks"
+            if attempt.moves(found):
+                continue
+            if not isinstance(found, Fault) or restarted == restarts or not found.again:
+                return found
+            restarted += 1
+            places.blame({slots[rank] for rank in found.ranks})
+            message = f"{found.error}\n  restart {restarted} of {restarts}, with {len(places.now())} ranks"
             warnings.warn(FaultWarning(message), stacklevel=3)
     raise AssertionError("the last attempt returns")

@@ -20,17 +20,24 @@ def enter_world(mesh: Mesh) -> None:
     Raises:
         RunError: QN301 if their number is not that of the mesh, or if they cannot meet.
     """
-    alone = not (dist.is_available() and dist.is_initialized())
-    found = started() if alone else None
-    size = found.size if found is not None else 1 if alone else dist.get_world_size()
+    size = world_size()
     if size not in (1, mesh.size):
         raise RunError(
             "QN301",
             f"{mesh} needs {mesh.size} ranks, and the world has {size}",
             fix=f"start {mesh.size} processes, or give the mesh {size} ranks",
         )
-    if found is not None and found.size > 1:
+    found = started()
+    if found is not None and found.size > 1 and not (dist.is_available() and dist.is_initialized()):
         found.join()
+
+
+def world_size() -> int:
+    """How many processes there are, whether they have a process group yet or a launcher started them."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    found = started()
+    return 1 if found is None else found.size
 
 
 def device_for(
