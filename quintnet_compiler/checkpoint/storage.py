@@ -49,7 +49,11 @@ class SavePlanning(DefaultSavePlanner):
 
 
 class LoadPlanning(DefaultLoadPlanner):
-    """Into :class:`.parts.SavedPart`: each box from the boxes that overlap it."""
+    """Into :class:`.parts.SavedPart`: each box from the boxes that overlap it.
+
+    A rank's plan depends on no other's, so it stays on its rank: it has an entry for each box, and pickling all of them
+    for the first rank, which would send them back, took a third of the time of a load.
+    """
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -58,6 +62,13 @@ class LoadPlanning(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        self.plan = super().create_local_plan()
+        return LoadPlan([])
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        return self.plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         part: SavedPart = self.state_dict[index.fqn]
@@ -146,10 +157,7 @@ class Reader(StorageReader):
     checkpoint: CheckpointFiles
     index: Mapping[str, IndexEntry]
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def __post_init__(self) -> None:
         found: dict[str, Any] = {}
         self.places: dict[tuple[str, torch.Size], tuple[str, str]] = {}
         for fqn, tensor in self.index.items():
@@ -159,11 +167,16 @@ class Reader(StorageReader):
                 self.places[fqn, torch.Size(box.at)] = box.file, box.key
             properties = TensorProperties(dtype=DTYPES[tensor.dtype])
             found[fqn] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        return Metadata(found)
+        self.metadata = Metadata(found)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(self, "places"):
-            self.read_metadata()
+        pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
