@@ -20,6 +20,7 @@ from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.cross_entropy import row_nll
 from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.filled_rows import alike, fill_rows
 from quintnet_compiler.ops.kv_cache_attention import cached_attention
 
 from .one_operator import Input, Sample, call
@@ -525,6 +526,9 @@ def _lookups() -> list[Sample]:
         call(aten.index_fill.int_Scalar, f(4, 6), 1, ints(6, 2), 1.0),
         call(aten.index_put.default, f(4, 6), [ints(4, 2)], f(2, 6), True),
         call(aten.masked_scatter.default, f(4, 6), bools(4, 6), f(4, 6)),
+        call(alike, all_of(True, 4, 6), 6),
+        call(fill_rows, f(4, 6), all_of(True, 4, 6), f(4, 6)),
+        call(fill_rows, f(4, 6, 2), all_of(True, 4, 6, 2), f(24, 2)),
         call(aten.one_hot.default, ints(4, 4, 6), 4),
         call(aten.bucketize.Tensor, f(4, 6), sorted_values(4)),
         call(aten.isin.Tensor_Tensor, ints(6, 4, 6), ints(6, 2)),

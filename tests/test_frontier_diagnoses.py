@@ -194,7 +194,10 @@ COUPLED: dict[str, tuple[Any, str]] = {
         r"sub\.Tensor needs the sum",
     ),
     "the root of a loss": (lambda net, x: net.layer(x).square().mean().sqrt(), r"sqrt\.default needs the sum"),
-    "no rule for rows": (lambda net, x: net.layer(x).masked_scatter(x > 0, x).mean(), r"rule of aten\.masked_scatter"),
+    "no rule for rows": (
+        lambda net, x: net.layer(x).masked_scatter(net.layer(x) > 0, x).mean(),
+        r"rule of aten\.masked_scatter",
+    ),
 }
 
 

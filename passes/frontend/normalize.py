@@ -24,6 +24,7 @@ from ...ops.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
 from .inner_gradients import inner_gradient, without_starts
+from .list_rewrites import row_by_row
 from .picked_rows import PickedRows, picks
 from .rewrites import REWRITES, draws
 
@@ -47,7 +48,8 @@ class Normalize:
     Ensures: no symbolic sizes; no views other than reshape, expand, permute, slice, select, split; no copies.
 
     ``batch_size`` is the global batch: all data ranks and all microbatches; ``batches``: of how many such a step
-    consists, see :class:`~quintnet_compiler.ir.program.Program`. ``lengths``: further sizes of batches, by
+    consists, see :class:`~quintnet_compiler.ir.program.Program`. ``parts``: in how many microbatches a batch is
+    computed. ``lengths``: further sizes of batches, by
     their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`. ``device``: where programs will run, of
     which the type alone enters the program; ``absent``: what it is, where this machine has none.
 
@@ -61,6 +63,7 @@ class Normalize:
     absent: AbsentGpu | None = None
     lengths: Mapping[str, int] = field(default_factory=dict)
     batches: int = 1
+    parts: int = 1
 
     def __call__(self, captured: Captured, /) -> Program:
         if captured.only_rows not in (None, self.batch_size):
@@ -172,6 +175,10 @@ class Normalize:
         if target is gradient:
             outs, ins, arriving, again = args
             return inner_gradient(builder, outs, ins, arriving, again, partial(self._part, builder), self.absent)
+        if target is aten.masked_scatter.default and self.parts > 1:
+            found = row_by_row(builder, self.batch_size, args)
+            if found is not None:
+                return found
         rewrite = REWRITES.get(target)
         if rewrite is not None:
             return rewrite(builder, node, args, kwargs)

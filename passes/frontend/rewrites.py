@@ -18,6 +18,7 @@ from ...ops.rank_local import dropout
 from .attention_rewrites import masked_attention, scaled_dot_product
 from .bag_rewrites import embedding_bag
 from .derivative_rewrites import DERIVATIVE_REWRITES
+from .list_rewrites import cat
 from .loss_rewrites import cross_entropy, distance, divergence, many_labels, mean, nll, output_dtype
 from .norm_rewrites import batch_norm
 from .random_rewrites import RANDOM_REWRITES, Rewrite, random_calls
@@ -273,6 +274,7 @@ REWRITES: dict[Any, Rewrite] = {
         ],
         _filled,
     ),
+    aten.cat.default: cat,
     aten._conj.default: _called(aten._conj_physical.default),
     aten._neg_view.default: _called(aten.neg.default),
     aten.zero.default: _filled,

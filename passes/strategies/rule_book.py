@@ -21,6 +21,7 @@ from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, o
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
+from ...ops.filled_rows import fill_rows
 from ...ops.kv_cache_attention import cached_attention
 from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule
@@ -30,7 +31,7 @@ aten = torch.ops.aten
 _EXACT = frozenset(
     {
         with_tangent, declare_gradient, after_gradients, cached_attention, aten.nll_loss_forward.default,
-        aten.nll_loss2d_forward.default,
+        aten.nll_loss2d_forward.default, fill_rows,
     }
 )  # fmt: skip
 # raise for some values; norms and cross products do not

@@ -232,7 +232,7 @@ PIPELINE: tuple[PassSpec, ...] = (
         Normalize, "Program", "concrete global shapes, few canonical operators, no mutation",
         lambda s, p: _planned(
             Normalize, s, s.request.batch_size // s.batches, s.request.device, s.request.absent, s.request.lengths,
-            s.batches,
+            s.batches, s.microbatches // s.batches,
         ),
     ),
     PassSpec(

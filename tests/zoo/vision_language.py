@@ -39,7 +39,6 @@ VISION_LANGUAGE: Mapping[str, Entry] = {
             "vision_feature_layer": -1,
         },
         "image and text",
-        rows_apart=False,
         brief=True,
     ),
     "PaliGemma": Entry(
@@ -53,7 +52,6 @@ VISION_LANGUAGE: Mapping[str, Entry] = {
             "hidden_size": 32,
         },
         "image and text",
-        rows_apart=False,
         brief=True,
     ),
     "Gemma 3 with images": Entry(
@@ -68,7 +66,6 @@ VISION_LANGUAGE: Mapping[str, Entry] = {
             "eoi_token_index": 7,
         },
         "typed image and text",
-        rows_apart=False,
         brief=True,
     ),
     "InternVL": Entry(
@@ -81,7 +78,6 @@ VISION_LANGUAGE: Mapping[str, Entry] = {
             "downsample_ratio": 0.5,
         },
         "pooled image and text",
-        rows_apart=False,
         brief=True,
     ),
     "Qwen2-VL": Entry(

@@ -36,6 +36,18 @@ def expert_linear(node: fx.Node) -> Factors:
     return replace(found, joint=frozenset({("r", "e")}))
 
 
+def fill_rows(node: fx.Node) -> Factors:
+    """Rows, of which each takes its share of the values."""
+    x, _, source = map(shape, tensor_inputs(node))
+    dims, sizes = named(x)
+    rest, more = named(source, "v")
+    share = source[0] // x[0]
+    rest[0] = ("d0",) if share == 1 else ("d0", "v0")
+    sizes |= {name: size for name, size in more.items() if name != "v0"} | ({"v0": share} if share > 1 else {})
+    whole = frozenset(sizes) - {"d0"}
+    return Factors((tuple(dims), tuple(dims), tuple(rest)), (tuple(dims),), sizes, whole)
+
+
 def label_loss(node: fx.Node) -> Factors:
     """nll_loss_forward, nll_loss2d_forward without a mean: samples and pixels; classes are whole."""
     scores, *others = (shape(n) for n in tensor_inputs(node))

@@ -15,6 +15,7 @@ from ..attention import attention
 from ..cross_entropy import row_nll
 from ..ctc import ctc_rows
 from ..expert_linear import expert_linear
+from ..filled_rows import alike, fill_rows
 from ..kv_cache_attention import cached_attention
 from ..rank_local import dropout, noise
 from ..user_derivatives import after_gradients, declare_gradient, with_tangent
@@ -290,7 +291,8 @@ RULES = MappingProxyType(
         _each([aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_reduce.default], look.index_add, "memory"),
         _each([aten.gather.default], look.gather, "memory"),
         _each([aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two], look.scatter, "memory"),
-        _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor, aten.embedding_bag.padding_idx], opaque, "memory"),
+        _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor, aten.embedding_bag.padding_idx, alike], opaque, "memory"),
+        _each([fill_rows], look.fill_rows, "memory"),
         rule(aten.view_as_complex.default, "... part -> ...", whole="part", work="view"),
         rule(aten.view_as_real.default, "... -> ... part", whole="part", work="view"),
         rule(aten.one_hot.default, "... -> ... c", whole="c", work="memory"),
