@@ -72,6 +72,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_normalize_placements_into_shard_order": DTensorSpec,
         "_pp_plan": _LLAMA,
         "_split_tensor": Shard(0),
+        "_to_replicate_tensor": Shard(0),
         "_tp_plan": _LLAMA,
         "_experts_implementation": transformers.MixtralConfig(),
         "_vjp_with_argnums": torch._functorch.eager_transforms,

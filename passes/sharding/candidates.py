@@ -148,13 +148,14 @@ class Candidates:
         return origin(node)[0] in self.work or (found is not None and found.batched)
 
     def _torn(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> bool:
-        """Whether every even split of some dim would tear a unit of it (a head) that an operator reads as a dim: then
-        ranks may store all of a parameter, and read whole units of it."""
+        """Whether every even split of some dim would tear a unit of it (a head) that an operator reads as a dim, and
+        there are fewer than ranks (heads of keys that several heads of queries read): then ranks may store all of a
+        parameter, and read whole units of it."""
         for name, inside in cuts.items():
             size = self.view.factors[node].sizes[name]
             unit = size // max(inside, default=1)
             even = [size // (cut * self.axis.size) for cut in (1, *inside) if size % (cut * self.axis.size) == 0]
-            if inside and all(rows % unit for rows in even):
+            if inside and max(inside) < self.axis.size and all(rows % unit for rows in even):
                 return True
         return False
 

@@ -325,8 +325,8 @@ def leaf_strategies(
     node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]], ranks: int
 ) -> tuple[Strategy, ...]:
     """Every type that a leaf may have: replicated or a shard; R where it has a gradient. Where a size does not divide,
-    the shards that torch's DTensors know: of one part, in units of one index. Nor do these know a dim that ends in
-    padding and is split again, as rows of the batch are."""
+    the shards whose padding is at the end, which DTensors do not have: those of one part. Nor do these know a dim that
+    ends in padding and is split again, as rows of the batch are."""
     found = leaf(node)
     assert found is not None
     options = [Strategy((), (I,), "replicated")]
@@ -339,7 +339,7 @@ def leaf_strategies(
         for cut, unit in ways(factors, name, cuts, ranks):
             kind = shard_of(factors, factors.outputs[0], name, cut, unit)
             assert kind is not None
-            if not unit or (kind.parts, kind.unit) == (1, 1):
+            if not unit or kind.parts == 1:
                 part = part_of(factors, name, cut, unit, ranks)
                 options.append(Strategy((), (kind,), _label(name, cut, unit), part))
     return tuple(options)

@@ -18,7 +18,8 @@ def part_of(x: DTensor) -> SavedPart | None:
 
 
 def know_all_boxes(stored: Iterable[StateSpec]) -> None:
-    """From now on, torch.distributed.checkpoint reads and writes all boxes of DTensors in interleaved slices, if there
-    are such among what is ``stored`` on ranks."""
-    if any(isinstance(kind, Shard) and kind.parts > 1 for spec in stored for kind in spec.sharding):
+    """From now on, torch.distributed.checkpoint reads and writes all boxes of DTensors in interleaved slices, or in
+    whole units, if there are such among what is ``stored`` on ranks."""
+    kinds = {kind for spec in stored for kind in spec.sharding if isinstance(kind, Shard)}
+    if any(kind.parts > 1 or kind.unit > 1 for kind in kinds):
         checkpoint_parts_by(part_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -38,11 +39,57 @@ def replace_local_tensor(x: DTensor, part: Tensor) -> None:
     x._local_tensor = part
 
 
-def interleaved_shard(dim: int, parts: int) -> Placement:
+def interleaved_shard(dim: int, parts: int, units: int = 0) -> Placement:
     """The placement of a packed weight, such as query, key and value, of whose ``parts`` each rank has a slice;
-    instead: one parameter per part."""
+    instead: one parameter per part. ``units``: so many in each part, which ranks have whole (heads that do not divide);
+    instead: nothing, torch's placements cut single indices.
+
+    The upper 32 bits of the split factor say the units, times the parts. torch copies the factor to the placements of
+    operators' results, so they say it, too.
+    """
     _redistribute_interleaved()
-    return _StridedShard(dim, split_factor=parts)
+    if units:
+        _split_in_units()
+    return _StridedShard(dim, split_factor=parts * (1 + (units << 32)))
+
+
+def _parts_and_units(placement: Any) -> tuple[int, int]:
+    units, parts = divmod(placement.split_factor, 1 << 32)
+    return parts, units // parts
+
+
+@cache
+def _split_in_units() -> None:
+    """From now on torch cuts and joins DTensors in whole units where a split factor says so."""
+    kind: Any = _StridedShard
+    split, joined = kind._split_tensor, kind._to_replicate_tensor
+
+    def split_tensor(self: Any, x: Tensor, ranks: int, *, with_padding: bool = True, contiguous: bool = True) -> Any:
+        parts, units = _parts_and_units(self)
+        if not units:
+            return split(self, x, ranks, with_padding=with_padding, contiguous=contiguous)
+        size = x.shape[self.dim]
+        if size % (parts * units):
+            raise ValueError(f"dim {self.dim} of {list(x.shape)} is not made of {parts} x {units} units")
+        view, most = torch.unflatten(x, self.dim, (parts, units, size // (parts * units))), -(-units // ranks)
+        ends = [min(most * rank, units) for rank in range(ranks + 1)]
+        found = [view.narrow(self.dim + 1, a, b - a).flatten(self.dim, self.dim + 2) for a, b in pairwise(ends)]
+        found = [one.contiguous() for one in found] if contiguous else found
+        lacking = [found[0].shape[self.dim] - one.shape[self.dim] for one in found] if with_padding else []
+        for rank, count in enumerate(lacking):
+            shape = [*x.shape[: self.dim], count, *x.shape[self.dim + 1 :]]
+            found[rank] = torch.cat([found[rank], x.new_zeros(shape)], self.dim) if count else found[rank]
+        return found, lacking
+
+    def to_replicate(self: Any, part: Tensor, mesh: Any, axis: int, shape: Any) -> Any:
+        if _parts_and_units(self)[1]:
+            whole = torch.empty(list(shape), device="meta")
+            own = split_tensor(self, whole, mesh.size(axis), with_padding=False)[0][mesh.get_local_rank(axis)]
+            if own.shape[self.dim] != part.shape[self.dim]:
+                raise RuntimeError(f"{self} of {list(shape)} is {list(own.shape)} here, and not {list(part.shape)}")
+        return joined(self, part, mesh, axis, shape)
+
+    kind._split_tensor, kind._to_replicate_tensor = split_tensor, to_replicate
 
 
 @cache

@@ -406,17 +406,21 @@ def test_megatrons_names_of_a_llama(stacked: bool, tmp_path: Path) -> None:
     assert report.tensors == len(llama) and report.left_out == ("optimizer.state.exp_avg.x",)
 
 
-@pytest.mark.parametrize(("parts", "size"), [(1, 12), (3, 24), (2, 16), (3, 15)])
-def test_a_packed_weight_is_several_boxes(parts: int, size: int) -> None:
-    """For every rank of a mesh of two axes: where it says its part lies is where the compiler cut it."""
+@pytest.mark.parametrize(
+    ("parts", "size", "unit"), [(1, 12, 1), (3, 24, 1), (2, 16, 1), (3, 15, 1), (1, 12, 4), (2, 18, 3), (1, 4, 4)]
+)
+def test_a_packed_weight_is_several_boxes(parts: int, size: int, unit: int) -> None:
+    """For every rank of a mesh of two axes: where it says its part lies is where the compiler cut it; heads that do not
+    divide (``unit``), too."""
+    cut = ShardType(0, parts, unit), interleaved_shard(0, parts, size // (parts * unit) if unit > 1 else 0)
     whole = torch.arange(size * 4.0).view(size, 4)
     for rank in range(4):
         torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
         try:
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
             for kinds, placements in (
-                ((None, ShardType(0, parts)), (Replicate(), interleaved_shard(0, parts))),
-                ((ShardType(1), ShardType(0, parts)), (Shard(1), interleaved_shard(0, parts))),
+                ((None, cut[0]), (Replicate(), cut[1])),
+                ((ShardType(1), cut[0]), (Shard(1), cut[1])),
             ):
                 sharding = tuple(kind or I for kind in kinds)
                 at = slices.positions(whole.shape, sharding, (2, 2), (rank // 2, rank % 2))

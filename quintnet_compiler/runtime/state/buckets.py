@@ -30,6 +30,7 @@ class GradientSlice:
     ranks: int
     dim: int
     parts: int
+    unit: int = 1
 
 
 @dataclass
@@ -90,7 +91,7 @@ def scattered_axes(spec: StateSpec, program: DistributedProgram) -> tuple[str, .
 def _cuts(spec: StateSpec, program: DistributedProgram) -> tuple[GradientSlice, ...]:
     kinds = zip(program.axes, spec.sharding, spec.accumulated, strict=True)
     return tuple(
-        GradientSlice(axis.name, axis.size, stored.dim, stored.parts)
+        GradientSlice(axis.name, axis.size, stored.dim, stored.parts, stored.unit)
         for axis, stored, accumulated in kinds
         if isinstance(stored, Shard) and accumulated is R
     )
@@ -106,7 +107,7 @@ def by_rank(x: Tensor, cuts: Sequence[GradientSlice], order: Sequence[str]) -> T
     divide; where they do not, the last slices end in zeros."""
     for place, cut in enumerate(cuts):
         dim = cut.dim + place
-        x = slices.extended(x, dim, cut.parts, Shard(dim, cut.parts).padded(x.shape[dim], cut.ranks))
+        x = slices.extended(x, dim, cut.parts, Shard(dim, cut.parts, cut.unit).padded(x.shape[dim], cut.ranks))
         x = slices.stack(x, dim, cut.parts, cut.ranks)
     names = [cut.axis for cut in reversed(cuts)]
     return x.permute(*(names.index(name) for name in order), *range(len(cuts), x.dim()))

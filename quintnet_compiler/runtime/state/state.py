@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ...compat.distributed import interleaved_shard
 from ...core import slices
 from ...core.sharding import Shard as ShardType
-from ...core.sharding import Sharding, local_shape
+from ...core.sharding import Sharding, local_shape, shard_shape
 from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
 from ...ir.program import Axis
 
@@ -37,17 +38,20 @@ def new_caches(program: DistributedProgram, part: RankProgram, device: torch.dev
 
 def placements(spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> tuple[Placement, ...]:
     """DTensor placements on ``mesh`` (the ranks of one stage)."""
-    kinds = {axis.name: kind for axis, kind in zip(axes, spec.sharding, strict=True)}
-    found: list[Placement] = []
-    for name in mesh.mesh_dim_names or ():
-        kind = kinds.get(name)
-        if not isinstance(kind, ShardType):
-            found.append(Replicate())
-        elif kind.parts == 1:
-            found.append(Shard(kind.dim))
-        else:
-            found.append(interleaved_shard(kind.dim, kind.parts))
-    return tuple(found)
+    found: dict[str, Placement] = {}
+    left: tuple[int, ...] = spec.shape
+    for axis, kind in zip(axes, spec.sharding, strict=True):
+        if isinstance(kind, ShardType):
+            found[axis.name] = _cut(kind, left[kind.dim], axis.size)
+        left = shard_shape(left, kind, axis.size)
+    return tuple(found.get(name, Replicate()) for name in mesh.mesh_dim_names or ())
+
+
+def _cut(kind: ShardType, size: int, ranks: int) -> Placement:
+    """Of a dim of ``size``. What ranks have of single indices where that is the same as of whole units."""
+    if kind.padded(size, ranks) != replace(kind, unit=1).padded(size, ranks):
+        return interleaved_shard(kind.dim, kind.parts, size // (kind.parts * kind.unit))
+    return Shard(kind.dim) if kind.parts == 1 else interleaved_shard(kind.dim, kind.parts)
 
 
 def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> DTensor:
