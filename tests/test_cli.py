@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import quintnet
 from quintnet_compiler.cli import answer, app
-from quintnet_compiler.cli.verbs import VERBS, loaded
+from quintnet_compiler.cli.app import VERBS, loaded
 from quintnet_compiler.core.error_help import ErrorHelp, error_help
 from quintnet_compiler.core.error_table import ERRORS
 from quintnet_compiler.core.errors import (

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import quintnet
+from quintnet_compiler.cli.app import VERBS
 from quintnet_compiler.cli.plan import plan as plan_command
-from quintnet_compiler.cli.verbs import VERBS
 from quintnet_compiler.driver.pipeline import PIPELINE
 from quintnet_compiler.ir.plan import Plan, PlanOptions
 from quintnet_compiler.planner.search import SearchEffort

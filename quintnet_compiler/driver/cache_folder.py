@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
+import re
 import stat
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.errors import CacheWarning, CompileError
@@ -14,18 +18,34 @@ from ..core.files import open_folder, write_file
 from ..core.names import one_line
 
 _HEAD = "quintnet program "
+_FILE = re.compile(r"[0-9a-f]{64}\.program|\.[0-9a-f]{16}\.tmp")  # the latter: of a writer that was killed, or writes
 LARGEST = 2**30  # bytes
+_LONGEST = 2**16  # characters of a line before the program
 
 
-def sealed(text: str) -> str:
-    """``text`` behind a line with its SHA-256."""
-    return f"{_HEAD}{hashlib.sha256(text.encode()).hexdigest()}\n{text}"
+def sealed(text: str, about: Mapping[str, str] | None = None) -> str:
+    """``text`` behind a line for people (``about``), and both behind a line with their SHA-256."""
+    inside = f"{json.dumps(dict(about or {}))}\n{text}"
+    return f"{_HEAD}{hashlib.sha256(inside.encode()).hexdigest()}\n{inside}"
 
 
 def opened(text: str) -> str | None:
-    """What was sealed; None if it is not as it was."""
-    _, _, inside = text.partition("\n")
-    return inside if text == sealed(inside) else None
+    """The text that was sealed; None if it is not as it was."""
+    head, _, inside = text.partition("\n")
+    if head != _HEAD + hashlib.sha256(inside.encode()).hexdigest():
+        return None
+    return inside.partition("\n")[2]
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """A file of a folder. ``size``: bytes; ``used``: when a program was read from it last, or it was written, in
+    seconds since 1970; ``about``: what was written beside the program, for people, and nothing if there is none."""
+
+    name: str
+    size: int
+    used: float
+    about: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,8 @@ class CacheFolder:
                 with open(file, "rb") as there:
                     self._require_own(os.fstat(file), _name(key))
                     data = there.read(LARGEST + 1)
+                    with contextlib.suppress(OSError):  # a disk that is only read
+                        os.utime(file)
         except FileNotFoundError:
             return None
         except (OSError, CompileError, _Distrusted) as error:
@@ -65,6 +87,48 @@ class CacheFolder:
                 write_file(folder, _name(key), text, mode=0o600)
         except (OSError, CompileError, _Distrusted) as error:
             self._warn(f"not written: {error}")
+
+    def files(self) -> tuple[CacheFile, ...]:
+        """What is there, that which was used last first."""
+        with self._for_people() as folder:
+            found = [self._file(folder, name) for name in os.listdir(folder) if _FILE.fullmatch(name)]
+        return tuple(sorted(filter(None, found), key=lambda file: (-file.used, file.name)))
+
+    def remove(self, files: tuple[CacheFile, ...]) -> None:
+        """Remove these. Who is about to read one of them compiles."""
+        with self._for_people() as folder:
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(file.name, dir_fd=folder)
+
+    @contextlib.contextmanager
+    def _for_people(self) -> Iterator[int]:
+        """The folder, whose files are only looked at, and never run.
+
+        Raises:
+            CompileError: QN701 if it cannot be read, or belongs to another user.
+        """
+        try:
+            with open_folder(self.path) as folder:
+                self._require_own(os.fstat(folder), "the folder")
+                yield folder
+        except (OSError, _Distrusted) as error:
+            place = one_line(str(self.path)[:300])
+            raise CompileError("QN701", f"cache {place}: {error}", fix="give a folder of your own, mode 700") from error
+
+    def _file(self, folder: int, name: str) -> CacheFile | None:
+        try:
+            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            with open(file, "rb") as there:
+                found = os.fstat(file)
+                head, about = there.readline(_LONGEST), there.readline(_LONGEST)
+        except OSError:  # it is gone, or a link
+            return None
+        known = {}
+        if head.startswith(_HEAD.encode()):
+            with contextlib.suppress(ValueError, AttributeError):
+                known = {str(one): str(text) for one, text in json.loads(about).items()}
+        return CacheFile(name, found.st_size, found.st_mtime, known)
 
     def _require_own(self, found: os.stat_result, what: str) -> None:
         if found.st_uid != os.geteuid():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,9 +12,11 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from ..core.errors import CacheWarning
 from ..core.names import one_line
+from ..core.versions import version_of
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.program import Captured
@@ -34,12 +37,13 @@ Data = Mapping[str, Any]
 @dataclass(frozen=True)
 class _Recipe(Generic[T]):
     """``key``: what it depends on; ``make``: compiles it, for this key; ``data``: what is written of it; ``read``: the
-    reverse."""
+    reverse; ``about``: what is written for people."""
 
     key: Callable[[], str]
     make: Callable[[str], T]
     data: Callable[[T], Data]
     read: Callable[[Data], T]
+    about: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,12 @@ class ProgramCache:
     ``folder``. What cannot be kept is compiled in each process, and a CacheWarning says why.
 
     ``together``: every rank compiles the program that leads at the same time. Rank 0 then does it for all.
+    ``model``: its name, for people who look at the folder.
     """
 
     folder: CacheFolder
     together: bool = False
+    model: str = ""
 
     def compiled(self, captured: Captured, request: Request, runner: Runner, *, training: bool) -> Compiled:
         """See :func:`.compiler.compile_program`."""
@@ -70,7 +76,7 @@ class ProgramCache:
             return Compiled(program, Plan.from_json(data["plan"]), seconds, stages, unsplit, again)
 
         key = partial(key_of, captured, request, training=training)
-        recipe = _Recipe(key, make, _data, read)
+        recipe = _Recipe(key, make, _data, read, self._about(captured, request, training=training))
         if not self.together:
             return self._own(recipe)[0]
         with announced("compile"):
@@ -89,8 +95,23 @@ class ProgramCache:
             return read_program(data["program"], captured, data["key"], lambda: again(Runner()))
 
         key = partial(key_of, captured, request, training=training, primary=primary)
-        recipe = _Recipe(key, make, lambda program: {"program": program_data(program)}, read)
+        about = self._about(captured, request, training=training)
+        recipe = _Recipe(key, make, lambda program: {"program": program_data(program)}, read, about)
         return self._own(recipe)[0]
+
+    def _about(self, captured: Captured, request: Request, *, training: bool) -> Mapping[str, str]:
+        """What people want to know of a program."""
+        return {
+            "model": self.model,
+            "parameters": str(sum(x.numel() for x in captured.tensors.values() if isinstance(x, nn.Parameter))),
+            "mesh": repr(request.mesh),
+            "rows": str(request.batch_size),
+            "use": "training" if training else "inference",
+            "device": request.device.type,
+            "quintnet": version_of("quintnet-compiler"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
 
     def _own(self, recipe: _Recipe[T], known: str | None = None) -> tuple[T, str]:
         """The program, and the text that others can read it from; "" where there is none."""
@@ -102,7 +123,7 @@ class ProgramCache:
         if text and found is not None:
             return found, text
         made = recipe.make(key)
-        text = sealed(json.dumps({"key": key, **recipe.data(made)}))
+        text = sealed(json.dumps({"key": key, **recipe.data(made)}), recipe.about)
         if _read(recipe, key, text) is None:
             return made, ""
         self.folder.write(key, text)

@@ -145,7 +145,8 @@ class Programs:
         task = self.task
         if task.cache is None:
             return None
-        return ProgramCache(CacheFolder(task.cache), many() and has_process(task.mesh, task.device))
+        together = many() and has_process(task.mesh, task.device)
+        return ProgramCache(CacheFolder(task.cache), together, type(task.model).__name__)
 
     def forgotten(self) -> list[DistributedProgram]:
         """The programs that will not run again, each told once; never the one that leads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import stat
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ from quintnet_compiler.core.sharding import AxisType, Shard, parse_type
 from quintnet_compiler.driver import cache_key
 from quintnet_compiler.driver.cache_folder import CacheFolder, opened, sealed
 from quintnet_compiler.driver.cache_key import key_of, sources_digest
+from quintnet_compiler.driver.cache_report import CacheReport, surplus
 from quintnet_compiler.driver.captured_text import NotCacheable, captured_text
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
@@ -193,6 +195,7 @@ def test_a_folder_is_its_owners(tmp_path: Path) -> None:
     (file,) = folder.path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert opened(text) == "{}" and opened(text + " ") is None and opened("") is None
+    assert opened(sealed("[]", {"model": "a\nb"})) == "[]"
 
 
 def _warns(folder: CacheFolder, words: str) -> None:
@@ -229,6 +232,31 @@ def test_damaged_files_are_not_read(tmp_path: Path, damage: bytes) -> None:
     for data in (damage, text.encode()[:-1], text.encode().replace(b"1", b"2")):
         file.write_bytes(data)
         _warns(folder, "damaged")
+
+
+def test_what_is_used_last_stays_longest(tmp_path: Path) -> None:
+    folder, names = CacheFolder(tmp_path / "cache"), ["a" * 64, "b" * 64, "c" * 64]
+    for age, name in enumerate(names):
+        folder.write(name, sealed("{}", {"model": name[0]}))
+        os.utime(folder.path / f"{name}.program", (1000.0 - age, 1000.0 - age))
+    assert [file.about["model"] for file in folder.files()] == ["a", "b", "c"]
+    assert folder.read(names[2]) is not None
+    files = folder.files()
+    assert [file.about["model"] for file in files] == ["c", "a", "b"]
+    gone = surplus(files, before=0.0, most=2.5 * files[0].size)
+    folder.remove(gone)
+    folder.remove(gone)  # somebody else may have been faster
+    report = CacheReport.of(str(folder.path), files, gone)
+    assert [file.name[0] for file in folder.files()] == ["c", "a"] == [file.name[0] for file in report.files]
+    assert "removed: 1 program" in str(report) and json.loads(report.to_json())["removed"][0]["about"] == {"model": "b"}
+
+
+@pytest.mark.parametrize("text", ["x", "quintnet program\n[1]\n", "quintnet program 00\n{nothing\n"])
+def test_a_file_that_is_no_program_is_shown_as_that(tmp_path: Path, text: str) -> None:
+    folder = CacheFolder(tmp_path / "cache")
+    folder.write("0" * 64, text)
+    (file,) = folder.files()
+    assert file.about == {} and "not a whole program" in str(CacheReport.of("cache", [file], ()))
 
 
 # -- plain data

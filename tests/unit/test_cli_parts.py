@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 import typer
 from torch import nn
 
+import quintnet
 from quintnet import Mesh
 from quintnet_compiler.cli.answer import Answer
+from quintnet_compiler.cli.cache import cache
 from quintnet_compiler.cli.diff import diff
 from quintnet_compiler.cli.doctor import doctor
 from quintnet_compiler.cli.dump import dump
@@ -149,6 +152,35 @@ def test_verbs_that_start_processes_refuse_before_they_start_any(
         measure(TARGET)
     with pytest.raises(CompileError, match=r"missing\.yaml"):
         train(tmp_path / "missing.yaml")
+
+
+def test_cache_lists_programs_and_removes_old_ones(tmp_path: Path) -> None:
+    folder = tmp_path / "programs"
+    with pytest.raises(typer.BadParameter, match="no folder"):
+        cache(folder)
+    model, batch, loss_fn = small()
+    for axes in ({"tp": 2}, {"dp": 2}):
+        quintnet.compile(model, Mesh(**axes), batch, loss_fn=loss_fn, cache=folder)
+    (folder / ".0123456789abcdef.tmp").write_text("half")
+    (folder / "notes").write_text("of somebody else")
+    found = json.loads(cache(folder).document)["files"]
+    assert sorted(one["about"].get("mesh", "") for one in found) == ["", "Mesh(dp=2)", "Mesh(tp=2)"]
+    of_tp, half = (next(f for f in found if f["about"].get("mesh", "") == mesh) for mesh in ("Mesh(tp=2)", ""))
+    os.utime(folder / of_tp["name"], (0, 0))
+    answer = cache(folder)
+    line = next(line for line in answer.text.splitlines() if "Mesh(tp=2)" in line)
+    assert "Sequential of 76 parameters, training, Mesh(tp=2), rows 4, device cpu" in line and torch.__version__ in line
+    assert answer.text.splitlines()[-1].startswith("3 programs, ")
+    assert "removed: 1 program, " in cache(folder, unused=30.0).text
+    assert not (folder / of_tp["name"]).exists() and (folder / half["name"]).exists()
+    quintnet.compile(model, Mesh(dp=2), batch, loss_fn=loss_fn, cache=folder)  # used now: the half file is older
+    cache(folder, most=json.loads(cache(folder).document)["files"][0]["size"] / 2**30)
+    assert sorted(one["about"]["mesh"] for one in json.loads(cache(folder).document)["files"]) == ["Mesh(dp=2)"]
+    cache(folder, most=0.0)
+    assert [one.name for one in folder.iterdir()] == ["notes"]
+    folder.chmod(0o755)
+    with pytest.raises(CompileError, match=r"QN701 [\s\S]*others may use the folder"):
+        cache(folder)
 
 
 def test_goodput_reads_what_a_run_has_written(tmp_path: Path) -> None:

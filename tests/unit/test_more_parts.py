@@ -18,8 +18,7 @@ import quintnet
 from quintnet_compiler.api.compile import compile as compile_model
 from quintnet_compiler.api.program_state import ProgramState
 from quintnet_compiler.cli import calibrate as calibrate_verb
-from quintnet_compiler.cli.app import app
-from quintnet_compiler.cli.verbs import VERBS, Verbs, loaded
+from quintnet_compiler.cli.app import VERBS, Verbs, app, loaded
 from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.driver.compiler import Runner

@@ -1,0 +1,44 @@
+"""``quintnet cache``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..driver.cache_folder import CacheFolder
+from ..driver.cache_report import DAY, CacheReport, surplus
+from .answer import Answer
+from .options import Json
+
+
+def cache(
+    folder: Annotated[Path, typer.Argument(help="that was given as cache=", show_default=False)],
+    unused: Annotated[
+        float | None, typer.Option(metavar="DAYS", min=0, help="remove programs that no start has used for so long")
+    ] = None,
+    most: Annotated[
+        float | None, typer.Option(metavar="GIB", min=0, help="then remove those used longest ago, until this is left")
+    ] = None,
+    json: Json = False,
+) -> Answer:
+    """The programs that compile(cache=FOLDER) has kept, those used last first; with an option, some are removed.
+
+    A start that finds its program no more compiles it again.
+
+    Exit code: 0, 2 there is no such folder, 4 it belongs to another user, or others may use it.
+
+    Example: quintnet cache programs
+
+    Example: quintnet cache programs --unused 30 --most 10
+    """
+    if not folder.is_dir():
+        raise typer.BadParameter(f"there is no folder {str(folder)!r}", param_hint="FOLDER")
+    there = CacheFolder(folder)
+    files = there.files()
+    before = 0.0 if unused is None else time.time() - unused * DAY
+    removed = surplus(files, before=before, most=float("inf") if most is None else most * 2**30)
+    there.remove(removed)
+    return Answer.of(CacheReport.of(str(folder), files, removed))
