@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat.torch import pytree
+from ..compat.torch import pytree, storage_key
 from ..compat.torch_hooks import MODULE_HOOKS
 from .repetition import longest_repetition
 
@@ -62,6 +62,40 @@ class Skipped:
 
 def _inside(module: str, block: str) -> bool:
     return module == block or module.startswith(f"{block}.")
+
+
+class UnseenUsed(Exception):
+    """A trace used a part that torch.export was not told of."""
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Parts that torch.export is not told of, as a trace that leaves out their blocks does not use them: ``modules`` by
+    ``id``, and their parameters and buffers, ``tensors``, likewise. What uses one of them all the same is noticed."""
+
+    modules: frozenset[int] = frozenset()
+    tensors: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, runs: Sequence[BlockRun]) -> Unseen:
+        """What is inside of the blocks between the second unit of a run and the last, and nowhere else."""
+        blocks = {name for run in runs for name in run.names[2 * run.period : -run.period]}
+        depths = {name.count(".") + 1 for name in blocks}
+        inside, outside = dict[int, nn.Module](), set[int]()
+        for name, module in model.named_modules(remove_duplicate=False):
+            parts = name.split(".")
+            if any(len(parts) > depth and ".".join(parts[:depth]) in blocks for depth in depths):
+                inside[id(module)] = module
+            else:
+                outside.add(id(module))
+        own = {key: module for key, module in inside.items() if key not in outside}
+        tensors = [x for module in own.values() for x in (*module._parameters.values(), *module._buffers.values())]
+        return cls(frozenset(own), {id(x): x for x in tensors if x is not None})
+
+    def used_by(self, tensors: Iterable[Any]) -> bool:
+        """Whether one of these tensors has the memory of one of those that are not seen."""
+        memory = set(map(storage_key, self.tensors.values()))
+        return any(isinstance(x, Tensor) and x.layout == torch.strided and storage_key(x) in memory for x in tensors)
 
 
 @contextlib.contextmanager
@@ -140,7 +174,7 @@ def _built(block: nn.Module, numbers: frozenset[Setting]) -> Hashable:
     """What a block consists of."""
     parts = tuple((path, type(part)) for path, part in block.named_modules())
     tensors = [*block.named_parameters(), *block.named_buffers()]
-    shapes = tuple((name, tuple(x.shape), x.dtype, x.requires_grad) for name, x in tensors)
+    shapes = tuple((name, tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad) for name, x in tensors)
     rest = frozenset((key, _plain(value)) for key, value in _settings(block) if key not in numbers)
     return parts, shapes, rest
 

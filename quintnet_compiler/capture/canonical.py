@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat.torch import EXPORT_CHECKS, HigherOrderOperator, free_unbacked_symbols, pytree
+from ..compat.torch import EXPORT_CHECKS, FakeTensorMode, HigherOrderOperator, free_unbacked_symbols, pytree
 from ..core.annotations import Leaf
 from ..core.errors import CompileError, Where
 from ..ir.batch_form import ROWS, BatchForm, TensorForm
 from ..ir.program import Captured
-from .block_reuse import Skipped
+from .block_reuse import Skipped, Unseen
 from .changes.mutations import changed_state
 from .changes.stored_results import store
 from .places import LEAF, WHERE, where_of
 from .sizes_by_value import shape_by_value, sizes_of_picks
 
+ALL_SEEN = Unseen()
 LITERALS = (bool, int, float, str, type(None))  # what a batch may hold beside tensors: flags of the model
 
 
@@ -41,9 +43,10 @@ def canonical(
     only_rows: int | None = None,
     assigned: frozenset[str] | None = None,
     every: bool = False,
+    unseen: Unseen = ALL_SEEN,
 ) -> Captured:
     """``form``: of ``sample``; ``assigned``: see :func:`.changes.mutations.changed_state`; ``every``: with the
-    parameters of blocks that were skipped."""
+    parameters of blocks that were skipped; ``unseen``: what ``exported`` does not have."""
     signature = exported.graph_signature
     owned = dict(model.named_parameters())
     names = {id(p): name for name, p in owned.items()}
@@ -57,6 +60,7 @@ def canonical(
     flat_inputs = dict(zip(given, inputs, strict=True)) if len(given) == len(inputs) else {}
     symbols: dict[str, str] = {}
     picked: set[Any] = set()
+    behind = _behind(owned, unseen)
     for node in exported.graph.nodes:
         if node.op == "placeholder":
             leaf, tensor = _leaf(node, lifted, aliases, owned, flat_inputs)
@@ -74,6 +78,10 @@ def canonical(
             env[node] = kept[leaf.name] = new
             if tensor is not None:
                 tensors[leaf.name] = tensor
+            for name in behind.get(leaf.name, ()) if leaf.kind == "parameter" else ():
+                if every or not skipped.has(name):
+                    kept[name] = _placeholder(graph, name, owned[name], node.meta["val"].fake_mode)
+                    tensors[name] = owned[name]
         elif node.op == "output":
             made = [fx.map_arg(a, lambda n: env[n]) for a in node.args[0]]
             own = [x for position, x in enumerate(made) if position not in changed.values()]
@@ -123,6 +131,30 @@ def canonical(
         changed=tuple(changed),
         assigned=(assigned or frozenset()) & changed.keys(),
     )
+
+
+def _behind(owned: Mapping[str, nn.Parameter], unseen: Unseen) -> Mapping[str, list[str]]:
+    """The names of parameters that are unseen, by that of the parameter before them that is not."""
+    found: dict[str, list[str]] = {}
+    before = ""
+    for name, parameter in owned.items():
+        if id(parameter) in unseen.tensors:
+            found.setdefault(before, []).append(name)
+        else:
+            before = name
+    return found
+
+
+def _placeholder(graph: fx.Graph, name: str, parameter: nn.Parameter, mode: FakeTensorMode) -> fx.Node:
+    """What torch.export makes of a parameter."""
+    new = graph.placeholder(re.sub(r"[^a-zA-Z0-9]", "_", f"p_model.{name}").lower())
+    with mode:
+        like = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device,
+            requires_grad=parameter.requires_grad,
+        )  # fmt: skip
+    new.meta = {"val": like, LEAF: Leaf("parameter", name, trainable=parameter.requires_grad), WHERE: Where()}
+    return new
 
 
 def _is_check(node: fx.Node) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..compat.torch_constants import constants_have_values
 from ..compat.torch_export import switches_by
-from ..compat.torch_hooks import without_hooks_of_export
+from ..compat.torch_hooks import accumulation_hooks, backward_hooks, without_hooks_of_export
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
@@ -33,7 +33,7 @@ from ..huggingface.registries import traced_as_few_nodes
 from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_batch
 from ..ir.program import Captured
 from .batch_norms import cumulative_averages, one_process
-from .block_reuse import Skipped, blocks_once
+from .block_reuse import Skipped, Unseen, UnseenUsed, blocks_once
 from .canonical import canonical, module_of
 from .changes.assigned_data import place_data
 from .changes.autocast import inline_where_off
@@ -81,6 +81,34 @@ def capture(
     Raises:
         CompileError: QN101 with the user's line where tracing fails, QN102, QN103, QN105, QN701.
     """
+    traced = functools.partial(
+        _capture, model, batch, loss_fn, want=want, training=training, trained=trained, call=call, once=once, form=form
+    )
+    try:
+        return traced(each=each, told=each)
+    except UnseenUsed:
+        return traced(each=each, told=True)
+
+
+def _capture(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None,
+    *,
+    want: str,
+    training: bool,
+    trained: bool,
+    call: Call | None,
+    once: bool,
+    form: BatchForm | None,
+    each: bool,
+    told: bool,
+) -> Captured:
+    """See :func:`capture`. ``told``: whether torch.export is told of what is inside of blocks that are to be left out.
+
+    Raises:
+        UnseenUsed: if it is not told, and should be, or for any other error that may be due to that.
+    """
     batch = plain_batch(batch)
     check_batch_names(batch)  # first of all: export writes names into code, and runs it
     for module in (model, loss_fn):
@@ -118,16 +146,22 @@ def capture(
         blocks as skipped,
     ):
         rows = None
+        step.unseen = Unseen() if told else _unseen(model, skipped, real)
 
         def exported_as(sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
             skipped.like.clear()
-            return _functional(step.traced(own.repeated(functools.partial(_export, step, sample, dynamic))))
+            made = _functional(step.traced(own.repeated(functools.partial(_export, step, sample, dynamic))))
+            if step.used_unseen or step.unseen.used_by(made.constants.values()):
+                raise UnseenUsed
+            return made
 
         try:
             exported, form = _varying(exported_as, sample, form)
-        except QuintNetError as error:
-            raise _placed(error) from error.__cause__
         except Exception as error:
+            if step.unseen.modules:
+                raise UnseenUsed from error
+            if isinstance(error, QuintNetError):
+                raise _placed(error) from error.__cause__
             if not _fixes_the_batch(error) or form.lengths:
                 raise _untraceable(error) from error
             # a loss over pairs of rows, say: a program of this very batch size
@@ -141,7 +175,18 @@ def capture(
         own.finish(exported.graph)
         place_starts(exported.graph)
         assigned = step.assigned if changing else None
-        captured = canonical(exported, model, sample, training, skipped, form, rows, assigned=assigned, every=not once)
+        captured = canonical(
+            exported,
+            model,
+            sample,
+            training,
+            skipped,
+            form,
+            rows,
+            assigned=assigned,
+            every=not once,
+            unseen=step.unseen,
+        )
         check_dtypes(captured.graph)
         check_dense(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})
@@ -158,6 +203,13 @@ def capture(
     return capture(
         model, batch, loss_fn, want=want, training=training, trained=trained, call=call, form=form, each=True
     )
+
+
+def _unseen(model: nn.Module, skipped: Skipped, real: Mapping[int, Tensor]) -> Unseen:
+    """What torch.export need not know. Hooks of gradients are followed, whoever has them."""
+    found = Unseen.of(model, skipped.runs)
+    tensors = [real.get(key, x) for key, x in found.tensors.items()]
+    return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else found
 
 
 def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..core.errors import CompileError
 from ..guards.attribute_reads import Read
 from ..guards.function_reads import trainable
 from ..guards.guards import Guards, global_modes, guards_of
+from .block_reuse import Unseen
 from .changes.saved_tensors import unchanged_since_saved
 from .places import OWN
 from .watched_trace import WatchedTrace
@@ -45,6 +46,7 @@ class StepModule(nn.Module):
     ) -> None:
         super().__init__()
         self.buffers_change = buffers  # whether forward may put others in their places
+        self.unseen = Unseen()
         self.model, self.want, self.call, self.compute = model, want, call, None
         if isinstance(loss_fn, nn.Module):
             self.loss_fn = loss_fn
@@ -62,10 +64,17 @@ class StepModule(nn.Module):
                 if parameter is not None:
                     self.stands_for[id(parameter)] = functools.partial(_at, module._parameters, name)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Without the parts that are unseen: torch.export finds parameters and buffers by this."""
+        found = super().named_modules(memo, prefix, remove_duplicate)
+        return ((name, module) for name, module in found if id(module) not in self.unseen.modules)
+
     def forward(self, batch: Any) -> Any:
         roots = {name.removeprefix("model"): module for name, module in self.named_children()}
         functions = () if self.compute is None or self.want != "loss" else (self.compute,)
-        self.seen.trace = trace = WatchedTrace(roots, functions, OWN)
+        self.seen.trace = trace = WatchedTrace(roots, functions, OWN, self.unseen)
         return trace.run(
             lambda: self._step(batch), self.stands_for, refuse=self.seen.refuse, buffers=self.buffers_change
         )
@@ -119,6 +128,11 @@ class StepModule(nn.Module):
             self.seen.refuse = True
             export()
         return exported
+
+    @property
+    def used_unseen(self) -> bool:
+        """Whether the latest trace used a tensor of the parts that are unseen."""
+        return self.seen.trace is not None and self.seen.trace.used_unseen
 
     @property
     def assigned(self) -> frozenset[str]:

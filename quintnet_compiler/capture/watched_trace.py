@@ -19,6 +19,7 @@ from ..core.errors import CompileError, Where
 from ..guards.attribute_reads import Reads
 from ..guards.function_reads import CALLED, STDLIB, Variable, Walk
 from ..guards.python_state import FORWARD, AttributeSnapshot, Cell, Change, Generators
+from .block_reuse import Unseen, UnseenUsed
 from .changes.assigned_data import put_data
 from .modes import uncompiled
 from .raising_checks import checks_pass
@@ -38,12 +39,14 @@ class WatchedTrace:
     """Runs ``forward`` once for a trace of the modules ``roots`` (by label).
 
     After it: ``reads`` and ``variables``, ``constants`` (tensors that are nobody's, with their versions), and
-    ``foreign``: parameters that are used and belong to none of the modules, with the line that uses each.
+    ``foreign``: parameters that are used and belong to none of the modules, with the line that uses each;
+    ``used_unseen``: whether a tensor of ``unseen`` was used, at which forward ends.
     """
 
     roots: Mapping[str, nn.Module]
     functions: Sequence[Any]
     own: tuple[str, ...]  # folders of code that is not the user's
+    unseen: Unseen = field(default_factory=Unseen)
     state: AttributeSnapshot = field(init=False)
     reads: Reads = field(init=False)
     walk: Walk = field(init=False)
@@ -52,6 +55,7 @@ class WatchedTrace:
     foreign: dict[int, tuple[Tensor, Where]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     assigned: frozenset[str] = frozenset()
+    used_unseen: bool = False
 
     def run(
         self,
@@ -185,6 +189,7 @@ class _Tensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _real(self, x: Tensor) -> None:
+        self._require_seen(x)
         if x.requires_grad or isinstance(x, nn.Parameter):
             place = Where("", user_line(sys._getframe(2), self.trace.own))
             self.trace.foreign.setdefault(id(x), (x, place))
@@ -192,7 +197,16 @@ class _Tensors(TorchFunctionMode):
             self.trace.constants.setdefault(id(x), (x, version(x)))
 
     def _stand_in(self, x: Any) -> Any:
-        return self.stands_for[id(x)]() if id(x) in self.stands_for else x
+        if id(x) not in self.stands_for:
+            return x
+        found = self.stands_for[id(x)]()
+        self._require_seen(found)
+        return found
+
+    def _require_seen(self, x: Tensor) -> None:
+        if id(x) in self.trace.unseen.tensors:
+            self.trace.used_unseen = True
+            raise UnseenUsed
 
 
 def _in_place(func: Any) -> bool:

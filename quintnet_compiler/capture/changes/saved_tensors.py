@@ -23,14 +23,16 @@ def unchanged_since_saved(modules: Iterable[tuple[str, nn.Module]]) -> Callable[
     That raises CompileError QN110 if forward has changed a tensor after an operator saved it for its derivative.
     PyTorch raises then too; with ``.data`` it computes the derivative at the new value without a word.
     """
-    held = [(name, x, version(x)) for path, module in modules for name, x in _tensors(path, module)]
+    with without_torch_function():
+        held = [(name, x, version(x)) for path, module in modules for name, x in _tensors(path, module)]
 
     def check(loss: Tensor) -> None:
         nodes = nodes_of_trace()
         writes = [node for node in nodes if any(written(node))]
         if (nodes and not writes) or not torch.is_grad_enabled() or (operator := _saved_before_a_change(loss)) is None:
             return
-        changed = [name for name, x, before in held if version(x) != before]
+        with without_torch_function():
+            changed = [name for name, x, before in held if version(x) != before]
         what = ", ".join(changed[:4]) if changed else "a tensor in place"
         raise CompileError(
             "QN110",
