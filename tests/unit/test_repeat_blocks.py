@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from quintnet_compiler.capture import capture as capturing
 from quintnet_compiler.capture.capture import MANY, capture
 from quintnet_compiler.capture.repeat_blocks import with_all_blocks
+from quintnet_compiler.compat.torch import without_torch_function
 from quintnet_compiler.ir.program import Captured
 
 DEPTH = MANY + 1
@@ -256,3 +258,72 @@ def test_what_depends_on_the_number_of_blocks_is_traced(model: nn.Module, monkey
     assert not once and _text(found) == _text(each)
     if isinstance(model, HookedOnce):
         assert not any(layer.inner._forward_hooks for layer in model.layers)
+
+
+class Penalised(Stack):
+    """Reads the parameters of all blocks, outside of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sum(p.square().sum() for p in self.layers.parameters())
+
+
+class Tries(Stack):
+    """Goes on after any error."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        with contextlib.suppress(Exception):
+            loss = loss + self.layers[4].inner.weight.sum()
+        return loss
+
+
+class BelowModes(Stack):
+    """Uses a parameter where no function of torch can be watched."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        with without_torch_function():
+            return loss + self.layers[4].inner.weight.sum()
+
+
+class Assigns(Stack):
+    """Puts another tensor in the place of a buffer of a block in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__(Block)
+        for layer in self.layers:
+            layer.inner.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        self.layers[4].inner.seen = self.layers[4].inner.seen + 1
+        return loss
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "model", [Penalised(Block), BelowModes(Block), Tries(Block), Assigns()], ids=lambda model: type(model).__name__
+)
+def test_parts_of_blocks_that_are_used_elsewhere_are_in_the_trace(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, each, _ = _captures(model, monkeypatch)
+    assert _text(found) == _text(each) and list(found.tensors) == list(each.tensors)
+    assert found.changed == each.changed and _guarded(found) == _guarded(each)
+
+
+def test_torch_export_is_not_told_of_parts_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    export = torch.export.export
+
+    def noticed(step: nn.Module, *given: Any, **more: Any) -> Any:
+        told.append(len(dict(step.named_parameters())))
+        return export(step, *given, **more)
+
+    monkeypatch.setattr(torch.export, "export", noticed)
+    batch = (torch.randn(4, 4),)
+    capture(Stack(Block), batch)
+    assert told == [3 * 4 + 2]  # the first block, the second and the last, and the head
+    told.clear()
+    capture(Penalised(Block), batch)
+    assert told == [3 * 4 + 2, DEPTH * 4 + 2]
