@@ -65,7 +65,7 @@ class CompiledProgram(ProgramReports):
         self._locks = FolderLocks()
         self._preemption = None
         self._compiling = 0.0  # seconds
-        self._closed = False
+        self._closed = self._interrupted = False
         self._apart: InputError | None = None  # why this rank is not in a step that the others are in
 
     def __reduce__(self) -> NoReturn:
@@ -390,7 +390,7 @@ class CompiledProgram(ProgramReports):
                 f"that step\n  the batch: {self._apart.message}",
                 fix="do not catch that error: quintnet.launch then ends all ranks, and restarts them if it may",
             )
-        begun = False
+        begun = self._interrupted = False
 
         def given() -> Any:
             changed = self._programs.changed(kind)
@@ -405,6 +405,9 @@ class CompiledProgram(ProgramReports):
                 self._apart = error
             raise
         except RunError as error:
+            # what a step changes, it changes after it has communicated; QN303: it has not begun
+            known = error.code in ("QN303", "QN402") and kind == "train"
+            self._interrupted = known and self._backend is not None
             if error.code == "QN405" and kind == "train":
                 raise self._with_estimates(error) from error
             raise

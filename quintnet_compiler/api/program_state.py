@@ -21,13 +21,16 @@ from ..checkpoint.lock import FolderLocks
 from ..checkpoint.pretrained import Allowed, load_weights
 from ..checkpoint.pretrained import WeightsSubject as Pretrained
 from ..checkpoint.pretrained_save import save_weights
+from ..checkpoint.replica import replica
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import Destination, Restored, Snapshot, read, snapshot, write
 from ..driver.compiler import Compiled
 from ..driver.task import Task, modules_of
 from ..driver.variants import Programs
 from ..runtime.backends.backend import Backend, refuse_unset
+from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.calls import collective, frequent
+from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preemption, handling
 from ..runtime.state.whole_optimizer import Make, WholeOptimizer
 from .initial_values import InitialValues, give_values
@@ -43,6 +46,7 @@ class ProgramState(abc.ABC):
     _locks: FolderLocks
     _preemption: Preemption | None
     _compiling: float
+    _interrupted: bool  # the last call was a step, which another rank's fault ended before it changed anything
 
     def _primary(self) -> Compiled:
         return self._programs.primary
@@ -309,6 +313,52 @@ class ProgramState(abc.ABC):
             scaler.scale, scaler.good = found.run["loss_scale"]
         return found
 
+    def rescue(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> Path | str | None:
+        """After a step that another rank's fault ended, save what this rank has in memory, so that no step is lost::
+
+            try:
+                program.step(batch)
+            except quintnet.RunError:
+                program.rescue(folder, step=step - 1, optimizer=optimizer)
+                raise
+
+        Each rank that is left may call this, and does not wait for the others. Under :func:`quintnet.launch`, one that
+        has all parameters, and all of the optimizer's state, writes a checkpoint of them; all other ranks have ended
+        then. A :class:`quintnet.Trainer` with a checkpoint_folder does this by itself.
+
+        Args:
+            step: of the last step whose optimizer step was finished; all else as in :meth:`save`.
+
+        Returns:
+            The checkpoint's path, or its URL. None if nothing was written: the last call of this program was not a step
+            that failed with QN402 or QN303, which changes nothing; or something is split over ranks (ZeRO, ``tp``,
+            ``pp``); or another rank was chosen; or no launching process is there to choose; or ranks communicate
+            between accelerators, where the host may have gone on after a collective that failed. The newest checkpoint
+            is then what there is.
+
+        Raises:
+            CheckpointError: QN603 if it cannot be written.
+        """
+        pulse = current.get()
+        if pulse is None or not self._interrupted or group_accelerator() is not None:
+            return None
+        found = replica(self._pretrained(), optimizer, extra or {}, self._run_now())
+        if found is None or not pulse.chosen():
+            return None
+        if self._saving is not None:
+            self._saving.wait()  # it has failed, if it still waited for others
+        path = write(found.on_host(), Destination(folder_at(folder), step, keep, self._locks), alone=True)
+        pulse.saved(step)
+        return path
+
     @contextmanager
     def on_preempt(
         self, save: Callable[[], object], *, signals: Sequence[int] = SIGNALS
@@ -348,8 +398,11 @@ class ProgramState(abc.ABC):
                 self._preemption = before
 
     def _snapshot(self, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None) -> Snapshot:
-        subject, scaler = self._pretrained(), self._state().scaler
-        run = {"rng": self.get_rng_state(), "loss_scale": [scaler.scale, scaler.good], "mesh": str(self._task.mesh)}
-        if subject.aliases:
-            run["tied"] = dict(subject.aliases)
-        return snapshot(subject, optimizer, extra or {}, run)
+        return snapshot(self._pretrained(), optimizer, extra or {}, self._run_now())
+
+    def _run_now(self) -> dict[str, Any]:
+        """What a checkpoint has of this run beside tensors."""
+        aliases, scaler = self._pretrained().aliases, self._state().scaler
+        rng, scale = self.get_rng_state(), [scaler.scale, scaler.good]
+        tied = {"tied": dict(aliases)} if aliases else {}
+        return {"rng": rng, "loss_scale": scale, "mesh": str(self._task.mesh), **tied}

@@ -66,15 +66,24 @@ def snapshot(
         CheckpointError: QN603 or QN604, on every rank.
     """
     with everywhere(subject.backend, "QN603"):
-        unset = sorted(subject.backend.unset & subject.program.state.keys())
-        refuse_all(
-            "QN604", Path(), [f"{name} has no values" for name in unset], fix="load or initialise the model first"
-        )
-        parts, places = _parts(subject)
-        note: dict[str, Any] = {"extra": plain(extra, "extra"), "run": dict(run), "torch": torch.__version__}
-        if optimizer is not None:
-            tensors, note["optimizer"] = stored(optimizer, places)
-            parts |= {f"{OPTIMIZER}{name}": part for name, part in tensors.items()}
+        return snapshot_here(subject, optimizer, extra, run)
+
+
+def snapshot_here(
+    subject: WeightsSubject, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], run: Mapping[str, Any]
+) -> Snapshot:
+    """As :func:`snapshot`, of this rank alone.
+
+    Raises:
+        CheckpointError: QN603 or QN604.
+    """
+    unset = sorted(subject.backend.unset & subject.program.state.keys())
+    refuse_all("QN604", Path(), [f"{name} has no values" for name in unset], fix="load or initialise the model first")
+    parts, places = _parts(subject)
+    note: dict[str, Any] = {"extra": plain(extra, "extra"), "run": dict(run), "torch": torch.__version__}
+    if optimizer is not None:
+        tensors, note["optimizer"] = stored(optimizer, places)
+        parts |= {f"{OPTIMIZER}{name}": part for name, part in tensors.items()}
     return Snapshot(parts, note)
 
 
@@ -101,14 +110,16 @@ def require_number(name: str, x: object, least: int) -> None:
         raise CheckpointError("QN603", f"{name} is {x!r}", fix=f"give an int that is at least {least}")
 
 
-def write(found: Snapshot, to: Destination, group: dist.ProcessGroup | None = None) -> Path | str:
-    """Write a snapshot; every rank takes part. With ``group``, that is how they talk.
+def write(
+    found: Snapshot, to: Destination, group: dist.ProcessGroup | None = None, *, alone: bool = False
+) -> Path | str:
+    """Write a snapshot; every rank takes part. With ``group``, that is how they talk. ``alone``: this rank has all.
 
     Raises:
         CheckpointError: QN603 on every rank; the folder's other checkpoints are as they were.
     """
     folder, step = to.folder, to.step
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    alone = alone or not dist.is_initialized() or dist.get_world_size() == 1
     rank = 0 if alone else dist.get_rank()
     writer = Writer(folder, step, to.keep, found.note, lambda notes: _merged(step, notes), rank, to.locks)
     try:

@@ -21,7 +21,7 @@ from ..checkpoint.manifest import Damaged, available
 from ..checkpoint.stores.places import folder_at
 from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
-from ..core.errors import CheckpointError, CheckpointWarning
+from ..core.errors import CheckpointError, CheckpointWarning, RunError
 from ..ir.batch_form import batch_size_of, plain_batch
 from ..runtime.launch.consistency import tell
 from ..runtime.launch.preemption import SIGNALS, Preempted
@@ -227,7 +227,11 @@ class Trainer:
         """The loss, and what is to be logged of it."""
         log = self.log_every > 0 and (self.history.step + 1) % self.log_every == 0
         batch = batch if self.buckets is None else pad_to_bucket(batch, self.buckets)
-        loss = self._loss(batch)
+        try:
+            loss = self._loss(batch)
+        except RunError:
+            self._rescue()
+            raise
         norm = None
         if self.max_grad_norm is not None or log:
             norm = self.program.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else math.inf)
@@ -350,14 +354,27 @@ class Trainer:
         assert self.checkpoint_folder is not None
         if self.saving is not None:
             self.saving.result()  # what went wrong with the one before is raised here
+        self.saved = self.history.step
+        return self.program.save_async(self.checkpoint_folder, **self._saved_now())
+
+    def _rescue(self) -> None:
+        """If a step has failed, and this rank has all that the run needs: save where it was before that step."""
+        if self.checkpoint_folder is None:
+            return
+        try:
+            with self.watch.on("save"):
+                if self.program.rescue(self.checkpoint_folder, **self._saved_now()) is not None:
+                    self.watch.saved(self.history.step)
+        except CheckpointError as error:
+            warnings.warn(CheckpointWarning(f"after a fault: {error}"), stacklevel=2)
+
+    def _saved_now(self) -> dict[str, Any]:
+        """What :meth:`CompiledProgram.save` is given."""
         at: dict[str, Any] = {"seen": self.seen, "epoch": self.epoch, "in_epoch": self.in_epoch, "bad": self.bad}
         at["best"] = self.best if math.isfinite(self.best) else None
         if self.scheduler is not None:
             at["scheduler"] = self.scheduler.state_dict()
-        self.saved = self.history.step
-        return self.program.save_async(
-            self.checkpoint_folder, step=self.saved, optimizer=self.optimizer, extra={"trainer": at}, keep=self.keep
-        )
+        return {"step": self.history.step, "optimizer": self.optimizer, "extra": {"trainer": at}, "keep": self.keep}
 
     def _resume(self) -> None:
         if self.checkpoint_folder is None or self.history.step or not available(folder_at(self.checkpoint_folder)):

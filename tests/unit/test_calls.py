@@ -7,16 +7,18 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from quintnet_compiler.api.compiled_program import CompiledProgram
 from quintnet_compiler.core.errors import InputError, RunError
+from quintnet_compiler.runtime.launch import heartbeat
 from quintnet_compiler.runtime.launch.board import KEPT, Board
 from quintnet_compiler.runtime.launch.calls import announced, collective, frequent, running, users_line
 from quintnet_compiler.runtime.launch.disagreement import disagreement, said_of, stalled
-from quintnet_compiler.runtime.launch.heartbeat import VERDICT, CollectiveCall, Heartbeat
+from quintnet_compiler.runtime.launch.heartbeat import SAVED, SAVES, VERDICT, CollectiveCall, Heartbeat
 from quintnet_compiler.runtime.launch.rank_status import LONGEST_LINE, RankStatus, brief, cut, read_rows, some_ranks
 
 
@@ -159,6 +161,23 @@ def test_the_users_line_is_the_innermost_one() -> None:
     assert found[0][0] == __file__ and found[0][1] > 100
 
 
+def test_one_of_the_ranks_that_could_save_is_chosen(tmp_path: Path) -> None:
+    store = HashStore()
+    one, other = (Heartbeat(lambda: store, rank, 2, tmp_path, 1.0) for rank in range(2))
+    store.set(SAVES, "1")  # by the launching process
+    assert not one.chosen() and other.chosen() and other.saves
+    assert all(row.offers for row in read_rows(store, range(2)).values())
+    other.saved(7)
+    assert store.get(SAVED) == b"7"
+    watched = Heartbeat(lambda: store, 1, 2, tmp_path, 1.0, SimpleNamespace(look=lambda store: None))
+    assert not watched.chosen()  # by its neighbours: no process sees to the end of all others
+
+
+def test_nobody_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "GRACE", 0.1)
+    assert not Heartbeat(HashStore, 0, 2, tmp_path, 1.0).chosen()
+
+
 # what one rank may call alone, once a program is set up: nothing is communicated
 ALONE = {
     "close",
@@ -181,6 +200,7 @@ ALONE = {
     "prepare",
     "prove",
     "ranks",
+    "rescue",
     "schedule",
     "seconds_compiling",
     "set_rng_state",

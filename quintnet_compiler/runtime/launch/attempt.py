@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,7 +28,7 @@ from .accelerator import take_accelerator
 from .disagreement import disagreement, stalled
 from .faults import Fault, RankError, Scene, gone, stopped
 from .forwarding import Forwarding
-from .heartbeat import GRACE, LOOK, PERIOD, VERDICT, Heartbeat
+from .heartbeat import GRACE, LOOK, PERIOD, SAVED, SAVES, VERDICT, Heartbeat
 from .preemption import Preempted
 from .rank_status import LONGEST_LINE, RankStatus, cut, first_line, of_communication, read_rows
 from .run_folder import mark_fork_server_folder, remove_with_its_owner
@@ -237,14 +237,37 @@ class Attempt:
         """Tell the others, and let them say what they saw. Who dies from now on dies of this."""
         self._hear(PERIOD)  # others at fault at the same time
         seen = self._scene(given_up)
-        self._tell(seen.fault().error.message.splitlines()[0])
-        ended, until = dict(self.ended), time.monotonic() + GRACE / 2
+        first = seen.fault()
+        self._tell(first.error.message.splitlines()[0])
+        ended, until, saved = dict(self.ended), time.monotonic() + GRACE / 2, ""
         while time.monotonic() < until and any(self._runs(r) for r in range(self.size) if r not in given_up):
             self._hear(PERIOD / 2)
+            if first.again and (rank := self._offer()) is not None:
+                saved = self._let_save(rank)
+                break
         later = self._scene(given_up)
         late = [one for one in later.reports if one not in seen.reports]
         heard = [RankError(one.rank, one.when, one.line, one.text, True, one.error) for one in late]
-        return Scene(self.size, seen.rows, [*seen.reports, *heard], ended, given_up, self.folder).fault()
+        fault = Scene(self.size, seen.rows, [*seen.reports, *heard], ended, given_up, self.folder).fault()
+        return replace(fault, saved=saved)
+
+    def _offer(self) -> int | None:
+        """A rank that could save all that the run needs to go on."""
+        rows = read_rows(self.store, range(self.size))
+        return next((r for r, row in rows.items() if row.offers and self._runs(r) and not self.orphans), None)
+
+    def _let_save(self, rank: int) -> str:
+        """What the rank has saved. Before it begins, all others have ended: none writes where it does."""
+        others = [process for one, process in enumerate(self.processes) if one != rank]
+        for process in others:
+            process.kill()
+        for process in others:
+            process.join()
+        self.store.set(SAVES, str(rank))
+        until = time.monotonic() + self.signals.grace
+        while self._runs(rank) and time.monotonic() < until:
+            self._hear(PERIOD / 2)
+        return f"rank {rank} saved step {self.store.get(SAVED).decode()}" if self.store.check([SAVED]) else ""
 
     def _tell(self, why: str) -> None:
         self.store.set(VERDICT, cut(why, LONGEST_LINE))

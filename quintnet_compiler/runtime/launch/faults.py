@@ -37,10 +37,12 @@ class RankError:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why an attempt ended. ``ranks``: those at fault; ``again``: whether another attempt may go better."""
+    """Why an attempt ended. ``ranks``: those at fault; ``again``: whether another attempt may go better; ``saved``:
+    what a rank that was left has saved then."""
 
     error: QuintNetError
     ranks: tuple[int, ...]
+    saved: str = ""
 
     @property
     def again(self) -> bool:

@@ -29,6 +29,8 @@ LOOK = 3  # beats between two looks at where the main thread is
 LATEST = 0.5  # seconds in which a rank that is in another call, or was given another batch, waits to hear of all others
 GRACE = 2.0  # seconds that a rank may take to leave after it has heard of a fault
 VERDICT = "verdict"  # key of what all ranks must hear of
+SAVES = "saves"  # key of the rank that is to save what it has, after a fault
+SAVED = "saved"  # key of the step that it has saved
 
 
 class Observer(Protocol):
@@ -77,7 +79,7 @@ class Heartbeat:
         self.store, self.beat = self.connect(), 0
         self.main = threading.get_ident()
         self.now = CollectiveCall()  # one value: the other thread reads it
-        self.inside = self.finished = False
+        self.inside = self.finished = self.offers = self.saves = False
         self.step = -1  # that began last
         self.usual: dict[Any, Any] = {}  # what frequent calls were given last
         self.programs = 0  # that were set up, which all ranks do in one order
@@ -128,6 +130,28 @@ class Heartbeat:
         """This rank's function has returned: it makes no further call."""
         self.finished = True
         self._write()
+
+    def chosen(self) -> bool:
+        """After a fault, this rank has all that a checkpoint needs: whether it is to write one, alone. All other ranks
+        have ended then. Not if the launching process has chosen another, or does not answer while this rank may stay.
+        """
+        if self.observer is not None:  # there is none
+            return False
+        self.offers = True
+        self._write()
+        until = time.monotonic() + GRACE
+        while time.monotonic() < until:
+            with self.lock:
+                if self.store.check([SAVES]):
+                    self.saves = int(self.store.get(SAVES)) == self.rank
+                    return self.saves
+            time.sleep(PERIOD / 2)
+        return False
+
+    def saved(self, step: int) -> None:
+        """This rank, which was chosen, has written its checkpoint."""
+        with self.lock:
+            self.store.set(SAVED, str(step))
 
     def cause(self, error: BaseException) -> QuintNetError:
         """Why communication failed, as far as this rank can tell."""
@@ -230,7 +254,7 @@ class Heartbeat:
     def _leave(self, why: str) -> None:
         """Give the main thread time to fail by itself: its error says more."""
         dump_stacks(self.folder, self.rank)
-        if not self.over.wait(GRACE):
+        if not self.over.wait(GRACE) and not self.saves:
             print(f"rank {self.rank} ends: {why.splitlines()[0]}", file=sys.stderr, flush=True)
             os._exit(1)
 
@@ -257,6 +281,7 @@ class Heartbeat:
             waiting=waiting,
             at=at,
             finished=self.finished,
+            offers=self.offers,
             pid=os.getpid(),
             host=socket.gethostname(),
         )

@@ -168,6 +168,8 @@ def _attempts(job: Job, places: Places, restarts: int, timeout: float | None, si
                 return found
             restarted += 1
             places.blame({slots[rank] for rank in found.ranks})
-            message = f"{found.error}\n  restart {restarted} of {restarts}, with {len(places.now())} ranks"
+            saved = found.saved or "no rank saved anything"
+            again = f"restart {restarted} of {restarts}, with {len(places.now())} ranks; {saved} after the fault"
+            message = f"{found.error}\n  {again}"
             warnings.warn(FaultWarning(message), stacklevel=3)
     raise AssertionError("the last attempt returns")

@@ -30,7 +30,8 @@ class RankStatus:
     """What a rank last said of itself. ``calls``: begun so far (see :mod:`.calls`); of the last one, ``kind``, its
     ``name`` for people, the user's ``line``, what it was ``given``, and whether the rank is still ``inside``; ``step``:
     the training step that it began last, -1 before the first; ``waiting``: whether its main thread is in communication;
-    ``at``: the user's line that it is in; ``finished``: whether its function has returned."""
+    ``at``: the user's line that it is in; ``finished``: whether its function has returned; ``offers``: whether it could
+    save all that a run needs."""
 
     beat: int = 0
     calls: int = 0
@@ -43,6 +44,7 @@ class RankStatus:
     waiting: bool = False
     at: str = ""
     finished: bool = False
+    offers: bool = False
     pid: int = 0
     host: str = ""
 
