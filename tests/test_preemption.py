@@ -163,11 +163,12 @@ def _term(process: int) -> None:
     os.kill(process, signal.SIGTERM)
 
 
+# Workers of a DataLoader are in the group of their rank.
 WAYS = {
     "launch": (_launch, _term, 0),
-    "launch, the whole group": (_launch, lambda process: os.killpg(process, signal.SIGTERM), 0),
+    "launch, the whole group, with workers": (_launch, lambda process: os.killpg(process, signal.SIGTERM), 2),
     "srun, each rank": (_ranks, _term, 0),
-    "srun, each rank, with workers": (_ranks, lambda process: os.kill(process, signal.SIGUSR1), 1),
+    "srun, each rank's group, with workers": (_ranks, lambda process: os.killpg(process, signal.SIGUSR1), 2),
 }
 
 

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import register_after_fork
 from types import FrameType
 from typing import Any
 
@@ -65,8 +66,11 @@ class Preemption:
 @contextlib.contextmanager
 def handling(signals: Sequence[int], handler: Handler) -> Iterator[None]:
     """While inside, ``handler`` is called with the number of each of ``signals`` that comes to this process; afterwards
-    they are handled as before. It must do no more than note it: it runs between any two instructions. Children that
-    are forked meanwhile get the former handling back when a signal comes to them.
+    they are handled as before. It must do no more than note it: it runs between any two instructions.
+
+    Children that are forked meanwhile get the former handling back when a signal comes to them. Those that
+    multiprocessing forks, such as a DataLoader's workers, get it from their parent or themselves alone: what is sent to
+    the whole process group is for this process, which still needs them.
 
     Raises:
         RunError: QN306 outside of the main thread, where Python handles no signals, or for a signal that cannot be
@@ -78,28 +82,65 @@ def handling(signals: Sequence[int], handler: Handler) -> Iterator[None]:
             f"{_names(signals)} cannot be handled in thread {threading.current_thread().name}",
             fix="call it in the main thread, or without signals: preempt_signals=() of a Trainer",
         )
-    process, before = os.getpid(), dict[int, Any]()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if os.getpid() == process:
-            handler(number)
-            return
-        signal.signal(number, before[number])
-        os.kill(os.getpid(), number)
-
+    note = _Note(handler)
     try:
         for number in dict.fromkeys(signals):
             try:
                 found = signal.getsignal(number)
-                before[number] = signal.SIG_DFL if found is None else found
+                note.before[number] = signal.SIG_DFL if found is None else found
                 signal.signal(number, note)
             except (OSError, ValueError) as error:
-                before.pop(number, None)
+                note.before.pop(number, None)
                 raise RunError("QN306", f"{_names([number])}: {error}", fix="handle SIGTERM or SIGUSR1") from None
+        register_after_fork(note, _Note.hear_parent_alone)  # as long as the note lives
         yield
     finally:
-        for number, former in before.items():
+        for number, former in note.before.items():
             signal.signal(number, former)
+        note.before.clear()
+
+
+class _Note:
+    """Handles signals in the process that made it. ``before``: how each was handled then."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler, self.process = handler, os.getpid()
+        self.before = dict[int, Any]()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self.process:
+            self.handler(number)
+            return
+        signal.signal(number, self.former(number))
+        os.kill(os.getpid(), number)
+
+    def former(self, number: int) -> Any:
+        """How a signal is handled outside of all notes."""
+        before = self.before[number]
+        return before.former(number) if isinstance(before, _Note) else before
+
+    def hear_parent_alone(self) -> None:
+        """In the main thread of a child that multiprocessing has just forked. Signals are blocked there and in every
+        thread that it makes, but for one that looks at who sent them."""
+        if not self.before or not hasattr(signal, "sigwaitinfo"):  # macOS
+            return
+        for number in self.before:
+            signal.signal(number, self.former(number))
+        heard = os.getppid(), os.getpid()
+        thread = threading.Thread(target=_hear, args=(tuple(self.before), heard), daemon=True, name="quintnet-signals")
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it gets no signal of another note
+        thread.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, former | self.before.keys())
+
+
+def _hear(signals: Sequence[int], senders: Sequence[int]) -> None:
+    """Let this thread, and so the process, get those of ``signals`` that come from ``senders``, and drop all others."""
+    while True:
+        came = signal.sigwaitinfo(signals)
+        if came.si_pid in senders:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [came.si_signo])
+            signal.raise_signal(came.si_signo)
+            signal.pthread_sigmask(signal.SIG_BLOCK, [came.si_signo])
 
 
 def _names(signals: Sequence[int]) -> str:
