@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import quintnet
 
@@ -47,6 +48,12 @@ def test_each_rank_has_tensors_of_its_own() -> None:
     x = torch.zeros(2)
     found = quintnet.launch(_add_rank, 2, (x,), timeout=60)
     assert [one.tolist() for one in (x, *found)] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_a_rank_may_have_workers_of_a_loader() -> None:
+    rows = [torch.tensor(n) for n in range(3)]
+    read = quintnet.launch(lambda: [int(x) for x in DataLoader(rows, num_workers=1)], 1, timeout=60)  # type: ignore[arg-type]
+    assert read == [[0, 1, 2]]
 
 
 def _fail_at_length() -> None:

@@ -93,8 +93,6 @@ class Attempt:
         port = listener.getsockname()[1]
         self.store = TCPStore(LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
         self.store.set(VERDICT, "")
-        for rank in range(self.size):
-            self.store.set(str(rank), "{}")
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         mark_fork_server_folder()
@@ -310,6 +308,7 @@ def work(job: Job, seat: Seat, pipe: Connection) -> None:
 def _prepare(seat: Seat) -> None:
     """End with the launching process at once: ranks that train on meanwhile would write into the checkpoints of the run
     that follows. And leave nothing behind that outlives a rank that is killed."""
+    mp.current_process().daemon = False  # daemons may have no children, such as a DataLoader's workers
     if (parent := mp.parent_process()) is not None:
 
         def end() -> None:
