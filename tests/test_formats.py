@@ -210,6 +210,25 @@ def test_fully_shard_reads_ours_and_we_read_its(layout: Layout, tmp_path: Path) 
     require_round_trips([found[0] for found in ranks], tmp_path / "0", layout)
 
 
+def _saved_meanwhile(folder: str, zero: int) -> list[dict[str, str]]:
+    """What a program has before ``dcp.async_save`` of it, and what it reads after another step."""
+    model, program, optimizer = made(("gpt", {"dp": 2}, {"zero": zero}))
+    before = digests(program.state_dict())
+    saving = dcp.async_save({"model": program}, checkpoint_id=folder)
+    saving.result()  # type: ignore[union-attr]
+    changed(model, optimizer, 1)
+    other = digests(program.state_dict())
+    dcp.load({"model": program}, checkpoint_id=folder)
+    return [before, other, digests(program.state_dict())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2])
+def test_slices_within_a_larger_memory_are_saved_meanwhile(zero: int, tmp_path: Path) -> None:
+    for before, other, read in quintnet.launch(_saved_meanwhile, 2, (str(tmp_path), zero), timeout=300):
+        assert before == read and before.keys() == other.keys() and all(other[name] != x for name, x in before.items())
+
+
 @pytest.mark.slow
 def test_twenty_layouts(tmp_path: Path) -> None:
     ranks = quintnet.launch(exchanged, 4, (str(tmp_path), TWENTY), timeout=1800)

@@ -32,6 +32,7 @@ from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.calls import collective, frequent
 from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preemption, handling
+from ..runtime.state.state import without_offset
 from ..runtime.state.whole_optimizer import Make, WholeOptimizer
 from .initial_values import InitialValues, give_values
 
@@ -82,7 +83,8 @@ class ProgramState(abc.ABC):
             for prefix, module in modules_of(self._task).items()
             for name, x in module.state_dict().items()
         }
-        return found | {name: p.detach() for name, p in parameters.items() if name not in found}
+        found |= {name: p.detach() for name, p in parameters.items() if name not in found}
+        return {name: without_offset(x) for name, x in found.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over what :meth:`state_dict` gave on this layout, or whole tensors on any: each rank keeps its part.

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ...compat.distributed import interleaved_shard
+from ...compat.distributed import interleaved_shard, local_tensor, replace_local_tensor
 from ...core import slices
 from ...core.sharding import Shard as ShardType
 from ...core.sharding import Sharding, local_shape, shard_shape
@@ -61,3 +61,16 @@ def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: 
         local, mesh, placements(spec, axes, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
     )
     return found
+
+
+def without_offset(x: Tensor) -> Tensor:
+    """The same part, in a DTensor that says nothing of where in a larger memory it begins: torch 2.13 takes such a
+    DTensor for one that has memory of its own, and ``dcp.async_save`` fails to copy that."""
+    if not isinstance(x, DTensor) or not x.storage_offset():
+        return x
+    part, mesh, shape = local_tensor(x), x.device_mesh, x.shape
+    made: DTensor = DTensor.from_local(
+        torch.empty_like(part), mesh, x.placements, run_check=False, shape=shape, stride=x.stride()
+    )
+    replace_local_tensor(made, part)
+    return made
