@@ -36,7 +36,7 @@ from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.ir.distributed_program import DistributedProgram, RankProgram
 from quintnet_compiler.runtime.execute.engines import ENGINES
 from quintnet_compiler.runtime.execute.executor import Executor, Run
-from quintnet_compiler.runtime.launch.malloc import tune_malloc
+from quintnet_compiler.runtime.execute.malloc import tune_malloc
 from quintnet_compiler.runtime.state.gradients import GradientStore
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.transport import Wait

@@ -23,7 +23,7 @@ __all__ = [
     "TCPStore",  # likewise
     "all_gather", "checkpoint_parts_by", "flight_record", "interleaved_shard", "is_interleaved", "local_tensor",
     "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
-    "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
+    "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
 ]  # fmt: skip
 
 # torch 2.13 renamed these two; the names before it are deprecated
@@ -161,9 +161,21 @@ def numbers_by(number: Callable[[DTensor], Any]) -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that ranks of a group of gloo wait for each other; instead: none, ``init_process_group`` keeps it."""
-    options: Any = group._get_backend(torch.device("cpu")).options
+    """Seconds that ranks of a group wait for each other; instead: none, ``init_process_group`` keeps it."""
+    backends: str = dist.get_backend_config(group)
+    kinds = [part.partition(":")[0] for part in backends.split(",")]
+    options: Any = group._get_backend(torch.device("cpu" if "cpu" in kinds else kinds[0])).options
     return float(options._timeout.total_seconds())
+
+
+def store_of_world() -> Any:
+    """The store in which the ranks of the world met, under the names of its process group; None if it is none of TCP.
+    Instead: nothing, a second one would need a port that all ranks know."""
+    found: Any = dist.distributed_c10d._get_default_store()
+    inner = found
+    while isinstance(inner, PrefixStore):
+        inner = inner.underlying_store
+    return found if isinstance(inner, TCPStore) else None
 
 
 def use_symmetric_memory(group: dist.ProcessGroup) -> None:

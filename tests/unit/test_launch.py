@@ -23,7 +23,8 @@ from torch.distributed import HashStore
 
 from quintnet_compiler.core.errors import CompileError, InputError, RunError
 from quintnet_compiler.core.mesh import Mesh
-from quintnet_compiler.runtime.launch import board, malloc, run_folder, sending, smoke, world
+from quintnet_compiler.runtime.execute import malloc
+from quintnet_compiler.runtime.launch import board, run_folder, sending, smoke, world
 from quintnet_compiler.runtime.launch.faults import RankError, Scene, stopped
 from quintnet_compiler.runtime.launch.forwarding import Forwarding
 from quintnet_compiler.runtime.launch.inside_launcher import Neighbours, meet
@@ -245,8 +246,8 @@ def test_killed_stopped_and_late_ranks(tmp_path: Path) -> None:
     assert not stopped(os.getpid()) and not stopped(None)
 
 
-def test_neighbours_count_looks_in_silence() -> None:
-    store, watch = HashStore(), Neighbours(0, 3, silence=0.0)
+def test_neighbours_count_looks_in_silence(tmp_path: Path) -> None:
+    store, watch = HashStore(), Neighbours(0, 3, 0.0, tmp_path)
     store.set("1", json.dumps({"beat": 1, "step": 4, "pid": 5, "host": "far"}))
     store.set("2", json.dumps({"beat": 1, "host": "far"}))
     store.set("0", "{}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...core.mesh import Mesh
 from ...ir.distributed_program import DistributedProgram
 from ..execute.engines import Engine, eager
-from ..launch.malloc import tune_malloc
+from ..execute.malloc import tune_malloc
 from ..launch.world import has_process, many
 from ..state.module_parameters import Slots
 from .backend import Backend

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...core.errors import QuintNetError
-from .heartbeat import CollectiveCall, Heartbeat, current
+from .heartbeat import CollectiveCall, Heartbeat, here
 from .rank_status import OTHERS, described, of_communication
 
 P = ParamSpec("P")
@@ -47,7 +47,7 @@ def running(
         InputError: QN102 on every rank, if they were given different batches.
         RunError: QN401 if another rank is in another call, QN402 if communication fails.
     """
-    pulse = current.get()
+    pulse = here()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     number = step if kind == "train" else None
@@ -65,7 +65,7 @@ def announced(name: str, label: str = "", given: Callable[[], Any] = tuple) -> c
         InputError: QN102 on every rank, if they were given something else.
         RunError: QN401 if another rank is in another call, QN402 if one does not come, or if communication fails.
     """
-    pulse = current.get()
+    pulse = here()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     return _together(
@@ -94,7 +94,7 @@ def collective(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenat
 def next_label() -> str:
     """What tells a program's calls from those of the programs that were set up before it: "" for the first one. All
     ranks set their programs up in one order, as they communicate in it."""
-    pulse = current.get()
+    pulse = here()
     if pulse is None:
         return ""
     pulse.programs += 1
@@ -103,7 +103,7 @@ def next_label() -> str:
 
 def frequent(name: str, label: str = "") -> contextlib.AbstractContextManager[None]:
     """As :func:`announced`, for what training does in each step: ranks wait for each other the first time only."""
-    pulse = current.get()
+    pulse = here()
     if pulse is None or pulse.inside:
         return contextlib.nullcontext()
     return _together(

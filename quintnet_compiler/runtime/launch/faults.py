@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from ...core.errors import QuintNetError, RunError
@@ -170,6 +171,17 @@ def stopped(pid: int | None) -> bool:
 def gone(pid: int) -> bool:
     """Whether a process of this machine has ended, or this system has no /proc."""
     return _state(pid) in ("", "Z", "X")
+
+
+@cache
+def number_space() -> str:
+    """Names the processes among which a process number is that of one: those of a machine since it started, or of a
+    container there. "" if that is not known."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{machine} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _state(pid: int | None) -> str:

@@ -17,10 +17,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch.distributed as dist
+
 from ...compat.distributed import Store, flight_record
 from ...core.errors import InputError, QuintNetError, RunError
 from .board import Board
 from .disagreement import disagreement
+from .faults import number_space
 from .rank_status import RankStatus, brief, differ, first_line, place, read_rows, shown, shown_line
 from .run_folder import keep
 
@@ -28,6 +31,7 @@ PERIOD = 0.1  # seconds between two beats
 LOOK = 3  # beats between two looks at where the main thread is
 LATEST = 0.5  # seconds in which a rank that is in another call, or was given another batch, waits to hear of all others
 GRACE = 2.0  # seconds that a rank may take to leave after it has heard of a fault
+THREAD = "quintnet-pulse"  # name of a heartbeat's thread
 VERDICT = "verdict"  # key of what all ranks must hear of
 SAVES = "saves"  # key of the rank that is to save what it has, after a fault
 SAVED = "saved"  # key of the step that it has saved
@@ -65,6 +69,8 @@ class Heartbeat:
         connect: to the store of this attempt; nobody else uses what it returns.
         folder: for the stacks of all threads when the run is over, and the board of this machine's ranks.
         patience: seconds that ranks wait for each other.
+        group: that of a process of the user's own, with which the heartbeat ends. Such a process is ended only where it
+            waits for others, and only then are these looked at: one that has ended is missed by nobody else.
     """
 
     connect: Callable[[], Store]
@@ -73,6 +79,7 @@ class Heartbeat:
     folder: Path
     patience: float
     observer: Observer | None = None
+    group: dist.ProcessGroup | None = None
     last: float = field(default_factory=time.monotonic)  # when the store last answered
 
     def __post_init__(self) -> None:
@@ -88,18 +95,29 @@ class Heartbeat:
         self.board = Board(self.folder, self.rank, self.size)
         self.lock, self.over = threading.Lock(), threading.Event()
         self.verdict = ""
-        self.thread = threading.Thread(target=self._run, daemon=True, name="quintnet-pulse")
+        self.thread = threading.Thread(target=self._run, daemon=True, name=THREAD)
 
     def __enter__(self) -> Heartbeat:
-        self._write()
-        self.thread.start()
+        self.start()
         self.token = current.set(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         current.reset(self.token)
+        self.stop()
+
+    def start(self) -> None:
+        self._write()
+        self.thread.start()
+
+    def stop(self) -> None:
         self.over.set()
         self.thread.join(GRACE)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether this process may be ended because of others."""
+        return self.group is None or self.inside or self.place[0]
 
     # -- what the main thread calls
 
@@ -122,7 +140,7 @@ class Heartbeat:
         self._write()
         late = self._compare(call, 2 * LATEST if usual else self.patience)
         if late and not usual:
-            rows = self._rows()
+            rows = self.rows()
             places = "\n  ".join(f"rank {rank} is at {rows[rank].at or 'its start'}" for rank in late)
             raise RunError("QN402", f"{call.name}: not all ranks began it in {self.patience:g} s\n  {places}")
 
@@ -130,6 +148,11 @@ class Heartbeat:
         """This rank's function has returned: it makes no further call."""
         self.finished = True
         self._write()
+
+    def fail(self, why: str) -> None:
+        """This rank ends by an error of its own."""
+        with self.lock:
+            self.store.compare_set(VERDICT, "", why)
 
     def chosen(self) -> bool:
         """After a fault, this rank has all that a checkpoint needs: whether it is to write one, alone. All other ranks
@@ -171,9 +194,9 @@ class Heartbeat:
 
     def _silent(self) -> str:
         """Who has not said anything for some beats."""
-        before = self._rows()
+        before = self.rows()
         time.sleep(10 * PERIOD)
-        ranks = [f"{rank} ({row.host})" for rank, row in self._rows().items() if row.beat == before[rank].beat]
+        ranks = [f"{rank} ({row.host})" for rank, row in self.rows().items() if row.beat == before[rank].beat]
         return f"; nothing is heard of ranks {', '.join(ranks)}" if ranks else ""
 
     def _compare(self, call: CollectiveCall, patience: float) -> list[int]:
@@ -185,7 +208,7 @@ class Heartbeat:
         """
         start, pause = time.monotonic(), 0.001
         while True:
-            rows = self._rows()
+            rows = self.rows()
             late = [rank for rank, row in rows.items() if row.calls < call.number]
             waited = time.monotonic() - start
             all_said = waited > min(LATEST, patience) or all(rows[rank].finished for rank in late)
@@ -207,6 +230,11 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self.over.wait(PERIOD):
+            if self.group is not None and not (dist.is_initialized() and dist.group.WORLD is self.group):
+                with contextlib.suppress(Exception):  # whoever keeps the store may have left, too
+                    self.finish()
+                self.over.set()
+                return
             try:
                 self._beat()
             except Exception as lost:  # of many kinds
@@ -220,6 +248,7 @@ class Heartbeat:
                     return
             if self.verdict:
                 self._leave(self.verdict)
+                return
 
     def _look(self) -> None:
         """Where the main thread is, if it has begun no further call since the last look."""
@@ -240,7 +269,7 @@ class Heartbeat:
             self._say()
             self.verdict = self.store.get(VERDICT).decode()
             self.last = time.monotonic()
-            if not self.verdict and self.observer is not None:
+            if not self.verdict and self.observer is not None and self.may_end:
                 self._announce(self.observer.look(self.store))
 
     def _announce(self, found: RunError | None) -> None:
@@ -254,11 +283,23 @@ class Heartbeat:
     def _leave(self, why: str) -> None:
         """Give the main thread time to fail by itself: its error says more."""
         dump_stacks(self.folder, self.rank)
-        if not self.over.wait(GRACE) and not self.saves:
-            print(f"rank {self.rank} ends: {why.splitlines()[0]}", file=sys.stderr, flush=True)
-            os._exit(1)
+        before = self._waits_in()
+        while not self.over.wait(GRACE):
+            now = self._waits_in()
+            if now is not None and now == before and not self.saves:
+                print(f"rank {self.rank} ends: {why.splitlines()[0]}", file=sys.stderr, flush=True)
+                os._exit(1)
+            before = now
 
-    def _rows(self) -> dict[int, RankStatus]:
+    def _waits_in(self) -> int | None:
+        """The call in which, or after which, the main thread may be ended; None: nowhere."""
+        if self.group is None:
+            return 0
+        self._look()
+        return self.now.number if self.may_end else None
+
+    def rows(self) -> dict[int, RankStatus]:
+        """What all ranks said last."""
         with self.lock:
             return read_rows(self.store, range(self.size))
 
@@ -284,11 +325,23 @@ class Heartbeat:
             offers=self.offers,
             pid=os.getpid(),
             host=socket.gethostname(),
+            space=number_space(),
         )
         self.store.set(str(self.rank), json.dumps(asdict(row)))
 
 
 current: ContextVar[Heartbeat | None] = ContextVar("quintnet_pulse", default=None)
+
+
+def here() -> Heartbeat | None:
+    """That of the calls that are made here."""
+    found = current.get()
+    return None if found is None or found.over.is_set() else found
+
+
+def beats() -> bool:
+    """Whether this process has a heartbeat, be it for the calls of another thread."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def dump_stacks(folder: Path, rank: int) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -25,8 +24,9 @@ from ...compat.distributed import PrefixStore, Store
 from ...core.errors import QuintNetError, RunError
 from .accelerator import take_accelerator
 from .attempt import Job
+from .board import last_step
 from .disagreement import disagreement
-from .faults import stopped
+from .faults import gone, number_space, stopped
 from .heartbeat import PERIOD, VERDICT, Heartbeat, dump_stacks
 from .launchers import Started
 from .preemption import Preempted
@@ -63,7 +63,6 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
     shared = PrefixStore(prefix, given)
     name = meet(shared, rank, size, job.patience)
     silence = min(LONGEST_SILENCE, job.patience)
-    neighbours = Neighbours(rank, size, silence)
     left: Preempted | None = None
 
     def connect() -> Store:
@@ -72,7 +71,7 @@ def inside_launcher(job: Job, world: Started, num_ranks: int, fewest: int) -> li
     with (
         run_folder(folder_of(name)) as folder,
         torch_threads(job.threads),
-        Heartbeat(connect, rank, size, folder, job.patience, neighbours) as pulse,
+        Heartbeat(connect, rank, size, folder, job.patience, Neighbours(rank, size, silence, folder)) as pulse,
     ):
         meeting = world.meeting()
         Guard(pulse, silence, f"{meeting.host}:{meeting.port}" if meeting else "the store").start()
@@ -133,8 +132,7 @@ def meet(store: Store, rank: int, size: int, patience: float) -> str:
             _wait(until, [key.rpartition("/")[2] for key in keys if not store.check([key])])
         met = [store.get(key).decode() for key in keys]
         rows = PrefixStore(f"quintnet/{mine}/rows", store)
-        for key, first in [(VERDICT, ""), *((str(other), "{}") for other in range(size))]:
-            rows.set(key, first)
+        rows.set(VERDICT, "")
         store.set(f"quintnet/{mine}/met", json.dumps(met))
         return f"quintnet/{mine}"
     told = ""
@@ -173,36 +171,42 @@ class Neighbours:
     rank: int
     size: int
     silence: float
+    folder: Path  # that of the board of this machine's ranks
     looks: dict[int, tuple[int, int]] = field(default_factory=dict)  # of each: its beat, and looks since it changed
-    held: dict[int, int] = field(default_factory=dict)  # looks since it was first seen stopped
+    held: dict[int, int] = field(default_factory=dict)  # looks since it was first seen stopped, or gone
 
     def look(self, store: Store) -> RunError | None:
         near = sorted({(self.rank + way) % self.size for way in (-1, 0, 1)})
         rows = read_rows(store, near)
         if (apart := disagreement(rows)) is not None:
             return apart.error
-        found = [self._judge(rank, row) for rank, row in rows.items() if rank != self.rank]
-        return next((RunError("QN303", text) for text in found if text), None)
+        found = [self._judge(rank, row) for rank, row in rows.items() if rank != self.rank and not row.finished]
+        return next((error for error in found if error is not None), None)
 
-    def _judge(self, rank: int, row: RankStatus) -> str:
+    def _judge(self, rank: int, row: RankStatus) -> RunError | None:
         beat, looks = self.looks.get(rank, (-1, 0))
         looks = looks + 1 if row.beat == beat else 0
         self.looks[rank] = row.beat, looks
-        step = f"in step {row.step}" if row.step >= 0 else "before its first step"
+        here = row.pid > 0 and row.space != "" and row.space == number_space()
+        last = last_step(self.folder, rank) if here else row.step
+        step = f"in step {last}" if last >= 0 else "before its first step"
         where = f"rank {rank} {{}} {step} (pid {row.pid} on {row.host})"
-        here = row.host == socket.gethostname() and stopped(row.pid)
-        self.held[rank] = self.held.get(rank, 0) + 1 if here else 0
+        ended, held = here and gone(row.pid), here and stopped(row.pid)
+        self.held[rank] = self.held.get(rank, 0) + 1 if ended or held else 0
         if self.held[rank] * PERIOD > STOPPED:
+            if ended:
+                return RunError("QN302", where.format("has ended"))
             with contextlib.suppress(OSError):
                 os.kill(row.pid, signal.SIGCONT)  # so that it can hear, and leave: torchrun waits for it
-            return where.format("was stopped (SIGSTOP)")
-        if looks * PERIOD > self.silence:
-            return where.format(f"has said nothing for {self.silence:g} s")
-        return ""
+            return RunError("QN303", where.format("was stopped (SIGSTOP)"))
+        if row.beat > 0 and looks * PERIOD > self.silence:
+            return RunError("QN303", where.format(f"has said nothing for {self.silence:g} s"))
+        return None
 
 
 class Guard(threading.Thread):
-    """Ends this rank when the store does not answer any more: its node, or the way to it, is lost."""
+    """Ends this rank when the store does not answer any more: its node, or the way to it, is lost. A process of the
+    user's own is ended only where it waits for others."""
 
     def __init__(self, pulse: Heartbeat, silence: float, where: str) -> None:
         super().__init__(daemon=True, name="quintnet-guard")
@@ -212,7 +216,7 @@ class Guard(threading.Thread):
         seen, quiet = 0.0, 0
         while not self.pulse.over.wait(PERIOD):
             seen, quiet = self.pulse.last, quiet + 1 if self.pulse.last == seen else 0
-            if quiet * PERIOD > self.silence:
+            if quiet * PERIOD > self.silence and self.pulse.may_end:
                 dump_stacks(self.pulse.folder, self.pulse.rank)
                 error = RunError(
                     "QN303",

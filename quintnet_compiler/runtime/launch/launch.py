@@ -85,8 +85,8 @@ def launch(
     if launched_by_import(sys._getframe()):
         os._exit(LAUNCHES_AGAIN)
     job = Job(partial(fn, *args), threads, collective_timeout)
-    world = started()
-    if world is not None and (world.elastic or current.get() is None):
+    world, pulse = started(), current.get()
+    if world is not None and (world.elastic or pulse is None or pulse.group is not None):
         return inside_launcher(job, world, num_ranks, least)
     job = replace(job, call=packed_call(fn, args))
     places = Places(num_ranks, least, available)

@@ -31,7 +31,7 @@ class RankStatus:
     ``name`` for people, the user's ``line``, what it was ``given``, and whether the rank is still ``inside``; ``step``:
     the training step that it began last, -1 before the first; ``waiting``: whether its main thread is in communication;
     ``at``: the user's line that it is in; ``finished``: whether its function has returned; ``offers``: whether it could
-    save all that a run needs."""
+    save all that a run needs; ``space``: where ``pid`` counts (see :func:`.faults.number_space`)."""
 
     beat: int = 0
     calls: int = 0
@@ -47,6 +47,7 @@ class RankStatus:
     offers: bool = False
     pid: int = 0
     host: str = ""
+    space: str = ""
 
     @classmethod
     def read(cls, text: bytes) -> RankStatus:
@@ -54,9 +55,11 @@ class RankStatus:
 
 
 def read_rows(store: Store, ranks: Sequence[int]) -> dict[int, RankStatus]:
-    """Raises: an error of torch's if one of ``ranks`` has never written."""
-    told = store.multi_get([str(rank) for rank in ranks])
-    return {rank: RankStatus.read(text) for rank, text in zip(ranks, told, strict=True)}
+    """What ranks said last; those that have never written are at their start. Nobody is waited for."""
+    told = list(ranks) if store.check([str(rank) for rank in ranks]) else [r for r in ranks if store.check([str(r)])]
+    texts = store.multi_get([str(rank) for rank in told]) if told else []
+    known = {rank: RankStatus.read(text) for rank, text in zip(told, texts, strict=True)}
+    return {rank: known.get(rank, RankStatus()) for rank in ranks}
 
 
 def of_communication(error: BaseException | None) -> bool:

@@ -11,11 +11,13 @@ from ...core.absent_gpu import CUDA, AbsentGpu
 from ...core.errors import CompileError, RunError
 from ...core.mesh import Mesh
 from .accelerator import group_accelerator
+from .group_heartbeat import watch_group
 from .launchers import started
 
 
 def enter_world(mesh: Mesh) -> None:
-    """Make sure that there is a process group of all processes, where a launcher started several.
+    """Make sure that there is a process group of all processes, where a launcher started several, and that it has a
+    heartbeat.
 
     Raises:
         RunError: QN301 if their number is not that of the mesh, or if they cannot meet.
@@ -30,6 +32,8 @@ def enter_world(mesh: Mesh) -> None:
     found = started()
     if found is not None and found.size > 1 and not (dist.is_available() and dist.is_initialized()):
         found.join()
+    if many():
+        watch_group()
 
 
 def world_size() -> int:
