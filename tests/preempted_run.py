@@ -70,6 +70,7 @@ def train(folder: str, pause: float, workers: int = 0) -> str:
         callbacks=[Going(folder)],
     )
     trainer.fit()
+    Path(folder, "fitted").touch()
     digest = hashlib.sha256(f"{trainer.history.step} {trainer.best!r} {trainer.bad}".encode())
     whole = [p.full_tensor().contiguous() for p in program.parameters()]  # type: ignore[attr-defined]
     state = [x for p in program.parameters() for _, x in sorted(optimizer.state[p].items())]

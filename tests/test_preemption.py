@@ -118,10 +118,11 @@ def _scheduled(
     folder: Path, dice: random.Random, ends: int, start: Callable[[], list[subprocess.Popen[str]]], send: Send
 ) -> tuple[str, int]:
     """Start processes, end them up to ``ends`` times, queue them again: the result, and how often they were ended.
-    ``send`` is given the number of one of them."""
+    ``send`` is given the number of one of them. Signals that come when ``fit`` is over end them as they always do."""
     ended = 0
     while True:
-        (folder / "going").unlink(missing_ok=True)
+        for name in ("going", "fitted"):
+            (folder / name).unlink(missing_ok=True)
         processes = start()
         if ended < ends:
             while not (folder / "going").exists() and processes[0].poll() is None:
@@ -134,6 +135,8 @@ def _scheduled(
         codes = {process.returncode for process in processes}
         if codes == {0}:
             return (folder / "digest").read_text(), ended
+        if (folder / "fitted").exists() and codes <= {0, -signal.SIGTERM, -signal.SIGUSR1}:
+            continue
         assert codes == {quintnet.REQUEUE_EXIT_CODE}, (codes, "\n".join(said))
         ended += 1
 
