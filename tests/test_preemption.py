@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
@@ -10,14 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 
 import quintnet
+from quintnet_compiler.runtime.launch.preemption import handling
 
 from .preempted_run import EPOCHS, ROWS, train
 from .test_launchers import TOLD, _clean
@@ -105,6 +110,60 @@ def test_runs_that_are_ended_and_queued_again_are_equal_bit_by_bit(tmp_path: Pat
         assert _launched(folder, 0.01, dice.uniform(0.5, 1.0) * limit) is None
         assert len([*(folder / "checkpoints").glob("step-*")]) > 0
         assert _launched(folder, 0.0, None) == expected
+
+
+def _signalled_by_another(process: int, number: int) -> None:
+    subprocess.run(["kill", f"-{number}", str(process)], check=True)
+
+
+def _wait_for_a_signal(ready: Connection) -> None:
+    ready.send(
+        signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    time.sleep(20)
+
+
+def test_a_child_of_multiprocessing_hears_its_parent_alone() -> None:
+    context, came = multiprocessing.get_context("fork"), list[int]()
+    with handling([signal.SIGTERM], came.append), handling([signal.SIGUSR1, signal.SIGTERM], came.append):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_wait_for_a_signal, args=(theirs,), daemon=True)
+        child.start()
+        assert child.pid and ours.poll(10) and ours.recv()
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            _signalled_by_another(child.pid, number)
+        child.join(0.2)
+        assert child.is_alive()
+        child.terminate()
+        child.join(10)
+    assert child.exitcode == -signal.SIGTERM and not came
+    later = context.Process(target=_wait_for_a_signal, args=(theirs,), daemon=True)
+    later.start()
+    assert later.pid and ours.poll(10) and ours.recv()
+    _signalled_by_another(later.pid, signal.SIGUSR1)
+    later.join(10)
+    assert later.exitcode == -signal.SIGUSR1
+
+
+class _Numbers(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.01)
+        return torch.tensor(index)
+
+
+def test_workers_of_a_loader_go_on_after_a_signal_to_their_group() -> None:
+    came: list[int] = []
+    with handling([signal.SIGUSR1, signal.SIGTERM], came.append):
+        loader = iter(DataLoader(_Numbers(), batch_size=1, num_workers=2, multiprocessing_context="fork"))
+        rows = [int(next(loader))]
+        for worker in multiprocessing.active_children():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                _signalled_by_another(worker.pid or 0, number)
+        rows += [int(row) for row in loader]
+    assert rows == list(range(12)) and not came and not multiprocessing.active_children()
 
 
 # -- with interpreters of their own, as schedulers start them

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import threading
 import time
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 import quintnet
 from quintnet_compiler.core.errors import RunError
@@ -82,58 +77,6 @@ def test_a_forked_child_handles_signals_as_before() -> None:
         os.kill(child, signal.SIGUSR1)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGUSR1 and not came and gone(child)
-
-
-def _signalled_by_another(process: int, number: int) -> None:
-    subprocess.run(["kill", f"-{number}", str(process)], check=True)
-
-
-def _wait_for_a_signal(ready: Connection) -> None:
-    ready.send(signal.getsignal(signal.SIGUSR1) is USUAL and signal.getsignal(signal.SIGTERM) is USUAL)
-    time.sleep(20)
-
-
-def test_a_child_of_multiprocessing_hears_its_parent_alone() -> None:
-    context, came = multiprocessing.get_context("fork"), list[int]()
-    with handling([signal.SIGTERM], came.append), handling([signal.SIGUSR1, signal.SIGTERM], came.append):
-        ours, theirs = context.Pipe()
-        child = context.Process(target=_wait_for_a_signal, args=(theirs,), daemon=True)
-        child.start()
-        assert child.pid and ours.poll(10) and ours.recv()
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            _signalled_by_another(child.pid, number)
-        child.join(0.2)
-        assert child.is_alive()
-        child.terminate()
-        child.join(10)
-    assert child.exitcode == -signal.SIGTERM and not came
-    later = context.Process(target=_wait_for_a_signal, args=(theirs,), daemon=True)
-    later.start()
-    assert later.pid and ours.poll(10) and ours.recv()
-    _signalled_by_another(later.pid, signal.SIGUSR1)
-    later.join(10)
-    assert later.exitcode == -signal.SIGUSR1
-
-
-class _Rows(Dataset[Tensor]):
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Tensor:
-        time.sleep(0.01)
-        return torch.tensor(index)
-
-
-def test_workers_of_a_loader_go_on_after_a_signal_to_their_group() -> None:
-    came: list[int] = []
-    with handling([signal.SIGUSR1, signal.SIGTERM], came.append):
-        loader = iter(DataLoader(_Rows(), batch_size=1, num_workers=2, multiprocessing_context="fork"))
-        rows = [int(next(loader))]
-        for worker in multiprocessing.active_children():
-            for number in (signal.SIGTERM, signal.SIGUSR1):
-                _signalled_by_another(worker.pid or 0, number)
-        rows += [int(row) for row in loader]
-    assert rows == list(range(12)) and not came and not multiprocessing.active_children()
 
 
 def test_ranks_leave_once_the_sum_says_that_one_was_asked() -> None:
