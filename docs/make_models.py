@@ -33,7 +33,7 @@ Each cell is the largest relative difference from the unsplit model, in float64,
 gradient and every parameter, over two optimizer steps with all ranks in one process. The models are transformers' own,
 unmodified, in tiny configurations (`tests/zoo/`); labels are ignored and rows padded unevenly over ranks. Axes of 2
 ranks each; pipelines and `dp` alone run 2 microbatches, except where the loss or a statistic couples rows (contrastive
-losses, BatchNorm, Qwen2-VL). An empty cell was not measured.
+losses, BatchNorm, Qwen2-VL, Mistral 3). An empty cell was not measured.
 [Some models](huggingface.md#models-that-need-a-setting) need a setting.
 """
 OTHERS = "## Vision, diffusion and graphs"  # written by another script

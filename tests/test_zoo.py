@@ -83,6 +83,25 @@ def test_tensors_that_forward_makes_of_numbers_may_decide_sizes() -> None:
     assert abs(float(program.step((x,)).detach()) - float(model(x).detach())) < 1e-12
 
 
+def test_numbers_that_decide_sizes_are_known_when_a_graph_is_traced_again() -> None:
+    """As that of Qwen2-VL is: what only ``tolist`` read is not in it."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            sizes = torch.repeat_interleave(torch.tensor([2, 1]), torch.tensor([2, 2])).tolist()
+            total = torch.zeros(())
+            for part in self.net(x).split(sizes, dim=1):
+                total += part.square().mean()  # in place
+            return total
+
+    program = quintnet.compile(Net(), quintnet.Mesh(dp=2), (torch.randn(4, 6),))
+    assert program.verify().worst.error < 1e-5
+
+
 def test_a_number_that_was_written_over_is_refused() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:

@@ -218,9 +218,9 @@ def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.Exported
     with without_hooks_of_export(), constants_have_values(), switches_by(without_switches, for_this_thread):
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)
     inline_where_off(exported.graph_module)
-    for result in reversed(exported.graph.find_nodes(op="call_function", target=operator.getitem)):
-        if not result.users:
-            exported.graph.erase_node(result)
+    for node in reversed(exported.graph.nodes):
+        if not node.users and _only_makes(node):
+            exported.graph.erase_node(node)  # what only numbers were read of would not be known when it is traced again
     place_data(exported.graph)
     keep_gradients(exported)
     return exported
@@ -243,6 +243,16 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
     if any(_writes(node) for node in exported.graph.nodes):
         exported = exported.run_decompositions({})
     return exported
+
+
+def _only_makes(node: fx.Node) -> bool:
+    """Whether an operator of torch has a result and no other effect: it draws no numbers either, which are counted.
+    Operators of this package may be marks, of hooks that no value leads to yet."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return node.target is operator.getitem
+    counted = torch.Tag.nondeterministic_seeded in node.target.tags
+    made = node.target.namespace == "aten" and bool(schema(node.target).returns)
+    return made and not counted and not _writes(node)
 
 
 def _writes(node: fx.Node) -> bool:

@@ -28,6 +28,34 @@ class OneGrid(nn.Module):
         return self.model(**images, position_ids=position_ids.transpose(0, 1), **batch)
 
 
+class OneSize(nn.Module):
+    """Mistral 3 for images of one size, which is a Python value."""
+
+    def __init__(self, model: nn.Module, size: tuple[int, int] = (16, 16)) -> None:
+        super().__init__()
+        self.model, self.size = model, size
+
+    def forward(self, pixel_values: Tensor, **batch: Tensor) -> Any:
+        return self.model(pixel_values=pixel_values, image_sizes=[self.size] * len(pixel_values), **batch)
+
+
+class NoPadding(nn.Module):
+    """Idefics3 for images that all are there, without padding: nothing has to be picked by value."""
+
+    def __init__(self, model: Any, patches: tuple[int, int] = (4, 4)) -> None:
+        super().__init__()
+        self.model, self.patches = model, patches
+
+    def forward(self, pixel_values: Tensor, **batch: Tensor) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+        inner = self.model.model
+        seen = torch.ones(len(pixel_values), *self.patches, dtype=torch.bool, device=pixel_values.device)
+        found = inner.vision_model(pixel_values=pixel_values, patch_attention_mask=seen).last_hidden_state
+        images = BaseModelOutputWithPooling(pooler_output=inner.connector(found))
+        return self.model(mm_encoder_outputs={"image": images}, **batch)
+
+
 VISION_LANGUAGE: Mapping[str, Entry] = {
     "LLaVA": Entry(
         "LlavaForConditionalGeneration",
@@ -102,6 +130,38 @@ VISION_LANGUAGE: Mapping[str, Entry] = {
         },
         "patches and text",
         prepare=OneGrid,
+        rows_apart=False,
+        brief=True,
+    ),
+    "Idefics3": Entry(
+        "Idefics3ForConditionalGeneration",
+        {
+            "vision_config": {**TOWER, "model_type": "idefics3_vision"},
+            "text_config": LLAMA,
+            "image_token_id": IMAGE,
+            "scale_factor": 2,
+        },
+        "pooled image and text",
+        prepare=NoPadding,
+        brief=True,
+    ),
+    "Mistral 3": Entry(
+        "Mistral3ForConditionalGeneration",
+        {
+            "vision_config": {
+                **TOWER,
+                "model_type": "pixtral",
+                "head_dim": 8,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "text_config": {**GROUPED, "model_type": "mistral"},
+            "image_token_index": IMAGE,
+            "image_token_id": IMAGE,
+            "spatial_merge_size": 2,
+            "vision_feature_layer": -1,
+        },
+        "pooled image and text",
+        prepare=OneSize,
         rows_apart=False,
         brief=True,
     ),
