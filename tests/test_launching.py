@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -54,6 +55,11 @@ def test_a_rank_may_have_workers_of_a_loader() -> None:
     rows = [torch.tensor(n) for n in range(3)]
     read = quintnet.launch(lambda: [int(x) for x in DataLoader(rows, num_workers=1)], 1, timeout=60)  # type: ignore[arg-type]
     assert read == [[0, 1, 2]]
+
+
+def test_children_of_ranks_start_as_those_of_the_launching_process() -> None:
+    (there,) = quintnet.launch(multiprocessing.get_start_method, 1, timeout=60)
+    assert there == multiprocessing.get_start_method()
 
 
 def _fail_at_length() -> None:

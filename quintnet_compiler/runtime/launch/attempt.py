@@ -57,7 +57,7 @@ class Job:
 @dataclass(frozen=True)
 class Seat:
     """Where a rank sits. ``slot``: what it has of this machine (its GPU), of ``slots``; ``port``: of the attempt's
-    store."""
+    store; ``start_method``: of multiprocessing, as it is set in the launching process."""
 
     rank: int
     size: int
@@ -65,6 +65,7 @@ class Seat:
     slots: int
     port: int
     folder: Path
+    start_method: str | None
 
 
 class Attempt:
@@ -99,7 +100,9 @@ class Attempt:
         self.processes, self.pipes = [], {}
         for rank, slot in enumerate(self.slots):
             ours, theirs = context.Pipe(duplex=False)
-            seat = Seat(rank, self.size, slot, max(self.slots) + 1, port, self.folder)
+            seat = Seat(
+                rank, self.size, slot, max(self.slots) + 1, port, self.folder, mp.get_start_method(allow_none=True)
+            )
             process = context.Process(target=work, args=(self.job, seat, theirs), daemon=True)
             with importable_main():
                 process.start()
@@ -309,6 +312,7 @@ def _prepare(seat: Seat) -> None:
     """End with the launching process at once: ranks that train on meanwhile would write into the checkpoints of the run
     that follows. And leave nothing behind that outlives a rank that is killed."""
     mp.current_process().daemon = False  # daemons may have no children, such as a DataLoader's workers
+    mp.set_start_method(seat.start_method, force=True)  # multiprocessing left that of the fork server
     if (parent := mp.parent_process()) is not None:
 
         def end() -> None:
