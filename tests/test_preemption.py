@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,28 @@ def test_a_child_of_multiprocessing_hears_its_parent_alone() -> None:
     _signalled_by_another(later.pid, signal.SIGUSR1)
     later.join(10)
     assert later.exitcode == -signal.SIGUSR1
+
+
+class _Early:
+    """Registered before a handler is, so that its turn in a child comes first."""
+
+    def signal_child(self) -> None:
+        _signalled_by_another(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_signal_that_comes_while_a_child_is_forked_waits_until_the_child_knows_whom_to_hear() -> None:
+    context, early, came = multiprocessing.get_context("fork"), _Early(), list[int]()
+    register_after_fork(early, _Early.signal_child)
+    with handling([signal.SIGUSR1], came.append):
+        child = context.Process(target=time.sleep, args=(0.2,))
+        child.start()
+        child.join(20)
+        forked = os.fork()
+        if forked == 0:
+            os._exit(0 if signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, []) else 1)
+        assert os.waitpid(forked, 0)[1] == 0  # one that is not of multiprocessing has nothing blocked
+    assert child.exitcode == 0 and not came
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 class _Numbers(Dataset[Tensor]):

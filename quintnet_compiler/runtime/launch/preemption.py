@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ schedulers are told which code to requeue (SLURM's ``RequeueExit``, LSF's ``bsub
 ``podFailurePolicy``).
 """
 Handler = Callable[[int], object]
+_SENDERS = hasattr(signal, "sigwaitinfo")  # whether this system says who sent a signal; macOS does not
 
 
 class Preempted(SystemExit):
@@ -93,8 +96,11 @@ def handling(signals: Sequence[int], handler: Handler) -> Iterator[None]:
                 note.before.pop(number, None)
                 raise RunError("QN306", f"{_names([number])}: {error}", fix="handle SIGTERM or SIGUSR1") from None
         register_after_fork(note, _Note.hear_parent_alone)  # as long as the note lives
+        _notes().append(note)
         yield
     finally:
+        if note in _notes():
+            _notes().remove(note)
         for number, former in note.before.items():
             signal.signal(number, former)
         note.before.clear()
@@ -120,9 +126,9 @@ class _Note:
         return before.former(number) if isinstance(before, _Note) else before
 
     def hear_parent_alone(self) -> None:
-        """In the main thread of a child that multiprocessing has just forked. Signals are blocked there and in every
-        thread that it makes, but for one that looks at who sent them."""
-        if not self.before or not hasattr(signal, "sigwaitinfo"):  # macOS
+        """In the main thread of a child that multiprocessing has just forked. Signals are blocked there, since before
+        the fork (see :func:`_notes`), and in every thread that it makes, but for one that looks at who sent them."""
+        if not self.before or not _SENDERS:
             return
         for number in self.before:
             signal.signal(number, self.former(number))
@@ -131,6 +137,27 @@ class _Note:
         former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # it gets no signal of another note
         thread.start()
         signal.pthread_sigmask(signal.SIG_SETMASK, former | self.before.keys())
+
+
+@functools.cache
+def _notes() -> list[_Note]:
+    """Those in force. From the first call on, a thread that forks blocks their signals meanwhile: one that comes to a
+    child of multiprocessing before it knows whom to hear waits until it does."""
+    found, here = list[_Note](), threading.local()
+
+    def before() -> None:
+        numbers = {number for note in found for number in note.before}
+        here.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, here.mask)
+
+    def in_child() -> None:
+        if not _SENDERS or sys._getframe(1).f_globals.get("__name__") != "multiprocessing.popen_fork":
+            after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
+    return found
 
 
 def _hear(signals: Sequence[int], senders: Sequence[int]) -> None:
