@@ -58,7 +58,7 @@ def row_by_row(builder: GraphBuilder, rows: int, args: list[Any]) -> fx.Node | N
         return None
     copies = prod(size) // prod(shape(mask))
     many = prod(shape(source)) // rows // copies
-    if shape(mask)[:1] != (rows,) or shape(source)[0] % rows or many * copies * rows != prod(shape(source)):
+    if shape(source)[0] % rows or many * copies * rows != prod(shape(source)):
         return None
     if _of_parameters(mask):
         return None

@@ -51,8 +51,8 @@ class SavePlanning(DefaultSavePlanner):
 class LoadPlanning(DefaultLoadPlanner):
     """Into :class:`.parts.SavedPart`: each box from the boxes that overlap it.
 
-    A rank's plan depends on no other's, so it stays on its rank: it has an entry for each box, and pickling all of them
-    for the first rank, which would send them back, took a third of the time of a load.
+    A rank's plan depends on no other's, so it stays on its rank. Otherwise torch would pickle it, an entry for each
+    box, send it to the first rank and back.
     """
 
     def __init__(self) -> None:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import quintnet
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.ops.filled_rows import alike, fill_rows
-from quintnet_compiler.passes.frontend import list_rewrites
+from quintnet_compiler.passes.frontend.list_rewrites import cat
 from quintnet_compiler.passes.frontend.normalize import Normalize
+from quintnet_compiler.passes.frontend.rewrites import REWRITES
 
 aten = torch.ops.aten
 ROWS, LENGTH, IMAGE = 4, 6, 5
@@ -55,10 +56,13 @@ def test_the_operators() -> None:
 
 
 def test_rows_are_filled_one_by_one_in_parts_of_a_batch_only() -> None:
-    assert list_rewrites.row_by_row is not None
     assert aten.masked_scatter.default in _normal(1) and fill_rows not in _normal(1), "any batch is allowed"
     assert {fill_rows, alike} < _normal(2) and aten.masked_scatter.default not in _normal(2)
-    assert not _normal(1) & {aten.unbind.int, aten.cat.default}, "a list that is joined again is what it was"
+
+
+def test_a_list_that_is_joined_again_is_what_it_was() -> None:
+    assert REWRITES[aten.cat.default] is cat
+    assert not _normal(1) & {aten.unbind.int, aten.cat.default}
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}])
