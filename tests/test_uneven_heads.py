@@ -28,11 +28,13 @@ SIZE = 4  # features of a head
 class Attention(nn.Module):
     """Heads with weights of their own for queries, keys and values, behind a linear layer."""
 
-    def __init__(self, heads: int) -> None:
+    def __init__(self, heads: int, inner: int = 0) -> None:
         super().__init__()
         self.heads, width = heads, heads * SIZE
-        self.first = nn.Linear(width, width, bias=False)
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        inner = inner or width
+        self.first = nn.Linear(width, inner, bias=False)
+        self.q, self.k, self.v = (nn.Linear(inner, width) for _ in range(3))
+        self.o = nn.Linear(width, inner)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -92,6 +94,15 @@ def test_ranks_store_their_heads_alone(heads: int, ranks: int) -> None:
 )
 def test_other_layouts(heads: int, axes: dict[str, int], options: dict[str, Any]) -> None:
     program = quintnet.compile(_model(heads), Mesh(**axes), _batch(heads), plan=_plan(), **options)
+    report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)
+
+
+def test_what_heads_are_made_of_may_be_fewer_than_a_head_has() -> None:
+    """Of 4, each data rank has 2: no whole head, which says nothing of how the other dim is sliced."""
+    torch.manual_seed(0)
+    model = Attention(3, inner=4).double()
+    program = quintnet.compile(model, Mesh(dp=2, tp=2), _batch(3), plan=_plan(), zero=3)
     report = program.verify()
     assert report.ok and report.worst.error < 1e-12, str(report)
 

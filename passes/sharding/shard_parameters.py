@@ -120,9 +120,9 @@ def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, .
     found: list[Strategy] = []
     factors = leaf_factors(node)
     for position, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
-        cuts = (
-            {n: [kind.parts, size // kind.unit] for n, size in factors.sizes.items()} if isinstance(kind, Shard) else {}
-        )
+        cuts: dict[str, list[int]] = {}
+        if isinstance(kind, Shard):
+            cuts = {n: [kind.parts, factors.sizes[n] // kind.unit] for n in factors.outputs[0][kind.dim]}
         made = [s for s in leaf_strategies(node, factors, cuts, axis.size) if s.outputs == (kind,)]
         if not made:
             left = local_shape(shape(node), kinds[:position], program.ranks[:position])
