@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from quintnet_compiler.compat.torch import OLD_CHOLESKY
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.cross_entropy import row_nll
 from quintnet_compiler.ops.ctc import ctc_rows
@@ -558,7 +559,7 @@ def _lookups() -> list[Sample]:
             spd(4, 3, 3),
         ),
         *_each([aten.linalg_svd.default, aten._linalg_svd.default], spd(4, 3, 3), False),
-        *_each([aten.cholesky.default, aten.cholesky_inverse.default], spd(4, 3, 3)),
+        *_each([*OLD_CHOLESKY, aten.cholesky_inverse.default], spd(4, 3, 3)),
         call(aten.cholesky_inverse.default, spd(3, 3)),
         call(aten._linalg_slogdet.default, spd(4, 3, 3)),
         call(aten.linalg_eig.default, replace(spd(4, 3, 3), grad=False)),

@@ -44,6 +44,7 @@ __all__ = [
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
+    "OLD_CHOLESKY",
 ]  # fmt: skip
 
 # What a trace raises where code asks for a value that it does not know; instead: the names of their classes.
@@ -150,6 +151,9 @@ def operator_name(target: object) -> str:
     """An operator's name without namespace and overload; instead: the parts of ``str(target)``."""
     return str(getattr(target, "_opname", ""))
 
+
+# Matrices' Cholesky factors, under the name that torch has had until 2.13; instead: linalg_cholesky alone.
+OLD_CHOLESKY: tuple[OpOverload, ...] = (torch.ops.aten.cholesky.default,) if hasattr(torch.ops.aten, "cholesky") else ()
 
 # Generated code calls them as C++ functions, without the wrappers of torch.nn.functional; instead: torch.ops.aten.
 nn_functions = torch._C._nn

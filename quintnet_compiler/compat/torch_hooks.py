@@ -10,6 +10,8 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd import function as autograd_function
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.nn.modules import module as nn_module
 
@@ -17,7 +19,7 @@ __all__ = [
     "FunctionBase",  # the class whose defaults tell which methods a Function has; instead: torch.autograd.Function's
     "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "backward_hooks",
     "functions_applied_by", "module_backward_hooks_by", "node_class", "old_backward_hooks", "share_backward_hooks",
-    "share_hooks", "without_hooks_of_export",
+    "share_hooks", "takes_gradients_as_list", "without_hooks_of_export",
 ]  # fmt: skip
 
 # Where a module keeps its hooks, which guards compare; instead: noticing calls of register_*_hook. This package sets
@@ -65,11 +67,28 @@ def module_backward_hooks_by(make: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+# Until torch 2.13, Function.apply is Python that calls the next class's; from 2.14 on it is that of C++ itself.
+_APPLY_IN_CPP = not isinstance(vars(Function)["apply"], classmethod)
+
+
 @contextlib.contextmanager
 def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``Function.apply`` is ``apply(cls, *args)``; instead: torch.export that keeps user-written Functions."""
-    with mock.patch.object(FunctionBase, "apply", classmethod(apply), create=True):
+    """Inside, ``Function.apply`` is ``apply(cls, *args, **kwargs)``, with defaults where torch fills them in; instead:
+    torch.export that keeps user-written Functions."""
+
+    def with_defaults(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function.setup_context is not FunctionBase.setup_context:
+            args, kwargs = vars(autograd_function)["_bind_default_args"](function.forward, args, kwargs)
+        return apply(function, *args, **kwargs)
+
+    owner, applied = (Function, with_defaults) if _APPLY_IN_CPP else (FunctionBase, apply)
+    with mock.patch.object(owner, "apply", classmethod(applied), create=True):
         yield
+
+
+def takes_gradients_as_list(function: type[Function]) -> bool:
+    """Whether a Function's backward takes one list, which torch 2.14 knows; instead: no Function that asks for it."""
+    return bool(getattr(function, "boxed_grads_call", False))
 
 
 def node_class(node: object) -> type | None:

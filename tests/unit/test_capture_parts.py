@@ -297,12 +297,45 @@ class Calls(nn.Module):
 
 
 def test_a_users_backward_is_a_part_of_the_graph() -> None:
-    targets = _targets(_captured(Calls(Doubled.apply)))
+    targets = _targets(_captured(Calls(lambda x: Doubled.apply(x))))  # type: ignore[no-untyped-call]
     assert [t for t in targets if "quintnet" in t] == [
         "quintnet.with_tangent.default", "quintnet.declare_gradient.default", "quintnet.after_gradients.default",
     ]  # fmt: skip
     assert needs_gradient(nn.Parameter(torch.ones(1))) and not needs_gradient(torch.ones(1))
     assert not needs_gradient(3)
+
+
+def test_an_apply_that_was_kept_is_followed_or_refused() -> None:
+    """From torch 2.14 on, ``Function.apply`` is C++ that no trace is told of, once it has been looked up."""
+    model = Calls(Doubled.apply)
+    if hasattr(Doubled.apply, "__code__"):
+        assert "quintnet.declare_gradient.default" in _targets(_captured(model))
+    else:
+        with pytest.raises(CompileError, match=r"(?s)QN105.*Doubled.apply, kept.*call Doubled.apply"):
+            _captured(model)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float = 2.0) -> Tensor:
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g * (ctx.scale + 1), None
+
+
+def test_arguments_of_a_function_may_have_names() -> None:
+    def named(x: Tensor) -> Tensor:
+        return Scaled.apply(x, scale=3.0)  # type: ignore[no-any-return,no-untyped-call]
+
+    def placed(x: Tensor) -> Tensor:
+        return Scaled.apply(x, 3.0)  # type: ignore[no-any-return,no-untyped-call]
+
+    torch.manual_seed(0)
+    one, other = _captured(Calls(named)), _captured(Calls(placed))
+    assert str(one.graph) == str(other.graph) and "quintnet.declare_gradient.default" in _targets(one)
 
 
 def test_a_hook_of_a_tensor_stands_between_it_and_its_users() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ...compat.torch import pytree, storage_key
-from ...compat.torch_hooks import FunctionBase
+from ...compat.torch_hooks import FunctionBase, takes_gradients_as_list
 from ...ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
 
 Refuse = Callable[[str], Any]
@@ -50,15 +50,21 @@ def needs_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
+def _constant(x: Any) -> Any:
+    return x.detach() if needs_gradient(x) else x
+
+
 def follow(
     function: Any,
     args: tuple[Any, ...],
+    named: Mapping[str, Any],
     number: int,
     absent: Callable[[int], bool | None],
     settled: Callable[[Tensor, str], None],
     refuse: Refuse,
 ) -> Any:
-    """What ``function.apply(*args)`` returns; its backward is traced as the derivative ``number``.
+    """What ``function.apply(*args, **named)`` returns; its backward is traced as the derivative ``number``. As in
+    autograd, what has a name gets no gradient.
 
     ``absent``: whether no gradient arrives at this output; None if that is not known yet, then a backward that would
     see it is not traced. ``settled``: told of tensors that must not change in place afterwards, and what each is.
@@ -67,12 +73,13 @@ def follow(
     needs = tuple(torch.is_grad_enabled() and needs_gradient(x) for x in args)
     name = f"torch.autograd.Function {function.__name__}"
     ctx = _Context(needs)
-    given = tuple(x.detach() if needs_gradient(x) else x for x in args)
+    given = tuple(_constant(x) for x in args)
+    others = {name: _constant(x) for name, x in named.items()}
     with torch.no_grad():
         if function.setup_context is FunctionBase.setup_context:
-            made = function.forward(ctx, *given)
+            made = function.forward(ctx, *given, **others)
         else:
-            made = function.forward(*given)
+            made = function.forward(*given, **others)
             function.setup_context(ctx, given, made)
     outputs = made if isinstance(made, tuple) else (made,)
     if any(all(x is not out for out in outputs) for x in ctx.dirty_tensors):
@@ -99,7 +106,7 @@ def follow(
     found: Any = ()
     if not waits and (any(arrives.values()) or not places):
         with torch.no_grad():
-            found = backward(ctx, *tangents)
+            found = backward(ctx, list(tangents)) if takes_gradients_as_list(function) else backward(ctx, *tangents)
     gradients = list(found) if isinstance(found, (tuple, list)) else [found]
     gradients += [None] * (len(args) - len(gradients))
     grads = {i: g for i, g in enumerate(gradients) if i < len(args) and needs[i] and g is not None}

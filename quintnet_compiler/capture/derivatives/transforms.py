@@ -27,6 +27,7 @@ from ..watched_trace import user_line
 aten = torch.ops.aten
 _BY_STRIDE = (aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default)
 _OURS = __name__.partition(".")[0]
+_DETACHED = (aten.detach.default, aten.alias.default)  # below autograd: torch 2.14 says alias
 _DETACHES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 
 
@@ -71,8 +72,10 @@ class _Transforms:
                 traced = make_fx(call)(*given, *sizes)  # the latter only tell which number of rows is which
         finally:
             self.inside = False
-        for node in traced.graph.find_nodes(op="call_function", target=aten.detach.default):
-            if node.name not in watch.meant:  # autograd's own, of a value that a backward reads
+        for node in [node for node in traced.graph.nodes if node.target in _DETACHED]:
+            if node.name in watch.meant:
+                node.target = aten.detach.default
+            else:  # autograd's own, of a value that a backward reads
                 node.replace_all_uses_with(node.args[0])
                 traced.graph.erase_node(node)
         if any(node.target in _BY_STRIDE for node in traced.graph.nodes):

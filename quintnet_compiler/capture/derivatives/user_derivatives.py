@@ -66,8 +66,8 @@ def user_derivatives(step: StepModule, *, trained: bool) -> Iterator[DerivativeF
     end = step.register_forward_hook(lambda module, given, made: finder.end(made))
     enter = torch.autograd.graph.saved_tensors_hooks.__enter__
 
-    def usual(function: Any, *args: Any) -> Any:
-        return super(FunctionBase, function).apply(*args)
+    def usual(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(FunctionBase, function).apply(*args, **kwargs)
 
     def saving(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
         kind = type(hooks)  # PyTorch's own kinds (checkpoints, save_on_cpu) give back what was saved
@@ -134,7 +134,12 @@ class DerivativeFinder:
                 message = f"the forward pass changes {what} in place; a program would not"
                 raise CompileError("QN110", message, where=where, fix="change a copy: .clone()")
         if self.step.want == "loss" and isinstance(made, Tensor):
-            self.seen = frozenset(self.asked - _reached(made))
+            reached = list(_reached(made))
+            for one in (node_class(node) for node, _ in reached):
+                if not (one is None or one is Joined or _is_of_torch(one)):
+                    self.refuse_kept(one)
+            found = {(node.number, node.places[place]) for node, place in reached if node_class(node) is Joined}
+            self.seen = frozenset(self.asked - found)
 
     def repeated(self, trace: Callable[[], Any]) -> Callable[[], Any]:
         """As ``trace``, again where a derivative asked for what only the end of a trace says."""
@@ -176,16 +181,16 @@ class DerivativeFinder:
         """Put hooks where they belong in a traced graph."""
         place_hooks(graph, self.removed, self.refuse)
 
-    def apply(self, function: Any, *args: Any) -> Any:
+    def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         if function is CheckpointFunction:
             return _checkpointed(*args)
-        if function in (Joined, Linked) or function.__module__.startswith(_OF_TORCH):
-            return super(FunctionBase, function).apply(*args)  # type: ignore[misc]
-        if any(isinstance(x, Tensor) and is_transformed(x) for x in args):
+        if function is Joined or _is_of_torch(function):
+            return super(FunctionBase, function).apply(*args, **kwargs)  # type: ignore[misc]
+        if any(isinstance(x, Tensor) and is_transformed(x) for x in (*args, *kwargs.values())):
             self.refuse(f"torch.autograd.Function {function.__name__} inside a transform of torch.func")
         self.watch(function, function.forward, function.setup_context, function.backward, function.vjp)
         number = self.number()
-        return follow(function, args, number, functools.partial(self.absent, number), self.settle, self.refuse)
+        return follow(function, args, kwargs, number, functools.partial(self.absent, number), self.settle, self.refuse)
 
     def settle(self, x: Tensor, what: str) -> None:
         """``x`` must not change in place from now on."""
@@ -193,6 +198,13 @@ class DerivativeFinder:
 
     def refuse(self, what: str) -> NoReturn:
         raise CompileError("QN105", f"{what} would not be part of the program", where=self.here())
+
+    def refuse_kept(self, function: type) -> NoReturn:
+        name = function.__name__
+        message = (
+            f"{name}.apply, kept before the trace, is not seen by it: its backward would not be part of the program"
+        )
+        raise CompileError("QN105", message, fix=f"call {name}.apply(...) where it is used")
 
     def refuse_hook(self, module: nn.Module, hook: Any, what: str) -> NoReturn:
         name = next((name for name, one in self.step.named_modules() if one is module), "")
@@ -285,21 +297,25 @@ def _line(hook: Any) -> str:
     return repr(hook) if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}: {hook.__qualname__}"
 
 
-def _reached(loss: Tensor) -> set[Place]:
-    """The results of derivatives that are in autograd's graph of a loss."""
+def _reached(loss: Tensor) -> Iterator[tuple[Any, int]]:
+    """The nodes of autograd's graph of a loss, each with every result of it that has a gradient."""
     with without_torch_function():
         todo: list[tuple[Any, int]] = [(loss.grad_fn, 0)]
-    seen, found = set[Any](), set[Place]()
+    seen = set[tuple[Any, int]]()
+    followed = set[Any]()
     while todo:
         node, place = todo.pop()
-        if node is None:
+        if node is None or (node, place) in seen:
             continue
-        if node_class(node) is Joined:
-            found.add((node.number, node.places[place]))
-        if node not in seen:
-            seen.add(node)
+        seen.add((node, place))
+        yield node, place
+        if node not in followed:
+            followed.add(node)
             todo += node.next_functions
-    return found
+
+
+def _is_of_torch(function: type) -> bool:
+    return function is Linked or function.__module__.startswith(_OF_TORCH)
 
 
 def _path(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...compat.torch import OLD_CHOLESKY
 from ...core.annotations import is_float, tensor_inputs, value
 from ..attention import attention
 from ..cross_entropy import row_nll
@@ -152,7 +153,7 @@ RULES = MappingProxyType(
         # each matrix on its own
         _rows(
             [
-                aten.linalg_inv.default, aten.linalg_cholesky.default, aten.cholesky.default,
+                aten.linalg_inv.default, aten.linalg_cholesky.default, *OLD_CHOLESKY,
                 aten.cholesky_inverse.default, aten.linalg_matrix_exp.default, aten.matrix_exp.default,
             ],
             "... m n -> ... p q",
