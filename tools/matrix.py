@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {"oldest": ("2.11.0", "5.14.1"), "newest": ("2.13.0", "5.23.0")}
+    {"oldest": ("2.11.0", "5.14.1"), "newest": ("2.14.1", "5.23.0")}
 )
 SUITE = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
 

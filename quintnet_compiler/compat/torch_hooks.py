@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
@@ -11,7 +12,6 @@ from unittest import mock
 
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd import function as autograd_function
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.nn.modules import module as nn_module
 
@@ -78,7 +78,9 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 
     def with_defaults(function: Any, *args: Any, **kwargs: Any) -> Any:
         if function.setup_context is not FunctionBase.setup_context:
-            args, kwargs = vars(autograd_function)["_bind_default_args"](function.forward, args, kwargs)
+            bound = inspect.signature(function.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
         return apply(function, *args, **kwargs)
 
     owner, applied = (Function, with_defaults) if _APPLY_IN_CPP else (FunctionBase, apply)
@@ -88,7 +90,7 @@ def functions_applied_by(apply: Callable[..., Any]) -> Iterator[None]:
 
 def takes_gradients_as_list(function: type[Function]) -> bool:
     """Whether a Function's backward takes one list, which torch 2.14 knows; instead: no Function that asks for it."""
-    return bool(getattr(function, "boxed_grads_call", False))
+    return hasattr(FunctionBase, "boxed_grads_call") and bool(getattr(function, "boxed_grads_call", False))
 
 
 def node_class(node: object) -> type | None:

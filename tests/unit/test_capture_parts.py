@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
+import quintnet
 from quintnet_compiler.capture.block_reuse import blocks_once
 from quintnet_compiler.capture.canonical import module_of
 from quintnet_compiler.capture.capture import capture
@@ -324,6 +326,31 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
         return g * (ctx.scale + 1), None
+
+
+class Listed(torch.autograd.Function):
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        one: Tensor = grads[0].pop() if isinstance(grads[0], list) else grads[0] * 5
+        return one * 3
+
+
+def test_a_backward_gets_its_gradients_as_this_torch_gives_them() -> None:
+    """In one list where torch knows ``boxed_grads_call``, one by one where it is a name like others."""
+    torch.manual_seed(0)
+    model = Calls(lambda x: Listed.apply(x))  # type: ignore[no-untyped-call]
+    F.mse_loss(model(BATCH[0]), BATCH[1]).backward()
+    program = quintnet.compile(copy.deepcopy(model), quintnet.Mesh(dp=1), BATCH, loss_fn=F.mse_loss)
+    program.step(BATCH)
+    for one, other in zip(program.parameters(), model.parameters(), strict=True):
+        assert other.grad is not None and one.grad is not None
+        torch.testing.assert_close(one.grad, other.grad)
 
 
 def test_arguments_of_a_function_may_have_names() -> None:
