@@ -107,9 +107,9 @@ def _slice_scatter(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs
     return found
 
 
-def _constant(builder: GraphBuilder, number: Any, like: fx.Node) -> fx.Node:
-    x = value(like)
-    return builder.call(aten.full.default, [], number, dtype=x.dtype, device=x.device)
+def _constant(builder: GraphBuilder, node: fx.Node, number: Any, beside: fx.Node) -> fx.Node:
+    """A number of ``node``'s as a tensor, in the dtype of the result: 0.5 - [1, 2] is none of whole numbers."""
+    return builder.call(aten.full.default, [], number, dtype=output_dtype(node), device=value(beside).device)
 
 
 def _is_term(node: fx.Node, x: fx.Node) -> bool:
@@ -128,7 +128,7 @@ def _scalar(to_scalar: Any) -> Rewrite:
         alpha = kwargs.get("alpha", 1)
         if not isinstance(args[0], fx.Node):
             if alpha != 1 or to_scalar in (aten.sub.Scalar, aten.div.Scalar):
-                return builder.call(node.target, _constant(builder, args[0], args[1]), *args[1:], **kwargs)  # type: ignore[arg-type]
+                return builder.call(node.target, _constant(builder, node, args[0], args[1]), *args[1:], **kwargs)  # type: ignore[arg-type]
             args = [args[1], args[0], *args[2:]]
         x, number = args[0], args[1]
         if to_scalar in (aten.mul.Scalar, aten.div.Scalar) and number == 1 and output_dtype(node) == value(x).dtype:
@@ -137,7 +137,7 @@ def _scalar(to_scalar: Any) -> Rewrite:
         number = number * alpha
         if to_scalar in (aten.add.Scalar, aten.sub.Scalar) and _is_term(node, x):
             number = -number if to_scalar is aten.sub.Scalar else number
-            return builder.call(aten.add.Tensor, x, _constant(builder, number, x))
+            return builder.call(aten.add.Tensor, x, _constant(builder, node, number, x))
         return builder.call(to_scalar, x, number)
 
     return rewrite
@@ -148,7 +148,7 @@ def _subtracted(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: d
     x, number = args[:2]
     if len(args) > 2 or kwargs or not _is_term(node, x):
         return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
-    return builder.call(aten.add.Tensor, builder.call(aten.neg.default, x), _constant(builder, number, x))
+    return builder.call(aten.add.Tensor, builder.call(aten.neg.default, x), _constant(builder, node, number, x))
 
 
 def _dropout(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
