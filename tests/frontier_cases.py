@@ -94,9 +94,6 @@ def _pieces() -> Cases:
             "dropout": (made.Dropped, 5), "in place": (made.InPlace, 6), "state": (made.Stateful, 6),
             "Python": (made.Pythonic, 7)}  # fmt: skip
     found = {f"{name}, {way}": _piece(kind, way) for name, (kind, count) in ways.items() for way in range(count)}
-    found |= {
-        f"state, {way}": refused(found[f"state, {way}"], "QN110", "parameter 'pieces.0.lin.weight'") for way in (4, 5)
-    }
     found |= {f"Python, {way}": refused(found[f"Python, {way}"], "QN110", cause) for way, cause in PYTHON.items()}
     return found | {
         "checkpointed derivative": _piece(made.OwnCheckpointed, 2),

@@ -74,9 +74,10 @@ def _batch(rows: int = 4, length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]
     return ids, seen, documents
 
 
-def _program(mask: str, mesh: quintnet.Mesh, **options: Any) -> quintnet.CompiledProgram:
+def _program(mask: str, mesh: quintnet.Mesh, length: int = LENGTH, **options: Any) -> quintnet.CompiledProgram:
     torch.manual_seed(0)
-    return quintnet.compile(Text(**MASKS[mask]).double(), mesh, _batch(), attention_tile_bytes=100, **options)
+    batch = _batch(length=length)
+    return quintnet.compile(Text(**MASKS[mask]).double(), mesh, batch, attention_tile_bytes=100, **options)
 
 
 # -- numbers
@@ -91,6 +92,14 @@ def test_tiles_equal_the_model(mask: str, context: str) -> None:
     tiled = context == "all_gather" or (context == "ulysses" and mask != "causal")  # which has no mask then
     assert ("comm.tiled_attention" in code, "comm.ring_attention" in code) == (tiled, context == "ring")
     report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)
+
+
+@pytest.mark.parametrize("context", ["all_gather", "ring"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_documents_whose_positions_do_not_divide(context: str, ranks: int) -> None:
+    """The padding of the last rank's queries has no document."""
+    report = _program("all", quintnet.Mesh(cp=ranks), 17, context=context).verify()
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 

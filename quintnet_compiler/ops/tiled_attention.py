@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.precision import widened
@@ -73,9 +74,13 @@ def attend_runs_backward(
 
 
 def _ids(first: int, length: int, given: AttentionInputs) -> Ids:
-    """For the queries of a run."""
+    """For the queries of a run. Where positions do not divide, those of a last rank end in padding, which is of any
+    document: what it sees is not read."""
     segments = given.segments
-    return Ids(given.padding, None if segments is None else (segments[:, first : first + length], segments))
+    if segments is None:
+        return Ids(given.padding)
+    mine = segments[:, first : first + length]
+    return Ids(given.padding, (F.pad(mine, (0, length - mine.shape[1])), segments))
 
 
 def working_bytes(
