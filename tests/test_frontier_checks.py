@@ -143,6 +143,11 @@ def test_faults_of_shared_helpers_are_noticed() -> None:
     assert _judge(SMALL, faults) == len(SAMPLE)
 
 
+def test_padding_where_sizes_divide_is_noticed() -> None:
+    fault = next(fault for fault in FAULTS if str(fault) == "local_shape: axes divide nothing")
+    assert _fate(_victim("gpt", {"cp": 2}, context="ring"), fault) == "refused"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_all_faults_of_shared_helpers_are_noticed(fault: Fault) -> None:

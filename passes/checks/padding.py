@@ -139,9 +139,10 @@ def without_fill(node: fx.Node) -> fx.Node:
 
 
 def check_padding(local: LocalProgram, rules: Rules) -> None:
-    """Raises: CompileError QN209 with the operator that padding would reach."""
+    """Raises: CompileError QN209 with the operator that padding would reach, or of which ranks have another part."""
     sharded = local.staged.sharded
     if not any(strategy.uneven for strategies in sharded.strategies.values() for strategy in strategies):
+        _check_even(local)
         return
     factors = rules.factors(sharded.program.graph)
     known: dict[Value, Numbers] = {}
@@ -162,6 +163,20 @@ def check_padding(local: LocalProgram, rules: Rules) -> None:
             if (node, index) in local.parts:
                 zeros: Numbers = dict.fromkeys(range(len(values(node)[index].shape)), 0.0) if steady else {}
                 known[node, index] = zeros | _fills_of(local.parts[node, index])
+
+
+def _check_even(local: LocalProgram) -> None:
+    """Where every size divides, nothing is padded, and what an operator reads are the chunks."""
+    sharded = local.staged.sharded
+    for node, reads in local.reads.items():
+        for position, (given, read) in enumerate(zip(tensor_inputs(node), reads, strict=True)):
+            source = origin(given)
+            chunk = held(values(source[0])[source[1]].shape, sharded.wanted(node, position), sharded.axes)[-1]
+            if shape(read) != chunk:
+                raise _fail(node, f"{read.name} is {shape(read)} where ranks have {chunk}")
+            for one in _chain(read, local.parts[source]):
+                if peel(one) is not None:
+                    raise _fail(node, f"{one.name} is padding on the way of {given.name}, whose sizes divide")
 
 
 def _steady(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: Factors, names: Iterable[str]) -> bool:
