@@ -322,6 +322,8 @@ def _entries() -> list[Any]:
 @pytest.mark.parametrize("entry", _entries())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hugging_face_models_give_no_false_alarm(entry: zoo.Entry, dtype: torch.dtype) -> None:
+    if entry.architecture == "FNetForMaskedLM" and dtype is torch.bfloat16:
+        pytest.skip("PyTorch has no Fourier transform in bfloat16")
     floats = (n for n, x in entry.batch(4).items() if isinstance(x, Tensor) and x.is_floating_point())
     batch = {**entry.batch(4), **{n: entry.batch(4)[n].to(dtype) for n in floats}}
     assert difference(entry.build().to(dtype), batch) is None

@@ -132,7 +132,7 @@ def _capture(
         new_garbage_only(),
         mode,
         flags,
-        InnerGradients(),
+        InnerGradients() as inner,
         user as own,
         transforms_followed(),
         control_flow_followed(),
@@ -150,7 +150,7 @@ def _capture(
 
         def exported_as(sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
             skipped.like.clear()
-            made = _functional(step.traced(own.repeated(functools.partial(_export, step, sample, dynamic))))
+            made = _functional(step.traced(own.repeated(functools.partial(_export, step, inner, sample, dynamic))))
             if step.used_unseen or step.unseen.used_by(made.constants.values()):
                 raise UnseenUsed
             return made
@@ -212,8 +212,9 @@ def _unseen(model: nn.Module, skipped: Skipped, real: Mapping[int, Tensor]) -> U
     return Unseen() if any(backward_hooks(x) or accumulation_hooks(x) for x in tensors) else found
 
 
-def _export(step: nn.Module, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
+def _export(step: nn.Module, inner: InnerGradients, sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
     shapes = None if dynamic is None else (dynamic,)
+    inner.begin()
     exported: torch.export.ExportedProgram
     with without_hooks_of_export(), constants_have_values(), switches_by(without_switches, for_this_thread):
         exported = torch.export.export(step, (sample,), dynamic_shapes=shapes, strict=False)

@@ -276,6 +276,27 @@ def test_a_trace_sees_what_is_read_and_puts_back_what_is_changed() -> None:
     assert model.calls == [] and "scale" in {read.label for read in trace.reads.found}
 
 
+class MarksItself(nn.Module):
+    """Notes its first call, and makes a tensor a leaf, as the encoder of wav2vec 2.0 does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.called = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called = True
+        seen = x * 1
+        seen.requires_grad_(True)
+        return self.linear(seen)  # type: ignore[no-any-return]
+
+
+def test_two_traces_of_one_forward_are_the_same() -> None:
+    """By which a change of plain data is known to be harmless."""
+    model = MarksItself()
+    _captured(model)
+    assert not model.called
+
+
 # -- derivatives that the user wrote
 
 

@@ -16,11 +16,6 @@ RECURRENT: Mapping[str, Entry] = {
     "RWKV": Entry(
         "RwkvForCausalLM", {**COMMON, "attention_hidden_size": 32, "context_length": 32}, "causal", brief=True
     ),
-    "RecurrentGemma": Entry(
-        "RecurrentGemmaForCausalLM",
-        {**GROUPED, "lru_width": 32, "block_types": ["recurrent", "attention"], "attention_window_size": 4},
-        brief=True,
-    ),
     "Jamba": Entry(
         "JambaForCausalLM",
         {

@@ -43,6 +43,10 @@ class InnerGradients(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Another trace begins: two of the same forward are the same."""
         self.numbers: Iterator[int] = itertools.count()
         self.starts: dict[int, tuple[Tensor, Tensor]] = {}  # a leaf, and the node from where on it is one
 
