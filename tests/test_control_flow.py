@@ -1,4 +1,4 @@
-"""``torch.cond``, ``scan``, ``map`` and loops in forward, exact on layouts; lazy modules; what is refused."""
+"""``torch.cond``, ``scan``, ``map`` and loops in forward, exact on layouts; what is refused."""
 
 from __future__ import annotations
 
@@ -146,15 +146,6 @@ def over_rows(net: nn.Module, x: Tensor) -> Tensor:
 def test_what_is_refused(forward: Forward) -> None:
     with pytest.raises(quintnet.CompileError, match="QN105"):
         quintnet.compile(Net(forward), Mesh(dp=2), (torch.randn(8, 4),))
-
-
-def test_lazy_modules_are_called_once_before() -> None:
-    module = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(1))
-    batch = torch.randn(8, 4), torch.randn(8, 1)
-    with pytest.raises(quintnet.CompileError, match=r"QN101.*\n  lazy modules have no shapes yet: 0.weight, 0.bias"):
-        quintnet.compile(module, Mesh(dp=2), batch, loss_fn=nn.functional.mse_loss)
-    module(batch[0])  # the fix
-    quintnet.compile(module, Mesh(dp=2), batch, loss_fn=nn.functional.mse_loss).step(batch)
 
 
 class Loop(nn.Module):

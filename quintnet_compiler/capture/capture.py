@@ -43,6 +43,7 @@ from .control_flow import control_flow_followed
 from .derivatives.inner_gradients import InnerGradients, place_starts
 from .derivatives.transforms import transforms_followed
 from .derivatives.user_derivatives import user_derivatives
+from .lazy_modules import materialise
 from .matmul_dtypes import check_dtypes
 from .messages import without_messages_of_torch
 from .modes import evaluating, modes_of_a_trace
@@ -114,8 +115,11 @@ def _capture(
     for module in (model, loss_fn):
         if isinstance(module, nn.Module):
             check_names(module)
-            check_shapes(module)
     size = batch_size_of(batch)
+    materialise(StepModule(model, loss_fn, want, call), batch, training=training)
+    for module in (model, loss_fn):
+        if isinstance(module, nn.Module):
+            check_shapes(module)
     device = device_of(model)
     form = form or BatchForm.of(batch, size)
     sample = _sample(form, batch, device)

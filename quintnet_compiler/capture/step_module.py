@@ -83,12 +83,13 @@ class StepModule(nn.Module):
         if self.seen.begin is not None:
             self.seen.begin()
         check = unchanged_since_saved((name.removeprefix("model"), module) for name, module in self.named_children())
-        made = self._made(batch)
+        made = self.made(batch)
         if self.want == "loss":
             check(made)
         return made
 
-    def _made(self, batch: Any) -> Any:
+    def made(self, batch: Any) -> Any:
+        """The loss, or what the model returns, without regard to what a trace needs."""
         if self.call is not None:
             return self.call(self.model, batch)
         loss = self.compute if self.compute is not None else getattr(self, "loss_fn", None)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction as FunctionBase
 from torch.nn.modules import module as nn_module
+from torch.nn.modules.lazy import LazyModuleMixin
 
 __all__ = [
     "FunctionBase",  # the class whose defaults tell which methods a Function has; instead: torch.autograd.Function's
     "CALL_HOOKS", "MODULE_HOOKS", "GLOBAL_HOOKS", "GLOBAL_BACKWARD_HOOKS", "accumulation_hooks", "backward_hooks",
-    "functions_applied_by", "module_backward_hooks_by", "node_class", "old_backward_hooks", "share_backward_hooks",
-    "share_hooks", "takes_gradients_as_list", "without_hooks_of_export",
+    "functions_applied_by", "initialise_lazy", "initialised_by", "is_lazy_module", "module_backward_hooks_by",
+    "node_class", "old_backward_hooks", "share_backward_hooks", "share_hooks", "takes_gradients_as_list",
+    "without_hooks_of_export",
 ]  # fmt: skip
 
 # Where a module keeps its hooks, which guards compare; instead: noticing calls of register_*_hook. This package sets
@@ -53,6 +55,24 @@ def share_hooks(source: Tensor, target: Tensor) -> None:
     """Likewise, and those that run when a gradient was accumulated."""
     share_backward_hooks(source, target)
     target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
+
+
+def is_lazy_module(module: nn.Module) -> bool:
+    """Whether a lazy module has not been called yet; instead: whether it has parameters without a shape, which those
+    that ``load_state_dict`` gave values have not."""
+    return isinstance(module, LazyModuleMixin) and hasattr(module, "_initialize_hook")
+
+
+def initialised_by(module: nn.Module, begin: Callable[..., None]) -> None:
+    """A lazy module's first call is ``begin(module, args, kwargs)`` before its forward, in the place among its hooks
+    where it would initialise itself; instead: another hook, which would not know the changes of those before it."""
+    handle: Any = module._initialize_hook
+    getattr(module, CALL_HOOKS)[handle.id] = begin
+
+
+def initialise_lazy(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """What a lazy module does before its first call; instead: ``initialize_parameters``, and changing its class."""
+    module._infer_parameters(module, args, kwargs)  # type: ignore[operator]
 
 
 def old_backward_hooks(module: nn.Module) -> dict[int, Any]:

@@ -47,7 +47,7 @@ def check_shapes(model: nn.Module) -> None:
         raise CompileError(
             "QN101",
             f"lazy modules have no shapes yet: {', '.join(lazy[:3])}{more}",
-            fix="call the model once, as in model(*batch), before it is compiled and its optimizer is made",
+            fix="run one forward first, as in `with torch.no_grad(): model.eval()(*batch)`, and then model.train()",
         )
 
 

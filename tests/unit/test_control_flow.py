@@ -1,14 +1,12 @@
-"""Operators that take functions, and lazy modules, part by part."""
+"""Operators that take functions, part by part."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from quintnet_compiler.capture.control_flow import _either, _mapped, _rounds, _unrolled, control_flow_followed
 from quintnet_compiler.compat.torch_control_flow import control_flow_by
-from quintnet_compiler.core.empty_storage import check_shapes
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.equivalence.plain_control_flow import _run, in_python
 
@@ -48,9 +46,3 @@ def test_outside_of_a_trace_nothing_is_replaced() -> None:
         assert torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x, (torch.zeros(1),)).item() == 1
     with control_flow_by(lambda name, arguments, theirs: name, lambda ours, theirs: ours):
         pass
-
-
-def test_names_of_lazy_parameters() -> None:
-    check_shapes(nn.Linear(2, 2))
-    with pytest.raises(CompileError, match="lazy modules have no shapes yet: weight, bias"):
-        check_shapes(nn.LazyLinear(2))
