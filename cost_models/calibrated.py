@@ -102,6 +102,9 @@ class CalibratedCosts:
             )
         return self._curve(family, self._moved(node, family))
 
+    def guessed(self, node: fx.Node) -> bool:
+        return False  # what was not measured has no price
+
     def _moved(self, node: fx.Node, family: str) -> float:
         if family == "embedding":  # the table is not read, but a few rows of it
             return 2.0 * num_bytes(value(node))

@@ -11,7 +11,7 @@ from ..core.annotations import is_getitem
 from .cluster import Cluster, Group
 from .collectives import collective_seconds
 from .kernels import kernel_seconds
-from .operators import kernel_of
+from .operators import guessed, kernel_of
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class ClusterCosts:
         if node.op != "call_function" or is_getitem(node):
             return 0.0
         return kernel_seconds(kernel_of(node, self.unknown), self.cluster.device)
+
+    def guessed(self, node: fx.Node) -> bool:
+        return guessed(node)
 
     def accumulate_seconds(self, num_bytes: float) -> float:
         return self._traffic(3 * num_bytes)

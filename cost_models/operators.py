@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..core.annotations import facts, num_bytes, shape, tensor_inputs, values
+from ..core.annotations import facts, is_getitem, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
 from ..ops.catalog import work_of
 from ..ops.collectives import (
@@ -79,6 +79,27 @@ def _matmul_reduce_scatter(node: fx.Node) -> ProductSize:
     return args[2], math.prod(out[:-1]), out[-1], sum(shape(x)[-1] for x in args[0])
 
 
+def _trilinear(node: fx.Node) -> ProductSize:
+    """Of torch.bilinear: three tensors, with dims of size 1 put in, multiplied and summed over some dims: a
+    multiply-add for each element that the three have together."""
+    given: Any = node.args
+    wide = []
+    for source, places in zip(given[:3], given[3:6], strict=True):
+        dims = list(shape(source))
+        for place in places:
+            dims.insert(place, 1)
+        wide.append(dims)
+    sizes = [max(dims) for dims in zip(*wide, strict=True)]
+    depth = math.prod(sizes[dim] for dim in given[6])
+    return 1, math.prod(sizes) // max(1, depth * sizes[-1]), sizes[-1], depth
+
+
+def _cdist_backward(node: fx.Node) -> ProductSize:
+    """A difference for each two rows and each of their elements, as in the forward."""
+    left, right = (shape(source) for source in tensor_inputs(node)[1:3])
+    return math.prod(left[:-2]), left[-2], right[-2], left[-1]
+
+
 # Of products without a rule, and of those with filters, whose places in the image are no factors of a rule
 SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
@@ -87,11 +108,25 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
         grouped_linear: _grouped_linear,
         grouped_weight_grad: _grouped_weight_grad,
         aten.convolution_backward.default: _convolution_backward,
+        aten._trilinear.default: _trilinear,
+        aten._cdist_backward.default: _cdist_backward,
         **dict.fromkeys(
             [aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
              aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.conv_transpose1d.default,
              aten.conv_transpose2d.input, aten.conv_transpose3d.input], _convolution,
         ),
+    }
+)  # fmt: skip
+# What factorises or solves: of each matrix, about as many multiply-adds as its product with itself has. Few devices
+# reach the speed of products there, so a plan with them is too good, and says that it guessed.
+LINEAR_ALGEBRA = frozenset(
+    {
+        "cholesky", "cholesky_inverse", "cholesky_solve", "linalg_cholesky", "linalg_cholesky_ex", "_linalg_det",
+        "linalg_det", "linalg_eig", "_linalg_eigh", "linalg_eigh", "linalg_eigvalsh", "linalg_householder_product",
+        "linalg_inv", "linalg_inv_ex", "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "linalg_lu_solve",
+        "linalg_matrix_exp", "linalg_pinv", "linalg_qr", "_linalg_slogdet", "linalg_slogdet", "linalg_solve",
+        "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_svd", "linalg_svd", "linalg_svdvals",
+        "linalg_tensorinv", "linalg_tensorsolve", "lu_unpack", "matrix_exp", "ormqr", "triangular_solve",
     }
 )  # fmt: skip
 FLASH_BACKWARD = frozenset(
@@ -174,13 +209,33 @@ def _unpriced(node: fx.Node) -> CompileError:
     )
 
 
-def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
-    """The kernel of a call_function node, forward, unsplit.
+def _factorises(target: Any) -> bool:
+    return getattr(target, "namespace", "") == "aten" and target.overloadpacket.__name__ in LINEAR_ALGEBRA
 
-    ``unknown="memory"``: an operator of which nothing is known costs at least what it reads and writes.
+
+def _factorising(node: fx.Node) -> float:
+    """FLOPs, by the largest matrices that are given."""
+    sizes = [shape(source) for source in tensor_inputs(node)]
+    return max((2.0 * math.prod(size) * min(size[-2:]) for size in sizes if len(size) > 1), default=0.0)
+
+
+def guessed(node: fx.Node) -> bool:
+    """Whether a node's price is a bound rather than a model of its kernel: nobody described the operator, so that it
+    costs the bytes that it reads and writes, or it is linear algebra, with the arithmetic of a product."""
+    if node.op != "call_function" or is_getitem(node) or getattr(node.target, "namespace", "") == "quintnet":
+        return False
+    return work_of(node.target) is None or _factorises(node.target)
+
+
+def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
+    """The kernel of a call_function node, forward or backward, at the shapes that it has.
+
+    Operators of a backward that nobody described are priced by the bytes that they read and write: they come from
+    autograd's formula of an operator that has a price. :func:`guessed` tells them apart. ``unknown="memory"``: so is
+    any other operator of which nothing is known.
 
     Raises:
-        CompileError: QN210 for an operator of which nothing is known: it never costs 0 by default.
+        CompileError: QN210 for an operator of the forward of which nothing is known: it never costs 0 by default.
     """
     target, work = node.target, work_of(node.target)
     if work == "view":
@@ -193,7 +248,9 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         flops = 2.0 * batch * rows * columns * depth
         launches = batch if target in (all_gather_matmul, matmul_reduce_scatter) else 1
         return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
-    if work is not None or unknown == "memory":
+    if _factorises(target):
+        return Kernel(node.name, "matmul", _factorising(node), moved, "fp32")
+    if work is not None or unknown == "memory" or facts(node).phase == "backward":
         return Kernel(node.name, "memory", bytes=moved)
     raise _unpriced(node)
 

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import quintnet
 from quintnet import Mesh
+from quintnet_compiler.core.annotations import facts
+from quintnet_compiler.cost_models.kernels import Kernel
+from quintnet_compiler.cost_models.operators import kernel_of
 
 from .frontier import LAYOUTS, TWO_RANKS, refused, trains_equally
 from .unruled import cubed
@@ -267,12 +270,46 @@ def test_an_lstm_in_float32_is_taken_apart() -> None:
 # -- causes that are the cause
 
 
-def test_an_operator_without_a_price_is_named_at_once() -> None:
-    """Not as a lack of memory, after a search."""
+def test_an_operator_without_a_price_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as a lack of memory, after a search; by plan and estimate alike."""
+
+    def some(node: fx.Node, unknown: str = "error") -> Kernel:
+        if node.target is torch.ops.aten.glu_backward.default:
+            raise quintnet.CompileError("QN210", "no price", where=facts(node).where)
+        return kernel_of(node, unknown)
+
+    monkeypatch.setattr("quintnet_compiler.cost_models.cluster_costs.kernel_of", some)
     model = nn.Sequential(nn.Linear(4, 8), nn.GLU(), nn.Linear(4, 4))
-    with pytest.raises(quintnet.CompileError, match=r"QN210 [\s\S]* for aten\.glu_backward\.default") as error:
-        quintnet.plan(model, quintnet.Cluster("a100"), (X, LABELS), loss_fn=F.cross_entropy)
-    assert error.value.where is not None
+    cluster, given = quintnet.Cluster("a100", 1, 2), (X, LABELS)
+    for ask in (
+        lambda: quintnet.plan(model, cluster, given, loss_fn=F.cross_entropy),
+        lambda: quintnet.estimate(model, cluster, given, {"mesh": {"dp": 2}}, loss_fn=F.cross_entropy),
+    ):
+        with pytest.raises(quintnet.CompileError, match=r"QN210 [\s\S]* for aten\.glu_backward\.default") as error:
+            ask()
+        assert error.value.where is not None
+
+
+def test_networks_whose_derivatives_nobody_described_are_planned() -> None:
+    """Resizing, padding, and messages along the edges of a graph; what was guessed is said."""
+
+    def image(net: Net, x: Tensor) -> Tensor:
+        h = F.leaky_relu(net.hidden(x)).unflatten(1, (1, 2, -1))
+        h = F.interpolate(F.pad(h, (1, 1, 1, 1), mode="reflect"), scale_factor=2, mode="nearest")
+        return F.elu(h).square().mean()
+
+    def graph(net: Net, x: Tensor) -> Tensor:
+        h = F.mish(net.hidden(x))
+        to = torch.arange(h.shape[1], device=x.device) // 2
+        return torch.zeros_like(h).index_add(1, to, F.selu(h)).square().mean()
+
+    cluster, bound = quintnet.Cluster("a100", 1, 2), "aten.upsample_nearest2d_backward"
+    for compute, guessed in ((image, True), (graph, False)):
+        report = quintnet.plan(Net(compute), cluster, (X,))
+        assert report.found.ended == "proof"
+        assert (bound in report.found.ranked[0].guessed) == (bound in str(report)) == guessed
+        notes = quintnet.compile(Net(compute), Mesh(dp=2), (X,)).simulate().notes
+        assert any(bound in note for note in notes) == guessed
 
 
 def test_the_rows_that_an_error_names_work() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from torch import fx
@@ -62,6 +63,10 @@ class RankCosts(Protocol):
         """One run of a node of a differentiated graph, which computes (forward or backward) on local shapes."""
         ...
 
+    def guessed(self, node: fx.Node) -> bool:
+        """Whether its price is a bound (the bytes that it moves), as nothing better is known of it. Reports say so."""
+        ...
+
     def accumulate_seconds(self, num_bytes: float) -> float:
         """Adding a gradient of so many bytes to those of earlier microbatches."""
         ...
@@ -77,3 +82,13 @@ class RankCosts(Protocol):
     def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
         """A tensor's way from one rank to another."""
         ...
+
+
+def guesses(nodes: Iterable[fx.Node], costs: RankCosts) -> tuple[str, ...]:
+    """The operators among ``nodes`` whose price is a bound, see :meth:`RankCosts.guessed`."""
+    return tuple(sorted({str(node.target).removesuffix(".default") for node in nodes if costs.guessed(node)}))
+
+
+def guess_note(names: Iterable[str]) -> str:
+    """What reports say of operators whose price is a bound."""
+    return f"priced as a bound, as nothing better is known: {', '.join(names)}"

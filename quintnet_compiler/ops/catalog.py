@@ -89,10 +89,12 @@ OPERATORS = _read(
     # name, work, autocast, recompute
     """
     all_gather_matmul                                     matmul     -   -
+    _cdist_backward                                       matmul     -   -
     convolution_backward                                  matmul     -   -
     grouped_linear                                        matmul     -   keep
     grouped_weight_grad                                   matmul     -   -
     matmul_reduce_scatter                                 matmul     -   -
+    _trilinear                                            matmul     -   -
     ring_attention                                        attention  -   -
     ring_attention_backward                               attention  -   -
     _scaled_dot_product_cudnn_attention                   attention  -   -
@@ -107,36 +109,49 @@ OPERATORS = _read(
     tiled_attention_backward                              attention  -   -
     alias                                                 view       -   -
     arrived                                               view       -   -
+    _conj                                                 view       -   -
     squeeze                                               view       -   -
     _unsafe_view                                          view       -   -
     unsqueeze                                             view       -   -
     view                                                  view       -   -
+    _adaptive_avg_pool2d                                  memory     -   -
+    _adaptive_avg_pool3d                                  memory     -   -
     addcdiv                                               memory     -   -
     addcmul                                               memory     -   -
+    batch_norm_backward                                   memory     -   -
     bernoulli                                             memory     -   -
     clone                                                 memory     -   -
     combine                                               memory     -   -
-    ctc_rows_backward                                     memory     -   -
     copy                                                  memory     -   -
     cross_entropy_loss                                    memory     -   -
+    ctc_rows_backward                                     memory     -   -
+    diag_embed                                            memory     -   -
+    diagonal_backward                                     memory     -   -
     dispatch                                              memory     -   -
     dispatch_plan                                         memory     -   save
+    _embedding_bag                                        memory     -   -
+    _embedding_bag_backward                               memory     -   -
     embedding_dense_backward                              memory     -   -
     embedding_rows                                        memory     -   -
     embedding_rows_backward                               memory     -   -
     _fused_rms_norm                                       memory     -   -
     _fused_rms_norm_backward                              memory     -   -
-    grouped_bias_grad                                     memory     -   -
     group_plan                                            memory     -   save
     group_rows                                            memory     -   -
+    grouped_bias_grad                                     memory     -   -
     index_put_                                            memory     -   -
     keep_mask                                             memory     -   -
+    _linalg_det                                           memory     -   -
+    _linalg_eigh                                          memory     -   -
     local_experts                                         memory     -   -
     local_noise                                           memory     -   -
+    log_sigmoid_forward                                   memory     -   -
     _log_softmax_backward_data                            memory     -   -
     loss_scale                                            memory     -   -
     mean                                                  memory     -   -
     microbatch                                            memory     -   -
+    native_batch_norm                                     memory     -   -
+    native_batch_norm_backward                            memory     -   -
     native_dropout                                        memory     -   -
     native_group_norm_backward                            memory     -   -
     native_layer_norm_backward                            memory     -   -
@@ -144,16 +159,25 @@ OPERATORS = _read(
     nll_loss_backward                                     memory     -   -
     nll_terms                                             memory     -   -
     nll_terms_backward                                    memory     -   -
+    padding_of                                            memory     -   -
+    _pdist_forward                                        memory     -   -
     rand                                                  memory     -   -
     randn                                                 memory     -   -
+    reflection_pad1d                                      memory     -   -
+    reflection_pad2d                                      memory     -   -
+    reflection_pad3d                                      memory     -   -
+    repeat                                                memory     -   -
+    replication_pad1d                                     memory     -   -
+    replication_pad2d                                     memory     -   -
+    replication_pad3d                                     memory     -   -
     rows_of                                               memory     -   -
-    padding_of                                            memory     -   -
     select_backward                                       memory     -   -
     shard_pad                                             memory     -   -
     shard_slice                                           memory     -   -
     share                                                 memory     -   -
     slice_backward                                        memory     -   -
     ungroup_rows                                          memory     -   -
+    _unsafe_index_put                                     memory     -   -
     _weight_norm_interface                                memory     -   -
     acos                                                  -          32  -
     addbmm                                                -          16  -

@@ -14,7 +14,7 @@ from ..core.annotations import is_getitem
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..driver.pipeline import Pass, PassSetting, Request, passed
-from ..ir.cost_protocol import CostModel, RankCosts
+from ..ir.cost_protocol import CostModel, RankCosts, guesses
 from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
 from ..ops.rules.notation import Rule
@@ -36,7 +36,8 @@ Made = TypeVar("Made")
 
 @dataclass
 class Builder:
-    """Units of layouts, kept by what they depend on. Refusals are kept too. ``work``: operators that were compiled."""
+    """Units of layouts, kept by what they depend on. Refusals are kept too. ``guessed``: operators whose price is a
+    bound. ``work``: operators that were compiled."""
 
     folded: Folded
     plan: Plan
@@ -45,6 +46,7 @@ class Builder:
     costs: RankCosts
     differentiate: Differentiate = field(default_factory=Differentiate)
     found: dict[Hashable, Any] = field(default_factory=dict)
+    guessed: set[str] = field(default_factory=set)
     work: float = 0.0
 
     def __call__(self, layout: Layout) -> tuple[StageUnit, ...]:
@@ -83,6 +85,7 @@ class Builder:
         mesh = self._mesh(layout)
         setting = self._setting(layout.decided(self.plan), mesh, layout.microbatches)
         differentiated = passed(_Plain(), setting, differentiated, JoinSlices, after=Recompute)
+        self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
         generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
         units = unit_work(generate(differentiated), self.folded, self.costs)
         self.work += AGAIN * len(self.folded.program.graph.nodes)

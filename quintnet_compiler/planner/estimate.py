@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from ..ir.cost_protocol import guess_note
 from .layouts import Layout
 
 # AdamW as torch keeps it: two moments of the dtype of the parameter as ranks hold it
@@ -42,6 +43,7 @@ class Estimate:
         communication: by axis, the time for which the busiest rank waits inside the pipeline.
         memory: of each pipeline rank, in bytes.
         begins: where each stage but the first begins.
+        guessed: operators whose price is a bound (the bytes that they move), as nothing better is known of them.
     """
 
     layout: Layout
@@ -52,6 +54,7 @@ class Estimate:
     communication: Mapping[str, float]
     memory: tuple[StageMemory, ...]
     begins: tuple[str, ...]
+    guessed: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -81,6 +84,7 @@ class Estimate:
             "memory_bytes": self.memory_bytes,
             "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in self.memory],
             "stages": list(self.begins),
+            "guessed_prices": list(self.guessed),
         }
 
     def to_json(self) -> str:
@@ -98,6 +102,7 @@ class Estimate:
                 f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
                 f"communication on the fullest stage: {waits or 'none'}",
                 f"memory of the fullest rank {bytes_of(fullest.total)}: {parts}",
+                *([guess_note(self.guessed)] if self.guessed else []),
             ]
         )
 

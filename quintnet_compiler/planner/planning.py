@@ -173,7 +173,7 @@ class Planner:
         def price(layout: Layout) -> Estimate:
             units = build(layout)
             build.work += ACTION * actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-            return evaluate(units, layout, costs)
+            return replace(evaluate(units, layout, costs), guessed=tuple(sorted(build.guessed)))
 
         def useful(layout: Layout) -> Estimate:
             for sooner in faster(layout, limits) if objective != "memory" else ():
@@ -216,7 +216,11 @@ class Planner:
         return bucket_bytes(lambda size: costs.group_seconds(name, size, ranks), most) / 2**20
 
     def estimate(self) -> Estimate:
-        """What the pinned plan costs."""
+        """What the pinned plan costs.
+
+        Raises:
+            CompileError: QN210 with every operator that has no price; as :func:`.evaluate.evaluate`.
+        """
         plan, sizes = self.pinned, {axis: self.pinned.mesh.get(axis, 1) for axis in AXES}
         if plan.recompute == "auto":
             raise CompileError(
@@ -229,7 +233,10 @@ class Planner:
             schedule=plan.schedule, virtual_stages=plan.virtual_stages, recompute=plan.recompute, zero=plan.zero,
             zero_axes=plan.zero_axes,
         )  # fmt: skip
-        return evaluate(self.builder()(layout), layout, self.machine.costs, plan.stages)
+        build = self.builder()
+        build.check_prices()
+        found = evaluate(build(layout), layout, self.machine.costs, plan.stages)
+        return replace(found, guessed=tuple(sorted(build.guessed)))
 
 
 def faster(layout: Layout, limits: Limits) -> Iterator[Layout]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.html import table
+from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
 from .compare import Versus
 from .estimate import Estimate, bytes_of, time_of
@@ -94,6 +95,8 @@ class PlanReport:
             lines.append(f"rejected {count}: {example.reason} ({example.layout})")
         if self.found.left:
             lines.append(f"{self.found.left} layouts {LEFT[self.found.ended]}")
+        if guessed := self.found.ranked[0].guessed:
+            lines.append(guess_note(guessed))
         return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
 
     def _repr_html_(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..ir.cost_protocol import RankCosts
+from ..ir.cost_protocol import RankCosts, guess_note, guesses
 from ..ir.distributed_program import DistributedProgram
 from .faults import Faults
 from .priced import ProgramPrices
@@ -46,6 +46,10 @@ def _notes(program: DistributedProgram, durations: ProgramPrices) -> tuple[str, 
         if node.op == "call_method"
     }
     found = [f"times as of {durations.costs.source}"]
+    nodes = [node for stage in program.stages for one in stage.pieces.values() for node in one.module.graph.nodes]
+    priced = [durations.source[node.name] for node in nodes if node.op == "call_function"]
+    if unknown := guesses(priced, durations.costs):
+        found.append(guess_note(unknown))
     if "dispatch" in names:
         found.append("experts are taken to get equally many rows each")
     if durations.cores is not None:

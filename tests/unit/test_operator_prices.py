@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,19 +12,24 @@ from torch import Generator, Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from quintnet_compiler.capture.matmul_dtypes import needs_one_dtype
-from quintnet_compiler.core.annotations import Facts, annotate, is_float
+from quintnet_compiler.core.annotations import Facts, annotate, is_float, is_getitem, shape
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.kernels import Kernel
-from quintnet_compiler.cost_models.operators import SIZES, kernel_of
+from quintnet_compiler.cost_models.operators import SIZES, guessed, kernel_of, traffic
 from quintnet_compiler.ops.catalog import OPERATORS, work_of
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
 
-from ..one_operator import Sample
+from ..one_operator import Sample, lowered, operator_program, reference, sharded
 from ..operator_samples import SAMPLES
 
 aten = torch.ops.aten
+# torch differentiates these once
+NO_SECOND_DERIVATIVE = [
+    aten.silu_backward.default, aten.mish_backward.default, aten.hardsigmoid_backward.default,
+    aten.logit_backward.default,
+]  # fmt: skip
 PRODUCTS = [s for samples in SAMPLES.values() for s in samples if work_of(s.target) == "matmul"]
 
 
@@ -49,6 +56,63 @@ def test_every_operator_with_a_rule_has_a_price(target: Any) -> None:
         kernel = _kernel(sample)
         assert kernel.bytes > 0 or kernel.kind == "view"
         assert (kernel.flops > 0) == (kernel.kind in ("matmul", "attention"))
+
+
+def _differentiated(sample: Sample) -> fx.Graph:
+    one = operator_program(sample, reference(sample, Generator().manual_seed(0)))
+    return lowered(sharded(one, (), ()), RULES).graph
+
+
+def _unpriced(samples: Iterable[Sample]) -> dict[str, str]:
+    """Operators of differentiated graphs without a price, and the sample that has them."""
+    missing = {}
+    for sample in samples:
+        for node in _differentiated(sample).nodes:
+            if node.op != "call_function" or is_getitem(node):
+                continue
+            try:
+                kernel = kernel_of(node)
+                assert kernel.bytes > 0 or kernel.kind == "view" or not traffic(node)
+            except CompileError:
+                missing[str(node.target)] = str(sample)
+    return missing
+
+
+def _with_derivative(sample: Sample) -> bool:
+    return sample.target not in NO_SECOND_DERIVATIVE
+
+
+def test_all_that_autograd_makes_of_an_operator_with_a_rule_has_a_price() -> None:
+    assert not _unpriced(filter(_with_derivative, (samples[0] for samples in SAMPLES.values())))
+
+
+@pytest.mark.slow
+def test_all_that_autograd_makes_of_other_calls_has_a_price() -> None:
+    assert not _unpriced(filter(_with_derivative, (one for samples in SAMPLES.values() for one in samples[1:])))
+
+
+def _only(sample: Sample, target: Any) -> list[fx.Node]:
+    return [node for node in _differentiated(sample).nodes if node.target == target]
+
+
+def test_a_price_that_is_a_bound_is_marked() -> None:
+    """Of derivatives that nobody described, and of linear algebra, whose arithmetic is that of a product."""
+    image = SAMPLES[aten.upsample_bilinear2d.vec][0]
+    (node,) = _only(image, aten.upsample_bilinear2d_backward.default)
+    assert guessed(node) and kernel_of(node).kind == "memory" and kernel_of(node).bytes == traffic(node)
+    (inverse,) = _only(SAMPLES[aten.linalg_inv_ex.default][0], aten.linalg_inv_ex.default)
+    size = shape(inverse.args[0])  # type: ignore[arg-type]
+    assert guessed(inverse) and kernel_of(inverse).flops == 2 * math.prod(size) * size[-1]
+    (linear,) = _only(SAMPLES[aten.linear.default][0], aten.linear.default)
+    assert not guessed(linear)
+
+
+def test_derivatives_that_are_products() -> None:
+    """aten.cdist of [2, 4, 6] and [2, 6, 6]; aten.bilinear of 4 rows, with a weight of [4, 6, 2]."""
+    halves = _only(SAMPLES[aten.cdist.default][0], aten._cdist_backward.default)  # one for each of the two inputs
+    assert [kernel_of(node).flops for node in halves] == [2 * 2 * 4 * 6 * 6] * 2
+    products = _only(SAMPLES[aten.bilinear.default][0], aten._trilinear.default)  # one forward, three backward
+    assert [kernel_of(node).flops for node in products] == [2 * 4 * 4 * 6 * 2] * 4
 
 
 @pytest.mark.parametrize("sample", PRODUCTS, ids=str)
