@@ -121,7 +121,7 @@ def _strategies(program: ShardedProgram, node: fx.Node, kinds: tuple[AxisType, .
     factors = leaf_factors(node)
     for position, (axis, kind) in enumerate(zip(program.axes, kinds, strict=True)):
         cuts: dict[str, list[int]] = {}
-        if isinstance(kind, Shard):
+        if isinstance(kind, Shard) and kind.dim < len(shape(node)):
             cuts = {n: [kind.parts, factors.sizes[n] // kind.unit] for n in factors.outputs[0][kind.dim]}
         made = [s for s in leaf_strategies(node, factors, cuts, axis.size) if s.outputs == (kind,)]
         if not made:
