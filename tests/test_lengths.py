@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import quintnet
 from quintnet import Mesh
 from quintnet_compiler.capture import versions
-from quintnet_compiler.driver import variants
+from quintnet_compiler.driver import any_length, variants
+from quintnet_compiler.driver.compiler import follow_program
 
 from .models import _next_token_loss, _tokens, build, worst_error
 
@@ -87,6 +88,29 @@ def test_every_length_is_that_of_the_module(layout: str, captures: list[bool]) -
     assert captures == [False, True]  # one for the first length, and one for all others
     batch = _tokens(8, 10, 32)
     assert float(program.evaluate(batch)) == pytest.approx(float(twin(*batch).detach()), abs=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["pp2, 2 microbatches", "dp2 x tp2, ZeRO 3"])
+def test_one_compilation_for_many_lengths(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs with other numbers are those that compiling makes, and train as the module does."""
+    monkeypatch.setattr(any_length, "FEW", 2)
+    usual: list[int] = []
+    monkeypatch.setattr(variants, "follow_program", lambda *a, **k: usual.append(1) or follow_program(*a, **k))
+    axes, options = LAYOUTS[layout]
+    model, beside = build("gpt"), build("gpt")
+    twin = copy.deepcopy(model)
+    program = quintnet.compile(model, Mesh(**axes), _tokens(8, 8, 32), **options)
+    lengths = [12, 10, 14, 13, 11, 15]
+    assert _difference(program, twin, [_tokens(8, length, 32) for length in lengths]) < 1e-9
+    assert len(usual) == 4, "12 and 10, and as passes ask whether lengths are even, 13 and 11"
+    monkeypatch.setattr(any_length, "FEW", 100)
+    again = quintnet.compile(beside, Mesh(**axes), _tokens(8, 8, 32), **options)
+    for length in lengths:
+        for one in (program, again):
+            one.prepare(_tokens(8, length, 32))
+        found, wanted = (one._programs.latest("train") for one in (program, again))  # type: ignore[attr-defined]
+        assert found.digest == wanted.digest and any_length._same(found, wanted), length
+    assert len(usual) == 4 + len(lengths)
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2}], ids=str)
@@ -211,7 +235,8 @@ def _in_process(axes: dict[str, int], options: dict[str, Any], lengths: Sequence
     except quintnet.CompileError as error:
         wrong = error.code
     whole = {name: p.full_tensor() for name, p in program.named_parameters() if not p.is_meta}  # type: ignore[attr-defined]
-    return losses, whole, held, wrong
+    programs = [one for rows in program._programs._any_length.values() for one in rows.values()]  # type: ignore[attr-defined]
+    return losses, whole, held, wrong, sum(len(one.made) for one in programs)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +245,7 @@ def _in_process(axes: dict[str, int], options: dict[str, Any], lengths: Sequence
     ids=str,
 )
 def test_lengths_on_processes(axes: dict[str, int], options: dict[str, Any]) -> None:
-    lengths = [8, 12, 6, 8, 12, 16]
+    lengths = [8, 12, 6, 8, 12, 16, 10, 14, 12]
     twin = build("gpt")
     theirs = torch.optim.SGD(twin.parameters(), 0.05, momentum=0.9)
     expected = []
@@ -231,11 +256,12 @@ def test_lengths_on_processes(axes: dict[str, int], options: dict[str, Any]) -> 
         if index % 2:
             theirs.step()
             theirs.zero_grad()
-    for losses, whole, held, wrong in quintnet.launch(_in_process, 2, (axes, options, lengths), timeout=240):
+    for losses, whole, held, wrong, symbolic in quintnet.launch(_in_process, 2, (axes, options, lengths), timeout=240):
         assert losses == pytest.approx(expected, abs=1e-9)
         assert worst_error(whole, {n: p.detach() for n, p in twin.named_parameters() if n in whole})[0] < 1e-9
         assert held == 1, "only one program at a time has memory for gradients"
         assert wrong == "QN101"
+        assert symbolic == 1, "14 has the program of 10 with other numbers"
 
 
 def test_labels_of_another_length_than_inputs() -> None:

@@ -73,8 +73,9 @@ class Reading:
         names = place[kind.dim] if kind.dim < len(place) else ()
         for position, name in enumerate(names):
             size = self.sizes[name]
-            runs, odd = divmod(kind.parts, outside)
-            unit, torn = divmod(kind.unit, math.prod(self.sizes[inner] for inner in names[position + 1 :]))
+            runs, odd = kind.parts // outside, kind.parts % outside
+            within = math.prod(self.sizes[inner] for inner in names[position + 1 :])
+            unit, torn = kind.unit // within, kind.unit % within
             if not odd and runs and kind.unit == 1 and not size % (runs * ranks):
                 return name, (runs, 0)
             if not odd and runs and unit and not torn and not size % (runs * unit):

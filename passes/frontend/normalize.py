@@ -20,6 +20,7 @@ from ...core.errors import CompileError, Where
 from ...ir.batch_form import ROWS
 from ...ir.builder import GraphBuilder
 from ...ir.program import Captured, Program, outputs
+from ...ir.symbolic_sizes import sizes_env
 from ...ops.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
@@ -50,7 +51,8 @@ class Normalize:
     ``batch_size`` is the global batch: all data ranks and all microbatches; ``batches``: of how many such a step
     consists, see :class:`~quintnet_compiler.ir.program.Program`. ``parts``: in how many microbatches a batch is
     computed. ``lengths``: further sizes of batches, by
-    their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`. ``device``: where programs will run, of
+    their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`; they may be symbols, see
+    :class:`~quintnet_compiler.ir.symbolic_sizes.SymbolicSizes`. ``device``: where programs will run, of
     which the type alone enters the program; ``absent``: what it is, where this machine has none.
 
     Raises:
@@ -105,7 +107,7 @@ class Normalize:
         return CompileError("QN109", f"{failure.target} fails: {failure.message}", where=failure.where)
 
     def _program(self, captured: Captured) -> Program:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes_env(self.lengths))
         builder = GraphBuilder(mode)
         env: dict[fx.Node, Any] = {}
         alive = _alive(captured.graph)

@@ -38,7 +38,7 @@ def _reshape(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict
     with builder.mode:
         whole = call_fake(aten.contiguous.default, (value(args[0]),), {})
         after = call_fake(node.target, (whole, *others), named).shape  # type: ignore[arg-type]
-    return builder.reshape(args[0], [int(s) for s in after])
+    return builder.reshape(args[0], list(after))
 
 
 def _cast(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:

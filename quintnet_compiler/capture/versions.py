@@ -15,7 +15,7 @@ KEPT = 64  # programs of each kind
 Sizes = tuple[tuple[str, int], ...]  # of what varies in a batch, by name
 
 
-@dataclass
+@dataclass(eq=False)
 class Version:
     """A capture, and the programs that were made of it, by sizes of the batch; the one used last is the last."""
 

@@ -24,11 +24,12 @@ from ..cost_models.roofline import Roofline
 from ..ir.distributed_program import DistributedProgram
 from ..ir.invariants import verify
 from ..ir.plan import Plan
-from ..ir.program import Captured, ShardedProgram, StagedProgram
+from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
 from ..ops.collectives import COMMUNICATION, all_reduce
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.generate_ranks import GenerateRanks
+from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.sharding.axis_view import stores_state
 from ..passes.sharding.replicated import unsplit
 from ..passes.sharding.shard_parameters import stored_whole, storing_axes
@@ -153,6 +154,18 @@ def follow_program(
 def _followed(
     captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
 ) -> DistributedProgram:
+    return generated(*followed_graph(captured, request, primary, runner, training=training), runner)
+
+
+def followed_graph(
+    captured: Captured, request: Request, primary: Compiled, runner: Runner, *, training: bool
+) -> tuple[PassSetting, DifferentiatedProgram]:
+    """What :func:`follow_program` makes, before its nodes are put in an order that hides communication, and what passes
+    are made from.
+
+    Raises:
+        CompileError: see the passes.
+    """
     microbatches = _microbatches(request, training=training)
     placement = primary.program.schedule.placement
     follow = FollowStages(len(placement), primary.stages)
@@ -162,10 +175,14 @@ def _followed(
         schedule = _schedule(request, staged, microbatches, placement)
     else:
         schedule = forward_only(placement, microbatches)
-    program: DistributedProgram = passed(
-        runner, replace(setting, schedule=schedule), staged, GenerateRanks, after=CutStages
-    )
-    return program
+    setting = replace(setting, schedule=schedule)
+    return setting, passed(runner, setting, staged, CoalesceCollectives, after=CutStages)
+
+
+def generated(setting: PassSetting, program: DifferentiatedProgram, runner: Runner) -> DistributedProgram:
+    """The order of a program's nodes, which depends on prices and so on sizes, and the code of all ranks."""
+    made: DistributedProgram = passed(runner, setting, program, GenerateRanks, after=CoalesceCollectives)
+    return made
 
 
 def _microbatches(request: Request, *, training: bool) -> int:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -19,12 +20,13 @@ from ..equivalence.module_check import ModuleCheck
 from ..equivalence.module_step import Owner
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verdict import Verdict
-from ..ir.batch_form import BatchForm, FlatBatch, batch_size_of, plain_batch
+from ..ir.batch_form import ROWS, BatchForm, FlatBatch, batch_size_of, plain_batch
 from ..ir.distributed_program import DistributedProgram
 from ..ir.program import Captured
 from ..runtime.backends.split_parameters import home_of
 from ..runtime.launch.world import has_process, many
 from ..runtime.state.module_parameters import Slots
+from .any_length import LengthPrograms
 from .cache_folder import CacheFolder
 from .compiler import Compiled, Runner, compile_program, follow_program
 from .generation import Held
@@ -45,6 +47,7 @@ class Programs:
         self.captured: dict[str, Captured] = {}
         self._versions = CapturedVersions()
         self._proven: set[Hashable] = set()
+        self._any_length: WeakKeyDictionary[Version, dict[int, LengthPrograms]] = WeakKeyDictionary()
         self._primary: Compiled | None = None
         self._parameters: Mapping[str, Tensor] = {}
         self.slots: Slots | None = None  # of the parameters of the program that leads
@@ -97,11 +100,25 @@ class Programs:
                 return self.primary.program
         version = self._capture(kind, batch, size)
         sizes = version.sizes(FlatBatch.of(batch), size) or {}
-        known = self.latest(kind)
-        found = self.follow(version.captured, size, lengths=sizes, known=known, training=training)
+        found = self._further_sizes(kind, version, sizes, training=training)
         self._compare(kind, version.captured, batch, first=False)
         self._versions.keep(kind, version, sizes, found)
         return found
+
+    def _further_sizes(
+        self, kind: str, version: Version, sizes: Mapping[str, int], *, training: bool
+    ) -> DistributedProgram:
+        """Where batches have many lengths, one compilation serves all that it can be shown to serve."""
+        size, known = sizes[ROWS], self.latest(kind)
+        request = self._request(size, lengths=sizes, known=known)
+        if self.task.cache is not None or not version.captured.form.lengths:
+            return self._followed(version.captured, request, training=training)
+        programs = self._any_length.setdefault(version, {}).setdefault(size, LengthPrograms())
+        made = programs.at(sizes)
+        if made is None:
+            made = self._followed(version.captured, request, training=training)
+            programs.learn(version.captured, request, self.primary, made, training=training)
+        return made
 
     def changed(self, kind: str) -> str:
         """What of the module is not as it was when the first program of this kind was captured; "" if all is."""
@@ -117,16 +134,24 @@ class Programs:
         size: int,
         held: Held = MappingProxyType({}),
         *,
-        lengths: Mapping[str, int] = MappingProxyType({}),
-        known: DistributedProgram | None = None,
         training: bool = False,
     ) -> DistributedProgram:
-        """A program of another kind or for other sizes, on the parameters where the leader has them. ``known``: one of
-        the same kind."""
-        task, primary = self.task, self.primary
-        request = Request(
+        """A program of another kind or for other sizes, on the parameters where the leader has them."""
+        return self._followed(captured, self._request(size, held), training=training)
+
+    def _request(
+        self,
+        size: int,
+        held: Held = MappingProxyType({}),
+        *,
+        lengths: Mapping[str, int] = MappingProxyType({}),
+        known: DistributedProgram | None = None,
+    ) -> Request:
+        """``known``: a program of the same kind."""
+        task = self.task
+        return Request(
             task.mesh,
-            primary.plan,
+            self.primary.plan,
             size,
             task.device,
             task.rules,
@@ -137,9 +162,11 @@ class Programs:
             task.fused,
             self._proven,
         )
+
+    def _followed(self, captured: Captured, request: Request, *, training: bool) -> DistributedProgram:
         followed = follow_program if (cache := self._cache()) is None else cache.followed
         with modes_of_a_trace():
-            return followed(captured, request, primary, Runner(), training=training)
+            return followed(captured, request, self.primary, Runner(), training=training)
 
     def _cache(self) -> ProgramCache | None:
         task = self.task

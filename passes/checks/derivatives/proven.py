@@ -17,7 +17,7 @@ from .calls import INVALID, OperatorCall, Pattern
 from .numbers import check_numbers
 from .of_ranks import RANKED, check_ranked, check_sums
 from .operands import elements
-from .smaller_calls import smaller
+from .smaller_calls import in_numbers, smaller
 
 MOST = 1 << 13  # elements of all operands together: more are made fewer
 MOST_AS_THEY_ARE = 1 << 22  # where they cannot be made fewer
@@ -50,6 +50,8 @@ class Derivatives:
             check_ranked(call, made)
         elif all(t is None for t in call.tangents) or _random(call):
             return made
+        elif (example := in_numbers(call, self.scratch.mode)) is not None:
+            self.pattern(example)
         elif not self._check_smaller(call) and elements(call) <= MOST_AS_THEY_ARE:
             check_numbers(call, made)
         return made

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 
 from ....compat.torch import FakeTensorMode
 from ....core.absent_gpu import call_fake
+from ....ir.symbolic_sizes import in_example
 from .calls import INVALID, OperatorCall
 from .operands import elements, nested_strides
 
@@ -29,6 +30,25 @@ def smaller(call: OperatorCall, mode: FakeTensorMode) -> Iterator[OperatorCall]:
     if elements(found) > MANY and (fewer := _with_sizes(call, smaller_sizes(call, multiples=False), mode)) is not None:
         yield fewer
     yield found
+
+
+def in_numbers(call: OperatorCall, mode: FakeTensorMode) -> OperatorCall | None:
+    """The same call of the sizes that a program's example has; None if no size of it is a symbol."""
+    shown: list[bool] = []
+
+    def number(x: Any) -> Any:
+        found = in_example(x)
+        shown.append(found is not x)
+        return found
+
+    def fake(x: Tensor) -> Tensor:
+        sizes, strides = ([number(n) for n in given] for given in (x.shape, x.stride()))
+        with mode:
+            return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
+
+    operands, tangents = tuple(map(fake, call.operands)), tuple(t if t is None else fake(t) for t in call.tangents)
+    made = replace(call, given=map_aggregate(call.given, number), operands=operands, tangents=tangents)
+    return made if any(shown) else None
 
 
 def _with_sizes(call: OperatorCall, sizes: Mapping[int, int], mode: FakeTensorMode) -> OperatorCall | None:
