@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, schema_or_none
+from ...compat.torch_texts import forgotten_texts
 from ...core.absent_gpu import CPU, CUDA, AbsentGpu, on_device
 from ...core.annotations import facts, value
 from ...ops.cuda_attention import on_gpu
@@ -128,7 +129,7 @@ class _OperatorCall:
         return [*outs, *(next(found) if flag else None for flag in flags)]
 
     def traced(self, *, dense: bool) -> Template:
-        with self.mode:
+        with self.mode, forgotten_texts():
             graph = record(lambda takes: self._joint(takes, _contiguous if dense else _spaced))
             if any(_mutable(node) for node in graph.nodes):
                 # Here a node's value never changes, because nodes are shared.

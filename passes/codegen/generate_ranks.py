@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...compat.torch import function_name
+from ...compat.torch_texts import goes_with_its_text
 from ...core.annotations import facts, is_getitem, leaf, num_bytes, shape, value, values
 from ...core.errors import CompileError
 from ...core.mesh import Mesh
@@ -304,7 +305,7 @@ def _piece(
     graph.output(tuple(env[n] for n in returned))
     graph.set_codegen(_Boxed())
     graph.on_generate_code(lambda _: written)
-    module = fx.GraphModule({}, graph)
+    module = goes_with_its_text(fx.GraphModule({}, graph))
     names = {n for n in ordered if n in static}
     return Piece(
         module,

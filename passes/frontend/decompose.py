@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.torch import FakeTensorMode, composite_definition, composite_in_cpp, get_decompositions, make_fx, pytree
+from ...compat.torch_texts import forgotten_texts
 from ...core.absent_gpu import stand_in
 from ...core.annotations import value
 from ...core.replaced import one_thread
@@ -138,7 +139,7 @@ def decompose(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> tupl
         return (python or target)(*some, **named)
 
     # tensors of their own, by which the trace tells them apart: nodes may share a value
-    with mode, _torch_alone():
+    with mode, _torch_alone(), forgotten_texts():
         given = [torch.empty_like(x, device=stand_in(x.device)) for x in map(value, nodes)]
         if python is not None:  # what it calls stays as it is
             return make_fx(call, pre_dispatch=True)(*given).graph, nodes

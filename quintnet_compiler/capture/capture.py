@@ -23,8 +23,9 @@ from torch import Tensor, fx, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..compat.torch_constants import constants_have_values
-from ..compat.torch_export import switches_by
+from ..compat.torch_export import free, switches_by
 from ..compat.torch_hooks import accumulation_hooks, backward_hooks, without_hooks_of_export
+from ..compat.torch_texts import forgotten_texts
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
 from ..core.errors import CompileError, QuintNetError, Where
 from ..core.names import check_batch_names, check_names
@@ -57,6 +58,7 @@ MANY = 8  # equal blocks, from which on one stands for others while a program is
 _aten = torch.ops.aten
 
 
+@forgotten_texts()
 def capture(
     model: nn.Module,
     batch: Any,
@@ -191,6 +193,7 @@ def _capture(
             every=not once,
             unseen=step.unseen,
         )
+        free(exported)
         check_dtypes(captured.graph)
         check_dense(captured.graph)
         tensors = MappingProxyType({name: real.get(id(x), x) for name, x in captured.tensors.items()})

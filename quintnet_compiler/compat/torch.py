@@ -44,7 +44,7 @@ __all__ = [
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
-    "OLD_CHOLESKY",
+    "OLD_CHOLESKY", "views_untracked",
 ]  # fmt: skip
 
 # What a trace raises where code asks for a value that it does not know; instead: the names of their classes.
@@ -77,6 +77,12 @@ class FakeTensorMode(TorchFakeTensorMode):  # type: ignore[no-untyped-call]
             if out.dtype == torch.float64 and sums.dtype != out.dtype:
                 return out, sums.double()
         return made
+
+
+def views_untracked() -> contextlib.AbstractContextManager[None]:
+    """Inside, results of view operators do not know what they are views of: a tensor in C++ that holds a tensor of
+    Python is a cycle that Python's garbage collector cannot see; instead: torch.inference_mode()."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 # How often a tensor was written to; instead: a digest of its values. Hot: guards read it with map().

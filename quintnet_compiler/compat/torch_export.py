@@ -1,4 +1,4 @@
-"""Private names of torch: what torch.export makes of switches of gradients in a trace."""
+"""Private names of torch: what torch.export makes of switches of gradients in a trace, and what it keeps of one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,24 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._export.passes import replace_set_grad_with_hop_pass as its_pass
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["switches_by"]
+__all__ = ["free", "switches_by"]
+
+
+def free(exported: torch.export.ExportedProgram) -> None:
+    """A trace of which nothing is needed any more. Its tensors hold symbols and one another in C++, where Python's
+    garbage collector cannot see it, and torch caches answers about symbols without a limit, so it would stay until the
+    process ends; instead: nothing."""
+    for node in exported.graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        node.meta.clear()
+        if mode is not None and mode.shape_env is not None:
+            mode.shape_env.tracked_fakes = []
+            mode.shape_env.fake_tensor_cache.clear()
+    for answers in vars(ShapeEnv).values():
+        if hasattr(answers, "cache_clear"):
+            answers.cache_clear()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from ..compat.torch import FakeTensorMode, schema_or_none
+from ..compat.torch import FakeTensorMode, schema_or_none, views_untracked
 from ..core.absent_gpu import call_fake
 from ..core.annotations import Facts, Leaf, Value, annotate, facts, is_float, value
 from ..core.errors import Where
@@ -91,7 +91,7 @@ class GraphBuilder:
         key = (target, repr(fx.map_arg((args, kwargs), lambda _: "*")), looks)
         if key not in self.results:
             fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
-            with self.mode:
+            with self.mode, views_untracked():
                 made = call_fake(target, fake_args, fake_kwargs)
             # fused attention also returns lengths, and None for what it did not make
             if isinstance(made, (tuple, list)):
