@@ -20,7 +20,8 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._assert_tensor_metadata.default:  # of what has been made meanwhile
+        made_meanwhile = func is torch.ops.aten._assert_tensor_metadata.default
+        if made_meanwhile or (kwargs or {}).get("device") == "meta":  # the latter is how torch makes a fake tensor of one
             return func(*args, **(kwargs or {}))
         if func is Tensor.float:
             func = Tensor.double
