@@ -21,7 +21,8 @@ class InDouble(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made_meanwhile = func is torch.ops.aten._assert_tensor_metadata.default
-        if made_meanwhile or (kwargs or {}).get("device") == "meta":  # the latter is how torch makes a fake tensor of one
+        fake = (kwargs or {}).get("device") == "meta"  # made by torch for a tensor that there is
+        if made_meanwhile or fake:
             return func(*args, **(kwargs or {}))
         if func is Tensor.float:
             func = Tensor.double
