@@ -45,7 +45,7 @@ def cell(found: Outcome | None, notes: list[str]) -> str:
     if found is None:
         return ""
     if found.ok:
-        return f"{found.error:.0e}"
+        return f"{abs(found.error):.0e}"
     text = found.reason.replace("|", "/").splitlines()[0] if found.error is None else f"differs by {found.error:.0e}"
     if text not in notes:
         notes.append(text)
