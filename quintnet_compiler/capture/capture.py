@@ -38,6 +38,7 @@ from .block_reuse import Skipped, Unseen, UnseenUsed, blocks_once
 from .canonical import canonical, module_of
 from .changes.assigned_data import place_data
 from .changes.autocast import inline_where_off
+from .changes.cached_results import CachedResults
 from .changes.changed_values import keep_gradients
 from .changes.no_grad import without_switches
 from .control_flow import control_flow_followed
@@ -133,6 +134,7 @@ def _capture(
     shipped = traced_as_few_nodes(model, as_shipped=call is None and "use_cache" not in batch)
     user = user_derivatives(step, trained=trained)
     hollow, plain = hollow_parameters(step), plain_parameters(step.brought())
+    cached = CachedResults.of_process()
     with (
         one_thread(),
         new_garbage_only(),
@@ -156,7 +158,8 @@ def _capture(
 
         def exported_as(sample: Any, dynamic: Any) -> torch.export.ExportedProgram:
             skipped.like.clear()
-            made = _functional(step.traced(own.repeated(functools.partial(_export, step, inner, sample, dynamic))))
+            trace = cached.kept_from(functools.partial(_export, step, inner, sample, dynamic))
+            made = _functional(step.traced(own.repeated(trace)))
             if step.used_unseen or step.unseen.used_by(made.constants.values()):
                 raise UnseenUsed
             return made
@@ -385,6 +388,9 @@ def _untraceable(error: Exception) -> CompileError:
     elif "_ctc_loss" in reason:
         reason = "targets of ctc_loss one behind the other: where those of a row begin depends on values of the lengths"
         fix = "padded targets [rows, longest], as torch.nn.utils.rnn.pad_sequence(targets, batch_first=True) makes them"
+    elif "unhashable type: non-nested SymInt" in reason:
+        reason = "a key or an argument of functools.lru_cache is a size that varies, such as the number of rows"
+        fix = "use sizes of the module or of the other dims as keys, or call the function's __wrapped__"
     elif _packed(error):
         reason = "packed sequences: how many rows each position has depends on the values of the lengths"
         fix = "run the layer on the padded batch, and read (or keep for the loss) what is inside of each row's length"

@@ -14,7 +14,8 @@ from typing import Any
 __all__ = [
     "EXPERTS_CHOICE", "apply_gate", "attention_registries", "built_on_meta", "causal_class", "conversions",
     "experts_run_by", "ignored_on_load", "ignored_on_save", "initialize", "initialize_again", "is_conversion",
-    "mask_parts", "norm_after_experts", "parallel_rules", "renamed", "sort_key", "without_packed_documents",
+    "mask_parts", "norm_after_experts", "parallel_rules", "renamed", "sort_key", "without_method_caches",
+    "without_packed_documents",
 ]  # fmt: skip
 
 _MASKS = "transformers.masking_utils"
@@ -99,6 +100,22 @@ def without_packed_documents(chosen: Callable[[Callable[..., Any], Callable[...,
         yield
     finally:
         masks.find_packed_sequence_indices = documents
+
+
+@contextlib.contextmanager
+def without_method_caches(chosen: Callable[[Callable[..., Any], Callable[..., Any]], Any]) -> Iterator[None]:
+    """Inside, methods that keep tables under sizes compute them, as they do where torch.compile traces them: sizes that
+    vary cannot be keys; instead: nothing. ``chosen``: as above."""
+    functions: Any = sys.modules.get("transformers.pytorch_utils")
+    asked = getattr(functions, "is_torchdynamo_compiling", None)
+    if asked is None:
+        yield
+        return
+    functions.is_torchdynamo_compiling = chosen(lambda: True, asked)
+    try:
+        yield
+    finally:
+        functions.is_torchdynamo_compiling = asked
 
 
 # -- what a model says of itself

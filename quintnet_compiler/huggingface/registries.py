@@ -18,6 +18,7 @@ from ..compat.transformers import (
     apply_gate,
     experts_run_by,
     norm_after_experts,
+    without_method_caches,
     without_packed_documents,
 )
 from ..core.replaced import for_this_thread
@@ -42,6 +43,7 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
         if joined:
             stack.enter_context(without_packed_documents(for_this_thread))
         if configs:
+            stack.enter_context(without_method_caches(for_this_thread))
             stack.enter_context(experts_run_by("quintnet", _experts))
             stack.enter_context(attention_as_one_operator())
         yield

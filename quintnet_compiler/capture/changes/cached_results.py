@@ -1,0 +1,51 @@
+"""Functions that keep their results, as functools.lru_cache makes them: a trace leaves none of its own in them.
+
+A table of positions may be kept under its size, for instance. What a trace makes is no tensor that the next call of the
+module could use, nor another trace. A result that was there before is a constant, as it is for the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import SymBool, SymFloat, SymInt
+
+from ...compat.torch import FakeTensor, FunctionalTensor, pytree
+
+_Cached = functools._lru_cache_wrapper
+_OF_TRACES = (FakeTensor, FunctionalTensor, SymInt, SymFloat, SymBool)
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class CachedResults:
+    """``missed``: how often each function of this process was computed, before any trace."""
+
+    missed: Mapping[_Cached[Any], int]
+
+    @classmethod
+    def of_process(cls) -> CachedResults:
+        return cls({x: x.cache_info().misses for x in gc.get_objects() if type(x) is _Cached})
+
+    def kept_from(self, trace: Callable[[], Made]) -> Callable[[], Made]:
+        """``trace``, after which functions that keep some of its results are as if they had never been called."""
+
+        def traced() -> Made:
+            try:
+                return trace()
+            finally:
+                for function, missed in self.missed.items():
+                    if function.cache_info().misses != missed and any(map(_of_a_trace, gc.get_referents(function))):
+                        function.cache_clear()
+
+        return traced
+
+
+def _of_a_trace(x: Any) -> bool:
+    """Whether arguments or a result, or a dictionary of these, have something of a trace in them."""
+    leaves = [*x, *x.values()] if isinstance(x, dict) else [x]
+    return any(isinstance(leaf, _OF_TRACES) for leaf in pytree.tree_leaves(leaves))

@@ -1,0 +1,114 @@
+"""Functions that keep their results: a trace leaves none in them, and a program uses those that are there."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.pytorch_utils import compile_compatible_method_lru_cache
+
+import quintnet
+from quintnet import Mesh
+from quintnet_compiler.capture.changes.cached_results import CachedResults
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
+
+
+@functools.cache
+def positions(size: int) -> Tensor:
+    return torch.arange(size).double()
+
+
+@functools.lru_cache(8)
+def waves(size: int) -> tuple[Tensor, str]:
+    return positions(size).sin(), "waves"
+
+
+class Net(nn.Module):
+    def __init__(self, table: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.table = nn.Linear(6, 6).double(), table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) + self.table(x)).square().mean()
+
+
+TABLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cache": lambda x: positions(x.shape[1]),
+    "lru_cache, in a tuple": lambda x: waves(x.shape[1])[0],
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "kept before"])
+@pytest.mark.parametrize("check", ["first", "off"])
+@pytest.mark.parametrize("name", TABLES)
+def test_the_module_and_further_traces_find_no_tensors_of_a_trace(name: str, check: str, before: bool) -> None:
+    positions.cache_clear()
+    waves.cache_clear()
+    model, table = Net(TABLES[name]), TABLES[name]
+    unsplit = copy.deepcopy(model)
+    if before:
+        table(X)
+    program = quintnet.compile(model, Mesh(dp=2), (X,), check=check)
+    for x in (X, X[:, :1].expand(4, 6), X[:2]):
+        torch.testing.assert_close(program.step((x,)), unsplit(x).detach())
+    assert type(positions(6)) is Tensor
+    assert float(unsplit(X)) == float(Net(table)(X))
+
+
+def test_what_was_kept_before_stays_where_a_trace_adds_nothing() -> None:
+    kept = positions(6)
+    quintnet.compile(Net(TABLES["cache"]), Mesh(dp=2), (X,), check="off").prepare((X,))
+    assert positions(6) is kept
+
+
+def test_only_functions_that_a_trace_called_are_cleared() -> None:
+    @functools.cache
+    def own(size: int) -> Tensor:
+        return torch.zeros(size)
+
+    @functools.cache
+    def other(size: int) -> Tensor:
+        return torch.zeros(size)
+
+    def trace() -> None:
+        with torch._subclasses.FakeTensorMode():
+            own(3)
+        other(4)
+
+    CachedResults.of_process().kept_from(trace)()
+    assert own.cache_info().currsize == 0
+    assert other.cache_info().currsize == 1
+
+
+def test_sizes_that_vary_are_no_keys() -> None:
+    with pytest.raises(quintnet.CompileError, match=r"QN101 [\s\S]*functools.lru_cache is a size that varies"):
+        quintnet.compile(Net(lambda x: positions(x.shape[0]).sum()), Mesh(dp=2), (X,))
+    model = Net(lambda x: positions.__wrapped__(x.shape[0]).sum())
+    expected = model(X).detach()
+    torch.testing.assert_close(quintnet.compile(model, Mesh(dp=1), (X,)).step((X,)), expected)
+
+
+def test_methods_of_hugging_face_models_compute_their_tables_in_a_trace() -> None:
+    class Positions(nn.Module):
+        @compile_compatible_method_lru_cache(maxsize=1)
+        def table(self, shape: torch.Size) -> Tensor:
+            return torch.ones(shape).double().cumsum(1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.table(x.shape)
+
+    class Known(Net):
+        def __init__(self) -> None:
+            super().__init__(Positions())
+            self.config = PreTrainedConfig()
+
+    model = Known()
+    expected = model(X).detach()
+    torch.testing.assert_close(quintnet.compile(model, Mesh(dp=2), (X,)).step((X,)), expected)
