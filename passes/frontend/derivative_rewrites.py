@@ -67,6 +67,15 @@ def _log_sigmoid(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: 
     return [builder.call(aten.log_sigmoid.default, args[0]), builder.call(aten.exp.default, below)]
 
 
+def of_the_model(builder: GraphBuilder, target: Any, made: Any) -> Any:
+    """What an operator made that the model itself calls: autograd has no derivative of what is there for a backward."""
+    if target not in _FOR_BACKWARD:
+        return made
+    first, *rest = made
+    return [first, *(builder.call(aten.detach.default, x) for x in rest)]
+
+
+_FOR_BACKWARD = frozenset({aten.native_layer_norm.default, aten.log_sigmoid_forward.default})
 DERIVATIVE_REWRITES: dict[Any, Rewrite] = {
     aten.convolution_backward.default: _convolution_backward,
     aten.native_layer_norm.default: _layer_norm,

@@ -24,6 +24,7 @@ from ...ir.symbolic_sizes import sizes_env
 from ...ops.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
+from .derivative_rewrites import of_the_model
 from .inner_gradients import inner_gradient, without_starts
 from .list_rewrites import row_by_row
 from .picked_rows import PickedRows, picks
@@ -128,7 +129,7 @@ class Normalize:
             else:
                 args = [_resolve(a, env) for a in node.args]
                 kwargs = {k: _resolve(a, env) for k, a in node.kwargs.items()}
-                env[node] = self._node(builder, node, args, kwargs)
+                env[node] = of_the_model(builder, node.target, self._node(builder, node, args, kwargs))
         without_starts(builder.graph)
         _refuse_gradients(captured, outputs(builder.graph))
         _drop_unused(builder.graph)

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 
 from ..compat.torch import HigherOrderOperator, OpOverload, pytree, schema
 from ..compat.torch_constants import constants_have_values
-from ..compat.torch_export import free, switches_by
+from ..compat.torch_export import free, kernels_alone, switches_by
 from ..compat.torch_hooks import accumulation_hooks, backward_hooks, without_hooks_of_export
 from ..compat.torch_texts import forgotten_texts
 from ..core.empty_storage import check_shapes, device_of, hollow_parameters, plain_parameters
@@ -252,7 +252,8 @@ def _functional(exported: torch.export.ExportedProgram) -> torch.export.Exported
                 fix="call torch.nn.functional.instance_norm",
             )
     if any(_writes(node) for node in exported.graph.nodes):
-        exported = exported.run_decompositions({})
+        with kernels_alone(exported.graph_module):
+            exported = exported.run_decompositions({})
     return exported
 
 

@@ -12,7 +12,27 @@ from torch import fx
 from torch._export.passes import replace_set_grad_with_hop_pass as its_pass
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["free", "switches_by"]
+__all__ = ["free", "kernels_alone", "switches_by"]
+
+
+@contextlib.contextmanager
+def kernels_alone(module: fx.GraphModule) -> Iterator[None]:
+    """Inside, operators of ``module`` that have kernels are not traced as torch's definitions in Python, where these
+    stand in front of autograd: the one of multilabel_margin_loss, for one, counts labels behind the last. Instead: a
+    TorchDispatchMode that records them."""
+    key = torch._C.DispatchKey.Autograd
+    graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
+    targets = {
+        node.target for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
+    }
+    defined = [op for op in targets if key in op.py_kernels and not op._can_decompose()]
+    with contextlib.ExitStack() as stack:
+        for op in defined:
+            stack.callback(op._dispatch_cache.clear)
+            stack.enter_context(mock.patch.dict(op.py_kernels))
+            del op.py_kernels[key]
+            op._dispatch_cache.clear()
+        yield
 
 
 def free(exported: torch.export.ExportedProgram) -> None:
