@@ -29,7 +29,7 @@ COMPAT = PACKAGE / "compat"
 LIBRARIES = ("torch", "transformers")
 HIDDEN = ("torch.fx.experimental", "transformers.masking_utils", "transformers.modeling_utils")  # as good as private
 SEMI_PUBLIC = frozenset({"_parameters", "_buffers", "_modules"})  # see the docstring of compat
-OF_PYTHON = frozenset({"_getframe", "_exit", "_DummyThread"})  # of sys, os and threading
+OF_PYTHON = frozenset({"_getframe", "_exit", "_DummyThread", "_lru_cache_wrapper"})  # of sys, os, threading, functools
 OPERATORS = ("aten", "torch.ops.aten")
 
 # Private attributes of objects: something that must have them.
@@ -58,6 +58,7 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_version": _NET.weight,
         "_flat_weights": nn.LSTM(1, 1),
         "_flat_weight_refs": nn.LSTM(1, 1),
+        "_dispatch_cache": _OPERATOR,
         "_custom_op_handlers": DTensor._op_dispatcher,
         "_op_dispatcher": DTensor,
         "_ep_plan": _LLAMA,

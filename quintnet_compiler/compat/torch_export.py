@@ -12,6 +12,8 @@ from torch import fx
 from torch._export.passes import replace_set_grad_with_hop_pass as its_pass
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .torch import composite_in_cpp
+
 __all__ = ["free", "kernels_alone", "switches_by"]
 
 
@@ -25,7 +27,7 @@ def kernels_alone(module: fx.GraphModule) -> Iterator[None]:
     targets = {
         node.target for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)
     }
-    defined = [op for op in targets if key in op.py_kernels and not op._can_decompose()]
+    defined = [op for op in targets if key in op.py_kernels and not composite_in_cpp(op)]
     with contextlib.ExitStack() as stack:
         for op in defined:
             stack.callback(op._dispatch_cache.clear)
