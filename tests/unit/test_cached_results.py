@@ -87,6 +87,36 @@ def test_only_functions_that_a_trace_called_are_cleared() -> None:
     assert other.cache_info().currsize == 1
 
 
+class Keeps(nn.Module):
+    """A table that the first call makes, in an attribute or a dictionary."""
+
+    def __init__(self, *, one: bool) -> None:
+        super().__init__()
+        self.linear, self.one = nn.Linear(6, 6).double(), one
+        self.table: Tensor | None = None
+        self.tables: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[1]
+        if self.one:
+            if self.table is None:
+                self.table = torch.arange(size).double()
+            return (self.linear(x) + self.table).square().mean()
+        if size not in self.tables:
+            self.tables[size] = torch.arange(size).double()
+        return (self.linear(x) + self.tables[size]).square().mean()
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["dictionary", "attribute"])
+def test_a_table_of_the_module_is_there_after_one_call(one: bool) -> None:
+    model = Keeps(one=one)
+    with pytest.raises(quintnet.CompileError, match=r"QN110 [\s\S]*fix: .*model\(\*batch\) once before"):
+        quintnet.compile(model, Mesh(dp=2), (X,))
+    with torch.no_grad():
+        expected = model(X)
+    torch.testing.assert_close(quintnet.compile(model, Mesh(dp=2), (X,)).step((X,)), expected)
+
+
 def test_sizes_that_vary_are_no_keys() -> None:
     with pytest.raises(quintnet.CompileError, match=r"QN101 [\s\S]*functools.lru_cache is a size that varies"):
         quintnet.compile(Net(lambda x: positions(x.shape[0]).sum()), Mesh(dp=2), (X,))
