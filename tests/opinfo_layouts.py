@@ -176,11 +176,21 @@ def batch_of(cases: Sequence[Case]) -> tuple[Tensor, ...]:
     return rows, *(case.sample.leaves[i].detach() for case in cases for i in case.rows)
 
 
+class Changes(Sums):
+    """The same with a change in place, for which the whole module is traced once more."""
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        first = batch[0] * 1
+        first.mul_(1.0)
+        return super().forward(first, *batch[1:])
+
+
 @dataclass(frozen=True)
 class Group:
     """Operators that share a program. A module is traced once for all layouts, as tracing takes most of the time."""
 
     cases: Sequence[Case]
+    kind: type[Sums] = Sums
     traced: dict[bool, tuple[Sums, tuple[Tensor | None, dict[str, Tensor | None]], list[Captured]]] = field(
         default_factory=dict
     )
@@ -192,7 +202,7 @@ class Group:
         if all(case.rows for case in self.cases):
             coupled = True
         if coupled not in self.traced:
-            model = Sums(self.cases, coupled=coupled)
+            model = self.kind(self.cases, coupled=coupled)
             loss = model(*batch)
             loss.backward()
             self.traced[coupled] = model, (loss.detach(), {name: p.grad for name, p in model.named_parameters()}), []
@@ -223,7 +233,7 @@ class Group:
 
     def halves(self) -> tuple[Group, Group]:
         half = len(self.cases) // 2
-        return Group(self.cases[:half]), Group(self.cases[half:])
+        return Group(self.cases[:half], self.kind), Group(self.cases[half:], self.kind)
 
 
 def _judge(group: Group, layouts: Sequence[str], found: dict[str, dict[str, tuple[str, str]]]) -> None:
@@ -246,14 +256,16 @@ def _judge(group: Group, layouts: Sequence[str], found: dict[str, dict[str, tupl
             _judge(half, apart, found)
 
 
-def sweep(ops: Sequence[Any], layouts: Sequence[str] = tuple(LAYOUTS)) -> Iterator[dict[str, Any]]:
-    """What became of each of ``ops``."""
+def sweep(
+    ops: Sequence[Any], layouts: Sequence[str] = tuple(LAYOUTS), kind: type[Sums] = Sums
+) -> Iterator[dict[str, Any]]:
+    """What became of each of ``ops``, in modules of this kind."""
     for at in range(0, len(ops), GROUP):
         made = [(op.formatted_name, case_of(op)) for op in ops[at : at + GROUP]]
         cases = [case for _, case in made if isinstance(case, Case)]
         found: dict[str, dict[str, tuple[str, str]]] = {case.name: {} for case in cases}
         if cases:
-            _judge(Group(cases), layouts, found)
+            _judge(Group(cases, kind), layouts, found)
         for name, case in made:
             if isinstance(case, NoSample):
                 yield {"name": name, "none": case.reason}
