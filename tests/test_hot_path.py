@@ -156,7 +156,6 @@ def test_gradients_add_up_where_nobody_clears_them() -> None:
     assert all(torch.equal(p.grad.full_tensor(), x) for p, x in zip(parameters, kept, strict=True))  # type: ignore[union-attr]
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -177,6 +176,7 @@ def _page_faults_of_ten_steps() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
 def test_memory_stays_from_step_to_step() -> None:
     """In a process of its own: what else lies on a heap decides which free memory goes back to the system."""
     (faults,) = quintnet.launch(_page_faults_of_ten_steps, 1, timeout=120)
