@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._export.passes import replace_set_grad_with_hop_pass as its_pass
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .torch import composite_in_cpp
+from .torch_symbols import ShapeEnv
 
 __all__ = ["free", "kernels_alone", "switches_by"]
 

@@ -90,32 +90,33 @@ def without_packed_documents(chosen: Callable[[Callable[..., Any], Callable[...,
 
     ``chosen``: what is made of our function and the usual one is called.
     """
-    masks: Any = sys.modules.get(_MASKS)
-    documents = getattr(masks, "find_packed_sequence_indices", None)
-    if documents is None:
+    with _replaced(_MASKS, "find_packed_sequence_indices", lambda position_ids: None, chosen):
         yield
-        return
-    masks.find_packed_sequence_indices = chosen(lambda position_ids: None, documents)
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = documents
 
 
 @contextlib.contextmanager
 def without_method_caches(chosen: Callable[[Callable[..., Any], Callable[..., Any]], Any]) -> Iterator[None]:
     """Inside, methods that keep tables under sizes compute them, as they do where torch.compile traces them: sizes that
     vary cannot be keys; instead: nothing. ``chosen``: as above."""
-    functions: Any = sys.modules.get("transformers.pytorch_utils")
-    asked = getattr(functions, "is_torchdynamo_compiling", None)
-    if asked is None:
+    with _replaced("transformers.pytorch_utils", "is_torchdynamo_compiling", lambda: True, chosen):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(
+    module: str, name: str, ours: Callable[..., Any], chosen: Callable[[Callable[..., Any], Callable[..., Any]], Any]
+) -> Iterator[None]:
+    """Inside, a function of a module is another one, if there is such a module and function."""
+    there: Any = sys.modules.get(module)
+    theirs = getattr(there, name, None)
+    if theirs is None:
         yield
         return
-    functions.is_torchdynamo_compiling = chosen(lambda: True, asked)
+    setattr(there, name, chosen(ours, theirs))
     try:
         yield
     finally:
-        functions.is_torchdynamo_compiling = asked
+        setattr(there, name, theirs)
 
 
 # -- what a model says of itself
