@@ -291,7 +291,8 @@ def _refusal(changes: Sequence[Change], line: str) -> CompileError:
         "QN110",
         f"{first.by} changes {first}{also}; a program would not",
         where=Where(module, line),
-        fix="if only its first call does so, as with a table that it keeps: model(*batch) once before, under no_grad"
+        fix="if only its first call does so, as with a table that it keeps: call model(*batch) once under "
+        "torch.no_grad() before you compile"
         if first.by == FORWARD
         else "",
     )

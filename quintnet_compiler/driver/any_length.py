@@ -21,7 +21,6 @@ from torch import fx
 
 from ..capture.modes import modes_of_a_trace
 from ..core.annotations import facts, known
-from ..core.errors import CompileError
 from ..core.replaced import new_garbage_only, one_thread
 from ..ir.at_sizes import at_sizes, expressions
 from ..ir.batch_form import ROWS
@@ -61,14 +60,14 @@ class AnyLength:
         return cls(setting, program, symbols, tuple(sizes | symbols.keys()), numbers) if symbols.open else None
 
     def at(self, lengths: Sizes) -> DistributedProgram | None:
-        """The program for these; None if they do not meet the conditions."""
+        """The program for these; None if they do not meet the conditions, or if something fails: the usual way tells."""
         setting = replace(self.setting, request=replace(self.setting.request, lengths=lengths))
         with one_thread(), new_garbage_only(), modes_of_a_trace():
             try:
                 if self._hold(lengths):
                     return generated(setting, at_sizes(self.program, self.symbols, lengths), Runner())
-            except (ValueError, CompileError):  # a size that would be a fraction, or whatever the usual way will tell
-                pass
+            except Exception:  # of whatever kind, as above
+                return None
         return None
 
     def _hold(self, lengths: Sizes) -> bool:

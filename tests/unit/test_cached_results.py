@@ -29,6 +29,16 @@ def waves(size: int) -> tuple[Tensor, str]:
     return positions(size).sin(), "waves"
 
 
+class Tables:
+    def __init__(self, size: int) -> None:
+        self.waves = positions(size).cos()
+
+
+@functools.cache
+def tables(size: int) -> Tables:
+    return Tables(size)
+
+
 class Net(nn.Module):
     def __init__(self, table: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -42,6 +52,7 @@ class Net(nn.Module):
 TABLES: dict[str, Callable[[Tensor], Tensor]] = {
     "cache": lambda x: positions(x.shape[1]),
     "lru_cache, in a tuple": lambda x: waves(x.shape[1])[0],
+    "cache, in an object": lambda x: tables(x.shape[1]).waves,
 }
 
 
@@ -51,6 +62,7 @@ TABLES: dict[str, Callable[[Tensor], Tensor]] = {
 def test_the_module_and_further_traces_find_no_tensors_of_a_trace(name: str, check: str, before: bool) -> None:
     positions.cache_clear()
     waves.cache_clear()
+    tables.cache_clear()
     model, table = Net(TABLES[name]), TABLES[name]
     unsplit = copy.deepcopy(model)
     if before:
@@ -110,7 +122,7 @@ class Keeps(nn.Module):
 @pytest.mark.parametrize("one", [False, True], ids=["dictionary", "attribute"])
 def test_a_table_of_the_module_is_there_after_one_call(one: bool) -> None:
     model = Keeps(one=one)
-    with pytest.raises(quintnet.CompileError, match=r"QN110 [\s\S]*fix: .*model\(\*batch\) once before"):
+    with pytest.raises(quintnet.CompileError, match=r"QN110 [\s\S]*fix: .*model\(\*batch\) once under"):
         quintnet.compile(model, Mesh(dp=2), (X,))
     with torch.no_grad():
         expected = model(X)

@@ -10,9 +10,10 @@ import functools
 import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, TypeVar
 
-from torch import SymBool, SymFloat, SymInt
+from torch import SymBool, SymFloat, SymInt, nn
 
 from ...compat.torch import FakeTensor, FunctionalTensor, pytree
 
@@ -45,7 +46,13 @@ class CachedResults:
         return traced
 
 
-def _of_a_trace(x: Any) -> bool:
-    """Whether arguments or a result, or a dictionary of these, have something of a trace in them."""
-    leaves = [*x, *x.values()] if isinstance(x, dict) else [x]
-    return any(isinstance(leaf, _OF_TRACES) for leaf in pytree.tree_leaves(leaves))
+def _of_a_trace(x: Any, *, inside: bool = False) -> bool:
+    """Whether arguments or a result, or a dictionary of these, or attributes of one, are of a trace. ``inside``: ``x``
+    is an attribute."""
+    leaves = pytree.tree_leaves([*x, *x.values()] if isinstance(x, dict) else [x])
+    held = [] if inside else [vars(leaf) for leaf in leaves if hasattr(leaf, "__dict__") and not _is_code(leaf)]
+    return any(isinstance(leaf, _OF_TRACES) for leaf in leaves) or any(_of_a_trace(one, inside=True) for one in held)
+
+
+def _is_code(x: Any) -> bool:
+    return isinstance(x, (type, FunctionType, nn.Module))
