@@ -60,7 +60,7 @@ class AnyLength:
         return cls(setting, program, symbols, tuple(sizes | symbols.keys()), numbers) if symbols.open else None
 
     def at(self, lengths: Sizes) -> DistributedProgram | None:
-        """The program for these; None if they do not meet the conditions, or if something fails: the usual way tells."""
+        """The program for these; None if they do not meet the conditions, or if anything fails: the usual way tells."""
         setting = replace(self.setting, request=replace(self.setting.request, lengths=lengths))
         with one_thread(), new_garbage_only(), modes_of_a_trace():
             try:
