@@ -4,6 +4,7 @@ are the same tensors in every step, unless somebody keeps one."""
 from __future__ import annotations
 
 import resource
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -165,19 +166,21 @@ class Wide(nn.Module):
         return self.layers(x).square().mean()  # type: ignore[no-any-return]
 
 
-def _page_faults_of_ten_steps() -> int:
-    x = torch.randn(2048, 256)  # 2 MiB for each layer's output
+def _page_faults_of_steps(num_steps: int) -> list[int]:
+    x = torch.randn(8192, 256)  # 8 MiB, 2,048 pages, for each layer's output
     program = quintnet.compile(Wide(), quintnet.Mesh(dp=1), (x,))
-    for _ in range(10):  # until the heap has room for whatever order things are freed in
+    counts = []
+    for _ in range(num_steps):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         program.step((x,))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
-        program.step((x,))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return counts
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts pages as Linux does")
 def test_memory_stays_from_step_to_step() -> None:
-    """In a process of its own: what else lies on a heap decides which free memory goes back to the system."""
-    (faults,) = quintnet.launch(_page_faults_of_ten_steps, 1, timeout=120)
-    assert faults < 10 * 100  # a layer's output has 512 pages
+    """In a process of its own: what else lies on a heap decides which free memory goes back to the system. Single
+    steps find no room and let the heap grow, other ones in every run; as glibc is by itself, most
+    steps touch thousands of new pages."""
+    (counts,) = quintnet.launch(_page_faults_of_steps, 1, (20,), timeout=120)
+    assert statistics.median(counts) < 100, counts
