@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,18 @@ from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
 
 Row = Mapping[str, str]
+# By full name: a part of lower power, or with other memory or links, is another one.
 GPU_NAMES = {
-    "A100-40": "a100-40", "A100": "a100-80", "A800": "a800", "H100": "h100", "H800": "h800", "H200": "h200",
-    "V100": "v100",
-    "GB200": "gb200", "GB300": "gb300", "B200": "b200", "B300": "b300", "MI300X": "mi300x",
+    "V100": "v100", "V100 32GB": "v100",
+    "A100": "a100-80", "A100 80GB": "a100-80", "A100 40GB": "a100-40", "A800": "a800", "A800 80GB": "a800",
+    "A100 PCIE 80GB": "a100-pcie-80", "A100 PCIE 40GB": "a100-pcie-40",
+    "H100": "h100", "H100 80GB": "h100", "H800": "h800", "H800 80GB": "h800", "H200": "h200", "H200 141GB": "h200",
+    "H100 PCIE": "h100-pcie", "H100 PCIE 80GB": "h100-pcie", "H100 NVL": "h100-nvl", "H100 NVL 94GB": "h100-nvl",
+    "GH200 96GB": "gh200-96", "GH200 144GB": "gh200-144",
+    "B200": "b200", "B200 180GB": "b200", "B300": "b300", "B300 288GB": "b300",
+    "GB200": "gb200", "GB200 NVL72": "gb200", "GB300": "gb300", "GB300 NVL72": "gb300",
+    "MI250X": "mi250x", "MI300X": "mi300x", "MI300X 192GB": "mi300x", "MI325X": "mi325x", "MI355X": "mi355x",
+    "L40S": "l40s", "A10G": "a10g", "RTX 4090": "rtx-4090",
 }  # fmt: skip
 # Heads wider than hidden / heads (Qwen3 and GPT-OSS model cards).
 HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "gpt oss": 64}
@@ -67,11 +76,19 @@ def _int(row: Row, name: str, default: int | None = None) -> int:
 
 
 def device_of(row: Row) -> str:
-    name = row["gpu_type"].upper()
-    for start, found in sorted(GPU_NAMES.items(), key=lambda item: -len(item[0])):
-        if name.startswith(start):
-            return found
-    raise Unmodelled(f"unknown GPU type {row['gpu_type']}")
+    """The device by its full name, in which neither the maker, SXM nor the machine's name (``(DGX-2)``) counts.
+
+    Raises:
+        Unmodelled: for any other, as ``H100-64GB`` or ``H100-80GB (500 W)``.
+    """
+    name = re.sub(r"\((DGX|HGX)[^)]*\)", "", row["gpu_type"].upper())
+    words = [word for word in re.split(r"[^A-Z0-9()]+", name) if word]
+    words = [word for word in words if not re.fullmatch(r"NVIDIA|AMD|SXM\d?", word)]
+    sizes = [word for word in words if re.fullmatch(r"\d+GB", word)]
+    found = GPU_NAMES.get(" ".join([word for word in words if word not in sizes] + sizes))
+    if found is None:
+        raise Unmodelled(f"unknown GPU type {row['gpu_type']}")
+    return found
 
 
 def decoder_of(row: Row) -> Decoder:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from ..core.errors import CompileError
-from .hardware import Hardware, hardware
-
-# From the innermost axis, whose neighbours are closest, to the outermost: Megatron's order.
+from .hardware import Hardware
+from .hardware_numbers import described
 
 
 @dataclass(frozen=True)
 class Level:
-    """All devices within ``span`` neighbours reach each other at ``bytes_per_second`` each, one way."""
+    """All devices within ``span`` neighbours reach each other at ``bytes_per_second`` each, one way. ``network``: over
+    adapters, of which every device has its own."""
 
     name: str
     span: float
     bytes_per_second: float
     seconds: float
+    network: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Cluster:
     """Nodes of one kind of device.
 
     Args:
-        name: of the device, such as ``"h100"``.
+        name: of the device, such as ``"h100"`` or ``"h100-pcie"``; or what describes it in numbers, as a mapping or the
+            path of a JSON file (see :mod:`.hardware_numbers`).
         nodes: the number of nodes.
         gpus_per_node: devices per node; by default what the device's usual node has.
         network_bytes_per_second: of all adapters of a node together, one way; by default the device's.
@@ -75,7 +79,7 @@ class Cluster:
 
     def __init__(
         self,
-        name: str | Hardware,
+        name: str | Path | Mapping[str, Any] | Hardware,
         nodes: int = 1,
         gpus_per_node: int | None = None,
         *,
@@ -84,7 +88,7 @@ class Cluster:
         rail: int = 32,
         oversubscription: float = 1.0,
     ) -> None:
-        device = hardware(name) if isinstance(name, str) else name
+        device = described(name)
         per_node = gpus_per_node or (4 if device.domain > 8 else device.domain)
         if nodes < 1 or per_node < 1:
             raise CompileError("QN210", f"{nodes} nodes of {per_node}", fix="give whole numbers, 1 or more")
@@ -95,12 +99,14 @@ class Cluster:
         share, gpus = device.efficiency, nodes * per_node
         network = device.network_bytes_per_second * share.network
         fast = device.domain if device.domain > 8 else per_node
-        levels = [Level("NVLink", fast, device.link_bytes_per_second * share.link, device.link_seconds)]
+        levels = [Level(device.link, fast, device.link_bytes_per_second * share.link, device.link_seconds)]
+        if device.bridge_bytes_per_second and fast > 1:
+            levels.insert(0, Level("bridge", 2, device.bridge_bytes_per_second * share.link, device.link_seconds))
         if gpus > fast:
             leaf = rail * per_node if gpus > rail * per_node else math.inf
-            levels.append(Level("leaf", leaf, network, device.network_seconds))
+            levels.append(Level("leaf", leaf, network, device.network_seconds, True))
             if leaf < gpus:
-                levels.append(Level("spine", math.inf, network / oversubscription, 1.3 * device.network_seconds))
+                levels.append(Level("spine", math.inf, network / oversubscription, 1.3 * device.network_seconds, True))
         object.__setattr__(self, "device", device)
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "gpus_per_node", per_node)
@@ -132,8 +138,7 @@ class Cluster:
         for level in self.levels:
             reach = ranks if math.isinf(level.span) else min(ranks, max(1, int(level.span) // stride))
             if reach > inside:
-                # A member at this level is all of the group's ranks in one node, each with its own adapter.
-                hops.append(Hop(level, -(-reach // inside), hops[0].members if hops and level.name != "NVLink" else 1))
+                hops.append(Hop(level, -(-reach // inside), _lanes(level, hops)))
                 inside = reach
         return Group(tuple(hops))
 
@@ -159,7 +164,7 @@ class Cluster:
             near = Counter(0 if math.isinf(level.span) else rank // int(level.span) for rank in ranks)
             reach = max(near.values())
             if reach > inside:
-                hops.append(Hop(level, -(-reach // inside), hops[0].members if hops and level.name != "NVLink" else 1))
+                hops.append(Hop(level, -(-reach // inside), _lanes(level, hops)))
                 inside = reach
         return Group(tuple(hops))
 
@@ -175,3 +180,8 @@ class Cluster:
                 return self.group(size, stride)
             stride *= size
         raise CompileError("QN201", f"no axis {name!r}", fix=f"use one of {', '.join(a for a, _ in sizes)}")
+
+
+def _lanes(level: Level, inner: Sequence[Hop]) -> int:
+    """A member over the network is all of the group's ranks in one node, each with its own adapter."""
+    return math.prod(hop.members for hop in inner if not hop.level.network) if level.network else 1

@@ -48,7 +48,7 @@ DeviceOption = Annotated[
         help="where ranks run; cuda also where there is none: the program that H100 GPUs would run",
     ),
 ]
-Gpu = Annotated[str, typer.Option(help="kind of device: h100, a100-80, b200, ...")]
+Gpu = Annotated[str, typer.Option(help="kind of device: h100, rtx-4090, ...; or a JSON file with its numbers")]
 Nodes = Annotated[int, typer.Option(min=1, help="nodes of the cluster")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")]
 Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON, and nothing else")]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CompileError
-from ..cost_models.hardware import HARDWARE
+from ..cost_models.hardware import product
 
 Metric = Callable[[Any, Any], tuple[float, float]]
 """(the model's outputs, what the batch says they should be) -> a sum over rows, and over how many."""
@@ -25,11 +25,10 @@ def accuracy(outputs: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def device_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that this device is sold with, if it is one that the cost models know."""
+    """FLOP/s that this device is sold with, if it is one that the cost models know by its full name."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device).lower()
-    known = next((gpu for key, gpu in HARDWARE.items() if key.split("-")[0] in name), None)
+    known = product(torch.cuda.get_device_name(device))
     kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, "fp32")
     try:
         return known.flops_per_second(kind) if known is not None else None
