@@ -8,6 +8,9 @@ from typing import Any
 from torch import fx
 
 from ..core.annotations import is_getitem
+from ..core.errors import CompileError, told
+from ..core.mesh import Mesh
+from ..ir.cost_protocol import RankCosts
 from .cluster import Cluster, Group
 from .collectives import collective_seconds
 from .kernels import kernel_seconds
@@ -58,3 +61,25 @@ class ClusterCosts:
 
     def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
         return self.group_seconds("send", num_bytes, (source, target))
+
+
+def costs_of_ranks(given: RankCosts | Cluster | None, mesh: Mesh) -> RankCosts:
+    """What a user gives as ``costs`` for the ranks of a mesh; None: nodes of 8 H100.
+
+    Raises:
+        CompileError: QN201 for what is neither a cluster nor prices, QN301 if a cluster has fewer devices than ranks.
+    """
+    here = Cluster("h100", nodes=-(-mesh.size // 8)) if given is None else given
+    if not isinstance(here, Cluster):
+        if isinstance(here, type) or not isinstance(here, RankCosts):
+            raise CompileError(
+                "QN201", f"costs is {told(here)}", fix='pass costs=quintnet.Cluster("h100"), a calibration, or None'
+            )
+        return here
+    if here.size < mesh.size:
+        raise CompileError(
+            "QN301",
+            f"costs is a cluster of {here.size} devices, and {mesh} has {mesh.size} ranks",
+            fix=f"use a cluster of {-(-mesh.size // here.gpus_per_node)} nodes or more",
+        )
+    return ClusterCosts(here, unknown="memory")

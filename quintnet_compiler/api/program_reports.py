@@ -11,7 +11,7 @@ from ..core.errors import CompileError, RunError
 from ..core.html import table
 from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
-from ..cost_models.cluster_costs import ClusterCosts
+from ..cost_models.cluster_costs import costs_of_ranks
 from ..cost_models.operators import model_flops
 from ..driver.compiler import Compiled, Runner, compile_program
 from ..driver.pipeline import Request
@@ -207,8 +207,7 @@ class ProgramReports(ProgramState):
     # -- prediction
 
     def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
-        here = Cluster("h100", nodes=-(-self.mesh.size // 8)) if costs is None else costs
-        return ClusterCosts(here, unknown="memory") if isinstance(here, Cluster) else here
+        return costs_of_ranks(costs, self.mesh)
 
     def _with_estimates(self, error: RunError) -> RunError:
         """A training step ran out of memory."""
@@ -235,7 +234,8 @@ class ProgramReports(ProgramState):
             A timeline; ``html()`` and ``svg()`` are pictures, ``chrome_trace()`` is for Perfetto.
 
         Raises:
-            CompileError: QN102 if the program is not compiled yet, QN201 for faults of ranks that do not exist,
-                QN210 if an operator has no price.
+            CompileError: QN102 if the program is not compiled yet, QN201 for what are no costs or no faults, and for
+                faults of ranks and links that do not exist, QN210 if an operator has no price, QN301 for a cluster with
+                fewer devices than ranks.
         """
         return simulate_program(self._primary().program, self._prices(costs), faults)

@@ -1,8 +1,12 @@
-"""Errors that users see: a stable id, the place in the user's model, the numbers, and a fix."""
+"""Errors that users see: a stable id, the place in the user's model, the numbers, and a fix; and numbers that users
+give."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 from .error_table import ERRORS
 
@@ -83,3 +87,46 @@ class CheckpointWarning(UserWarning):
 
 class FaultWarning(UserWarning):
     """A rank failed, and all ranks are started again."""
+
+
+def whole(value: Any) -> int | None:
+    """``value`` as an int; None if it is no whole number (a bool is none, nor is a tensor or a text).
+
+    >>> whole(3), whole(True), whole(3.0), whole("3")
+    (3, None, None, None)
+    """
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def finite(value: Any) -> float | None:
+    """``value`` as a float; None if it is no real number, or NaN, or beyond what a float holds.
+
+    >>> finite(3), finite(True), finite(float("inf")), finite("3"), finite(10**400)
+    (3.0, None, None, None, None)
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def told(value: Any) -> str:
+    """``value`` as an error message shows it: its text, cut short, and its type.
+
+    >>> told("1.5"), told([1] * 99)
+    ("'1.5', a str", '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1..., a list')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}, not an object"
+    try:
+        text = repr(value)
+    except Exception:  # its own text may fail in any way; an int of very many digits has none
+        text = "something without a text"
+    return f"{text if len(text) <= 60 else f'{text[:39]}...'}, {_article(type(value).__name__)}"
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

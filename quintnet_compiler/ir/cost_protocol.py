@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import fx
 
@@ -37,6 +37,7 @@ class CostModel(Protocol):
         ...
 
 
+@runtime_checkable
 class RankCosts(Protocol):
     """Prices of what one rank runs, node by node: a simulation asks for them. All in seconds.
 

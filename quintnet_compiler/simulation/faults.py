@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from ..core.errors import CompileError
+from ..core.errors import CompileError, finite, told, whole
 from ..core.mesh import Mesh
 
 
@@ -26,35 +27,84 @@ class Faults:
         """The axis along which the two ends of a link differ.
 
         Raises:
-            CompileError: QN201 if a rank is not on the mesh, or they differ along more than one axis, or not at all.
+            CompileError: QN201 if they differ along more than one axis, or not at all.
         """
-        for rank in link:
-            _check_rank(mesh, rank)
         a, b = (mesh.coordinate(rank) for rank in link)
         axes = [name for name in mesh.names if a[name] != b[name]]
         if len(axes) != 1:
-            differ = " and ".join(axes) or "nothing"
-            raise CompileError(
-                "QN201",
-                f"no link joins ranks {link[0]} and {link[1]}: they differ in {differ}",
-                fix="name two ranks that are neighbours along one axis",
+            raise _refused(
+                f"slow_links joins ranks {link[0]} and {link[1]}, which differ in {' and '.join(axes) or 'nothing'}",
+                _link_fix(mesh),
             )
         return axes[0]
 
-    def check(self, mesh: Mesh) -> None:
-        """Raises: CompileError QN201 for ranks and links that are not there, or factors that are not positive."""
-        for link in self.slow_links:
-            self.axis_of(mesh, link)
-        for rank in self.slow_ranks:
-            _check_rank(mesh, rank)
-        for factor in (*self.slow_ranks.values(), *self.slow_links.values()):
-            if not 0 < factor < float("inf"):
-                raise CompileError("QN201", f"a factor of {factor} is no slowdown", fix="give a positive number")
+    def checked(self, mesh: Mesh) -> Faults:
+        """The same, in plain ints and floats.
+
+        Raises:
+            CompileError: QN201 for ranks and links that are not there, for factors that are not positive, and for what
+                is no rank, no link or no number at all.
+        """
+        ranks = {_rank(mesh, "slow_ranks", rank): _factor("slow_ranks", rank, factor)
+                 for rank, factor in _items("slow_ranks", self.slow_ranks, "{0: 1.5}")}  # fmt: skip
+        links = {}
+        for link, factor in _items("slow_links", self.slow_links, "{(0, 1): 1.5}"):
+            if not isinstance(link, tuple) or len(link) != 2:
+                raise _refused(f"a link of slow_links is {told(link)}", _link_fix(mesh))
+            one, other = (_rank(mesh, "slow_links", rank) for rank in link)
+            self.axis_of(mesh, (one, other))
+            links[one, other] = _factor("slow_links", link, factor)
+        return Faults(ranks, links)
 
 
-def _check_rank(mesh: Mesh, rank: int) -> None:
-    if not 0 <= rank < mesh.size:
-        raise CompileError("QN201", f"{mesh} has no rank {rank}", fix=f"name ranks 0 to {mesh.size - 1}")
+def read_faults(given: Faults | None, mesh: Mesh) -> Faults:
+    """What is slow on a mesh; None: nothing.
+
+    Raises:
+        CompileError: QN201 for anything but faults of ranks and links of this mesh.
+    """
+    if given is None:
+        return Faults()
+    if not isinstance(given, Faults):
+        raise _refused(f"faults is {told(given)}", "pass faults=quintnet.Faults(slow_ranks={0: 1.5}), or None")
+    return given.checked(mesh)
+
+
+def _refused(problem: str, fix: str) -> CompileError:
+    return CompileError("QN201", problem, fix=fix)
+
+
+def _items(name: str, given: Any, example: str) -> list[tuple[Any, Any]]:
+    if not isinstance(given, Mapping):
+        raise _refused(
+            f"{name} of the faults is {told(given)}", f"give a dict such as {name}={example}, or leave it out"
+        )
+    return list(given.items())
+
+
+def _rank(mesh: Mesh, name: str, given: Any) -> int:
+    number = whole(given)
+    if number is None or not 0 <= number < mesh.size:
+        what = told(given) if number is None else f"{told(given)}, which is not on {mesh}"
+        raise _refused(f"a rank in {name} is {what}", f"name ranks by ints from 0 to {mesh.size - 1}")
+    return number
+
+
+def _factor(name: str, key: object, given: Any) -> float:
+    number = finite(given)
+    if number is None or number <= 0:
+        raise _refused(
+            f"the factor of {key} in {name} is {told(given)}", "give a finite Python number above 0, such as 1.5"
+        )
+    return number
+
+
+def _link_fix(mesh: Mesh) -> str:
+    """A link that there is, nearest to hand: between rank 0 and its neighbour along the innermost axis."""
+    axis = next((name for name in reversed(mesh.names) if mesh[name] > 1), None)
+    if axis is None:
+        return f"leave slow_links out: {mesh} has one rank and no links"
+    return f"name two ranks that differ along one axis, such as (0, {mesh.rank({axis: 1})}), which differ in {axis}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +137,7 @@ class Rows:
     @classmethod
     def of(cls, mesh: Mesh, lockstep: Iterable[str], faults: Faults) -> Rows:
         """``lockstep``: axes along which ranks meet within every function, so that each waits for the slowest."""
-        faults.check(mesh)
+        faults = read_faults(faults, mesh)
         locked = [name for name in mesh.names if name in set(lockstep)]
         free = [name for name in mesh.names if name != "pp" and name not in locked]
         touched = {*faults.slow_ranks, *(rank for link in faults.slow_links for rank in link)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..ir.cost_protocol import RankCosts, guess_note, guesses
 from ..ir.distributed_program import DistributedProgram
-from .faults import Faults
+from .faults import Faults, read_faults
 from .priced import ProgramPrices
 from .rehearsal import rehearse
 from .run import Setting, simulate
@@ -23,13 +23,14 @@ def simulate_program(
         processes: whether each rank is a process of its own, with buffers for what it receives.
 
     Raises:
-        CompileError: QN201 for faults of ranks that are not there, QN210 if something has no price.
+        CompileError: QN201 for faults that the mesh cannot have, QN210 if something has no price.
     """
+    slow = read_faults(faults, program.mesh)
     durations = ProgramPrices(program, costs)
     setting = Setting(
         program.mesh,
         durations.lockstep,
-        faults or Faults(),
+        slow,
         repr(program.mesh),
         rehearse(program, processes=processes),
         _notes(program, durations),

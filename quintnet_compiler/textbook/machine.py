@@ -6,18 +6,36 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
-from ..core.errors import CompileError
+from ..core.errors import CompileError, finite, told, whole
 from ..cost_models.collectives import volume
+
+
+def _number(what: str, given: Any, *, zero: bool = False) -> None:
+    number = finite(given)
+    if number is None or number < 0 or (number == 0 and not zero):
+        raise _unfit(what, given, f"give a finite number, {'0 or more' if zero else 'above 0'}")
+
+
+def _unfit(what: str, given: Any, fix: str) -> CompileError:
+    return CompileError("QN201", f"{what} is {told(given)}", fix=fix)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A message of n bytes takes ``seconds + n / bytes_per_second``: the alpha-beta model."""
+    """A message of n bytes takes ``seconds + n / bytes_per_second``: the alpha-beta model.
+
+    Raises:
+        CompileError: QN201 for numbers that no link has.
+    """
 
     seconds: float
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        _number("seconds of a Link", self.seconds, zero=True)
+        _number("bytes_per_second of a Link", self.bytes_per_second)
 
     def time(self, num_bytes: float) -> float:
         return self.seconds + num_bytes / self.bytes_per_second
@@ -42,12 +60,18 @@ class Machine:
     memory_bytes: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.flops_per_second <= 0 or self.node < 0:
-            raise CompileError(
-                "QN201",
-                f"{self.ranks} ranks of {self.flops_per_second} FLOP/s, in nodes of {self.node}",
-                fix="give at least one rank, and a speed above 0",
-            )
+        for name, least in (("ranks", 1), ("node", 0)):
+            number = whole(getattr(self, name))
+            if number is None or number < least or finite(number) is None:
+                raise _unfit(f"{name} of a Machine", getattr(self, name), f"give an int, {least} or more")
+        _number("flops_per_second of a Machine", self.flops_per_second)
+        if not isinstance(self.memory_bytes, float) or self.memory_bytes != math.inf:
+            _number("memory_bytes of a Machine", self.memory_bytes)
+        for name, link in (("link", self.link), ("between", self.between)):
+            if not isinstance(link, Link) and (link is not None or name == "link"):
+                raise _unfit(f"{name} of a Machine", link, "give textbook.Link(1e-6, 1e10): seconds, bytes per second")
+        if not isinstance(self.topology, str) or self.topology not in ("full", "ring"):
+            raise _unfit("topology of a Machine", self.topology, 'use "full" or "ring"')
 
     def joins(self, one: int, other: int) -> Link:
         """The link that a message between two ranks takes."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..core.annotations import size
 from ..core.errors import CompileError
 from ..simulation.timeline import Event, MemorySample, RankTimeline, Timeline
+from .given import check_programs
 from .machine import Machine
 from .steps import Collective, Compute, Hold, Receive, Release, Send, Step, Wait
 
@@ -134,13 +135,11 @@ def simulate(programs: Sequence[Sequence[Step]], machine: Machine, title: str = 
     """The time of programs, one for each rank of ``machine``. Two ranks share no link with others; sends never wait.
 
     Raises:
-        CompileError: QN208 if ranks wait for ever, with what each one waits for; QN212 if memory is too small; QN210
-            for a collective that does not exist.
+        CompileError: QN201 for what is no machine, no program for each of its ranks, or no step; QN208 if ranks wait
+            for ever, with what each one waits for; QN212 if memory is too small; QN210 for a collective that there is
+            not.
     """
-    if len(programs) != machine.ranks:
-        raise CompileError(
-            "QN201", f"{len(programs)} programs for {machine.ranks} ranks", fix="give every rank a program"
-        )
+    check_programs(programs, machine, title)
     ranks = [_TextbookRank(number, steps) for number, steps in enumerate(programs)]
     _TextbookWorld(machine, ranks).run()
     end = max(max([rank.clock, rank.lane, *(event.end for event in rank.events)]) for rank in ranks)
