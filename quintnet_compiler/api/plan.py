@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
@@ -15,7 +15,7 @@ from ..core.mesh import Mesh
 from ..core.progress import bar
 from ..core.replaced import one_thread
 from ..cost_models.cluster import Cluster
-from ..ir.batch_form import batch_size_of, plain_batch
+from ..ir.batch_form import FlatBatch, plain_batch
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
@@ -23,6 +23,7 @@ from ..planner.estimate import Estimate
 from ..planner.planning import Planner, PricedCluster, plan_model
 from ..planner.report import PlanReport
 from ..planner.search import Objective, SearchEffort
+from ..planner.workload import Goal, tokens_of
 from ..schedules.synthesis import check_schedule
 
 Given = Plan | Mapping[str, Any] | str | Path | None
@@ -41,6 +42,8 @@ def plan(
     objective: Objective = "time",
     work: float = SearchEffort.work,
     seconds: float = SearchEffort.seconds,
+    tokens: float | None = None,
+    price: float | None = None,
     progress: bool | None = None,
 ) -> PlanReport:
     """Search the layouts of ``model`` on ``cluster`` for batches like ``batch``, and rank them. No device is needed.
@@ -58,13 +61,21 @@ def plan(
         work: how many operators to compile in the search if there are too many layouts to prove which is best. The
             same work gives the same plan on every machine; twice as much takes about twice as long.
         seconds: when to stop searching in any case. The report says whether anything was left, and why.
+        tokens: how many to train on, for what that takes and costs; of rows, where batches have no tokens (a tensor of
+            whole numbers with two dims).
+        price: of an hour of one device, in any currency, for what a million tokens cost.
         progress: whether to show a bar; by default on a terminal.
 
     Raises:
         CompileError: QN1xx if the model cannot be captured, QN2xx for the plan; QN212 if nothing fits the cluster's
-            memory, with the smallest change after which something does.
+            memory, with the smallest change after which something does; QN216 for an objective that there is not, and
+            for tokens or a price that are not above 0.
     """
-    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules)
+    if objective not in get_args(Objective):
+        known = ", ".join(get_args(Objective))
+        raise CompileError("QN216", f"there is no objective {objective!r}", fix=f"use one of {known}")
+    goal = Goal(tokens, price)
+    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules, goal)
     with bar("layouts settled", progress) as shown:
         return plan_model(planner, top_k=top_k, objective=objective, effort=SearchEffort(work, seconds), progress=shown)
 
@@ -78,13 +89,17 @@ def estimate(
     *,
     loss_fn: LossFn | None = None,
     rules: Sequence[Rule] = (),
+    tokens: float | None = None,
+    price: float | None = None,
 ) -> Estimate:
-    """Predict step time, memory per rank, communication and bubble of one plan, which must have a mesh.
+    """Predict step time, memory per rank, communication and bubble of one plan, which must have a mesh; with its tokens
+    a second, model FLOP utilisation, energy, and with ``tokens`` and ``price`` (as for :func:`quintnet.plan`) what
+    training takes and costs.
 
     Raises:
         CompileError: as :func:`quintnet.plan`; QN207 if the plan has no mesh, QN301 if it does not fit the cluster.
     """
-    chosen = read_plan(plan)
+    chosen, goal = read_plan(plan), Goal(tokens, price)
     if not chosen.mesh:
         raise CompileError("QN207", "the plan has no mesh", fix="give one, or ask quintnet.plan for plans")
     mesh = Mesh(**chosen.mesh)
@@ -94,12 +109,13 @@ def estimate(
             "QN301", f"{mesh} has {mesh.size} ranks, and the cluster {cluster.size} devices",
             fix=f"use a cluster of {-(-mesh.size // cluster.gpus_per_node)} nodes",
         )  # fmt: skip
-    return _planner(model, cluster, batch, loss_fn, chosen, rules).estimate()
+    return _planner(model, cluster, batch, loss_fn, chosen, rules, goal).estimate()
 
 
 def _planner(
-    model: nn.Module, cluster: Cluster, batch: Any, loss_fn: LossFn | None, pinned: Plan, rules: Sequence[Rule]
-) -> Planner:
+    model: nn.Module, cluster: Cluster, batch: Any, loss_fn: LossFn | None, pinned: Plan, rules: Sequence[Rule],
+    goal: Goal,
+) -> Planner:  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise CompileError(
             "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
@@ -110,4 +126,6 @@ def _planner(
     captured = capture(model, batch, loss_fn, once=not pinned.parameters)  # a plan may single blocks out
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
-    return Planner.of(captured, batch_size_of(batch), PricedCluster(cluster, unknown), pinned, book)
+    found = FlatBatch.of(batch)
+    machine = PricedCluster(cluster, unknown)
+    return Planner.of(captured, found.rows, machine, pinned, book, tokens_of(found.leaves), goal)

@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from ..api.plan import estimate as make_estimate
 from ..core.progress import working
 from ..cost_models.cluster import Cluster
-from ..ir.plan import read_plan
+from ..ir.plan import check_plan
 from .answer import Answer
-from .options import Gpu, GpusPerNode, Json, Nodes, Set, Target, settings_of
+from .options import (
+    Gpu,
+    GpusPerNode,
+    Json,
+    MeshOption,
+    Microbatches,
+    Nodes,
+    PlanOption,
+    PrecisionOption,
+    Price,
+    ProgramOptions,
+    Set,
+    Target,
+    Tokens,
+)
 from .targets import load_target
 
 
 def estimate(
     target: Target,
-    plan: Annotated[Path, typer.Option(help="the plan file")],
+    plan: PlanOption = None,
+    mesh: MeshOption = None,
+    microbatches: Microbatches = None,
     settings: Set = None,
+    precision: PrecisionOption = None,
+    tokens: Tokens = None,
+    price: Price = None,
     gpu: Gpu = "h100",
     nodes: Nodes = 1,
     gpus_per_node: GpusPerNode = None,
     json: Json = False,
 ) -> Answer:
-    """Step time, memory per rank, communication and bubble of a plan, without any device.
+    """Step time, memory per rank, communication and bubble of a plan, without any device; tokens a second, model FLOP
+    utilisation, energy and cost.
 
     Exit code: 0, 2 usage, 4 the model or the layout is not supported.
 
     Example: quintnet estimate mymodel:build --plan plan.json --gpu h100 --nodes 8
 
     Example: quintnet estimate mymodel:build --plan plan.json --nodes 8 --set recompute=full
+
+    Example: quintnet estimate mymodel:build --mesh dp=4,tp=2 --precision bf16 --tokens 1e12 --price 2.5
     """
-    decided = read_plan(plan).changed(settings_of(settings))
+    given = ProgramOptions.of(mesh, plan, microbatches, settings, precision)
+    check_plan(given.plan, given.mesh)
+    decided = given.plan.changed({"mesh": dict(given.mesh.axes)})
     cluster = Cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     with working("estimating"):
-        return Answer.of(make_estimate(model, cluster, batch, decided, loss_fn=loss_fn))
+        found = make_estimate(model, cluster, batch, decided, loss_fn=loss_fn, tokens=tokens, price=price)
+        return Answer.of(found)

@@ -51,6 +51,13 @@ DeviceOption = Annotated[
 Gpu = Annotated[str, typer.Option(help="kind of device: h100, rtx-4090, ...; or a JSON file with its numbers")]
 Nodes = Annotated[int, typer.Option(min=1, help="nodes of the cluster")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")]
+PrecisionOption = Annotated[
+    str | None, typer.Option(metavar="model|bf16|fp16", help="mixed precision; as --set precision=...")
+]
+Tokens = Annotated[
+    float | None, typer.Option(help="tokens to train on (rows, where batches have none), as 1e12: what that takes")
+]
+Price = Annotated[float | None, typer.Option(help="of an hour of one device, in any currency: what training costs")]
 Json = Annotated[bool, typer.Option("--json", help="print the answer as JSON, and nothing else")]
 
 
@@ -81,12 +88,14 @@ def costs_of(calibration: Path | None) -> CalibratedCosts | None:
     return CalibratedCosts(Calibration.load(calibration)) if calibration else None
 
 
-def settings_of(texts: list[str] | None) -> dict[str, Any]:
-    """The decisions that ``--set`` makes, with values that a plan can have.
+def settings_of(texts: list[str] | None, precision: str | None = None) -> dict[str, Any]:
+    """The decisions that ``--set`` and ``--precision`` make, with values that a plan can have.
 
     Raises:
         typer.BadParameter: with what is possible.
     """
+    if precision is not None:
+        texts = [*(texts or ()), f"precision={precision}"]
     try:
         found = read_options(texts or ())
         Plan().changed(found)
@@ -105,10 +114,11 @@ class ProgramOptions:
 
     @classmethod
     def of(
-        cls, mesh: str | None, plan: Path | None, microbatches: int | None = None, settings: list[str] | None = None
-    ) -> ProgramOptions:
+        cls, mesh: str | None, plan: Path | None, microbatches: int | None = None, settings: list[str] | None = None,
+        precision: str | None = None,
+    ) -> ProgramOptions:  # fmt: skip
         """Raises: typer.BadParameter if an option is not as it should be, or there is no mesh."""
-        given, decided = settings_of(settings), read_plan(plan)
+        given, decided = settings_of(settings, precision), read_plan(plan)
         if microbatches is not None and given.setdefault("microbatches", microbatches) != microbatches:
             raise typer.BadParameter("says another number than --set microbatches", param_hint="--microbatches")
         if mesh is None and not decided.mesh:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
 from ..api.plan import plan as make_plan
 from ..cost_models.cluster import Cluster
 from ..ir.plan import read_plan
+from ..planner.search import Objective, SearchEffort
 from .answer import Answer
-from .options import Gpu, GpusPerNode, Json, Nodes, Set, Target, settings_of
+from .options import Gpu, GpusPerNode, Json, Nodes, PrecisionOption, Price, Set, Target, Tokens, settings_of
 from .targets import load_target
 
 
@@ -22,8 +23,17 @@ def plan(
     gpus_per_node: GpusPerNode = None,
     plan: Annotated[Path | None, typer.Option(help="a plan file with decisions that are made already")] = None,
     settings: Set = None,
+    precision: PrecisionOption = None,
+    objective: Annotated[
+        Objective, typer.Option(metavar="|".join(get_args(Objective)), help="what the best plan has the least of")
+    ] = "time",
+    tokens: Tokens = None,
+    price: Price = None,
     top: Annotated[int, typer.Option(min=1, help="how many plans to show")] = 5,
-    seconds: Annotated[float, typer.Option(help="when to stop searching")] = 35.0,
+    work: Annotated[
+        float, typer.Option(min=1, help="how many operators to compile in the search; the same plan on every machine")
+    ] = SearchEffort.work,
+    seconds: Annotated[float, typer.Option(help="when to stop searching in any case")] = 35.0,
     out: Annotated[Path | None, typer.Option(help="write the best plan here, for compile(plan=...)")] = None,
     json: Json = False,
 ) -> Answer:
@@ -33,12 +43,17 @@ def plan(
 
     Example: quintnet plan mymodel:build --gpu h100 --nodes 8 --out plan.json
 
-    Example: quintnet plan mymodel:build --nodes 8 --set precision=bf16 --set zero=3
+    Example: quintnet plan mymodel:build --nodes 8 --precision bf16 --set zero=3
+
+    Example: quintnet plan mymodel:build --nodes 8 --objective cost --tokens 1e12 --price 2.5
     """
-    pinned = read_plan(plan).changed(settings_of(settings), keep_open=True)
+    pinned = read_plan(plan).changed(settings_of(settings, precision), keep_open=True)
     cluster = Cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
-    report = make_plan(model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, seconds=seconds)
+    report = make_plan(
+        model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, objective=objective, work=work,
+        seconds=seconds, tokens=tokens, price=price,
+    )  # fmt: skip
     if out:
         report.best.save(out)
     return Answer.of(report)

@@ -189,6 +189,12 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "The precision does not fit the model's dtype: 16-bit copies need float32 parameters.",
             'Use precision="model", or give the model float32 parameters.',
         ),
+        "QN216": ErrorEntry(
+            "a question to the planner is not valid",
+            "An objective, a price, a number of tokens, a reserve of memory or a number of devices is none that the "
+            "planner can answer for.",
+            "The message has what is possible. A price is of one device and hour; a reserve is a share of its memory.",
+        ),
         "QN301": ErrorEntry(
             "the mesh does not fit the world",
             "The mesh has a different number of ranks than there are processes (or devices).",

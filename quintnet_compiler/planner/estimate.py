@@ -10,6 +10,7 @@ from typing import Any
 
 from ..ir.cost_protocol import guess_note
 from .layouts import Layout
+from .workload import Figures, Workload
 
 # AdamW as torch keeps it: two moments of the dtype of the parameter as ranks hold it
 MOMENTS = 2
@@ -44,6 +45,7 @@ class Estimate:
         memory: of each pipeline rank, in bytes.
         begins: where each stage but the first begins.
         guessed: operators whose price is a bound (the bytes that they move), as nothing better is known of them.
+        workload: what a step does; None where only its parts are compared.
     """
 
     layout: Layout
@@ -55,6 +57,7 @@ class Estimate:
     memory: tuple[StageMemory, ...]
     begins: tuple[str, ...]
     guessed: tuple[str, ...] = ()
+    workload: Workload | None = None
 
     @property
     def seconds(self) -> float:
@@ -71,8 +74,19 @@ class Estimate:
         """Seconds that the busiest rank waits for communication."""
         return sum(self.communication.values()) + self.gradients
 
+    @property
+    def figures(self) -> Figures:
+        """Tokens a second, model FLOP utilisation, energy, and what the goal takes and costs.
+
+        Raises:
+            ValueError: without a workload.
+        """
+        if self.workload is None:
+            raise ValueError("an estimate without a workload has no figures")
+        return self.workload.figures(self.seconds, self.layout.mesh.size)
+
     def numbers(self) -> dict[str, Any]:
-        """Everything, in seconds and bytes."""
+        """Everything, in seconds and bytes; with the keys of :meth:`.workload.Figures.numbers`."""
         return {
             "layout": str(self.layout),
             "step_seconds": self.seconds,
@@ -85,6 +99,7 @@ class Estimate:
             "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in self.memory],
             "stages": list(self.begins),
             "guessed_prices": list(self.guessed),
+            **(self.figures.numbers() if self.workload else {}),
         }
 
     def to_json(self) -> str:
@@ -101,10 +116,18 @@ class Estimate:
                 f"step {time_of(self.seconds)}: pipeline {time_of(self.pipeline)} (bubble {time_of(self.bubble)}), "
                 f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
                 f"communication on the fullest stage: {waits or 'none'}",
-                f"memory of the fullest rank {bytes_of(fullest.total)}: {parts}",
+                f"memory of the fullest rank {bytes_of(fullest.total)}{self._device}: {parts}",
+                *(self.workload.text(self.figures) if self.workload else []),
                 *([guess_note(self.guessed)] if self.guessed else []),
             ]
         )
+
+    @property
+    def _device(self) -> str:
+        if self.workload is None:
+            return ""
+        there = self.workload.device.memory_bytes
+        return f" of {bytes_of(there)}" + (", which is not enough" if self.memory_bytes > there else "")
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"

@@ -37,6 +37,7 @@ from .pipeline import actions_run
 from .report import PlanReport
 from .search import Objective, SearchEffort, SearchResult, Wanted, search
 from .stage_units import unit_count
+from .workload import NO_GOAL, Goal, Workload
 
 aten = torch.ops.aten
 ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1b, and holds more
@@ -74,23 +75,27 @@ class PricedCluster:
 
 @dataclass(frozen=True)
 class Planner:
-    """A model, captured and folded, on a machine. ``pinned``: decisions that are not the planner's any more."""
+    """A model, captured and folded, on a machine. ``pinned``: decisions that are not the planner's any more;
+    ``workload``: what a step does."""
 
     folded: Folded
     machine: PricedCluster
     pinned: Plan
     rules: Mapping[Any, Rule]
+    workload: Workload
 
     @classmethod
     def of(
-        cls, captured: Captured, batch_size: int, machine: PricedCluster, pinned: Plan, rules: Mapping[Any, Rule]
-    ) -> Planner:
-        """Fix the batch size and fold repeated blocks."""
+        cls, captured: Captured, batch_size: int, machine: PricedCluster, pinned: Plan, rules: Mapping[Any, Rule],
+        tokens: int = 0, goal: Goal = NO_GOAL,
+    ) -> Planner:  # fmt: skip
+        """Fix the batch size, of so many tokens, and fold repeated blocks."""
         gpu = machine.cluster.device.gpu
         program = LowerPrecision(precision_of(pinned))(Normalize(batch_size, device_of(gpu), gpu)(captured))
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
         marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
-        return cls(FoldBlocks(marks)(program), machine, pinned, rules)
+        folded = FoldBlocks(marks)(program)
+        return cls(folded, machine, pinned, rules, Workload.of(folded, tokens, machine.cluster.device, goal))
 
     def limits(self, objective: Objective = "time") -> Limits:
         """The space: what is pinned has one choice, the rest what divides. Where cost counts, fewer nodes may do."""
@@ -173,7 +178,7 @@ class Planner:
         def price(layout: Layout) -> Estimate:
             units = build(layout)
             build.work += ACTION * actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-            return replace(evaluate(units, layout, costs), guessed=tuple(sorted(build.guessed)))
+            return self._described(evaluate(units, layout, costs), build)
 
         def useful(layout: Layout) -> Estimate:
             for sooner in faster(layout, limits) if objective != "memory" else ():
@@ -235,8 +240,10 @@ class Planner:
         )  # fmt: skip
         build = self.builder()
         build.check_prices()
-        found = evaluate(build(layout), layout, self.machine.costs, plan.stages)
-        return replace(found, guessed=tuple(sorted(build.guessed)))
+        return self._described(evaluate(build(layout), layout, self.machine.costs, plan.stages), build)
+
+    def _described(self, found: Estimate, build: Builder) -> Estimate:
+        return replace(found, guessed=tuple(sorted(build.guessed)), workload=self.workload)
 
 
 def faster(layout: Layout, limits: Limits) -> Iterator[Layout]:

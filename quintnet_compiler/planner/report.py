@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from .compare import Versus
 from .estimate import Estimate, bytes_of, time_of
 from .layouts import Layout
 from .search import SearchResult
+from .workload import rounded
 
 MOST_SHOWN = 100  # rejected layouts in a notebook
 LEFT = {
@@ -82,36 +83,52 @@ class PlanReport:
 
     def __str__(self) -> str:
         lines = [f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"]
-        header = ("step", "memory", "bubble", "exposed", "layout")
-        lines.append(f"{header[0]:>10} {header[1]:>10} {header[2]:>7} {header[3]:>8}  {header[4]}")
-        for one in self.found.ranked:
-            lines.append(
-                f"{time_of(one.seconds):>10} {bytes_of(one.memory_bytes):>10} {one.bubble / one.seconds:>7.1%} "
-                f"{one.exposed / one.seconds:>8.1%}  {one.layout}"
-            )
+        lines += lines_of(self.found.ranked)
         reasons = Counter(_kind(one.reason) for one in self.found.rejected)
         for reason, count in reasons.most_common():
             example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
             lines.append(f"rejected {count}: {example.reason} ({example.layout})")
         if self.found.left:
             lines.append(f"{self.found.left} layouts {LEFT[self.found.ended]}")
+        if (best := self.found.ranked[0]).workload:
+            lines += ["the best plan:", *(f"  {line}" for line in best.workload.text(best.figures))]
         if guessed := self.found.ranked[0].guessed:
             lines.append(guess_note(guessed))
         return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
 
     def _repr_html_(self) -> str:
-        head = "step", "memory of a rank", "bubble", "exposed", "layout"
-        rows = [
-            (time_of(one.seconds), bytes_of(one.memory_bytes), f"{one.bubble / one.seconds:.1%}",
-             f"{one.exposed / one.seconds:.1%}", one.layout)
-            for one in self.found.ranked
-        ]  # fmt: skip
+        head, *rows = cells_of(self.found.ranked)
         title = f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"
         if not self.found.rejected:
             return table(head, rows, title)
         rejected = table(["layout", "why not"], [(one.layout, one.reason) for one in self.found.rejected[:MOST_SHOWN]])
         many = f"{len(self.found.rejected)} rejected"
         return f"{table(head, rows, title)}<details><summary>{many}</summary>{rejected}</details>"
+
+
+def cells_of(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:
+    """Estimates of one workload as rows of a table, below a row of names."""
+    first = estimates[0]
+    head = ["step", "memory", "bubble", "exposed"]
+    if first.workload:
+        head += [f"{first.figures.unit}s/s/device", "MFU", *(["per million"] if first.figures.cost_per_million else [])]
+    rows = [(*head, "layout")]
+    for one in estimates:
+        cells = [time_of(one.seconds), bytes_of(one.memory_bytes)]
+        cells += [f"{one.bubble / one.seconds:.1%}", f"{one.exposed / one.seconds:.1%}"]
+        if one.workload:
+            found = one.figures
+            cells += [rounded(found.per_second_per_device), found.share]
+            cells += [rounded(found.cost_per_million)] if found.cost_per_million else []
+        rows.append((*cells, str(one.layout)))
+    return rows
+
+
+def lines_of(estimates: Sequence[Estimate]) -> list[str]:
+    """The same, aligned; layouts stand last, and are as long as they are."""
+    rows = cells_of(estimates)
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
 
 
 def _kind(reason: str) -> str:
