@@ -173,6 +173,18 @@ def test_what_may_not_see_padding_is_refused() -> None:
         quintnet.compile(Inverted(), Mesh(dp=2), _rows(7), microbatches=2)
 
 
+@pytest.mark.parametrize("axes", [{"dp": 1}, {"dp": 2}, {"tp": 2}], ids=str)
+def test_a_batch_without_rows_is_refused(axes: dict[str, int]) -> None:
+    model = nn.Linear(16, 8).double()
+    program = quintnet.compile(copy.deepcopy(model), Mesh(**axes), _rows(4), loss_fn=F.cross_entropy)
+    for call in (program.step, program.evaluate):
+        with pytest.raises(quintnet.InputError, match=r"QN102 [\s\S]*no rows[\s\S]*leave empty batches out"):
+            call(_rows(0))
+    assert torch.isfinite(program.step(_rows(5)))
+    with pytest.raises(quintnet.InputError, match=r"QN102 [\s\S]*no rows"):
+        quintnet.compile(model, Mesh(**axes), _rows(0), loss_fn=F.cross_entropy)
+
+
 def test_what_couples_rows_is_refused() -> None:
     norm = nn.Sequential(nn.Linear(16, 12), nn.BatchNorm1d(12), nn.Linear(12, 8)).double()
     cases: list[tuple[nn.Module, Loss | None, str]] = [

@@ -29,7 +29,7 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN102": ErrorEntry(
             "the batch does not fit the program",
-            "There was no batch yet, a batch is neither a tuple nor a dict of tensors, or ranks were given "
+            "There was no batch yet, a batch is neither a tuple nor a dict of tensors or has no rows, or ranks were given "
             "different batches.",
             "Give compile a batch, or call prepare(batch); read the same data on every rank.",
         ),

@@ -85,8 +85,10 @@ class Programs:
 
         Raises:
             CompileError: whatever makes it impossible; QN102 for outputs of what is to be trained, and was not yet.
-            InputError: QN106 if the rows do not divide.
+            InputError: QN102 if there are no rows, QN106 if they do not divide.
         """
+        if size == 0:
+            raise InputError("QN102", "the batch has no rows", fix="leave empty batches out")
         made = self.known(kind, FlatBatch.of(batch), size)
         if made is not None:
             return made
