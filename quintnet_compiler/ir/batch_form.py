@@ -91,8 +91,13 @@ class BatchForm:
     @classmethod
     def of(cls, batch: Any, rows: int, like: BatchForm | None = None) -> BatchForm:
         """The form of ``batch``: only the number of rows varies. A tensor has rows if its first dim is as long as the
-        batch; of a further batch, those that have rows in ``like``."""
+        batch; of a further batch, those that have rows in ``like``.
+
+        Raises:
+            CompileError: QN102 if there is an array or a number of NumPy in it.
+        """
         leaves, structure = pytree.tree_flatten(batch)
+        _refuse_numpy(batch, leaves)
         before: list[Any] = (
             list(like.leaves) if like is not None and like.structure == structure else [None] * len(leaves)
         )
@@ -114,7 +119,7 @@ class BatchForm:
         found = {ROWS: given.rows}
         for x, form in zip(given.leaves, self.leaves, strict=True):
             if not isinstance(form, TensorForm):
-                if isinstance(x, Tensor) or type(x) is not type(form) or x != form:
+                if not _same(x, form):
                     return None
                 continue
             if not isinstance(x, Tensor) or x.dtype is not form.dtype or x.dim() != len(form.sizes):
@@ -137,7 +142,7 @@ class BatchForm:
         for one, two in zip(self.leaves, other.leaves, strict=True):
             tensors = isinstance(one, TensorForm), isinstance(two, TensorForm)
             if tensors != (True, True):
-                if any(tensors) or one != two:
+                if any(tensors) or not _same(one, two):
                     return None
                 leaves.append(one)
                 continue
@@ -160,7 +165,7 @@ class BatchForm:
         odd = [
             f"batch{pytree.keystr(path)} is {_shown(now)}, and was {_shown(old)}"
             for (path, _), now, old in pairs
-            if now != old
+            if not _same(now, old)
         ]
         return "; ".join(odd[:4])
 
@@ -171,6 +176,28 @@ class BatchForm:
     def lengths(self) -> bool:
         """Whether more varies than the number of rows."""
         return len(self.limits) > 1
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Whether code that is given one or the other does the same: 0.0 is not -0.0, 1 is not True, and nan is nan."""
+    if type(one) is not type(two):
+        return False
+    return repr(one) == repr(two) if isinstance(one, (float, complex)) else bool(one == two)
+
+
+def _refuse_numpy(batch: Any, leaves: list[Any]) -> None:
+    if any(map(_of_numpy, leaves)):
+        paths, _ = pytree.tree_flatten_with_path(batch)
+        path, x = next((path, x) for path, x in paths if _of_numpy(x))
+        raise CompileError(
+            "QN102",
+            f"batch{pytree.keystr(path)} is a numpy.{type(x).__name__}",
+            fix="pass torch.as_tensor(...) of it, or a Python number (.item()) if it decides what the model does",
+        )
+
+
+def _of_numpy(x: Any) -> bool:
+    return type(x).__module__ == "numpy" and not isinstance(x, (float, complex, str))  # some are Python's as well
 
 
 class _Shown(str):

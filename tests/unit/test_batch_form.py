@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import quintnet
 from quintnet_compiler.ir.batch_form import ROWS, BatchForm, FlatBatch, batch_size_of
@@ -98,3 +100,41 @@ def test_padding_to_buckets() -> None:
 def test_what_cannot_be_padded(batch: tuple[Tensor, ...], buckets: Any, code: str) -> None:
     with pytest.raises(quintnet.QuintNetError, match=code):
         pad_to_bucket(batch, buckets)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        (0.0, -0.0, False),
+        (1.0, 1, False),
+        (1, True, False),
+        (math.nan, float("nan"), True),
+        (complex(0.0, -0.0), 0j, False),
+        (2.0, np.float64(2.0), False),
+        ("a", "a", True),
+    ],
+)
+def test_numbers_are_the_same_if_code_cannot_tell_them_apart(one: Any, two: Any, same: bool) -> None:
+    form, other = BatchForm.of(_batch(scale=one), 4), _batch(scale=two)
+    assert form.sizes(FlatBatch.of(_batch(scale=one))) == {ROWS: 4}
+    assert form.sizes(FlatBatch.of(other)) == ({ROWS: 4} if same else None)
+    assert bool(BatchForm.of(other, 4).difference(form)) is not same
+    assert (form.widened(BatchForm.of(_batch(length=9, scale=two), 4)) is not None) is same
+
+
+@pytest.mark.parametrize("x", [np.zeros((4, 6)), np.bool_(True), np.int64(1), np.float32(1)], ids=repr)
+def test_what_is_of_numpy_is_refused_with_its_place(x: Any) -> None:
+    why = rf"QN102 [\s\S]*batch\['scale'\] is a numpy\.{type(x).__name__}[\s\S]*as_tensor"
+    with pytest.raises(quintnet.CompileError, match=why):
+        BatchForm.of(_batch(scale=x), 4)
+
+
+def test_a_step_refuses_what_is_of_numpy() -> None:
+    program = quintnet.compile(nn.Linear(6, 3), quintnet.Mesh(dp=1), _pair(), loss_fn=nn.functional.mse_loss)
+    with pytest.raises(quintnet.CompileError, match=r"QN102 [\s\S]*batch\[1\] is a numpy\.ndarray"):
+        program.step((_pair()[0], _pair()[1].numpy()))
+    assert torch.isfinite(program.step(_pair()))
+
+
+def _pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 6), torch.randn(4, 3)
