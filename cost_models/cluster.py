@@ -76,6 +76,8 @@ class Cluster:
     nodes: int
     gpus_per_node: int
     levels: tuple[Level, ...]
+    rail: int
+    oversubscription: float
 
     def __init__(
         self,
@@ -111,15 +113,34 @@ class Cluster:
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "gpus_per_node", per_node)
         object.__setattr__(self, "levels", tuple(levels))
+        object.__setattr__(self, "rail", rail)
+        object.__setattr__(self, "oversubscription", oversubscription)
 
     @property
     def size(self) -> int:
         """The number of devices."""
         return self.nodes * self.gpus_per_node
 
-    def larger(self, times: int) -> Cluster:
-        """The same cluster with ``times`` as many nodes."""
-        return Cluster(self.device, self.nodes * times, self.gpus_per_node)
+    def has_part(self, devices: float) -> bool:
+        """Whether there is such a cluster of so many devices: whole nodes, or a part of one."""
+        whole = devices < self.gpus_per_node or devices % self.gpus_per_node == 0
+        return whole and devices >= 1 and devices == int(devices)
+
+    def sized(self, devices: int) -> Cluster:
+        """The same kind of cluster with so many devices: whole nodes, or a part of one.
+
+        Raises:
+            CompileError: QN216 for another number of devices.
+        """
+        if not self.has_part(devices):
+            raise CompileError(
+                "QN216", f"{devices} devices are no whole nodes of {self.gpus_per_node}, nor a part of one",
+                fix=f"use fewer than {self.gpus_per_node}, or a multiple",
+            )  # fmt: skip
+        per_node = min(devices, self.gpus_per_node)
+        return Cluster(
+            self.device, devices // per_node, per_node, rail=self.rail, oversubscription=self.oversubscription
+        )
 
     def group(self, ranks: int, stride: int = 1) -> Group:
         """The levels that ``ranks`` ranks cross whose neighbours are ``stride`` devices apart.

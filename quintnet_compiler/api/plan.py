@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 
@@ -19,8 +19,9 @@ from ..ir.batch_form import FlatBatch, plain_batch
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
+from ..planner.asking import Question, plan_model
 from ..planner.estimate import Estimate
-from ..planner.planning import Planner, PricedCluster, plan_model
+from ..planner.planning import RESERVE, Planner, PricedCluster
 from ..planner.report import PlanReport
 from ..planner.search import Objective, SearchEffort
 from ..planner.workload import Goal, tokens_of
@@ -44,6 +45,7 @@ def plan(
     seconds: float = SearchEffort.seconds,
     tokens: float | None = None,
     price: float | None = None,
+    reserve: float = RESERVE,
     progress: bool | None = None,
 ) -> PlanReport:
     """Search the layouts of ``model`` on ``cluster`` for batches like ``batch``, and rank them. No device is needed.
@@ -56,28 +58,28 @@ def plan(
         plan: fixed decisions; the planner makes the others.
         rules: sharding rules for further operators.
         top_k: how many plans to return.
-        objective: what to minimise: seconds of a step (``"time"``), bytes on the fullest rank (``"memory"``), or
-            device-seconds per token (``"cost"``), for which plans may use fewer nodes.
+        objective: what to minimise: seconds of a step (``"time"``); bytes on the fullest rank (``"memory"``): the
+            fastest plans of those that take at most a quarter more than the least; or device-seconds per token
+            (``"cost"``), for which plans may use fewer nodes.
         work: how many operators to compile in the search if there are too many layouts to prove which is best. The
             same work gives the same plan on every machine; twice as much takes about twice as long.
         seconds: when to stop searching in any case. The report says whether anything was left, and why.
         tokens: how many to train on, for what that takes and costs; of rows, where batches have no tokens (a tensor of
             whole numbers with two dims).
         price: of an hour of one device, in any currency, for what a million tokens cost.
+        reserve: the share of each device's memory that plans leave free, for the CUDA context, libraries, fragments of
+            the allocator, and what the prediction misses.
         progress: whether to show a bar; by default on a terminal.
 
     Raises:
         CompileError: QN1xx if the model cannot be captured, QN2xx for the plan; QN212 if nothing fits the cluster's
-            memory, with the smallest change after which something does; QN216 for an objective that there is not, and
-            for tokens or a price that are not above 0.
+            memory, with the smallest change after which something does; QN216 for an objective that there is not,
+            tokens or a price that are not above 0, or a reserve that is no share.
     """
-    if objective not in get_args(Objective):
-        known = ", ".join(get_args(Objective))
-        raise CompileError("QN216", f"there is no objective {objective!r}", fix=f"use one of {known}")
-    goal = Goal(tokens, price)
-    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules, goal)
+    question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
+    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules, goal, reserve)
     with bar("layouts settled", progress) as shown:
-        return plan_model(planner, top_k=top_k, objective=objective, effort=SearchEffort(work, seconds), progress=shown)
+        return plan_model(planner, question, top_k=top_k, progress=shown)
 
 
 @one_thread()
@@ -114,7 +116,7 @@ def estimate(
 
 def _planner(
     model: nn.Module, cluster: Cluster, batch: Any, loss_fn: LossFn | None, pinned: Plan, rules: Sequence[Rule],
-    goal: Goal,
+    goal: Goal, reserve: float = RESERVE,
 ) -> Planner:  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise CompileError(
@@ -127,5 +129,5 @@ def _planner(
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     found = FlatBatch.of(batch)
-    machine = PricedCluster(cluster, unknown)
+    machine = PricedCluster(cluster, unknown, reserve)
     return Planner.of(captured, found.rows, machine, pinned, book, tokens_of(found.leaves), goal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from json import dumps
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -10,6 +11,9 @@ import typer
 from ..api.plan import plan as make_plan
 from ..cost_models.cluster import Cluster
 from ..ir.plan import read_plan
+from ..planner.compare import Versus
+from ..planner.curves import ParetoFront, ScalingCurve
+from ..planner.planning import RESERVE
 from ..planner.search import Objective, SearchEffort
 from .answer import Answer
 from .options import Gpu, GpusPerNode, Json, Nodes, PrecisionOption, Price, Set, Target, Tokens, settings_of
@@ -29,12 +33,18 @@ def plan(
     ] = "time",
     tokens: Tokens = None,
     price: Price = None,
+    reserve: Annotated[float, typer.Option(help="the share of a device's memory that plans leave free")] = RESERVE,
     top: Annotated[int, typer.Option(min=1, help="how many plans to show")] = 5,
     work: Annotated[
         float, typer.Option(min=1, help="how many operators to compile in the search; the same plan on every machine")
     ] = SearchEffort.work,
     seconds: Annotated[float, typer.Option(help="when to stop searching in any case")] = 35.0,
     out: Annotated[Path | None, typer.Option(help="write the best plan here, for compile(plan=...)")] = None,
+    front: Annotated[bool, typer.Option("--front", help="also the fastest plans for ever less memory")] = False,
+    scaling: Annotated[bool, typer.Option("--scaling", help="also plans for fewer and for more devices")] = False,
+    beside: Annotated[
+        str | None, typer.Option(metavar="GPU[:NODES[:PRICE]]", help="another cluster, whose best plan is compared")
+    ] = None,
     json: Json = False,
 ) -> Answer:
     """The best ways to train a model on a cluster, without any device.
@@ -46,14 +56,41 @@ def plan(
     Example: quintnet plan mymodel:build --nodes 8 --precision bf16 --set zero=3
 
     Example: quintnet plan mymodel:build --nodes 8 --objective cost --tokens 1e12 --price 2.5
+
+    Example: quintnet plan mymodel:build --nodes 8 --price 2.5 --front --scaling --beside b200:4:5
     """
+    other, other_price = _beside(beside) if beside else (None, None)
     pinned = read_plan(plan).changed(settings_of(settings, precision), keep_open=True)
     cluster = Cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     report = make_plan(
         model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, objective=objective, work=work,
-        seconds=seconds, tokens=tokens, price=price,
+        seconds=seconds, tokens=tokens, price=price, reserve=reserve,
     )  # fmt: skip
     if out:
         report.best.save(out)
-    return Answer.of(report)
+    more: dict[str, ParetoFront | ScalingCurve | Versus] = {}
+    if front:
+        more["front"] = report.front()
+    if scaling:
+        more["scaling"] = report.scaling()
+    if other:
+        more["beside"] = report.beside(other, price=other_price)
+    document = report.numbers() | {name: found.numbers() for name, found in more.items()}
+    return Answer("\n\n".join(map(str, (report, *more.values()))), dumps(document, indent=2))
+
+
+def _beside(text: str) -> tuple[Cluster, float | None]:
+    """
+    Raises:
+        typer.BadParameter: if the text has another form.
+        CompileError: QN210 for a device that is not known.
+    """
+    name, *rest = text.split(":")
+    try:
+        nodes, price = int(rest[0]) if rest else 1, float(rest[1]) if rest[1:] else None
+    except ValueError:
+        rest = [text] * 3
+    if len(rest) > 2:
+        raise typer.BadParameter(f"{text!r} is not GPU[:NODES[:PRICE]], as b200:4:5.5", param_hint="--beside")
+    return Cluster(name, nodes), price

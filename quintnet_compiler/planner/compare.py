@@ -6,18 +6,21 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from .estimate import Estimate, StageMemory, bytes_of, time_of
+from .workload import HOUR, rounded
 
 
 @dataclass(frozen=True)
 class Versus:
-    """``best`` and ``other``, part by part; ``refused``: why there is no other, or it cannot be used. ``str()`` for
-    people, ``to_json()`` for programs."""
+    """``best`` and ``other``, part by part; ``refused``: why there is no other, or it cannot be used; ``names``: what
+    the two are called. ``str()`` for people, ``to_json()`` for programs."""
 
     best: Estimate
     other: Estimate | None
     refused: str = ""
+    names: tuple[str, str] = ("best", "other")
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
         """Parts, in seconds and bytes, of the best and of the other."""
@@ -36,27 +39,51 @@ class Versus:
         for name in vars(fullest[0]):
             yield f"  of it {name}", getattr(fullest[0], name), getattr(fullest[1], name)
 
+    def figures(self) -> Iterator[tuple[str, float | None, float | None]]:
+        """What both are for who rents the devices; None for what is not known."""
+        if self.other is None or not (self.best.workload and self.other.workload):
+            return
+        one, two = self.best.figures, self.other.figures
+        unit = one.unit
+        yield "devices", one.devices, two.devices
+        yield f"{unit}s/s", one.per_second, two.per_second
+        yield f"{unit}s/s/device", one.per_second_per_device, two.per_second_per_device
+        yield "model FLOP utilisation", one.utilisation, two.utilisation
+        yield "joules a step", one.joules, two.joules
+        yield f"cost of a million {unit}s", one.cost_per_million, two.cost_per_million
+        yield "hours of training", _hours(one.train_seconds), _hours(two.train_seconds)
+        yield "cost of training", one.train_cost, two.train_cost
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything of both, in seconds and bytes."""
+        other = self.other.numbers() if self.other else None
+        return {"best": self.best.numbers(), "other": other, "refused": self.refused, "names": list(self.names)}
+
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "best": self.best.numbers(),
-                "other": self.other.numbers() if self.other else None,
-                "refused": self.refused,
-            },
-            indent=2,
-        )
+        """:meth:`numbers` as JSON."""
+        return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:
-        lines = [f"best:  {self.best.layout}"]
+        width = max(map(len, self.names)) + 1
+        lines = [f"{self.names[0] + ':':<{width}} {self.best.layout}"]
         if self.other:
-            lines.append(f"other: {self.other.layout}")
+            lines.append(f"{self.names[1] + ':':<{width}} {self.other.layout}")
         memory = False
         for name, a, b in self.rows():
             memory |= name == "memory"
             show = bytes_of if memory else time_of
             change = f"{b / a - 1:+.1%}" if a else ""
             lines.append(f"{name:<24} {show(a):>10} {show(b):>10} {change:>8}")
+        for name, one, two in self.figures():
+            if one is not None or two is not None:
+                shown = ["-" if x is None else rounded(x) for x in (one, two)]
+                change = f"{two / one - 1:+.1%}" if one and two else ""
+                lines.append(f"{name:<24} {shown[0]:>10} {shown[1]:>10} {change:>8}")
         return "\n".join([*lines, *([self.refused] if self.refused else [])])
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def _hours(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / HOUR

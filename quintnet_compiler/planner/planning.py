@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import ClusterCosts
 from ..cost_models.roofline import Roofline
 from ..ir.cost_protocol import CostModel, RankCosts
-from ..ir.plan import Plan, precision_of, read_plan
+from ..ir.plan import Plan, precision_of
 from ..ir.program import Captured
 from ..ops.attention import attention
 from ..ops.rules.notation import Rule
@@ -29,12 +30,10 @@ from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
 from .bounds import LessSplit
 from .build import Builder, device_of
-from .compare import Versus
 from .estimate import Estimate
 from .evaluate import evaluate
 from .layouts import Again, Layout, Limits, divisors, layouts
 from .pipeline import actions_run
-from .report import PlanReport
 from .search import Objective, SearchEffort, SearchResult, Wanted, search
 from .stage_units import unit_count
 from .workload import NO_GOAL, Goal, Workload
@@ -44,17 +43,27 @@ ORDERS = ("1f1b", "interleaved", "zb-h1", "zb-v")  # gpipe has the bubble of 1f1
 AGAIN: tuple[Again, ...] = ("none", "selective", "full")  # the less is computed again, the faster
 STAGES_PER_RANK = (1, 2, 3, 4, 6, 8)
 ACTION = 0.002  # what it takes to run an action of a schedule, beside what it takes to compile an operator
+RESERVE = 0.08
 SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fewer keep no kernel busy
 
 
 @dataclass(frozen=True)
 class PricedCluster:
     """A cluster and its prices. ``unknown``: what operators without a price cost, see
-    :func:`..cost_models.operators.kernel_of`; ``usable``: the share of memory that is left to tensors."""
+    :func:`..cost_models.operators.kernel_of`; ``reserve``: the share of a device's memory that plans leave free, for
+    the CUDA context, libraries and fragments.
+
+    Raises:
+        CompileError: QN216 for a reserve that is no share.
+    """
 
     cluster: Cluster
     unknown: str = "error"
-    usable: float = 0.92
+    reserve: float = RESERVE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reserve < 1:
+            raise CompileError("QN216", f"reserve={self.reserve}", fix="give a share of memory, 0 or more and below 1")
 
     @property
     def name(self) -> str:
@@ -71,6 +80,30 @@ class PricedCluster:
     @property
     def prices(self) -> CostModel:
         return Roofline(self.cluster.device, self.unknown)
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Estimates of layouts, each made once. An error is raised again each time."""
+
+    build: Builder
+    costs: RankCosts
+    workload: Workload
+    known: dict[tuple[Layout, tuple[str, ...]], Estimate] = field(default_factory=dict)
+
+    def __call__(self, layout: Layout, begins: tuple[str, ...] = ()) -> Estimate:
+        """
+        Raises:
+            CompileError: whatever the compiler says of the layout; as :func:`.evaluate.evaluate`.
+        """
+        if (layout, begins) not in self.known:
+            units = self.build(layout)
+            actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
+            self.build.work += ACTION * actions
+            found = evaluate(units, layout, self.costs, begins)
+            guessed = tuple(sorted(self.build.guessed))
+            self.known[layout, begins] = replace(found, guessed=guessed, workload=self.workload)
+        return self.known[layout, begins]
 
 
 @dataclass(frozen=True)
@@ -159,26 +192,37 @@ class Planner:
     def builder(self) -> Builder:
         return Builder(self.folded, self.pinned, self.rules, self.machine.prices, self.machine.costs)
 
+    def pricing(self) -> Pricing:
+        """
+        Raises:
+            CompileError: QN210 if an operator has no price.
+        """
+        build = self.builder()
+        build.check_prices()
+        return Pricing(build, self.machine.costs, self.workload)
+
     def search(
-        self, top_k: int, objective: Objective, effort: SearchEffort, progress: Callable[[int, int], None] | None = None
+        self,
+        top_k: int,
+        objective: Objective,
+        effort: SearchEffort,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        pricing: Pricing | None = None,
+        memory_bytes: float = math.inf,
     ) -> SearchResult[Layout, Estimate]:
-        """The best layouts.
+        """The best layouts of those that take at most ``memory_bytes``, and leave the reserve. ``pricing``: of an
+        earlier search, with what is known from there.
 
         Raises:
-            CompileError: QN210 if an operator has no price, QN212 if no layout fits, with what would.
+            CompileError: QN210 if an operator has no price.
         """
-        build, costs = self.builder(), self.machine.costs
-        build.check_prices()
-        memory = self.machine.memory_bytes * self.machine.usable
+        price, costs = pricing or self.pricing(), self.machine.costs
+        build, before = price.build, price.build.work
+        memory = min(memory_bytes, self.machine.memory_bytes * (1 - self.machine.reserve))
         limits, program = self.limits(objective), self.folded.program
         routed = dispatched_bytes(program.graph, self.folded.repeats)
         bounds = LessSplit(build, costs, self.parameter_bytes(), routed, program.batch_size)
-
-        @cache
-        def price(layout: Layout) -> Estimate:
-            units = build(layout)
-            build.work += ACTION * actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-            return self._described(evaluate(units, layout, costs), build)
 
         def useful(layout: Layout) -> Estimate:
             for sooner in faster(layout, limits) if objective != "memory" else ():
@@ -192,7 +236,7 @@ class Planner:
             bounds,
             Wanted(
                 top_k, objective, memory, time.monotonic() + effort.seconds,
-                lambda layout: layout.mesh.size, effort.work, lambda: build.work,
+                lambda layout: layout.mesh.size, effort.work, lambda: build.work - before,
             ),
             progress or (lambda done, total: None),
         )  # fmt: skip
@@ -238,12 +282,7 @@ class Planner:
             schedule=plan.schedule, virtual_stages=plan.virtual_stages, recompute=plan.recompute, zero=plan.zero,
             zero_axes=plan.zero_axes,
         )  # fmt: skip
-        build = self.builder()
-        build.check_prices()
-        return self._described(evaluate(build(layout), layout, self.machine.costs, plan.stages), build)
-
-    def _described(self, found: Estimate, build: Builder) -> Estimate:
-        return replace(found, guessed=tuple(sorted(build.guessed)), workload=self.workload)
+        return self.pricing()(layout, plan.stages)
 
 
 def faster(layout: Layout, limits: Limits) -> Iterator[Layout]:
@@ -253,72 +292,3 @@ def faster(layout: Layout, limits: Limits) -> Iterator[Layout]:
             yield replace(layout, recompute=less)
     if layout.zero > 1 and layout.zero - 1 in limits.zero:
         yield replace(layout, zero=layout.zero - 1)
-
-
-def plan_model(
-    planner: Planner, *, top_k: int, objective: Objective, effort: SearchEffort,
-    progress: Callable[[int, int], None] | None = None,
-) -> PlanReport:  # fmt: skip
-    """Search, and say what came of it.
-
-    Raises:
-        CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
-            anything was found.
-    """
-    started = time.monotonic()
-    found = planner.search(top_k, objective, effort, progress)
-    if not found.ranked and not found.complete:
-        raise CompileError("QN212", _unfinished(found, effort), fix="search longer (seconds=), or pin the mesh")
-    if not found.ranked:
-        raise _infeasible(planner, found, effort)
-    plans = tuple(planner.complete(one) for one in found.ranked)
-    machine = planner.machine
-
-    def ask(decisions: Mapping[str, Any]) -> Versus:
-        given = {**planner.pinned.model_dump(exclude_unset=True), **decisions}
-        other = replace(planner, pinned=read_plan(given))
-        made = other.search(1, objective, effort)
-        if made.ranked:
-            return Versus(found.ranked[0], made.ranked[0])
-        if not made.complete:
-            return Versus(found.ranked[0], None, _unfinished(made, effort))
-        nearest = min(made.rejected, key=lambda one: one.lacks, default=None)
-        return Versus(found.ranked[0], None, f"{nearest.layout}: {nearest.reason}" if nearest else "no such layout")
-
-    return PlanReport(
-        machine.name, planner.folded.program.batch_size, machine.memory_bytes, found, plans, time.monotonic() - started,
-        ask,
-    )  # fmt: skip
-
-
-def _unfinished(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> str:
-    seen = f"{len(found.rejected)} do not, and {found.left} were not looked at"
-    return f"in {effort.seconds:g} s no layout was found that fits: {seen}"
-
-
-def _infeasible(planner: Planner, found: SearchResult[Layout, Estimate], effort: SearchEffort) -> CompileError:
-    """Nothing fits: free what is pinned, one decision at a time, and then take more devices; the first change that
-    another search finds a plan for is the suggestion."""
-    closest = min(found.rejected, key=lambda one: one.lacks, default=None)
-    message = "no layout of this model fits this cluster"
-    if closest:
-        message += f": {closest.reason} ({closest.layout}), and {len(found.rejected) - 1} more"
-    for name, text in (
-        ("recompute", "let the planner recompute (leave `recompute` open)"),
-        ("microbatches", "use smaller microbatches (leave `microbatches` open)"),
-        ("mesh", "leave `mesh` open"),
-    ):
-        if name in planner.pinned.model_fields_set:
-            kept = planner.pinned.model_dump(include=planner.pinned.model_fields_set - {name})
-            freed = replace(planner, pinned=Plan.model_validate(kept))
-            if freed.search(1, "time", effort).ranked:
-                return CompileError("QN212", message, fix=text)
-    cluster = planner.machine.cluster
-    for times in (2, 4, 8, 16, 32, 64):
-        larger = replace(planner, machine=replace(planner.machine, cluster=cluster.larger(times)))
-        better = larger.search(1, "time", effort)
-        if better.ranked:
-            return CompileError(
-                "QN212", message, fix=f"use {cluster.size * times} devices: {better.ranked[0].layout} fits"
-            )
-    return CompileError("QN212", f"{message}; nor does any fit on up to 64 times as many of these devices")

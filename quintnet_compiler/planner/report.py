@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..core.html import table
+from ..cost_models.cluster import Cluster
 from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
 from .compare import Versus
-from .estimate import Estimate, bytes_of, time_of
+from .curves import ParetoFront, ScalingCurve
+from .estimate import Estimate, bytes_of
 from .layouts import Layout
 from .search import SearchResult
-from .workload import rounded
+from .tables import aligned, cells_of
 
 MOST_SHOWN = 100  # rejected layouts in a notebook
 LEFT = {
@@ -23,6 +25,18 @@ LEFT = {
     "work": "were left when the work was done (work=)",
     "time": "were left when time ran out (seconds=)",
 }
+
+
+class Answers(Protocol):
+    """Answers further questions by searching again."""
+
+    def why_not(self, decisions: Mapping[str, Any]) -> Versus: ...
+
+    def front(self) -> ParetoFront: ...
+
+    def scaling(self, devices: Sequence[int] | None) -> ScalingCurve: ...
+
+    def beside(self, cluster: Cluster, price: float | None) -> Versus: ...
 
 
 @dataclass(frozen=True)
@@ -33,19 +47,23 @@ class PlanReport:
         cluster: its devices.
         batch: rows of the global batch.
         memory_bytes: of a device.
+        reserve: the share of it that plans leave free.
         found: estimates of the ranked layouts, the rejected ones with reasons, and how the search ended.
         plans: a :class:`quintnet.Plan` for each ranked layout, best first.
         seconds: that the search took.
-        ask: searches again with some decisions, see :meth:`why_not`.
+        ask: searches again, for :meth:`why_not`, :meth:`front`, :meth:`scaling` and :meth:`beside`.
+        note: what the ranking does beside minimising, for people.
     """
 
     cluster: str
     batch: int
     memory_bytes: float
+    reserve: float
     found: SearchResult[Layout, Estimate]
     plans: tuple[Plan, ...]
     seconds: float
-    ask: Callable[[Mapping[str, Any]], Versus] = field(repr=False)
+    ask: Answers = field(repr=False)
+    note: str = ""
 
     def why_not(self, **decisions: Any) -> Versus:
         """Compare the best plan with the best one that has these ``decisions`` (``mesh={"tp": 8}``,
@@ -54,36 +72,68 @@ class PlanReport:
         Raises:
             CompileError: QN207 for a decision that no plan has.
         """
-        return self.ask(decisions)
+        return self.ask.why_not(decisions)
+
+    def front(self) -> ParetoFront:
+        """The fastest plans for ever less memory: each takes at least a fifth less than the one before, until nothing
+        less is found. It searches again; each point may take half as long as the planner."""
+        return self.ask.front()
+
+    def scaling(self, devices: Sequence[int] | None = None) -> ScalingCurve:
+        """The best plans of the same batch on other numbers of ``devices`` of the same kind: whole nodes, or a part of
+        one; by default from a quarter of the cluster to four times as many. It searches again; each number may take
+        half as long as the planner.
+
+        Raises:
+            CompileError: QN216 for a number of devices that is neither whole nodes nor a part of one.
+        """
+        return self.ask.scaling(devices)
+
+    def beside(self, cluster: Cluster, *, price: float | None = None) -> Versus:
+        """The best plan on another cluster, part by part beside the best of this one. It searches again.
+
+        Args:
+            cluster: e.g. ``quintnet.Cluster("b200", nodes=4)``.
+            price: of an hour of one of its devices.
+
+        Raises:
+            CompileError: QN210 if an operator has no price there, QN216 for a price that is not above 0.
+        """
+        return self.ask.beside(cluster, price)
 
     @property
     def best(self) -> Plan:
         """The plan with the lowest predicted cost."""
         return self.plans[0]
 
+    def numbers(self) -> dict[str, Any]:
+        """Everything, in seconds and bytes."""
+        return {
+            "cluster": self.cluster,
+            "batch": self.batch,
+            "memory_bytes": self.memory_bytes,
+            "reserve": self.reserve,
+            "plans": [
+                {**one.numbers(), "plan": plan.model_dump(mode="json")}
+                for one, plan in zip(self.found.ranked, self.plans, strict=True)
+            ],
+            "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
+            "not_looked_at": self.found.left,
+            "complete": self.found.complete,
+            "ended": self.found.ended,
+            "seconds": self.seconds,
+        }
+
     def to_json(self) -> str:
-        """Numbers in seconds and bytes."""
-        return json.dumps(
-            {
-                "cluster": self.cluster,
-                "batch": self.batch,
-                "memory_bytes": self.memory_bytes,
-                "plans": [
-                    {**one.numbers(), "plan": plan.model_dump(mode="json")}
-                    for one, plan in zip(self.found.ranked, self.plans, strict=True)
-                ],
-                "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
-                "not_looked_at": self.found.left,
-                "complete": self.found.complete,
-                "ended": self.found.ended,
-                "seconds": self.seconds,
-            },
-            indent=2,
-        )
+        """:meth:`numbers` as JSON."""
+        return json.dumps(self.numbers(), indent=2)
 
     def __str__(self) -> str:
         lines = [f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"]
-        lines += lines_of(self.found.ranked)
+        lines += aligned(cells_of(self.found.ranked))
+        usable = bytes_of((1 - self.reserve) * self.memory_bytes)
+        lines.append(f"memory may be {usable} of {bytes_of(self.memory_bytes)}: {self.reserve:.0%} stays free")
+        lines += [self.note] if self.note else []
         reasons = Counter(_kind(one.reason) for one in self.found.rejected)
         for reason, count in reasons.most_common():
             example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
@@ -104,31 +154,6 @@ class PlanReport:
         rejected = table(["layout", "why not"], [(one.layout, one.reason) for one in self.found.rejected[:MOST_SHOWN]])
         many = f"{len(self.found.rejected)} rejected"
         return f"{table(head, rows, title)}<details><summary>{many}</summary>{rejected}</details>"
-
-
-def cells_of(estimates: Sequence[Estimate]) -> list[tuple[str, ...]]:
-    """Estimates of one workload as rows of a table, below a row of names."""
-    first = estimates[0]
-    head = ["step", "memory", "bubble", "exposed"]
-    if first.workload:
-        head += [f"{first.figures.unit}s/s/device", "MFU", *(["per million"] if first.figures.cost_per_million else [])]
-    rows = [(*head, "layout")]
-    for one in estimates:
-        cells = [time_of(one.seconds), bytes_of(one.memory_bytes)]
-        cells += [f"{one.bubble / one.seconds:.1%}", f"{one.exposed / one.seconds:.1%}"]
-        if one.workload:
-            found = one.figures
-            cells += [rounded(found.per_second_per_device), found.share]
-            cells += [rounded(found.cost_per_million)] if found.cost_per_million else []
-        rows.append((*cells, str(one.layout)))
-    return rows
-
-
-def lines_of(estimates: Sequence[Estimate]) -> list[str]:
-    """The same, aligned; layouts stand last, and are as long as they are."""
-    rows = cells_of(estimates)
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    return ["  ".join([*map(str.rjust, row[:-1], widths), row[-1]]) for row in rows]
 
 
 def _kind(reason: str) -> str:

@@ -1,0 +1,210 @@
+"""A search for plans, and the further questions that its report answers by searching again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+from ..core.errors import CompileError
+from ..cost_models.cluster import Cluster
+from ..ir.plan import Plan, read_plan
+from .compare import Versus
+from .curves import ParetoFront, ScalingCurve, ScalingPoint
+from .estimate import Estimate
+from .layouts import Layout
+from .planning import Planner, Pricing
+from .report import PlanReport
+from .search import Objective, SearchEffort, SearchResult
+
+Progress = Callable[[int, int], None]
+MEMORY_SLACK = 0.25  # plans for little memory are the fastest that take at most so much more than the least
+STEPS = (0.2, 0.1, 0.03)  # by how much the next point of a front takes less memory; the smaller where nothing else fits
+SIZES = (0.25, 0.5, 1, 2, 4)  # of a scaling curve, times the cluster
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be the least, and how long to search.
+
+    Raises:
+        CompileError: QN216 for an objective that there is not.
+    """
+
+    objective: Objective = "time"
+    effort: SearchEffort = SearchEffort()
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(Objective):
+            known = ", ".join(get_args(Objective))
+            raise CompileError("QN216", f"there is no objective {self.objective!r}", fix=f"use one of {known}")
+
+    @property
+    def shorter(self) -> SearchEffort:
+        """For one of several searches."""
+        return SearchEffort(self.effort.work / 2, self.effort.seconds / 2)
+
+    def search(
+        self, planner: Planner, top_k: int = 1, progress: Progress | None = None, pricing: Pricing | None = None
+    ) -> SearchResult[Layout, Estimate]:
+        """The best layouts. For memory: the fastest of those that take at most a quarter more than the least.
+
+        Raises:
+            CompileError: QN210 if an operator has no price.
+        """
+        pricing = pricing or planner.pricing()
+        if self.objective != "memory":
+            return planner.search(top_k, self.objective, self.effort, progress, pricing=pricing)
+        until = time.monotonic() + self.effort.seconds
+        least = planner.search(1, "memory", self.effort, progress, pricing=pricing)
+        if not least.ranked:
+            return least
+        most = (1 + MEMORY_SLACK) * least.ranked[0].memory_bytes
+        effort = replace(self.effort, seconds=max(0.0, until - time.monotonic()))
+        found = planner.search(top_k, "time", effort, progress, pricing=pricing, memory_bytes=most)
+        if not found.ranked:  # out of time
+            return least
+        return found if least.complete else replace(found, ended=least.ended)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Further questions about the model of ``planner``, whose ``best`` layout is known; ``pricing``: what else is."""
+
+    planner: Planner
+    question: Question
+    best: Estimate
+    pricing: Pricing = field(repr=False)
+
+    def why_not(self, decisions: Mapping[str, Any]) -> Versus:
+        """See :meth:`.report.PlanReport.why_not`."""
+        given = {**self.planner.pinned.model_dump(exclude_unset=True), **decisions}
+        made = self.question.search(replace(self.planner, pinned=read_plan(given)))
+        if made.ranked:
+            return Versus(self.best, made.ranked[0])
+        if not made.complete:
+            return Versus(self.best, None, unfinished(made, self.question.effort))
+        return Versus(self.best, None, _nearest(made) or "no such layout")
+
+    def front(self) -> ParetoFront:
+        """See :meth:`.report.PlanReport.front`."""
+        planner, question, found, proven = self.planner, self.question, [self.best], True
+        if question.objective != "time":
+            fastest = planner.search(1, "time", question.shorter, pricing=self.pricing)
+            found, proven = list(fastest.ranked), fastest.complete
+        smaller = True
+        while smaller:
+            smaller = False
+            for step in STEPS if found else ():
+                limit = (1 - step) * found[-1].memory_bytes
+                made = planner.search(1, "time", question.shorter, pricing=self.pricing, memory_bytes=limit)
+                proven &= made.complete
+                if made.ranked:
+                    found, smaller = [*found, made.ranked[0]], True
+                    break
+                if made.ended == "time":
+                    break
+        return ParetoFront(tuple(_undominated([*found, self.best])), planner.machine.memory_bytes, proven)
+
+    def scaling(self, devices: Sequence[int] | None) -> ScalingCurve:
+        """See :meth:`.report.PlanReport.scaling`."""
+        cluster, effort, points = self.planner.machine.cluster, self.question.shorter, []
+        sizes = devices or [int(times * cluster.size) for times in SIZES if cluster.has_part(times * cluster.size)]
+        for size in sizes:
+            if size == cluster.size and self.question.objective == "time":
+                points.append(ScalingPoint(size, self.best))
+                continue
+            machine = replace(self.planner.machine, cluster=cluster.sized(size))
+            made = replace(self.planner, machine=machine).search(1, "time", effort)
+            why = "" if made.ranked else _nearest(made) if made.complete else unfinished(made, effort)
+            points.append(ScalingPoint(size, made.ranked[0] if made.ranked else None, why))
+        return ScalingCurve(cluster.device.name, tuple(points))
+
+    def beside(self, cluster: Cluster, price: float | None) -> Versus:
+        """See :meth:`.report.PlanReport.beside`."""
+        planner = self.planner
+        machine = replace(planner.machine, cluster=cluster)
+        goal = replace(planner.workload.goal, price=price)
+        there = Planner.of(
+            planner.folded.program.captured, planner.workload.rows, machine, planner.pinned, planner.rules,
+            planner.workload.tokens, goal,
+        )  # fmt: skip
+        made, names = self.question.search(there), (planner.machine.name, machine.name)
+        if made.ranked:
+            return Versus(self.best, made.ranked[0], names=names)
+        why = (_nearest(made) if made.complete else "") or unfinished(made, self.question.effort)
+        return Versus(self.best, None, why, names)
+
+
+def _undominated(found: Sequence[Estimate]) -> list[Estimate]:
+    """Those that no other beats in both time and memory, the fastest first."""
+    kept: list[Estimate] = []
+    for one in sorted(found, key=lambda e: (e.seconds, e.memory_bytes)):
+        if not kept or one.memory_bytes < kept[-1].memory_bytes:
+            kept.append(one)
+    return kept
+
+
+def plan_model(planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None) -> PlanReport:
+    """Search, and say what came of it.
+
+    Raises:
+        CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
+            anything was found.
+    """
+    started = time.monotonic()
+    pricing = planner.pricing()
+    found = question.search(planner, top_k, progress, pricing)
+    if not found.ranked and not found.complete:
+        message = unfinished(found, question.effort)
+        raise CompileError("QN212", message, fix="search longer (seconds=), or pin the mesh")
+    if not found.ranked:
+        raise _infeasible(planner, found, question.effort)
+    plans, machine = tuple(planner.complete(one) for one in found.ranked), planner.machine
+    note = ""
+    if question.objective == "memory":
+        note = f"the fastest plans that take at most {MEMORY_SLACK:.0%} more memory than the least that was found"
+    return PlanReport(
+        machine.name, planner.folded.program.batch_size, machine.memory_bytes, machine.reserve, found, plans,
+        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing), note,
+    )  # fmt: skip
+
+
+def unfinished(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> str:
+    """That time ran out before anything was found."""
+    seen = f"{len(found.rejected)} do not, and {found.left} were not looked at"
+    return f"in {effort.seconds:.3g} s no layout was found that fits: {seen}"
+
+
+def _nearest(found: SearchResult[Layout, Estimate]) -> str:
+    nearest = min(found.rejected, key=lambda one: one.lacks, default=None)
+    return f"{nearest.layout}: {nearest.reason}" if nearest else ""
+
+
+def _infeasible(planner: Planner, found: SearchResult[Layout, Estimate], effort: SearchEffort) -> CompileError:
+    """Nothing fits: free what is pinned, one decision at a time, and then take more devices; the first change that
+    another search finds a plan for is the suggestion."""
+    closest = min(found.rejected, key=lambda one: one.lacks, default=None)
+    message = "no layout of this model fits this cluster"
+    if closest:
+        message += f": {closest.reason} ({closest.layout}), and {len(found.rejected) - 1} more"
+    for name, text in (
+        ("recompute", "let the planner recompute (leave `recompute` open)"),
+        ("microbatches", "use smaller microbatches (leave `microbatches` open)"),
+        ("mesh", "leave `mesh` open"),
+    ):
+        if name in planner.pinned.model_fields_set:
+            kept = planner.pinned.model_dump(include=planner.pinned.model_fields_set - {name})
+            freed = replace(planner, pinned=Plan.model_validate(kept))
+            if freed.search(1, "time", effort).ranked:
+                return CompileError("QN212", message, fix=text)
+    cluster = planner.machine.cluster
+    for times in (2, 4, 8, 16, 32, 64):
+        larger = replace(planner, machine=replace(planner.machine, cluster=cluster.sized(cluster.size * times)))
+        better = larger.search(1, "time", effort)
+        if better.ranked:
+            return CompileError(
+                "QN212", message, fix=f"use {cluster.size * times} devices: {better.ranked[0].layout} fits"
+            )
+    return CompileError("QN212", f"{message}; nor does any fit on up to 64 times as many of these devices")

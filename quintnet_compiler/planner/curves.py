@@ -1,0 +1,116 @@
+"""Plans along a line: time against memory, and time against the number of devices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.html import table
+from .estimate import Estimate, bytes_of, time_of
+from .points_picture import Mark, points_svg
+from .tables import aligned, cells_of
+from .workload import rounded
+
+
+@dataclass(frozen=True)
+class ParetoFront:
+    """Plans of which none is beaten in both time and memory by another, the fastest first; each takes at least a fifth
+    less memory than the one before, or as much less as any. ``memory_bytes``: of a device. ``proven``: whether every
+    search was complete; else there may be better ones."""
+
+    points: tuple[Estimate, ...]
+    memory_bytes: float
+    proven: bool
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything, in seconds and bytes."""
+        points = [one.numbers() for one in self.points]
+        return {"memory_bytes": self.memory_bytes, "proven": self.proven, "front": points}
+
+    def to_json(self) -> str:
+        """:meth:`numbers` as JSON."""
+        return json.dumps(self.numbers(), indent=2)
+
+    def __str__(self) -> str:
+        proven = "" if self.proven else "; not proven, as searches ended before"
+        head = f"time against memory, of a device's {bytes_of(self.memory_bytes)}{proven}"
+        return "\n".join([head, *aligned(cells_of(self.points))])
+
+    def svg(self) -> str:
+        """A picture: memory to the right, time upwards."""
+        marks = []
+        for one in self.points:
+            said = f"{time_of(one.seconds)}, {bytes_of(one.memory_bytes)}: {one.layout}"
+            marks.append(Mark(one.memory_bytes / 2**30, one.seconds, said))
+        return points_svg(marks, "GiB on the fullest rank", "seconds of a step")
+
+    def _repr_html_(self) -> str:
+        head, *rows = cells_of(self.points)
+        return f"{self.svg()}{table(head, rows, 'Time against memory')}"
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """The best layout on so many devices, or why there is none."""
+
+    devices: int
+    found: Estimate | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class ScalingCurve:
+    """The best plans of one global batch on different numbers of devices (strong scaling)."""
+
+    device: str
+    points: tuple[ScalingPoint, ...]
+
+    @property
+    def efficiency(self) -> dict[int, float]:
+        """Speed of each number of devices over that of the fewest, for each device."""
+        found = [(one.devices, one.found.seconds * one.devices) for one in self.points if one.found]
+        return {devices: min(found)[1] / spent for devices, spent in found}
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything, in seconds and bytes."""
+        points = [
+            {
+                "devices": one.devices, "efficiency": self.efficiency.get(one.devices),
+                "plan": one.found.numbers() if one.found else None, "why_not": one.why,
+            }
+            for one in self.points
+        ]  # fmt: skip
+        return {"device": self.device, "scaling": points}
+
+    def to_json(self) -> str:
+        """:meth:`numbers` as JSON."""
+        return json.dumps(self.numbers(), indent=2)
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        found = [one for one in self.points if one.found]
+        head, *rows = cells_of([one.found for one in found if one.found])
+        shares = self.efficiency
+        cells = [(str(p.devices), f"{shares[p.devices]:.0%}", *row) for p, row in zip(found, rows, strict=True)]
+        return [("devices", "efficiency", *head), *cells]
+
+    def __str__(self) -> str:
+        lines = [f"the same batch on more or fewer {self.device}"]
+        lines += aligned(self._cells()) if self.efficiency else []
+        return "\n".join([*lines, *(f"{one.devices} devices: {one.why}" for one in self.points if not one.found)])
+
+    def svg(self) -> str:
+        """A picture: devices to the right, speed upwards, and what as many times the fewest would reach."""
+        found = [(one.devices, one.found) for one in self.points if one.found]
+        marks = [
+            Mark(devices, e.figures.per_second, f"{devices} devices: {rounded(e.figures.per_second)}/s, {e.layout}")
+            for devices, e in found
+        ]  # fmt: skip
+        unit = found[0][1].figures.unit if found else "row"
+        return points_svg(marks, "devices", f"{unit}s a second", proportional=True)
+
+    def _repr_html_(self) -> str:
+        if not self.efficiency:
+            return table(["devices", "why not"], [(one.devices, one.why) for one in self.points])
+        head, *rows = self._cells()
+        return f"{self.svg()}{table(head, rows, f'One batch on {self.device}')}"

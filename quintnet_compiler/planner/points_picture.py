@@ -1,0 +1,65 @@
+"""Points in a plane, as a picture with logarithmic axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..core.html import environment
+
+LEFT, RIGHT, TOP, BOTTOM = 78, 540, 16, 250
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point, and what is said of it."""
+
+    x: float
+    y: float
+    text: str
+
+
+@dataclass(frozen=True)
+class LogAxis:
+    """A logarithmic axis between two values, and where it is in the picture."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    @classmethod
+    def of(cls, values: Sequence[float], begin: float, end: float) -> LogAxis:
+        return cls(min(values) / 1.15, max(values) * 1.15, begin, end)
+
+    def place(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return round(self.begin + share * (self.end - self.begin), 1)
+
+    @property
+    def ticks(self) -> list[tuple[float, str]]:
+        """Places and texts: as few of 1, 2, 5 times a power of ten as are at least three, or all."""
+        for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [step * 10.0**power for power in powers for step in steps]
+            inside = [value for value in found if self.low <= value <= self.high]
+            if len(inside) >= 3:
+                break
+        return [(self.place(value), f"{value:,.10g}") for value in inside]
+
+
+def points_svg(marks: Sequence[Mark], x: str, y: str, *, proportional: bool = False) -> str:
+    """A line through ``marks``; ``proportional``: and one through the first for what is in proportion to ``x``."""
+    if not marks:
+        return ""
+    ideal = [marks[0].y * one.x / marks[0].x for one in marks] if proportional else []
+    across = LogAxis.of([one.x for one in marks], LEFT, RIGHT)
+    up = LogAxis.of([*(one.y for one in marks), *ideal], BOTTOM, TOP)
+    places = [(across.place(one.x), up.place(one.y), one.text) for one in marks]
+    ends = [(places[at][0], up.place(ideal[at])) for at in (0, -1)] if proportional else []
+    template = environment(__package__).get_template("points.svg.jinja")
+    return template.render(
+        points=places, ideal=ends, across=across.ticks, up=up.ticks, x=x, y=y,
+        left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM,
+    )  # fmt: skip
