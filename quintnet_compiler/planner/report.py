@@ -121,6 +121,7 @@ class PlanReport:
             "not_looked_at": self.found.left,
             "complete": self.found.complete,
             "ended": self.found.ended,
+            "gap": self.found.gap,
             "seconds": self.seconds,
         }
 
@@ -139,12 +140,20 @@ class PlanReport:
             example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
             lines.append(f"rejected {count}: {example.reason} ({example.layout})")
         if self.found.left:
-            lines.append(f"{self.found.left} layouts {LEFT[self.found.ended]}")
+            lines.append(f"{self.found.left} layouts {LEFT[self.found.ended]}{self._gap}")
         if (best := self.found.ranked[0]).workload:
             lines += ["the best plan:", *(f"  {line}" for line in best.workload.text(best.figures))]
         if guessed := self.found.ranked[0].guessed:
             lines.append(guess_note(guessed))
         return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
+
+    @property
+    def _gap(self) -> str:
+        if self.found.complete:
+            return ""
+        if self.found.gap == 0:
+            return "; the first plan is proven best all the same"
+        return f"; by its bound, one of them may be up to {self.found.gap:.0%} better than the first plan"
 
     def _repr_html_(self) -> str:
         head, *rows = cells_of(self.found.ranked)

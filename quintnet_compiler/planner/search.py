@@ -49,12 +49,14 @@ class Rejected(Generic[L]):
 class SearchResult(Generic[L, E]):
     """``ranked``: feasible layouts, best first. ``rejected``: the others that were looked at. ``left``: how many were
     never looked at. ``ended``: by what the search did: ``"proof"`` that what is left cannot be among the best, its
-    ``"work"`` or its ``"time"``."""
+    ``"work"`` or its ``"time"``. ``gap``: the share by which some layout that is left may cost less than the best that
+    was found, by its bound: 0 where that is proven best, 1 where nothing is known."""
 
     ranked: tuple[E, ...]
     rejected: tuple[Rejected[L], ...]
     left: int
     ended: Literal["proof", "work", "time"]
+    gap: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -163,7 +165,7 @@ class _Search(Generic[L, E]):
             if layout not in self.sizes:
                 heapq.heappop(waiting)
             elif ended := self._ended(bound):
-                return self._found(ended)
+                return self._found(ended, bound)
             elif self.proving <= 0 or not self._try():
                 heapq.heappop(waiting)
                 before = self.wanted.spent()
@@ -173,7 +175,7 @@ class _Search(Generic[L, E]):
                     heapq.heappush(waiting, (max(bound, closer), True, layout))
                 self.proving += 1 + self.wanted.spent() - before
         progress(total, total)
-        return self._found("proof")
+        return self._found("proof", math.inf)
 
     def _promising(self, least: Mapping[L, float]) -> LayoutHeuristic[L] | None:
         """Nothing is guessed of memory."""
@@ -191,8 +193,11 @@ class _Search(Generic[L, E]):
             return "work"
         return "time" if time.monotonic() > self.wanted.deadline else None
 
-    def _found(self, ended: Literal["proof", "work", "time"]) -> SearchResult[L, E]:
-        return SearchResult(tuple(self.ranked[: self.wanted.top_k]), tuple(self.rejected), len(self.sizes), ended)
+    def _found(self, ended: Literal["proof", "work", "time"], least: float) -> SearchResult[L, E]:
+        """``least``: what any layout that is left costs at least."""
+        gap = max(0.0, 1 - least / self.wanted.value(self.ranked[0])) if self.ranked else 1.0
+        best = tuple(self.ranked[: self.wanted.top_k])
+        return SearchResult(best, tuple(self.rejected), len(self.sizes), ended, gap)
 
     def _worst(self) -> float:
         """What a layout must cost less than to be among the best."""

@@ -106,6 +106,17 @@ def test_work_ends_a_search_where_time_does_not() -> None:
     assert _misjudged().search(2, deadline=-1).ended == "time"
 
 
+@settings(max_examples=200, deadline=None)
+@given(spaces(), st.integers(1, 3), st.floats(0, 20))
+def test_nothing_that_is_left_is_better_by_more_than_the_gap(space: Space, top_k: int, work: float) -> None:
+    found = space.search(top_k, work=work)
+    best = min((s for s, size in zip(space.seconds_of, space.bytes_of, strict=True) if size <= MEMORY), default=None)
+    assert 0 <= found.gap <= 1 and (found.ranked or found.gap == (0 if found.complete else 1) or best is None)
+    if found.ranked and best is not None:
+        assert best >= (1 - found.gap) * found.ranked[0].seconds * (1 - 1e-12)
+        assert found.gap == 0 or not found.complete
+
+
 def test_work_does_not_end_a_search_that_found_nothing() -> None:
     sizes = [120.0] * 19 + [90.0]  # of which the bounds say the same
     space = Space([1.0 + i for i in range(20)], sizes, [60 / size for size in sizes], [1.0] * 20, 2)
