@@ -143,7 +143,7 @@ class ProgramReports(ProgramState):
             unpriced = error.message
         rows = zip(report.found.ranked, report.plans, strict=True) if report is not None else ()
         plans = tuple((str(one.layout), one.numbers(), plan) for one, plan in rows)
-        extras = Extras(predicted, unpriced, measured, plans)
+        extras = Extras(predicted, unpriced, measured, plans, report.svg() if report is not None else "")
         return dump_program(primary.program, primary.plan, primary.passes(), Path(folder), extras)
 
     # -- why, and what it costs

@@ -29,12 +29,14 @@ from .pass_view import passes_view
 @dataclass(frozen=True)
 class Extras:
     """What a dump shows beside the program. ``predicted``: a simulated step, or in ``unpriced`` why there is none;
-    ``measured``: a real one; ``plans``: the planner's, best first, as (layout, numbers, plan)."""
+    ``measured``: a real one; ``plans``: the planner's, best first, as (layout, numbers, plan); ``plans_picture``: an
+    SVG of all that it priced."""
 
     predicted: Timeline | None = None
     unpriced: str = ""
     measured: Timeline | None = None
     plans: tuple[tuple[str, Mapping[str, Any], Plan], ...] = field(default=())
+    plans_picture: str = ""
 
 
 def page(
@@ -52,7 +54,7 @@ def page(
         axes=[(axis.name, axis.size, axis.role) for axis in program.space],
         picture=picture, units=_unit_rows(program, units), traffic=_traffic(program), stages=stages_code(program),
         passes=passes_view(passes), pictures=_pictures(extras), memory=_memory(extras), plans=extras.plans,
-        unpriced=extras.unpriced, hashes=hashes,
+        plans_picture=Markup(extras.plans_picture), unpriced=extras.unpriced, hashes=hashes,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from ..core.errors import CompileError
 from ..cost_models.cluster import Cluster
 from ..ir.plan import Plan, read_plan
 from .compare import Versus
-from .curves import ParetoFront, ScalingCurve, ScalingPoint
+from .curves import ParetoFront, ScalingCurve, ScalingPoint, undominated
 from .estimate import Estimate
 from .layouts import Layout
 from .planning import Planner, Pricing
@@ -77,6 +77,10 @@ class Questions:
     best: Estimate
     pricing: Pricing = field(repr=False)
 
+    def known(self) -> tuple[Estimate, ...]:
+        """All that was priced, whether it fits or not."""
+        return tuple(self.pricing.known.values())
+
     def why_not(self, decisions: Mapping[str, Any]) -> Versus:
         """See :meth:`.report.PlanReport.why_not`."""
         given = {**self.planner.pinned.model_dump(exclude_unset=True), **decisions}
@@ -105,7 +109,7 @@ class Questions:
                     break
                 if made.ended == "time":
                     break
-        return ParetoFront(tuple(_undominated([*found, self.best])), planner.machine.memory_bytes, proven)
+        return ParetoFront(tuple(undominated([*found, self.best])), planner.machine.memory_bytes, proven)
 
     def scaling(self, devices: Sequence[int] | None) -> ScalingCurve:
         """See :meth:`.report.PlanReport.scaling`."""
@@ -135,15 +139,6 @@ class Questions:
             return Versus(self.best, made.ranked[0], names=names)
         why = (_nearest(made) if made.complete else "") or unfinished(made, self.question.effort)
         return Versus(self.best, None, why, names)
-
-
-def _undominated(found: Sequence[Estimate]) -> list[Estimate]:
-    """Those that no other beats in both time and memory, the fastest first."""
-    kept: list[Estimate] = []
-    for one in sorted(found, key=lambda e: (e.seconds, e.memory_bytes)):
-        if not kept or one.memory_bytes < kept[-1].memory_bytes:
-            kept.append(one)
-    return kept
 
 
 def plan_model(planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None) -> PlanReport:

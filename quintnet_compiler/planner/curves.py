@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,11 +40,7 @@ class ParetoFront:
 
     def svg(self) -> str:
         """A picture: memory to the right, time upwards."""
-        marks = []
-        for one in self.points:
-            said = f"{time_of(one.seconds)}, {bytes_of(one.memory_bytes)}: {one.layout}"
-            marks.append(Mark(one.memory_bytes / 2**30, one.seconds, said))
-        return points_svg(marks, "GiB on the fullest rank", "seconds of a step")
+        return front_svg(self.points)
 
     def _repr_html_(self) -> str:
         head, *rows = cells_of(self.points)
@@ -114,3 +111,23 @@ class ScalingCurve:
             return table(["devices", "why not"], [(one.devices, one.why) for one in self.points])
         head, *rows = self._cells()
         return f"{self.svg()}{table(head, rows, f'One batch on {self.device}')}"
+
+
+def undominated(found: Sequence[Estimate]) -> list[Estimate]:
+    """Those that no other beats in both time and memory, the fastest first."""
+    kept: list[Estimate] = []
+    for one in sorted(found, key=lambda e: (e.seconds, e.memory_bytes)):
+        if not kept or one.memory_bytes < kept[-1].memory_bytes:
+            kept.append(one)
+    return kept
+
+
+def front_svg(front: Sequence[Estimate], others: Sequence[Estimate] = ()) -> str:
+    """A picture: memory to the right, time upwards; a line through ``front``."""
+    first, more = ([_mark(one) for one in kind] for kind in (front, others))
+    return points_svg(first, "GiB on the fullest rank", "seconds of a step", others=more)
+
+
+def _mark(one: Estimate) -> Mark:
+    said = f"{time_of(one.seconds)}, {bytes_of(one.memory_bytes)}: {one.layout}"
+    return Mark(one.memory_bytes / 2**30, one.seconds, said)

@@ -49,17 +49,20 @@ class LogAxis:
         return [(self.place(value), f"{value:,.10g}") for value in inside]
 
 
-def points_svg(marks: Sequence[Mark], x: str, y: str, *, proportional: bool = False) -> str:
-    """A line through ``marks``; ``proportional``: and one through the first for what is in proportion to ``x``."""
+def points_svg(
+    marks: Sequence[Mark], x: str, y: str, *, others: Sequence[Mark] = (), proportional: bool = False
+) -> str:
+    """A line through ``marks``, and ``others`` without one; ``proportional``: also a line through the first for what is
+    in proportion to ``x``."""
     if not marks:
         return ""
     ideal = [marks[0].y * one.x / marks[0].x for one in marks] if proportional else []
-    across = LogAxis.of([one.x for one in marks], LEFT, RIGHT)
-    up = LogAxis.of([*(one.y for one in marks), *ideal], BOTTOM, TOP)
-    places = [(across.place(one.x), up.place(one.y), one.text) for one in marks]
+    across = LogAxis.of([one.x for one in (*marks, *others)], LEFT, RIGHT)
+    up = LogAxis.of([*(one.y for one in (*marks, *others)), *ideal], BOTTOM, TOP)
+    places, beside = ([(across.place(one.x), up.place(one.y), one.text) for one in kind] for kind in (marks, others))
     ends = [(places[at][0], up.place(ideal[at])) for at in (0, -1)] if proportional else []
     template = environment(__package__).get_template("points.svg.jinja")
     return template.render(
-        points=places, ideal=ends, across=across.ticks, up=up.ticks, x=x, y=y,
+        points=places, others=beside, ideal=ends, across=across.ticks, up=up.ticks, x=x, y=y,
         left=LEFT, right=RIGHT, top=TOP, bottom=BOTTOM,
     )  # fmt: skip

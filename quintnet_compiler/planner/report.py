@@ -13,7 +13,7 @@ from ..cost_models.cluster import Cluster
 from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
 from .compare import Versus
-from .curves import ParetoFront, ScalingCurve
+from .curves import ParetoFront, ScalingCurve, front_svg, undominated
 from .estimate import Estimate, bytes_of
 from .layouts import Layout
 from .search import SearchResult
@@ -29,6 +29,8 @@ LEFT = {
 
 class Answers(Protocol):
     """Answers further questions by searching again."""
+
+    def known(self) -> Sequence[Estimate]: ...
 
     def why_not(self, decisions: Mapping[str, Any]) -> Versus: ...
 
@@ -155,14 +157,23 @@ class PlanReport:
             return "; the first plan is proven best all the same"
         return f"; by its bound, one of them may be up to {self.found.gap:.0%} better than the first plan"
 
+    def svg(self) -> str:
+        """A picture of all layouts that were priced, and fit: memory to the right, time upwards; a line joins those
+        that no other beats in both."""
+        most = (1 - self.reserve) * self.memory_bytes
+        fitting = [one for one in self.ask.known() if one.memory_bytes <= most]
+        front = undominated(fitting)
+        return front_svg(front, [one for one in fitting if one not in front])
+
     def _repr_html_(self) -> str:
         head, *rows = cells_of(self.found.ranked)
         title = f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"
+        plans = f"{table(head, rows, title)}{self.svg()}"
         if not self.found.rejected:
-            return table(head, rows, title)
+            return plans
         rejected = table(["layout", "why not"], [(one.layout, one.reason) for one in self.found.rejected[:MOST_SHOWN]])
         many = f"{len(self.found.rejected)} rejected"
-        return f"{table(head, rows, title)}<details><summary>{many}</summary>{rejected}</details>"
+        return f"{plans}<details><summary>{many}</summary>{rejected}</details>"
 
 
 def _kind(reason: str) -> str:

@@ -51,6 +51,12 @@ def test_a_front_trades_time_for_memory(report: PlanReport) -> None:
     assert len(json.loads(front.to_json())["front"]) == len(front.points) and "<svg" in front._repr_html_()
 
 
+def test_a_report_pictures_all_that_was_priced(report: PlanReport) -> None:
+    fitting = report.ask.known()
+    assert report.svg().count("<circle") == len(fitting) > len(report.found.ranked)
+    assert report.svg() in report._repr_html_()
+
+
 def test_little_memory_does_not_cost_twice_the_time_for_a_few_percent(report: PlanReport) -> None:
     model, batch, loss = mlp()
     lean = quintnet.plan(model, CLUSTER, batch, loss_fn=loss, objective="memory", top_k=1)  # type: ignore[arg-type]

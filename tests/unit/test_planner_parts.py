@@ -154,7 +154,7 @@ def test_two_layouts_part_by_part() -> None:
 
 def test_a_report_counts_reasons_that_differ_in_numbers_alone() -> None:
     found = _search_result()
-    report = PlanReport("1 node", 8, 1e9, 0.08, found, (Plan(),), 0.5, Mock())
+    report = PlanReport("1 node", 8, 1e9, 0.08, found, (Plan(),), 0.5, Mock(known=lambda: found.ranked))
     text = str(report)
     assert "rejected 2: needs 3 GiB (tp=2" in text and report.best == Plan()
     assert len(json.loads(report.to_json())["rejected"]) == 2 and "<table>" in report._repr_html_()
