@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
 from ..core.annotations import is_getitem, needs_grad
-from .collectives import START_SECONDS, volume
+from ..schedules.synthesis import StageTimes
+from .cluster import Cluster, Group
+from .collectives import collective_seconds, volume
 from .hardware import H100, Hardware
 from .kernels import work_seconds
+from .operator_runs import run_seconds, traffic_seconds
 from .operators import kernel_of
 
 
@@ -17,8 +22,9 @@ from .operators import kernel_of
 class Roofline:
     """Prices for one kind of hardware.
 
-    These compare ways to split the same work, so kernels' floors (but for ``launch_seconds``) and the rounding to tiles
-    are left out: every rank pays the floor however an operator is split, and a price must halve when its work does.
+    ``operator_seconds`` compares ways to split the same work, so kernels' floors and the rounding to tiles are left
+    out: every rank pays the floor however an operator is split, and a price must halve when its work does.
+    ``run_seconds``, which compares ranks that run different operators, has them.
     ``unknown="memory"``: operators without a price, which a plan may allow, cost what they read and write.
     """
 
@@ -31,13 +37,18 @@ class Roofline:
         forward = work_seconds(kernel_of(node, self.unknown), self.hardware)
         return forward * (3.0 if needs_grad(node) else 1.0)  # the backward pass of a matmul is two matmuls
 
-    def launch_seconds(self, node: fx.Node) -> float:
-        times = 3 if needs_grad(node) else 1
-        return times * self.hardware.launch_seconds if self.operator_seconds(node) else 0.0  # views start nothing
+    def run_seconds(self, node: fx.Node, share: float, reads: Sequence[float], writes: float) -> StageTimes:
+        return run_seconds(node, share, reads, writes, self.hardware, self.unknown)
+
+    def accumulate_seconds(self, num_bytes: float) -> float:
+        return traffic_seconds(3 * num_bytes, self.hardware)
 
     def send_seconds(self, num_bytes: float) -> float:
-        hw = self.hardware
-        return START_SECONDS + hw.link_seconds + num_bytes / hw.link_bytes_per_second
+        return collective_seconds("send", self._neighbours, num_bytes)
+
+    @cached_property
+    def _neighbours(self) -> Group:
+        return Cluster(self.hardware, 1, 2).group_of((0, 1))
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
         hw = self.hardware

@@ -88,7 +88,8 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module")
 def program() -> quintnet.CompiledProgram:
     torch.manual_seed(0)
-    return quintnet.compile(GPT(depth=6), Mesh(pp=2, dp=2, tp=2), CASES["gpt"].batch(8), microbatches=2)
+    plan = {"stages": ["blocks.3"]}
+    return quintnet.compile(GPT(depth=6), Mesh(pp=2, dp=2, tp=2), CASES["gpt"].batch(8), microbatches=2, plan=plan)
 
 
 @pytest.fixture(scope="module")

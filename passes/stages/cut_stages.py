@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, leaf, needs_grad, num_bytes, origin, tensor_inputs, values
+from ...core.annotations import facts, is_getitem, leaf, origin
 from ...core.errors import CompileError
-from ...core.sharding import Shard
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Program, ShardedProgram, StagedProgram, outputs
 from ...ops.user_derivatives import derivatives
-from .partition import Array, balanced_starts
-
-EMPTY = 1e3  # seconds: what a stage without parameters costs
-MOST_PLACES = 400  # up to this many operators every cut is tried; beyond, the narrowest of each run of operators
+from ...schedules.kinds import one_f_one_b
+from ...schedules.schedule import Schedule
+from ...schedules.synthesis import StageTimes
+from .fastest_cut import FastestCut
+from .stage_loads import StageLoads, operator_times
+from .step_clock import StepClock
 
 
 @dataclass(frozen=True)
@@ -33,12 +32,12 @@ class CutStages:
     touches has no stage and runs wherever it is needed; a derivative that the user wrote is in one stage, and so is all
     from where a buffer is read to where it changes, if the next microbatch reads it.
 
-    The slowest stage (its operators, its parameters, what it receives and sends) is as fast as it can be, and among
-    such cuts the sum of squares of all stages is least: exactly so for up to 400 operators, among the narrowest places
-    beyond (dynamic programming over cut positions, as in PipeDream, Narayanan et al. 2019). Every stage has parameters
-    where that is possible.
+    A step is as short as the schedule can make it, by prices of operators and sends, see
+    :class:`.fastest_cut.FastestCut`; cuts that are as fast as each other go to the one whose stages have equal work.
+    Beyond 400 operators, stages begin at the narrowest places. Every stage has parameters where that is possible.
 
     ``boundaries``: where each stage but the first begins, as operator names or module paths; empty: chosen.
+    ``schedule``: what runs the stages; None: 1F1B with four microbatches for each.
 
     Raises:
         CompileError: QN206 if there are fewer operators than stages, or a boundary does not fit.
@@ -47,6 +46,7 @@ class CutStages:
     num_stages: int
     cost: CostModel
     boundaries: tuple[str, ...] = ()
+    schedule: Schedule | None = None
 
     def __call__(self, program: ShardedProgram, /) -> StagedProgram:
         order = staged_operators(program.program.graph)
@@ -63,7 +63,9 @@ class CutStages:
         elif self.boundaries:
             starts = [apart.get(start, start) for start in _named_starts(self.boundaries, order, self.num_stages)]
         else:
-            starts = _best_starts(_Loads(program, order, self.cost), self.num_stages, apart)
+            schedule = self.schedule or one_f_one_b(self.num_stages, 4 * self.num_stages)
+            loads = StageLoads(program, order, self.cost)
+            starts = FastestCut(loads, StepClock(schedule), frozenset(apart)).starts()
         stage: dict[fx.Node, int] = {}
         current = 0
         for index, node in enumerate(order):
@@ -116,12 +118,14 @@ def parameter_stages(staged: StagedProgram) -> dict[fx.Node, tuple[int, ...]]:
     }
 
 
-def stage_seconds(staged: StagedProgram, cost: CostModel) -> tuple[float, ...]:
-    """What one rank's share of the operators of each stage takes, forward and backward."""
-    found = [0.0] * staged.num_stages
+def stage_times(staged: StagedProgram, cost: CostModel) -> tuple[StageTimes, ...]:
+    """What one rank's share of the operators of each stage takes for a microbatch."""
+    found = [[0.0, 0.0, 0.0] for _ in range(staged.num_stages)]
     for node in staged_operators(staged.sharded.program.graph):
-        found[staged.stage[node]] += _seconds(cost, staged.sharded, node)
-    return tuple(found)
+        times = operator_times(staged.sharded, node, cost)
+        for part, seconds in enumerate((times.forward, times.input, times.weight)):
+            found[staged.stage[node]][part] += seconds
+    return tuple(StageTimes(*one) for one in found)
 
 
 def boundaries(staged: StagedProgram) -> tuple[str, ...]:
@@ -191,99 +195,3 @@ def _named_starts(names: tuple[str, ...], order: list[fx.Node], num_stages: int)
             fix="name them in the order of the forward pass, and not its beginning",
         )
     return starts
-
-
-class _Loads:
-    """Seconds of any stage ``[i, j)`` of the operators."""
-
-    def __init__(self, program: ShardedProgram, order: list[fx.Node], cost: CostModel) -> None:
-        self.count = len(order)
-        place = {node: i for i, node in enumerate(order)}
-        work = np.array([_seconds(cost, program, n) for n in order])
-        self.work = np.concatenate([[0.0], np.cumsum(work)])
-        known = {n: [leaf(origin(x)[0]) for x in tensor_inputs(n)] for n in order}
-        reads = [any(found is not None and found.kind == "parameter" for found in known[n]) for n in order]
-        self.reads = np.concatenate([[0], np.cumsum(reads)])  # operators before a place that read parameters
-        # One entry per use of a parameter or value: it is paid in a stage that begins after ``before`` (the use
-        # before this one, or where the value is made) and not after ``at``.
-        before, at, price = [], [], []
-        # One entry per value: it is sent by a stage that makes it at ``made`` and ends before its ``last`` use.
-        made, last, sent = [], [], []
-        crossing = np.zeros(self.count + 1)
-        for source, uses in _uses(order, place).items():
-            node, output = source
-            value = values(node)[output]
-            size = num_bytes(value) * _kept(program, node, output)
-            if leaf(node) is not None:
-                seconds, previous = cost.parameter_seconds(size), -1
-            elif node in place:
-                ways = 2 if needs_grad(node) else 1
-                seconds, previous = ways * cost.send_seconds(size), place[node]
-                crossing[previous + 1 : uses[-1] + 1] += size
-                made.append(previous)
-                last.append(uses[-1])
-                sent.append(seconds)
-            else:
-                continue
-            for use in uses:
-                before.append(previous)
-                at.append(use)
-                price.append(seconds)
-                previous = use
-        self.before, self.at, self.price = np.array(before, int), np.array(at, int), np.array(price, float)
-        self.made, self.last, self.sent = np.array(made, int), np.array(last, int), np.array(sent, float)
-        self.places = _narrow_places(crossing)
-
-    def from_start(self, start: int) -> Array:
-        """For every end j: seconds of the stage [start, j)."""
-        paid = (self.before < start) & (self.at >= start)
-        entering = np.bincount(self.at[paid], weights=self.price[paid], minlength=self.count)
-        mine = self.made >= start
-        ends = np.concatenate([self.made[mine] + 1, self.last[mine] + 1])  # from the first to before the second
-        changes = np.concatenate([self.sent[mine], -self.sent[mine]])
-        leaving = np.cumsum(np.bincount(ends, weights=changes, minlength=self.count + 1))
-        empty = EMPTY * (self.reads == self.reads[start])
-        loads: Array = self.work - self.work[start] + np.concatenate([[0.0], np.cumsum(entering)]) + leaving + empty
-        return loads
-
-
-def _uses(order: list[fx.Node], place: dict[fx.Node, int]) -> dict[tuple[fx.Node, int], list[int]]:
-    found: dict[tuple[fx.Node, int], list[int]] = defaultdict(list)
-    for node in order:
-        for source in dict.fromkeys(origin(given) for given in tensor_inputs(node)):
-            kind = leaf(source[0])
-            if kind is None or kind.kind == "parameter":
-                found[source].append(place[node])
-    return found
-
-
-def _seconds(cost: CostModel, program: ShardedProgram, node: fx.Node) -> float:
-    return cost.operator_seconds(node) * _share(program, node) + cost.launch_seconds(node)
-
-
-def _share(program: ShardedProgram, node: fx.Node) -> float:
-    ways = [a.size for a, s in zip(program.axes, program.strategies[node], strict=True) if s.splits]
-    return 1 / math.prod(ways)
-
-
-def _kept(program: ShardedProgram, node: fx.Node, output: int) -> float:
-    kinds = zip(program.axes, program.produced(node, output), strict=True)
-    return 1 / math.prod(axis.size for axis, kind in kinds if isinstance(kind, Shard))
-
-
-def _narrow_places(crossing: Array) -> list[int]:
-    """Positions to cut at: all, or the narrowest of each run of operators."""
-    inner = range(1, len(crossing) - 1)
-    if len(inner) <= MOST_PLACES:
-        return [0, *inner, len(crossing) - 1]
-    run = math.ceil(len(inner) / MOST_PLACES)
-    chosen = [min(inner[i : i + run], key=lambda p: (crossing[p], p)) for i in range(0, len(inner), run)]
-    return [0, *chosen, len(crossing) - 1]
-
-
-def _best_starts(loads: _Loads, num_stages: int, inside: Mapping[int, int]) -> list[int]:
-    """Where stages 1, 2, ... begin: at none of the places ``inside`` what must not be cut."""
-    places = np.array([place for place in loads.places if place not in inside])
-    assert num_stages < len(places)
-    seconds = np.stack([loads.from_start(start)[places] for start in places])
-    return [int(places[start]) for start in balanced_starts(seconds, num_stages)]

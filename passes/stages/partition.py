@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
 
-def balanced_starts(seconds: Array, num_stages: int) -> list[int]:
+def balanced_starts(seconds: Array, num_stages: int, weights: Array | None = None) -> list[int]:
     """Where intervals 1, 2, ... begin, so that the dearest is as cheap as it can be, and among such cuts the sum of
     squares is least (PipeDream, Narayanan et al. 2019).
 
     ``seconds[i, j]``: the price of interval ``[i, j)``; infinite where it may not be. No interval is empty.
+    ``weights``: how many times its price each interval counts, from first to last.
 
     >>> work = np.concatenate([[0.0], np.cumsum([1.0, 1.0, 4.0, 1.0])])
     >>> balanced_starts(work[None, :] - work[:, None], 2)
@@ -20,20 +23,21 @@ def balanced_starts(seconds: Array, num_stages: int) -> list[int]:
     """
     seconds = seconds.copy()
     seconds[np.tril_indices(len(seconds))] = np.inf
-    dearest, _ = _partition(seconds, num_stages, np.maximum)
-    fitting = np.where(seconds <= dearest * (1 + 1e-9), seconds**2, np.inf)
-    _, ends = _partition(fitting, num_stages, np.add)
+    found = [seconds] * num_stages if weights is None else [seconds * weight for weight in weights]
+    dearest, _ = _partition(found, np.maximum)
+    fitting = {id(one): np.where(one <= dearest * (1 + 1e-9), one**2, np.inf) for one in found}
+    _, ends = _partition([fitting[id(one)] for one in found], np.add)
     return ends[:-1]
 
 
-def _partition(price: Array, num_stages: int, join: np.ufunc) -> tuple[float, list[int]]:
-    """The least ``join`` of the prices of ``num_stages`` consecutive intervals, and where the intervals end."""
-    best, choices = price[0], []
-    for _ in range(num_stages - 1):
+def _partition(prices: Sequence[Array], join: np.ufunc) -> tuple[float, list[int]]:
+    """The least ``join`` of the prices of consecutive intervals, each by its own, and where the intervals end."""
+    best, choices = prices[0][0], []
+    for price in prices[1:]:
         joined = join(best[:, None], price)
         choices.append(joined.argmin(axis=0))
         best = joined.min(axis=0)
-    ends = [len(price) - 1]
+    ends = [len(prices[0]) - 1]
     for chosen in reversed(choices):
         ends.insert(0, int(chosen[ends[0]]))
     return float(best[-1]), ends

@@ -33,11 +33,11 @@ from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.sharding.axis_view import stores_state
 from ..passes.sharding.replicated import unsplit
 from ..passes.sharding.shard_parameters import stored_whole, storing_axes
-from ..passes.stages.cut_stages import CutStages, boundaries, parameter_stages, stage_seconds
+from ..passes.stages.cut_stages import CutStages, boundaries, parameter_stages, stage_times
 from ..passes.stages.follow_stages import FollowStages
 from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
-from ..schedules.synthesis import StageTimes, schedule_of
+from ..schedules.synthesis import schedule_of
 from .pipeline import PassSetting, Request, axes_of, expert_axes, passed
 
 A = TypeVar("A")
@@ -197,12 +197,8 @@ def _microbatches(request: Request, *, training: bool) -> int:
 def _schedule(
     request: Request, staged: StagedProgram, microbatches: int, placement: tuple[int, ...] | None = None
 ) -> Schedule:
-    def times() -> list[StageTimes]:
-        # the backward of a product is two products: one for each half
-        thirds = [seconds / 3 for seconds in stage_seconds(staged, _prices(request))]
-        return [StageTimes(third, third, third) for third in thirds]
-
     plan, ranks = request.plan, request.mesh["pp"]
+    times = partial(stage_times, staged, _prices(request))
     return schedule_of(plan.schedule, ranks, microbatches, plan.virtual_stages, times, placement)
 
 

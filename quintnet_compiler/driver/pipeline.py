@@ -58,7 +58,9 @@ from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
 from ..passes.strategies.expert_axes import check_experts
 from ..passes.strategies.rule_book import RuleBook
+from ..schedules.kinds import SCHEDULES, forward_only
 from ..schedules.schedule import Op, Schedule
+from ..schedules.synthesis import SYNTHESIZED
 
 T = TypeVar("T")
 Pass = Callable[[Any], Any]
@@ -192,6 +194,20 @@ def _store(s: PassSetting, sharded: Any) -> Pass:
     return _planned(ShardParameters, s, s.plan.zero, axes, fixed(s, sharded.program), expert_axes(s.plan))
 
 
+def _cut(s: PassSetting) -> Pass:
+    """For the schedule that the plan names; for 1F1B, or several stages per rank in turn, where it is made for stages
+    that are not cut yet."""
+    plan, ranks, schedule = s.plan, s.request.mesh["pp"], None
+    if ranks * plan.virtual_stages > 1 and not plan.stages:
+        name = plan.schedule
+        if name == SYNTHESIZED:
+            name = "1f1b" if plan.virtual_stages == 1 else "interleaved"
+        schedule = SCHEDULES[name](ranks, s.microbatches, plan.virtual_stages)
+        if not s.differentiate.training:
+            schedule = forward_only(schedule.placement, s.microbatches)
+    return _planned(CutStages, s, ranks * plan.virtual_stages, s.cost, plan.stages, schedule)
+
+
 def _recompute(s: PassSetting, program: Any) -> Pass | None:
     plan = s.plan
     blocks: Blocks = "fused" if plan.recompute == "none" and s.request.fused else plan.recompute
@@ -249,10 +265,8 @@ PIPELINE: tuple[PassSpec, ...] = (
         _store,
     ),
     PassSpec(
-        CutStages, "StagedProgram", "which pipeline stage each operator belongs to: dynamic programming over costs",
-        lambda s, p: s.cut or _planned(
-            CutStages, s, s.request.mesh["pp"] * s.plan.virtual_stages, s.cost, s.plan.stages
-        ),
+        CutStages, "StagedProgram", "which pipeline stage each operator belongs to: the cut with the shortest step",
+        lambda s, p: s.cut or _cut(s),
     ),
     PassSpec(
         InsertCommunication, "LocalProgram", "local shapes; every change of sharding is a `convert` node",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import fx
+
+from ..schedules.synthesis import StageTimes
 
 
 class CostModel(Protocol):
@@ -15,9 +17,14 @@ class CostModel(Protocol):
         """Time of one unsplit operator, forward and (where gradients flow) backward."""
         ...
 
-    def launch_seconds(self, node: fx.Node) -> float:
-        """What starting an operator takes, forward and backward, however small it is. Every rank that runs a part of it
-        pays that, so it counts where operators are divided, and not where each of them is."""
+    def run_seconds(self, node: fx.Node, share: float, reads: Sequence[float], writes: float) -> StageTimes:
+        """One run of a rank's ``share`` of an operator, and of its backward, with all that starting kernels takes,
+        however small it is: it counts where operators are divided between ranks, and not where each of them is.
+        ``reads``: bytes of the rank's part of each tensor input; ``writes``: of its results."""
+        ...
+
+    def accumulate_seconds(self, num_bytes: float) -> float:
+        """Time of adding a gradient of so many bytes to another."""
         ...
 
     def send_seconds(self, num_bytes: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from quintnet_compiler.ops.rules.notation import Factors
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
+from quintnet_compiler.schedules.synthesis import StageTimes
 
 TP, DP, TIME, CP = (
     Axis("tp", 2, "model"), Axis("dp", 2, "data"), Axis("microbatch", 2, "time"), Axis("cp", 2, "context"),
@@ -68,7 +70,10 @@ class Prices:
     def operator_seconds(self, node: fx.Node) -> float:
         return self.operator
 
-    def launch_seconds(self, node: fx.Node) -> float:
+    def run_seconds(self, node: fx.Node, share: float, reads: Sequence[float], writes: float) -> StageTimes:
+        return StageTimes(self.operator * share, self.operator * share, self.operator * share)
+
+    def accumulate_seconds(self, num_bytes: float) -> float:
         return 0.0
 
     def send_seconds(self, num_bytes: float) -> float:

@@ -21,6 +21,7 @@ from quintnet_compiler.cost_models.collectives import ALGORITHMS, collective_sec
 from quintnet_compiler.cost_models.hardware import A100_80, H100, HARDWARE, hardware
 from quintnet_compiler.cost_models.kernels import kernel_seconds, matmul, memory, work_seconds
 from quintnet_compiler.cost_models.memory import in_flight, layer_activation_bytes, peak_memory
+from quintnet_compiler.cost_models.operator_runs import run_seconds, traffic_seconds
 from quintnet_compiler.cost_models.operators import kernel_of
 from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
 from quintnet_compiler.cost_models.roofline import Roofline
@@ -31,6 +32,7 @@ from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.schedules.schedule import Op, chain, simulate
 
 from ..models import GPT, _llama, _tokens
+from .graphs import linear
 
 torch.set_num_threads(1)
 OLD = {"dtype": "fp16", "gradient_dtype": "fp16", "flash": False, "overlap_dp": False, "overlap_pp": False}
@@ -316,3 +318,23 @@ def test_groups_follow_the_order_of_the_mesh() -> None:
     assert names == {"tp": ["NVLink"], "cp": ["NVLink"], "dp": ["leaf"], "pp": ["leaf"]}
     both = cluster.group(16)
     assert [(hop.members, hop.lanes) for hop in both.hops] == [(8, 1), (2, 8)]
+
+
+# -- parts of operators
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.125])
+def test_a_run_of_a_product_is_its_kernel_and_one_for_each_gradient(share: float) -> None:
+    _, nodes = linear(rows=4096, features=512, results=256)  # x @ w.T, of which w trains
+    rows = int(4096 * share)
+    found = run_seconds(nodes["y"], share, [4.0 * rows * 512, 4.0 * 256 * 512], 4.0 * rows * 256, H100, "error")
+    kernel = partial(kernel_seconds, device=H100)
+    assert found.forward == pytest.approx(kernel(matmul("", rows, 256, 512, dtype="fp32", element=4.0)))
+    assert found.input == 0.0
+    assert found.weight == pytest.approx(kernel(matmul("", 512, 256, rows, dtype="fp32", element=4.0)))
+
+
+def test_a_sum_passes_its_gradient_on() -> None:
+    _, nodes = linear()
+    found = run_seconds(nodes["loss"], 1.0, [4e6], 4.0, H100, "error")
+    assert found.forward == pytest.approx(traffic_seconds(4e6 + 4, H100)) and found.input == found.weight == 0.0

@@ -42,7 +42,6 @@ MISSING = frozenset(
         "quintnet_compiler.runtime.transport.symmetric",
         "quintnet_compiler.runtime.transport.transport",
         "quintnet_compiler.simulation.compare",
-        "quintnet_compiler.simulation.priced",
         "quintnet_compiler.simulation.program",
         "quintnet_compiler.training.run",
         "quintnet_compiler.training.trainer",
