@@ -9,6 +9,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..core.annotations import copies, is_getitem, num_bytes, shape, tensor_inputs, value, values
@@ -112,7 +113,17 @@ class CalibratedCosts:
             return float(num_bytes(values(tensor_inputs(node)[0])[0]) + num_bytes(value(node)))
         return float(traffic(node))
 
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Products in 16 bits are no others, and have other units on most machines."""
+        made, measured = str(dtype).removeprefix("torch."), self.calibration.dtype
+        if made != measured and {made, measured} & {"bfloat16", "float16"}:
+            raise CompileError(
+                "QN210", f"products in {made} were not measured, but in {measured}",
+                fix=f"quintnet calibrate --dtype {made}",
+            )  # fmt: skip
+
     def _matmul(self, node: fx.Node) -> float:
+        self._check_dtype(value(node).dtype)
         inputs = tensor_inputs(node)
         count = 1
         if node.target is aten.addmm.default:

@@ -103,13 +103,35 @@ def test_what_was_not_measured_has_no_price() -> None:
         three.simulate(CalibratedCosts(machine()))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_products_are_priced_in_the_dtype_that_was_measured(dtype: str) -> None:
+    case = CASES["gpt"]
+    program = quintnet.compile(build("gpt", torch.float32), Mesh(dp=2), case.batch(8), precision="bf16", check="off")
+    costs = CalibratedCosts(machine().model_copy(update={"dtype": dtype}))
+    if dtype == "bfloat16":
+        assert program.simulate(costs).seconds > 0
+    else:
+        with pytest.raises(CompileError, match=r"QN210(?s:.*)in bfloat16 were not measured(?s:.*)--dtype bfloat16"):
+            program.simulate(costs)
+
+
+def test_measuring_in_16_bits() -> None:
+    effort = measuring.CalibrationEffort(1, 1e-5, (8,), (4, 16), (512,), dtype=torch.bfloat16)
+    taken, samples = measuring._operators(effort)
+    assert len(taken) == len(samples) and {one.family for one in samples} >= set(FAMILIES) - {
+        "attention",
+        "attention_backward",
+    }
+    assert all(seconds > 0 for seconds in taken)
+
+
 def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     effort = measuring.CalibrationEffort(1, 1e-5, (8, 16), (4, 16), (512, 4096))
     found = measuring.calibrate((2,), effort)
     assert {one.name for one in found.collectives} == {*measuring.COLLECTIVES, "send"}
     assert set(found.operators) >= set(FAMILIES) - {"attention", "attention_backward"}
     assert len(found.products) == 3 * 2**3
-    monkeypatch.setattr(calibrate_verb, "measure_machine", lambda ranks: found)
+    monkeypatch.setattr(calibrate_verb, "measure_machine", lambda ranks, effort: found)
     path = tmp_path / "machine.json"
     done = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout) == json.loads(path.read_text())

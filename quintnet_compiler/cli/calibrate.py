@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated
 
+import torch
 import typer
 
 from ..core.progress import working
+from ..reports.calibrate import SIDES, CalibrationEffort
 from ..reports.calibrate import calibrate as measure_machine
 from .answer import Answer
 from .options import Json
+
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
 
 
 def calibrate(
     out: Annotated[Path | None, typer.Option(help="write the calibration here")] = None,
     ranks: Annotated[list[int] | None, typer.Option(min=2, help="measure collectives over so many processes")] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="|".join(DTYPES), help="of what is measured; for programs that compute in it")
+    ] = "float32",
+    largest: Annotated[
+        int, typer.Option(min=SIDES[-1], help="the longest side of products; 8192 for GPUs (minutes on a CPU)")
+    ] = SIDES[-1],
     json: Json = False,
 ) -> Answer:
     """Measure how long operators and collectives take on this machine. Nothing else should run meanwhile.
@@ -23,9 +38,16 @@ def calibrate(
     Exit code: 0, 2 usage, 6 a process failed.
 
     Example: quintnet calibrate --ranks 2 --ranks 4 --out machine.json
+
+    Example: quintnet calibrate --dtype bfloat16 --largest 8192 --out gpu.json
     """
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype!r} is none of {', '.join(DTYPES)}", param_hint="--dtype")
+    effort = CalibrationEffort(dtype=DTYPES[dtype])
+    if largest > SIDES[-1]:
+        effort = replace(effort, sides=(*SIDES, largest), most_flops=2.0 * largest**3)
     with working("measuring"):
-        found = measure_machine(tuple(ranks or (2,)))
+        found = measure_machine(tuple(ranks or (2,)), effort)
     if out:
         found.save(out)
     return Answer(found.summary(), found.model_dump_json(indent=1))

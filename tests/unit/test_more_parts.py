@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import typer
 from torch import Tensor, fx, nn
 
 import quintnet
@@ -31,6 +32,7 @@ from quintnet_compiler.huggingface.registries import traced_as_few_nodes
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.passes.autodiff.recompute_cut import cut
 from quintnet_compiler.passes.sharding.fold_blocks import FoldBlocks
+from quintnet_compiler.reports.calibrate import CalibrationEffort
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.execute.gradient_calls import OPERATORS, handle
 from quintnet_compiler.runtime.execute.record import Clock, Recorded, RecordedSpan
@@ -317,12 +319,21 @@ def test_a_wrong_option_is_refused_before_anything_is_traced() -> None:
 
 
 def test_the_calibration_that_was_measured_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[int, ...]] = []
+    asked: list[tuple[tuple[int, ...], CalibrationEffort]] = []
     made = SimpleNamespace(
         save=lambda path: path.write_text("saved"), summary=lambda: "text", model_dump_json=lambda indent: "{}"
     )
-    monkeypatch.setattr(calibrate_verb, "measure_machine", lambda ranks: asked.append(ranks) or made)
+    monkeypatch.setattr(calibrate_verb, "measure_machine", lambda *given: asked.append(given) or made)
     out = tmp_path / "machine.json"
     found = calibrate_verb.calibrate(out, [2, 4])
-    assert asked == [(2, 4)] and out.read_text() == "saved" and (found.text, found.document) == ("text", "{}")
+    assert (
+        asked == [((2, 4), CalibrationEffort())]
+        and out.read_text() == "saved"
+        and (found.text, found.document) == ("text", "{}")
+    )
+    calibrate_verb.calibrate(dtype="bfloat16", largest=8192)
+    wide = asked[-1][1]
+    assert (wide.dtype, wide.sides[-1], wide.most_flops) == (torch.bfloat16, 8192, 2.0 * 8192**3)
+    with pytest.raises(typer.BadParameter, match="none of float32, bfloat16, float16"):
+        calibrate_verb.calibrate(dtype="int8")
     assert app.info.cls is Verbs and "calibrate" in VERBS and loaded("calibrate").name == "calibrate"
