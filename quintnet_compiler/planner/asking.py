@@ -87,9 +87,7 @@ class Questions:
         made = self.question.search(replace(self.planner, pinned=read_plan(given)))
         if made.ranked:
             return Versus(self.best, made.ranked[0])
-        if not made.complete:
-            return Versus(self.best, None, unfinished(made, self.question.effort))
-        return Versus(self.best, None, _nearest(made) or "no such layout")
+        return Versus(self.best, None, _why(made, self.question.effort))
 
     def front(self) -> ParetoFront:
         """See :meth:`.report.PlanReport.front`."""
@@ -121,13 +119,16 @@ class Questions:
                 continue
             machine = replace(self.planner.machine, cluster=cluster.sized(size))
             made = replace(self.planner, machine=machine).search(1, "time", effort)
-            why = "" if made.ranked else _nearest(made) if made.complete else unfinished(made, effort)
+            why = "" if made.ranked else _why(made, effort)
             points.append(ScalingPoint(size, made.ranked[0] if made.ranked else None, why))
         return ScalingCurve(cluster.device.name, tuple(points))
 
     def beside(self, cluster: Cluster, price: float | None) -> Versus:
         """See :meth:`.report.PlanReport.beside`."""
         planner = self.planner
+        if not isinstance(cluster, Cluster):
+            said = f"a {type(cluster).__name__} is not a cluster"
+            raise CompileError("QN201", said, fix='pass quintnet.Cluster("h100", nodes=8)')
         machine = replace(planner.machine, cluster=cluster)
         goal = replace(planner.workload.goal, price=price)
         there = Planner.of(
@@ -137,8 +138,7 @@ class Questions:
         made, names = self.question.search(there), (planner.machine.name, machine.name)
         if made.ranked:
             return Versus(self.best, made.ranked[0], names=names)
-        why = (_nearest(made) if made.complete else "") or unfinished(made, self.question.effort)
-        return Versus(self.best, None, why, names)
+        return Versus(self.best, None, _why(made, self.question.effort), names)
 
 
 def plan_model(planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None) -> PlanReport:
@@ -172,9 +172,12 @@ def unfinished(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> s
     return f"in {effort.seconds:.3g} s no layout was found that fits: {seen}"
 
 
-def _nearest(found: SearchResult[Layout, Estimate]) -> str:
+def _why(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> str:
+    """Why nothing was found."""
+    if not found.complete:
+        return unfinished(found, effort)
     nearest = min(found.rejected, key=lambda one: one.lacks, default=None)
-    return f"{nearest.layout}: {nearest.reason}" if nearest else ""
+    return f"{nearest.layout}: {nearest.reason}" if nearest else "no such layout"
 
 
 def _infeasible(planner: Planner, found: SearchResult[Layout, Estimate], effort: SearchEffort) -> CompileError:

@@ -99,7 +99,8 @@ class PlanReport:
             price: of an hour of one of its devices.
 
         Raises:
-            CompileError: QN210 if an operator has no price there, QN216 for a price that is not above 0.
+            CompileError: QN201 for what is no cluster, QN210 if an operator has no price there, QN216 for a price that
+                is not above 0.
         """
         return self.ask.beside(cluster, price)
 

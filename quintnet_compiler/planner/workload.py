@@ -23,7 +23,7 @@ class Goal:
     tokens); ``price``: of an hour of one device, in any currency.
 
     Raises:
-        CompileError: QN216 for a number that is not above 0, or not finite.
+        CompileError: QN216 for what is no number, not above 0, or not finite.
     """
 
     tokens: float | None = None
@@ -31,8 +31,9 @@ class Goal:
 
     def __post_init__(self) -> None:
         for name, found in asdict(self).items():
-            if found is not None and not (math.isfinite(found) and found > 0):
-                raise CompileError("QN216", f"{name}={found}", fix="give a number above 0, or leave it out")
+            number = isinstance(found, (int, float)) and not isinstance(found, bool)
+            if found is not None and not (number and math.isfinite(found) and found > 0):
+                raise CompileError("QN216", f"{name}={found!r}", fix="give a number above 0, or leave it out")
 
 
 NO_GOAL = Goal()

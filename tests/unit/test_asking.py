@@ -99,6 +99,18 @@ def test_two_clusters_side_by_side(report: PlanReport) -> None:
     assert versus.other.seconds == there.found.ranked[0].seconds
 
 
+def test_what_a_plan_pins_may_have_no_layout_elsewhere() -> None:
+    model, batch, loss = mlp()
+    report = quintnet.plan(model, CLUSTER, batch, loss_fn=loss, plan={"mesh": {"tp": 2}}, top_k=1)  # type: ignore[arg-type]
+    assert "1 devices: no such layout" in str(report.scaling([1, 2]))
+    assert report.beside(quintnet.Cluster("h100", 1, 1)).refused == "no such layout"
+    assert report.why_not(mesh={"tp": 8}).refused == "no such layout"
+    with pytest.raises(CompileError, match=r"QN201.*\n.*a str is not a cluster"):
+        report.beside("h100")  # type: ignore[arg-type]
+    with pytest.raises(CompileError, match="QN216"):
+        report.beside(CLUSTER, price=-1)
+
+
 def test_a_reserve_of_memory_is_kept_and_said(report: PlanReport) -> None:
     assert "memory may be 73.6 GiB of 80.0 GiB: 8% stays free" in str(report)
     assert json.loads(report.to_json())["reserve"] == 0.08

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,8 @@ def test_only_a_goal_and_only_a_price() -> None:
     assert load.text(load.figures(2.0, 8))[-1] == "a million tokens cost 2.713, at 2.5 a device hour"
 
 
-@pytest.mark.parametrize("number", [0, -1.0, math.inf, math.nan])
-def test_a_goal_is_a_number_above_0(number: float) -> None:
+@pytest.mark.parametrize("number", [0, -1.0, math.inf, math.nan, "2", True])
+def test_a_goal_is_a_number_above_0(number: Any) -> None:
     with pytest.raises(CompileError, match=r"QN216.*\n.*price="):
         Goal(price=number)
     with pytest.raises(CompileError, match=r"QN216.*\n.*tokens="):
