@@ -69,6 +69,7 @@ class Footprints:
         self.mode = program.source.local.mode
         self.device = None if program.source.local.staged.sharded.program.absent is None else CPU
         self.crossing: dict[str, Tensor] = {}
+        self.lasting: dict[int, Tensor] = {}  # what stays for the whole step, by its memory: views free nothing
         known: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad(), self.mode:
             for stage in program.stages:
@@ -84,8 +85,10 @@ class Footprints:
     def _forward(self, stage: StageProgram) -> dict[str, Tensor]:
         known = {n.name: self._fake(values(n)[0]) for n in stage_inputs(stage)}
         known |= self._run(stage, "once", known)
+        self.lasting |= {storage(x): x for x in known.values()}
         for name, cut in stage.slices.items():
             whole = known[cut.source] if cut.source in known else self._fake(self._source(cut.source))
+            self.lasting[storage(whole)] = whole
             known[name] = slices.take(whole, cut.dim, cut.parts, self.program.schedule.num_microbatches, 0)
             shared = storage(known[name]) == storage(whole)
             self.sliced[stage.index, name] = _output(known[name], 0 if shared else -1, 0)
@@ -101,7 +104,8 @@ class Footprints:
         piece = stage.pieces[label]
         names = [*piece.static, *piece.dynamic]
         given = [known[name] if name in known else self._received(name) for name in names]
-        lent = [x for name, x in zip(names, given, strict=True) if name in piece.static or name in later]
+        kept = later | set(piece.static)
+        lent = [x for name, x in zip(names, given, strict=True) if name in kept or storage(x) in self.lasting]
         made, working, releases = interpret(piece.module, given, _comm(self.program, stage), lent, self.device)
         places = {storage(x): index for index, x in reversed(list(enumerate(given)))}
         fresh: dict[int, int] = {}
