@@ -20,6 +20,7 @@ from ..ops.collectives import (
     ring_attention_backward,
 )
 from ..ops.grouped_rows import grouped_linear, grouped_weight_grad
+from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
@@ -141,12 +142,42 @@ FLASH_BACKWARD = frozenset(
 )
 
 
+# Operators that do not read the whole of their input number ``n``: as much of it as they return (a lookup reads rows of
+# a table), or nothing (its shape alone counts).
+ROWS_OF: Mapping[Any, int] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            [aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default,
+             aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, embedding_rows], 0,
+        ),
+    }
+)  # fmt: skip
+SHAPE_OF: Mapping[Any, int] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+             aten.new_zeros.default, aten.new_ones.default, aten.new_full.default], 0,
+        ),
+        **dict.fromkeys([aten.nll_loss_backward.default, aten.nll_loss2d_backward.default], 1),
+    }
+)  # fmt: skip
+# A second kernel reads the result's gradient and the input once more, for the gradients of weight and bias (PyTorch's
+# layer_norm_kernel.cu; RMS norms share it).
+NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
+
+
 def traffic(node: fx.Node) -> float:
     """Bytes that a node reads and writes."""
-    moved = float(sum(num_bytes(v) for v in values(node) if isinstance(v, torch.Tensor)))
-    for source in tensor_inputs(node):
+    made = float(sum(num_bytes(v) for v in values(node) if isinstance(v, torch.Tensor)))
+    rows, shape_only = ROWS_OF.get(node.target), SHAPE_OF.get(node.target)
+    moved = made
+    for place, source in enumerate(tensor_inputs(node)):
         found = facts(source).value
-        moved += num_bytes(found) if isinstance(found, torch.Tensor) else 0
+        size = num_bytes(found) if isinstance(found, torch.Tensor) else 0
+        if place != shape_only:
+            moved += min(size, made) if place == rows else size
+        if place < 2 and node.target in NORM_BACKWARD:
+            moved += size
     return moved
 
 
@@ -242,7 +273,8 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         return Kernel(node.name, "view", launches=0)
     moved = traffic(node)
     if work == "attention":
-        return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node))
+        launches = 3 if target in FLASH_BACKWARD else 1  # the scores' share of the gradient, the gradients, a cast
+        return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node), launches=launches)
     if work == "matmul" and (size := product_size(node)) is not None:
         batch, rows, columns, depth = size
         flops = 2.0 * batch * rows * columns * depth
@@ -251,7 +283,7 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     if _factorises(target):
         return Kernel(node.name, "matmul", _factorising(node), moved, "fp32")
     if work is not None or unknown == "memory" or facts(node).phase == "backward":
-        return Kernel(node.name, "memory", bytes=moved)
+        return Kernel(node.name, "memory", bytes=moved, launches=2 if target in NORM_BACKWARD else 1)
     raise _unpriced(node)
 
 

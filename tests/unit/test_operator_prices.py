@@ -170,3 +170,32 @@ def test_torch_refuses_products_of_two_dtypes(sample: Sample) -> None:
     given[first] = given[first].to(torch.float32)
     with pytest.raises(RuntimeError):
         _made(sample, given)
+
+
+def _traffic_of(target: Any, args: tuple[Any, ...], made: Any) -> float:
+    graph = fx.Graph()
+    nodes = [annotate(graph.placeholder("x"), Facts(x)) if isinstance(x, Tensor) else x for x in args]
+    return traffic(annotate(graph.call_function(target, tuple(nodes)), Facts(made)))
+
+
+def test_what_an_operator_does_not_read_costs_nothing() -> None:
+    """A lookup reads the rows that it returns, a loss of labels their entries, and what has a shape's size nothing."""
+    table, ids, rows = torch.empty(1000, 8), torch.zeros(4, dtype=torch.long), torch.empty(4, 8)
+    assert _traffic_of(aten.embedding.default, (table, ids), rows) == 2 * 4 * 8 * 4 + 4 * 8
+    assert _traffic_of(aten.zeros_like.default, (table,), table) == 1000 * 8 * 4
+    logs, one = torch.empty(4, 1000), torch.empty(())
+    loss = (aten.nll_loss_forward.default, (logs, ids, None, 1, -100), (one, one))
+    assert _traffic_of(*loss) == 2 * (4 + 4) + 4 * 8
+    back = (aten.nll_loss_backward.default, (one, logs, ids, None, 1, -100, one), logs)
+    assert _traffic_of(*back) == 4 * 1000 * 4 + 4 * 8 + 2 * 4
+
+
+def test_gradients_of_a_norms_weights_are_a_second_pass() -> None:
+    x, weight = torch.empty(16, 64), torch.empty(64)
+    args = (x, x, [64], torch.empty(16, 1), torch.empty(16, 1), weight, weight, [True, True, True])
+    graph = fx.Graph()
+    nodes = [annotate(graph.placeholder("x"), Facts(a)) if isinstance(a, Tensor) else a for a in args]
+    node = graph.call_function(aten.native_layer_norm_backward.default, tuple(nodes))
+    kernel = kernel_of(annotate(node, Facts((x, weight, weight))))
+    assert kernel.launches == 2
+    assert kernel.bytes == 4 * (5 * 16 * 64 + 2 * 16 + 4 * 64)
