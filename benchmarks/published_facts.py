@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from quintnet_compiler.cost_models.kernel_set import MEGATRON, TRANSFORMER_ENGINE, TWO_PASSES, KernelSet, Passes
 
 GIGABIT = 1e9 / 8
 
@@ -14,7 +16,8 @@ class Facts:
     """About all rows of one source.
 
     ``network``: bytes per second of one node's adapters, one way (None: the device's usual build). ``overlap_dp``,
-    ``overlap_pp``, ``whole_sends``, ``gradient_dtype``: of the training software (see ``Layout``).
+    ``overlap_pp``, ``whole_sends``, ``gradient_dtype``, ``kernels``: of the training software (see
+    ``ParallelLayout``; whether attention is fused is a row's own).
     ``vocab``: where a source's rows leave it open. ``assume_none``: a recompute column left blank means none.
     """
 
@@ -28,24 +31,29 @@ class Facts:
     vocab: int | None = None
     assume_none: bool = False
     convention: str = ""
-    flash_generation: int = 0
-    fused: bool = True
+    kernels: KernelSet = MEGATRON
     blocking: bool = False
-    fused_gradients: bool = True
     bucket_bytes: float = 0.0
 
 
+SEPARATE_GRADIENTS = replace(MEGATRON, fused_gradients=False, norm=TWO_PASSES)
 _MEGATRON_2021 = {"overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "convention": "narayanan"}
+# PyTorch's operators one by one, beside fused attention (RECALLED: the MPT recipes of then set attn_impl: triton, a
+# FlashAttention 1, and activation_checkpointing_reentrant: false). Composer's decoupled AdamW is a loop of operators.
+LLM_FOUNDRY = KernelSet(
+    norm=TWO_PASSES, loss=Passes(2, 4, 3, 3), embedding=Passes(2, 1, 1, 1), fused_gradients=False, flash_generation=1,
+    early_stop=True, optimizer_bytes=100,
+)  # fmt: skip
 _DEEPSPEED = {
-    "overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "fused_gradients": False,
+    "overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "kernels": SEPARATE_GRADIENTS,
     "bucket_bytes": 2 * 5e8 * 2,  # DeepSpeed's default buckets: two of 5e8 16-bit elements
 }  # fmt: skip
 
 FACTS: Mapping[str, Facts] = MappingProxyType(
     {
         "KORTH": Facts("Selene: 8 HDR adapters per node (Narayanan et al. 2021, section 5)", **_MEGATRON_2021),  # type: ignore[arg-type]
-        "NARA": Facts("Selene: 8 HDR adapters per node (section 5)", fused_gradients=False, **_MEGATRON_2021),  # type: ignore[arg-type]
-        "MLM2020": Facts("Selene, and DGX-2 (Megatron-LM README of 2020)", fused_gradients=False,
+        "NARA": Facts("Selene: 8 HDR adapters per node (section 5)", kernels=SEPARATE_GRADIENTS, **_MEGATRON_2021),  # type: ignore[arg-type]
+        "MLM2020": Facts("Selene, and DGX-2 (Megatron-LM README of 2020)", kernels=SEPARATE_GRADIENTS,
                          **_MEGATRON_2021),  # type: ignore[arg-type]
         "VTM": Facts("vTrain config: 800 Gb/s per node; simulator's default vocabulary", 800 * GIGABIT, vocab=50257,
                      **_DEEPSPEED),  # type: ignore[arg-type]
@@ -55,17 +63,16 @@ FACTS: Mapping[str, Facts] = MappingProxyType(
                        "no --partition-activations (BigScience chronicles and tr11-176B-ml.slurm)", 400 * GIGABIT,
                        convention="narayanan", blocking=True, whole_sends=True, **_DEEPSPEED),  # type: ignore[arg-type]
         "JZV100": Facts("Jean Zay's V100 nodes: 4 GPUs, 4 Omni-Path 100 Gb/s", 400 * GIGABIT, **_DEEPSPEED),  # type: ignore[arg-type]
-        # RECALLED: the MPT recipes of then set attn_impl: triton, a FlashAttention 1
         "LLMF": Facts("llm-foundry benchmarking README: A100 1600 Gb/s RoCE", 1600 * GIGABIT, 3200 * GIGABIT,
-                      flash_generation=1, fused=False, fused_gradients=False),
+                      kernels=LLM_FOUNDRY),
         "FMS": Facts("IBM: 400 Gb/s per A100 node, 800 per H100 node", 400 * GIGABIT, 800 * GIGABIT,
-                    gradient_dtype="bf16", flash_generation=2),
-        "DGXC": Facts("NVIDIA DGX Cloud recipes: NeMo, 400 Gb/s per GPU", assume_none=True),
-        "MBR": Facts("Megatron-Bridge performance summary, 400 Gb/s per GPU"),
-        "MLM": Facts("Megatron-LM golden values, one node"),
-        "SKILL": Facts("Megatron-Bridge skills documents"),
-        "ZOO": Facts("Megatron MoE model zoo: IB 8 x 50 GB/s"),
-        "CARD": Facts("Megatron-Bridge verification cards"),
+                    gradient_dtype="bf16", kernels=replace(MEGATRON, flash_generation=2)),
+        "DGXC": Facts("NVIDIA DGX Cloud recipes: NeMo, 400 Gb/s per GPU", kernels=TRANSFORMER_ENGINE, assume_none=True),
+        "MBR": Facts("Megatron-Bridge performance summary, 400 Gb/s per GPU", kernels=TRANSFORMER_ENGINE),
+        "MLM": Facts("Megatron-LM golden values, one node", kernels=TRANSFORMER_ENGINE),
+        "SKILL": Facts("Megatron-Bridge skills documents", kernels=TRANSFORMER_ENGINE),
+        "ZOO": Facts("Megatron MoE model zoo: IB 8 x 50 GB/s", kernels=TRANSFORMER_ENGINE),
+        "CARD": Facts("Megatron-Bridge verification cards", kernels=TRANSFORMER_ENGINE),
         "IEVO": Facts("InternEvo: 4 x 100 Gb/s RoCE per node", 400 * GIGABIT, overlap_dp=True),
         "TITAN": Facts("torchtitan: 400 Gb/s per GPU"),
         "MSCALE": Facts("MegaScale: 8 x 200 Gb/s per node", 1600 * GIGABIT, overlap_dp=False, overlap_pp=False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.published_facts import facts_of
@@ -143,6 +143,7 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
     gradients = facts.gradient_dtype
     if "MP=PURE" in notes or (dtype == "bf16" and gradients == "fp16"):
         gradients = "bf16" if "MP=PURE" in notes else "fp32"
+    flash = row.get("flash_attention") == "1" or (row.get("flash_attention") == "" and prefix not in OLD_MEGATRON)
     etp = degrees["tp"] if model.experts and model.experts <= 8 and "ETP=1" not in notes else 1
     return ParallelLayout(
         **degrees, vpp=_int(row, "vpp", 12 if "(12 in 25.05)" in notes else 1),
@@ -150,12 +151,11 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
         global_batch=_int(row, "global_batch_seqs"), sequence_parallel=sequence == "1",
         recompute=recompute, recompute_share=share, zero=zero, expert_tp=etp,  # type: ignore[arg-type]
         dtype=dtype, gradient_dtype=gradients,
-        flash=row.get("flash_attention") == "1" or (row.get("flash_attention") == "" and prefix not in OLD_MEGATRON),
-        flash_generation=facts.flash_generation, fused=facts.fused,
+        kernels=replace(facts.kernels, flash=flash),
         overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
         overlap_tp=nemo and sequence == "1" and "no TP-comm overlap" not in notes and prefix not in ("MLM", "SKILL"),
         stage_ends="embedding/head count as pipeline layers" in notes, graphs="cuda_graph=" in notes,
-        blocking=facts.blocking, bucket_bytes=facts.bucket_bytes, fused_gradients=facts.fused_gradients,
+        blocking=facts.blocking, bucket_bytes=facts.bucket_bytes,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ..core.errors import CompileError, told
 from ..core.mesh import Mesh
 from ..ir.cost_protocol import RankCosts
 from .cluster import Cluster, Group
-from .collectives import collective_seconds
+from .collectives import collective_seconds, lost_seconds
 from .kernels import kernel_seconds
 from .operators import guessed, kernel_of
 
@@ -53,11 +53,17 @@ class ClusterCosts:
         device = self.cluster.device
         return device.launch_seconds + num_bytes / (device.memory_bytes_per_second * device.efficiency.memory)
 
-    def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+    def _group(self, ranks: tuple[int, ...]) -> Group:
         key = ranks if len(ranks) < 64 else (len(ranks), ranks[:64], ranks[-1])
         if key not in self._groups:
             self._groups[key] = self.cluster.group_of(ranks)
-        return collective_seconds(name, self._groups[key], num_bytes)
+        return self._groups[key]
+
+    def group_seconds(self, name: str, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        return collective_seconds(name, self._group(ranks), num_bytes)
+
+    def lost_seconds(self, hidden: float, ranks: tuple[int, ...]) -> float:
+        return lost_seconds(hidden, self._group(ranks), self.cluster)
 
     def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
         return self.group_seconds("send", num_bytes, (source, target))

@@ -8,11 +8,11 @@ is always the size of the full, unsplit value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from ..core.errors import CompileError
-from .cluster import Group
+from .cluster import Cluster, Group
 
 # What starting any collective costs (kernel launch, rendezvous of channels), and how many bytes a channel needs in
 # flight before it runs at full speed: NCCL's own tuning tables (src/graph/tuning.cc) have 6-14 microseconds of base
@@ -89,6 +89,37 @@ ALGORITHMS: Mapping[str, Callable[[Group, float], float]] = MappingProxyType(
         "send": send,
     }
 )
+
+
+def lost_seconds(hidden: float, group: Group, cluster: Cluster) -> float:
+    """What computation loses to ``hidden`` seconds of communication beside it: the transfer takes multiprocessors and
+    memory traffic away, and the fewer the slower its links are."""
+    if not group.hops:
+        return 0.0
+    slowdown = min(1.0, _slowest(group) / cluster.levels[0].bytes_per_second)
+    return cluster.device.efficiency.contention * hidden * slowdown
+
+
+def beside(work: float, moved: float, lost: Callable[[float], float]) -> float:
+    """Seconds of computing ``work`` and of communication ``moved`` at the same time; ``lost``: what computation loses
+    to so many seconds of it."""
+    return max(work + lost(min(work, moved)), moved)
+
+
+def in_turn(
+    work: Sequence[float], before: Sequence[float], after: Sequence[float], lost: Callable[[float], float]
+) -> float:
+    """Seconds of parts that follow each other, where a part waits for communication ``before`` it and starts some
+    ``after`` it: what the next part waits for, and what the part before has started, runs beside each part.
+
+    >>> in_turn([4, 4], [1, 1], [2, 9], lambda hidden: 0)  # 1, then 4 beside 1, then 4 beside 2, then 9
+    18
+    """
+    total = before[0] + after[-1]
+    for index, seconds in enumerate(work):
+        ahead = before[index + 1] if index + 1 < len(work) else 0.0
+        total += beside(seconds, ahead + (after[index - 1] if index else 0.0), lost)
+    return total
 
 
 def collective_seconds(name: str, group: Group, num_bytes: float) -> float:

@@ -116,7 +116,7 @@ V100 = Hardware(
 # GB/s both ways; 108 SMs; 400 W. DGX A100: one HDR 200 Gb/s adapter per GPU.
 _AMPERE = AbsentGpu((8, 0), cudnn=False)
 _A100 = Efficiency(
-    matmul=0.77, attention=0.57, memory=0.67, link=0.70, network=0.72, host_seconds=56e-6, contention=0.65
+    matmul=0.73, attention=0.56, memory=0.75, link=0.77, network=0.73, host_seconds=52e-6, contention=0.5
 )
 A100_40 = Hardware(
     "A100-SXM-40GB", _rates(19.5, 312, tf32=156), 40 * GIB, 1.555 * TB, 300 * GB, 25 * GB, 108, efficiency=_A100,
@@ -131,10 +131,10 @@ A100_80 = Hardware(
 # NVIDIA H100 datasheet (SXM5): 989.4 TFLOP/s bf16, 1978.9 fp8, 494.7 tf32, 66.9 fp32; 3.35 TB/s HBM3; NVLink 900 GB/s
 # both ways; 132 SMs; 700 W. DGX H100: one NDR 400 Gb/s adapter per GPU.
 _HOPPER = Efficiency(
-    matmul=0.69,
-    attention=0.56,
-    memory=0.47,
-    link=0.50,
+    matmul=0.595,
+    attention=0.55,
+    memory=0.75,
+    link=0.72,
     network=0.95,
     low_precision=1.0,
     host_seconds=32e-6,
@@ -155,14 +155,14 @@ H200 = Hardware(
 # own utilisation tables divide by) PFLOP/s, fp8 twice and fp4 four times that; 8 TB/s HBM3e; NVLink 1.8 TB/s both ways;
 # 148 SMs; 400 Gb/s per GPU (ConnectX-7), 800 with B300 (ConnectX-8). Up to 1000, 1100, 1200 and 1400 W per GPU.
 _BLACKWELL = Efficiency(
-    matmul=0.64,
-    attention=0.26,
-    memory=0.84,
-    link=0.57,
-    network=0.38,
+    matmul=0.595,
+    attention=0.45,
+    memory=0.75,
+    link=0.58,
+    network=0.95,
     low_precision=1.0,
-    host_seconds=61e-6,
-    contention=0.27,
+    host_seconds=32e-6,
+    contention=0.5,
 )
 B200 = Hardware(
     "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, attention_generation=3,

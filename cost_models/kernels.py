@@ -15,7 +15,9 @@ from .hardware import Hardware
 
 # A tile's share of full speed, relative to the device's own: smaller tiles reuse less of what they load.
 TILES = ((1.0, 1, 1), (0.97, 2, 1), (0.97, 1, 2), (0.7, 4, 2))
-START_DEPTH = 64  # multiply-adds along the summed dim that filling and draining a tile's pipeline costs
+# Bytes per second at which a multiprocessor's finished tile leaves for the cache, while it multiplies nothing: 64
+# multiply-adds along the summed dim on an A100, and more the faster a multiprocessor multiplies.
+DRAIN_BYTES_PER_SECOND = 45e9
 # 16-bit rows that do not begin at multiples of 16 bytes keep tensor cores from loading them (NVIDIA, "Matrix
 # Multiplication Background"): such products run on the ordinary units, at the 32-bit rate.
 ALIGNMENT = 8
@@ -66,6 +68,7 @@ def memory(name: str, num_bytes: float, launches: int = 1) -> Kernel:
 def _quantised_flops(kernel: Kernel, device: Hardware) -> float:
     """The arithmetic that the busiest multiprocessor does, times their number: what tiles and waves round up to."""
     best, batch = math.inf, kernel.batch / kernel.launches  # one launch ends before the next begins
+    drain = device.flops_per_second(kernel.dtype) / device.multiprocessors / DRAIN_BYTES_PER_SECOND
     wide, narrow = device.tile
     for speed, by_wide, by_narrow in TILES:
         across, along = wide // by_wide, narrow // by_narrow
@@ -74,7 +77,7 @@ def _quantised_flops(kernel: Kernel, device: Hardware) -> float:
         parts = max(1, min(device.multiprocessors // tiles, kernel.depth // 512))
         waves = tiles * parts / device.multiprocessors
         waves = max(1.0, 0.5 * (waves + math.ceil(waves)))  # libraries choose tiles, and balance the last wave, well
-        depth = kernel.depth / parts + START_DEPTH * (2 if parts > 1 else 1)
+        depth = kernel.depth / parts + drain * (2 if parts > 1 else 1)
         best = min(best, 2.0 * waves * device.multiprocessors * across * along * depth / speed)
     return best * kernel.launches
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .hardware import BYTES_PER_ELEMENT
+from .kernel_set import KernelSet, Passes
 from .kernels import Kernel, matmul, memory
 from .transformer import Decoder, ParallelLayout
 
@@ -64,6 +65,10 @@ class Shapes:
         return max(1.0, self.model.kv / self.layout.tp)
 
     @property
+    def kernels(self) -> KernelSet:
+        return self.layout.kernels
+
+    @property
     def dtype(self) -> str:
         """Of activations: 8-bit and 4-bit training keeps them in bf16."""
         return "bf16" if self.layout.dtype in ("fp8", "fp4") else self.layout.dtype
@@ -73,6 +78,14 @@ class Shapes:
         return BYTES_PER_ELEMENT[self.dtype]
 
 
+def _passes(name: str, passes: Passes, num_bytes: float) -> tuple[Kernel, Kernel]:
+    """What reads and writes ``num_bytes`` so often, forward and backward."""
+    return (
+        memory(name, passes.forward * num_bytes, passes.forward_launches),
+        memory(f"{name}.backward", passes.backward * num_bytes, passes.backward_launches),
+    )
+
+
 def _matmul(
     s: Shapes, name: str, rows: float, columns: float, depth: float, experts: float = 1
 ) -> tuple[Kernels, Kernels]:
@@ -80,17 +93,33 @@ def _matmul(
     low = s.layout.dtype in ("fp8", "fp4")
     element = 1.0 if low else s.element
     dtype = s.layout.dtype
-    accumulate = 0.0 if s.layout.fused_gradients else 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype] * columns * depth
+    accumulate = _accumulated(s, columns * depth)
     forward = [matmul(name, rows, columns, depth, batch=experts, dtype=dtype, element=element)]
     backward = [
         matmul(f"{name}.input", rows, depth, columns, batch=experts, dtype=dtype, element=element),
         matmul(f"{name}.weight", depth, columns, rows, batch=experts, dtype=dtype, element=element),
         memory(f"{name}.accumulate", experts * accumulate, 0),
     ]
+    if s.model.biases:  # the bias' gradient: a sum over rows, which is added to the accumulator
+        backward.append(memory(f"{name}.bias", experts * s.element * rows * columns, 2))
     if low:
         forward.append(memory(f"{name}.cast", experts * rows * depth * (2 + 2), 1))  # r2, w1 and its transpose
         backward.append(memory(f"{name}.cast", experts * rows * columns * (2 + 2), 1))
     return tuple(forward), tuple(backward)
+
+
+def _accumulated(s: Shapes, elements: float) -> float:
+    """Bytes of adding a product that is a gradient to those of earlier microbatches."""
+    return 0.0 if s.kernels.fused_gradients else 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype] * elements
+
+
+def _side_by_side(s: Shapes, name: str, columns: tuple[float, ...], depth: float) -> tuple[Kernels, Kernels]:
+    """Products of the same input: one, or one for each weight, whose inputs' gradients are then added up."""
+    if s.kernels.joined:
+        return _matmul(s, name, s.tokens, sum(columns), depth)
+    made = [_matmul(s, name, s.tokens, one, depth) for one in columns]
+    sums = memory(f"{name}.sums", 3 * s.element * s.tokens * depth * (len(columns) - 1), len(columns) - 1)
+    return tuple(k for ahead, _ in made for k in ahead), (*(k for _, back in made for k in back), sums)
 
 
 def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
@@ -98,22 +127,23 @@ def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
     model, layout, e = s.model, s.layout, s.element
     batch, length, width = layout.microbatch * s.heads, model.seq / layout.cp, model.width
     scores = batch * length * model.seq
-    if layout.flash:
+    if s.kernels.flash:
         flops = 4.0 * scores * width * (0.5 if model.causal else 1.0)
         moved = e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv)
         # Dao 2023 (FlashAttention-2): backward does 5 products for forward's 2
-        made = layout.flash_generation
+        made = s.kernels.flash_generation
         return (Kernel("core", "attention", flops, moved, s.dtype, generation=made),), (
             Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved, s.dtype, launches=3, generation=made),
         )
     dropped = scores * (2 * e + 1) if model.dropout else 0.0
-    # The causal softmax reads the lower half of the scores and writes all of them.
+    # The causal softmax reads the lower half of the scores and writes all of them. Queries, keys and values are read
+    # where they are; the mix is copied to where the next product reads it.
     forward = (
         matmul("scores", length, model.seq, width, batch=batch, dtype=s.dtype, element=e),
         memory("softmax", (1.5 if model.causal else 2) * e * scores),
         memory("attention.dropout", dropped, 1 if dropped else 0),
         matmul("mix", length, width, model.seq, batch=batch, dtype=s.dtype, element=e),
-        memory("attention.transposes", 2 * e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv), 4),
+        memory("attention.transposed", 2 * e * batch * length * width),
     )
     backward = (
         matmul("mix.scores", length, model.seq, width, batch=batch, dtype=s.dtype, element=e),
@@ -122,7 +152,7 @@ def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
         memory("softmax.backward", (2 if model.causal else 3) * e * scores),
         matmul("scores.query", length, width, model.seq, batch=batch, dtype=s.dtype, element=e),
         matmul("scores.key", model.seq, width, length, batch=batch, dtype=s.dtype, element=e),
-        memory("attention.transposes", 2 * e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv), 4),
+        memory("attention.transposed", 2 * e * batch * length * width),
     )
     return forward, backward
 
@@ -138,11 +168,14 @@ def _mlp(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
         experts = max(1.0, model.experts / layout.ep)
         arriving = s.tokens * model.top_k * layout.expert_tp / layout.tp
         rows, wide = arriving / experts, model.moe_ffn / layout.expert_tp
-    up, up_backward = _matmul(s, "up", rows, ways * wide, model.hidden, experts)
+    if not model.experts:
+        up, up_backward = _side_by_side(s, "up", (wide,) * ways, model.hidden)
+    else:
+        up, up_backward = _matmul(s, "up", rows, ways * wide, model.hidden, experts)
     down, down_backward = _matmul(s, "down", rows, model.hidden, wide, experts)
     elements = experts * rows * wide
-    act = memory("activation", e * elements * (ways + 1))
-    act_backward = memory("activation.backward", e * elements * (2 * ways + 1))
+    passes = s.kernels.gated_activation if model.gated else s.kernels.activation
+    act, act_backward = _passes("activation", passes, e * elements)
     forward, backward = (*up, act, *down), (*down_backward, act_backward, *up_backward)
     if not model.experts:
         return forward, backward, ()
@@ -157,42 +190,35 @@ def _mlp(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
     return (*router, shuffle, *forward), (*backward, shuffle, *router_backward), (exchange, exchange, *gathers)
 
 
-def _copies(s: Shapes) -> Kernel:
-    """What eager code writes between kernels: biases, casts around norms, heads moved before and after the core."""
-    model, e = s.model, s.element
-    wide = 0 if model.experts else model.ffn / s.layout.tp
-    return memory(
-        "copies", 2 * e * s.tokens * (4 * model.heads * model.width / s.layout.tp + wide + 2 * model.hidden), 6
-    )
-
-
 def layer(model: Decoder, layout: ParallelLayout) -> LayerWork:
     """One layer of one microbatch on one rank."""
     s = Shapes(model, layout)
     e, h, rows = s.element, model.hidden, s.rows
     own = model.heads * model.width / layout.tp
-    qkv, qkv_backward = _matmul(s, "qkv", s.tokens, own + 2 * s.kv * model.width, h)
+    keys = s.kv * model.width
+    qkv, qkv_backward = _side_by_side(s, "qkv", (own, keys, keys), h)
     out, out_backward = _matmul(s, "out", s.tokens, h, own)
     core, core_backward = _attention(s)
     mlp, mlp_backward, exchanges = _mlp(s)
     mask = 1 if model.dropout else 0
-    norm, norm_backward = memory("norm", 2 * e * rows * h), memory("norm.backward", 4 * e * rows * h, 2)
-    add = memory("residual", (3 * e + mask) * rows * h)
-    add_backward = memory("residual.backward", (2 * e + mask) * rows * h)
-    rotate = memory("rotary", 2 * e * s.tokens * (own + s.kv * model.width), 2 if model.rotary else 0)
-    rotate = rotate if model.rotary else memory("rotary", 0.0, 0)
-    forward = (norm, *qkv, rotate, *core, *out, add, norm, *mlp, add)
+    norm, norm_backward = _passes("norm", s.kernels.norm, e * rows * h)
+    add, add_backward = _passes("residual", s.kernels.residual, e * rows * h)
+    dropped = memory("dropout", mask * rows * h, 0), memory("dropout.backward", (2 * e + mask) * mask * rows * h, mask)
+    turned = _passes("rotary", s.kernels.rotary, e * s.tokens * (own + keys)) if model.rotary else ()
+    scaled = _passes("head_norms", s.kernels.norm, e * s.tokens * (own + keys)) if model.head_norms else ()
+    apart = _passes("split", s.kernels.split, e * s.tokens * (own + 2 * keys)) if s.kernels.joined else ()
+    made = *apart[:1], *scaled[:1], *turned[:1]
+    made_backward = *turned[1:], *scaled[1:], *apart[1:]
+    forward = (norm, *qkv, *made, *core, *out, add, dropped[0], norm, *mlp, add, dropped[0])
     backward = (
-        add_backward, *mlp_backward, norm_backward, add_backward,
-        *out_backward, *core_backward, rotate, *qkv_backward, norm_backward,
+        add_backward, dropped[1], *mlp_backward, norm_backward, add_backward, dropped[1],
+        *out_backward, *core_backward, *made_backward, *qkv_backward, norm_backward,
     )  # fmt: skip
     again: Kernels = ()
     if layout.recompute == "full":
-        again = forward
+        again = tuple(k for k in forward if k.name != "down") if s.kernels.early_stop else forward
     elif layout.recompute == "selective":
         again = core
-    if not layout.fused:
-        forward, backward, again = (*forward, _copies(s)), (*backward, _copies(s)), again and (*again, _copies(s))
     ahead, back = _tensor_communication(s)
     return LayerWork(
         forward, backward, again, (*ahead, *exchanges), (*back, *exchanges),
@@ -239,31 +265,37 @@ def _ring(s: Shapes) -> tuple[Communication, ...]:
 
 
 def embedding(model: Decoder, layout: ParallelLayout) -> LayerWork:
-    """Lookup, positions, dropout; its gradient is a scatter-add."""
+    """Lookup, positions, dropout. Its gradient is a scatter-add into zeros, which are then added to the accumulator."""
     s = Shapes(model, layout)
-    size = s.element * s.tokens * model.hidden
+    size, table = s.element * s.tokens * model.hidden, model.hidden * model.vocab / layout.tp
+    ahead, back = _passes("embedding", s.kernels.embedding, size)
+    added = memory("embedding.accumulate", _added(s, table), 2)
     sums = (Communication("all_reduce", "tp", size),) if layout.tp > 1 else ()
-    return LayerWork(
-        (memory("embedding", 4 * size, 4),), (memory("embedding.backward", 4 * size, 4),), (), sums, (), ()
-    )  # fmt: skip
+    positions = (memory("positions", 3 * size),) if model.learned_positions else ()
+    return LayerWork((ahead, *positions), (back, added), (), sums, (), ())
+
+
+def _added(s: Shapes, elements: float) -> float:
+    """Bytes of a gradient in 16 bits that is written, read, and added to an accumulator."""
+    return (2 * s.element + 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype]) * elements
 
 
 def head(model: Decoder, layout: ParallelLayout) -> LayerWork:
-    """Final norm, logits and cross entropy over a vocabulary split over tp (in fp32)."""
+    """Final norm, logits and cross entropy (in fp32) over a vocabulary that may be split over tp."""
     s = Shapes(model, layout)
     e, rows, local = s.element, s.tokens, model.vocab / layout.tp
-    accumulate = 0.0 if layout.fused_gradients else 2 * BYTES_PER_ELEMENT[layout.gradient_dtype] * local * model.hidden
-    forward = (
-        memory("norm", 2 * e * s.rows * model.hidden),
-        matmul("logits", rows, local, model.hidden, dtype=s.dtype, element=e),
-        memory("cross_entropy", rows * local * (e + 4 + 4 + 4 + 4 + 4), 5),  # to fp32, max, exp, sum
-    )
+    norm, norm_backward = _passes("norm", s.kernels.norm, e * s.rows * model.hidden)
+    loss, loss_backward = _passes("cross_entropy", s.kernels.loss if layout.tp == 1 else s.kernels.split_loss,
+                                  BYTES_PER_ELEMENT["fp32"] * rows * local)  # fmt: skip
+    cast = memory("cross_entropy.cast", rows * local * (e + 4) if e < BYTES_PER_ELEMENT["fp32"] else 0.0, 0)
+    forward = (norm, matmul("logits", rows, local, model.hidden, dtype=s.dtype, element=e), cast, loss)
     backward = (
-        memory("cross_entropy.backward", rows * local * (4 + 4 + 4 + e), 2),
+        loss_backward,
+        cast,
         matmul("logits.input", rows, model.hidden, local, dtype=s.dtype, element=e),
         matmul("logits.weight", model.hidden, local, rows, dtype=s.dtype, element=e),
-        memory("logits.accumulate", accumulate, 0),
-        memory("norm.backward", 4 * e * s.rows * model.hidden, 2),
+        memory("logits.accumulate", _accumulated(s, local * model.hidden), 0),
+        norm_backward,
     )
     if layout.tp == 1:
         return LayerWork(forward, backward)

@@ -50,7 +50,7 @@ def layer_activation_bytes(model: Decoder, layout: ParallelLayout) -> float:
     # two norms' inputs, two products' inputs (whole, gathered again in backward under sequence parallelism)
     found = rows * model.hidden * (4 * e + 2 * mask)
     found += tokens * (own + 2 * keys + own) * e  # query, keys, values; the mix
-    if not layout.flash and layout.recompute != "selective":
+    if not layout.kernels.flash and layout.recompute != "selective":
         scores = layout.microbatch * model.heads / layout.tp * (model.seq / layout.cp) * model.seq
         found += scores * (e + ((e + 1) if model.dropout else 0))
     ways = 2 if model.gated else 1
@@ -101,7 +101,10 @@ def stage_memory(model: Decoder, layout: ParallelLayout, stage: int) -> Memory:
         return each * (split(dense, shards, since) + split(spread, expert_shards, since))
 
     # gradients that are not added up inside their products exist in 16 bits, too
-    parameters, gradients = both(3, 2.0), both(2, element if layout.fused_gradients or element == 2 else element + 2)
+    parameters, gradients = (
+        both(3, 2.0),
+        both(2, element if layout.kernels.fused_gradients or element == 2 else element + 2),
+    )
     # a 32-bit copy, Adam's two moments, and 32-bit gradients where they are not 32-bit anyway
     optimizer = both(1, 12.0 if element == 4 else 16.0)
     tokens = layout.microbatch * model.seq / layout.cp

@@ -8,16 +8,12 @@ from functools import cached_property
 
 from . import closed_forms
 from .cluster import Cluster, Group
-from .collectives import collective_seconds
+from .collectives import beside, collective_seconds, in_turn, lost_seconds
 from .hardware import BYTES_PER_ELEMENT
 from .kernels import kernel_seconds, phase_seconds
 from .layer_kernels import Communication, Kernels, LayerWork, embedding, head, layer
 from .pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
 from .transformer import Decoder, ParallelLayout, stage_layers
-
-# Mixed-precision Adam per parameter: gradients to fp32 and their norm (r4 w4, r4), parameter, two moments and gradient
-# (r16, w12), and the 16-bit copy (r4 w2).
-OPTIMIZER_BYTES = 46
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,8 @@ class StepModel:
 
     # -- parts of a stage
 
-    def _paid(self, hidden: float, group: Group) -> float:
-        """What computation loses to ``hidden`` seconds of communication over ``group`` beside it."""
-        fast = self.cluster.levels[0].bytes_per_second
-        slowdown = min(1.0, min(hop.bytes_per_second for hop in group.hops) / fast) if group.hops else 0.0
-        return self.cluster.device.efficiency.contention * hidden * slowdown
+    def _lost(self, hidden: float, group: Group) -> float:
+        return lost_seconds(hidden, group, self.cluster)
 
     def _communication(self, given: Sequence[Communication], kernels: Kernels) -> float:
         """What of ``given`` delays the rank: all of it, or what its neighbours in time do not cover."""
@@ -69,7 +62,7 @@ class StepModel:
                 left = sum(kernel_seconds(k, self.cluster.device) for k in kernels if k.name in item.beside)
             hidden = min(seconds, left)
             windows[item.beside] = left - hidden
-            exposed += seconds - hidden + self._paid(hidden, group)
+            exposed += seconds - hidden + self._lost(hidden, group)
         return exposed
 
     def group(self, axis: str) -> Group:
@@ -109,37 +102,39 @@ class StepModel:
         ends = {0: self._seconds(embedding(self.model, self.layout)), -1: self._seconds(head(self.model, self.layout))}
         found = []
         for stage, count in enumerate(counts):
-            extra = [0.0, 0.0]
+            parts = [(forward, backward, closed_forms.layer_parameters(self.model))] * count
             for end, (f, b, _) in ends.items():
                 if stage == (0 if end == 0 else len(counts) - 1):
-                    extra[0] += f
-                    extra[1] += b
-            stage_forward, stage_backward = count * forward, count * backward
-            if self.layout.zero == 3 and self.layout.shards > 1:
-                stage_forward, stage_backward = self._gathered(count, forward, backward)
-            found.append(Stage(stage_forward + extra[0], stage_backward + extra[1]))
+                    part = f, b, closed_forms.embedding_parameters(self.model)  # a tied table, for each use
+                    parts = [part, *parts] if end == 0 else [*parts, part]
+            found.append(self._stage(parts))
         return tuple(found)
 
-    def _gathered(self, count: int, forward: float, backward: float) -> tuple[float, float]:
-        """Layers whose parameters are gathered one ahead of computation; gradients are scattered behind it."""
-        layout = self.layout
-        size = closed_forms.layer_parameters(self.model) / layout.tp
+    def _stage(self, parts: Sequence[tuple[float, float, float]]) -> Stage:
+        """Parts of a stage in order, by seconds of their forward and backward, and parameters. ZeRO 3 gathers these
+        one part ahead of computation, and 2 and 3 scatter gradients behind it."""
+        layout, ahead, back = self.layout, [f for f, _, _ in parts], [b for _, b, _ in parts]
+        if layout.zero < 3 or layout.shards == 1:
+            return Stage(sum(ahead), sum(back))
         group = self.cluster.group(layout.shards, layout.tp)
-        gather = collective_seconds("all_gather", group, 2 * size)
-        scatter = collective_seconds("reduce_scatter", group, BYTES_PER_ELEMENT[layout.gradient_dtype] * size)
+        gather = [collective_seconds("all_gather", group, 2 * n / layout.tp) for _, _, n in parts]
+        scatter = [self._scatter(n / layout.tp, group) for _, _, n in parts]
+
+        def lost(hidden: float) -> float:
+            return self._lost(hidden, group)
+
+        nothing = [0.0] * len(parts)
+        last = [0.0, *gather[-2::-1]]  # the last part's parameters are still there
+        return Stage(in_turn(ahead, gather, nothing, lost), in_turn(back[::-1], last, scatter[::-1], lost))
+
+    def _scatter(self, size: float, group: Group) -> float:
+        """Of the gradients of ``size`` parameters, and their sum over ranks that hold the same slices."""
+        layout, element = self.layout, BYTES_PER_ELEMENT[self.layout.gradient_dtype]
+        scatter = collective_seconds("reduce_scatter", group, element * size)
         if layout.shards < layout.dp * layout.cp:
             rest = self.cluster.group(layout.dp * layout.cp // layout.shards, layout.tp * layout.shards)
-            scatter += collective_seconds(
-                "all_reduce", rest, BYTES_PER_ELEMENT[layout.gradient_dtype] * size / layout.shards
-            )
-
-        def beside(work: float, moved: float) -> float:
-            return max(work + self._paid(min(work, moved), group), moved)
-
-        return (
-            gather + count * beside(forward, gather),
-            scatter + count * beside(backward, gather + scatter),
-        )
+            scatter += collective_seconds("all_reduce", rest, element * size / layout.shards)
+        return scatter
 
     # -- the step
 
@@ -198,7 +193,7 @@ class StepModel:
             return reduce + gather
         behind = self.stages[0]
         return sum(
-            max(0.0, moved - window) + self._paid(min(moved, window), group)
+            beside(window, moved, lambda hidden: self._lost(hidden, group)) - window
             for moved, window in ((reduce, behind.backward), (gather, behind.forward))
         )
 
@@ -208,7 +203,8 @@ class StepModel:
         if layout.zero:
             dense /= layout.shards
             expert /= max(1, layout.shards * layout.tp // (layout.ep * layout.expert_tp))
-        return OPTIMIZER_BYTES * (dense + expert) / (device.memory_bytes_per_second * device.efficiency.memory)
+        moved = layout.kernels.optimizer_bytes * (dense + expert)
+        return moved / (device.memory_bytes_per_second * device.efficiency.memory)
 
     def step(self) -> StepTime:
         """Predicted time of one step."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from ..core.errors import CompileError
 from .hardware import BYTES_PER_ELEMENT
+from .kernel_set import MEGATRON, KernelSet
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Decoder:
     ``gated``: three MLP products instead of two (SwiGLU) and RMSNorm; ``experts`` replace the MLP of every layer,
     ``top_k`` of them per token, each ``moe_ffn`` wide. ``dropout``: whether attention probabilities and residual
     branches are dropped out. ``causal``: half of the scores are never computed by fused attention.
-    ``learned_positions``: rows of a learned table, 0 for none (rotary positions, ALiBi).
+    ``learned_positions``: rows of a learned table, 0 for none (rotary positions, ALiBi). ``head_norms``: whether
+    queries and keys are normalized (Qwen3).
     """
 
     layers: int
@@ -37,6 +39,7 @@ class Decoder:
     dropout: bool = False
     causal: bool = True
     rotary: bool = False
+    head_norms: bool = False
 
     @property
     def kv(self) -> int:
@@ -56,8 +59,7 @@ class ParallelLayout:
     ``recompute_share`` of the layers. ``zero``: 1 shards the optimizer's state over dp, 2 also gradients, 3 also
     parameters. ``shard``: over how many of the dp ranks (0: all; the rest replicate). ``expert_tp``: over how many
     ranks one expert's products are split. ``gradient_dtype``: of gradients' accumulation and reduction.
-    ``flash_generation``: of fused attention, 0 for the device's newest. ``fused``: whether elementwise
-    neighbours are one kernel. ``fused_gradients``: whether products of weights' gradients add to the accumulator.
+    ``kernels``: which ones its software runs.
     ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
     ``whole_sends``: every tensor rank sends the whole activation to the next stage (DeepSpeed), instead of its part.
     ``stage_ends``: embedding and head count as a layer each where layers are divided over stages.
@@ -82,10 +84,7 @@ class ParallelLayout:
     expert_tp: int = 1
     dtype: str = "bf16"
     gradient_dtype: str = "fp32"
-    flash: bool = True
-    flash_generation: int = 0
-    fused: bool = True
-    fused_gradients: bool = True
+    kernels: KernelSet = MEGATRON
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     overlap_dp: bool = True
     overlap_tp: bool = False

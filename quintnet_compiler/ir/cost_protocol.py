@@ -87,6 +87,10 @@ class RankCosts(Protocol):
         """A collective over these ranks; ``num_bytes`` is the size of the full (unsplit) tensor."""
         ...
 
+    def lost_seconds(self, hidden: float, ranks: tuple[int, ...]) -> float:
+        """What computing loses to so many seconds of communication over these ranks beside it."""
+        ...
+
     def send_seconds(self, num_bytes: float, source: int, target: int) -> float:
         """A tensor's way from one rank to another."""
         ...

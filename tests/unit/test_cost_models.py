@@ -17,9 +17,11 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.bucket_size import LARGEST, REACHED, SHARE, SMALLEST, bucket_bytes
 from quintnet_compiler.cost_models.cluster import Cluster
-from quintnet_compiler.cost_models.collectives import ALGORITHMS, collective_seconds
+from quintnet_compiler.cost_models.collectives import ALGORITHMS, collective_seconds, in_turn
 from quintnet_compiler.cost_models.hardware import A100_80, H100, HARDWARE, hardware
+from quintnet_compiler.cost_models.kernel_set import MEGATRON, QUINTNET, KernelSet, Passes
 from quintnet_compiler.cost_models.kernels import kernel_seconds, matmul, memory, work_seconds
+from quintnet_compiler.cost_models.layer_kernels import layer
 from quintnet_compiler.cost_models.memory import in_flight, layer_activation_bytes, peak_memory
 from quintnet_compiler.cost_models.operator_runs import run_seconds, traffic_seconds
 from quintnet_compiler.cost_models.operators import kernel_of
@@ -35,7 +37,13 @@ from ..models import GPT, _llama, _tokens
 from .graphs import linear
 
 torch.set_num_threads(1)
-OLD = {"dtype": "fp16", "gradient_dtype": "fp16", "flash": False, "overlap_dp": False, "overlap_pp": False}
+OLD = {
+    "dtype": "fp16",
+    "gradient_dtype": "fp16",
+    "kernels": KernelSet(flash=False),
+    "overlap_dp": False,
+    "overlap_pp": False,
+}
 
 
 def _korthikanti(layers: int, hidden: int, heads: int) -> Decoder:
@@ -113,7 +121,7 @@ def test_activations_of_figure_7(
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_memory_model_follows_the_closed_form(recompute: str) -> None:
     model = _korthikanti(1, 12288, 96)
-    layout = ParallelLayout(tp=8, recompute=recompute, flash=False, dtype="fp16")  # type: ignore[arg-type]
+    layout = ParallelLayout(tp=8, recompute=recompute, kernels=KernelSet(flash=False), dtype="fp16")  # type: ignore[arg-type]
     expected = closed_forms.korthikanti_activations(model, 1, 8, False, recompute)
     assert layer_activation_bytes(model, layout) == pytest.approx(float(expected), rel=0.08)
 
@@ -231,7 +239,7 @@ def test_buckets_grow_with_latency() -> None:
     cluster = Cluster("h100", nodes=32)
     groups = [cluster.group(ranks) for ranks in (2, 8, 64, 256)]
     sizes = [bucket_bytes(partial(collective_seconds, "reduce_scatter", group), 1e12) for group in groups]
-    assert [size / 2**20 for size in sizes] == [64, 128, 128, 256]
+    assert [size / 2**20 for size in sizes] == [128, 128, 256, 512]
     slow = Cluster("h100", nodes=32, network_seconds=1e-3).group(256)
     assert bucket_bytes(partial(collective_seconds, "reduce_scatter", slow), 1e12) == LARGEST
     assert bucket_bytes(partial(collective_seconds, "reduce_scatter", groups[0]), 1e8) == 2**23  # an eighth
@@ -273,7 +281,7 @@ def test_bubbles_equal_the_closed_form(pp: int, rounds: int, vpp: int) -> None:
 @settings(deadline=None)
 def test_layouts_change_steps_and_memory_the_way_they_must(tp: int, pp: int, flash: bool, zero: int) -> None:
     model = Decoder(8, 4096, 16384, 32, 51200, 2048)
-    layout = ParallelLayout(tp=tp, pp=pp, dp=4, global_batch=64, flash=flash, zero=zero)
+    layout = ParallelLayout(tp=tp, pp=pp, dp=4, global_batch=64, kernels=KernelSet(flash=flash), zero=zero)
     cluster = Cluster("h100", nodes=16)
     step = StepModel(model, layout, cluster).step().seconds
     assert StepModel(model, replace(layout, recompute="full"), cluster).step().seconds >= step
@@ -286,6 +294,39 @@ def test_layouts_change_steps_and_memory_the_way_they_must(tp: int, pp: int, fla
         assert peak_memory(model, replace(layout, zero=zero + 1)).optimizer <= peak_memory(model, layout).optimizer
     assert sum(stage_layers(model, layout)) == model.layers
     assert in_flight(layout, 0) == min(pp, layout.microbatches)
+
+
+# -- kernel sets
+
+
+def test_a_kernel_set_lists_what_its_software_runs() -> None:
+    llama = Decoder(2, 64, 256, 4, 512, 32, 2, gated=True, biases=False, rotary=True)
+
+    def names(kernels: KernelSet, phase: str) -> list[str]:
+        found = layer(llama, ParallelLayout(kernels=kernels, recompute="full"))
+        return [kernel.name for kernel in getattr(found, phase) if kernel.bytes]
+
+    assert [names(kernels, "forward").count("qkv") for kernels in (MEGATRON, QUINTNET)] == [1, 3]
+    assert [names(kernels, "backward").count("qkv.sums") for kernels in (MEGATRON, QUINTNET)] == [0, 1]
+    assert [names(kernels, "again").count("down") for kernels in (MEGATRON, QUINTNET)] == [1, 0]
+
+
+def test_passes_count_bytes_and_launches() -> None:
+    gpt = Decoder(2, 64, 256, 4, 512, 32)
+    often = replace(MEGATRON, activation=Passes(7, 11, 3, 5))
+    found = layer(gpt, ParallelLayout(kernels=often, microbatch=2, global_batch=2))
+    ahead = next(kernel for kernel in found.forward if kernel.name == "activation")
+    back = next(kernel for kernel in found.backward if kernel.name == "activation.backward")
+    size = 2 * 2 * 32 * 256  # bytes, sequences, positions, the MLP's width
+    assert (ahead.bytes, ahead.launches) == (7 * size, 3) and (back.bytes, back.launches) == (11 * size, 5)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=1, max_size=5))
+def test_communication_in_turn_is_hidden_at_most(parts: list[tuple[int, int, int]]) -> None:
+    work, before, after = (list(column) for column in zip(*parts, strict=True))
+    found = in_turn(work, before, after, lambda hidden: 0.0)
+    assert max(sum(work), sum(before) + sum(after)) <= found <= sum(work) + sum(before) + sum(after)
+    assert in_turn(work, before, after, lambda hidden: 0.1 * hidden) >= found
 
 
 # -- what is unknown raises
