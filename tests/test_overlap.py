@@ -220,5 +220,7 @@ def test_a_simulated_step_is_shorter() -> None:
         row = report.rows[0]
         names[overlap] = sum(e.seconds for e in row.events if e.kind == "collective" and not e.exposed)
     assert seconds[True] < seconds[False]
-    assert seconds[False] - seconds[True] == pytest.approx(exposed[False] - exposed[True])
+    # what is hidden takes some of computing's multiprocessors and memory traffic
+    kept = 1 - costs.cluster.device.efficiency.contention
+    assert seconds[False] - seconds[True] == pytest.approx(kept * (exposed[False] - exposed[True]))
     assert names[True] > 0 == names[False]

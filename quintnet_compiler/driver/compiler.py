@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor, fx
+from torch import fx
 
 from ..capture.modes import modes_of_a_trace
-from ..core.annotations import num_bytes, values
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.replaced import new_garbage_only, one_thread
@@ -25,7 +24,6 @@ from ..ir.distributed_program import DistributedProgram
 from ..ir.invariants import verify
 from ..ir.plan import Plan
 from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, StagedProgram
-from ..ops.collectives import COMMUNICATION, all_reduce
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.generate_ranks import GenerateRanks
@@ -38,7 +36,7 @@ from ..passes.stages.follow_stages import FollowStages
 from ..schedules.kinds import forward_only
 from ..schedules.schedule import Schedule
 from ..schedules.synthesis import schedule_of
-from .pipeline import PassSetting, Request, axes_of, expert_axes, passed
+from .pipeline import PassSetting, Request, axes_of, expert_axes, node_seconds, passed
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -203,17 +201,8 @@ def _schedule(
 
 
 def _node_seconds(request: Request) -> Callable[[fx.Node], float]:
-    """What a node of a rank's graph takes, whatever the device will be: collectives by what they move."""
-    prices, costs = _prices(request), ClusterCosts(Cluster("h100"), _prices(request).unknown)
-
-    def seconds(node: fx.Node) -> float:
-        if node.target not in COMMUNICATION:
-            return costs.node_seconds(node)
-        most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
-        passes = 2 if node.target is all_reduce else 1
-        return passes * prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
-
-    return seconds
+    """What a node of a rank's graph takes, whatever the device will be."""
+    return node_seconds(_prices(request), ClusterCosts(Cluster("h100"), _prices(request).unknown))
 
 
 def _prices(request: Request) -> Roofline:

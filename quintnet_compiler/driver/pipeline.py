@@ -7,18 +7,20 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..capture.messages import without_messages_of_torch
 from ..core.absent_gpu import CUDA, AbsentGpu
+from ..core.annotations import num_bytes, values
 from ..core.axes import DATA_AXES, SHARDED
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType
 from ..equivalence.dry_run import check_ranks
-from ..ir.cost_protocol import CostModel
+from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, Program
+from ..ops.collectives import COMMUNICATION, all_reduce
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
@@ -217,6 +219,19 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
     if gib is not None:
         budget = Budget(int(gib * 2**30), _scheduled(s), s.node_seconds)
     return _planned(Recompute, s, blocks, budget=budget)
+
+
+def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], float]:
+    """What a node of a rank's graph takes; collectives by what they move."""
+
+    def seconds(node: fx.Node) -> float:
+        if node.target not in COMMUNICATION:
+            return costs.node_seconds(node)
+        most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
+        passes = 2 if node.target is all_reduce else 1
+        return passes * prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
+
+    return seconds
 
 
 def _overlap(s: PassSetting, program: Any) -> Pass | None:

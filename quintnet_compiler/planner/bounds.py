@@ -54,11 +54,15 @@ class LessSplit:
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages, and what slices of its state move."""
-        return SLACK * (self._unsplit(layout).seconds / (layout.tp * layout.cp) + self._sliced(layout))
+        return SLACK * self._with(self._unsplit(layout).seconds / (layout.tp * layout.cp), self._sliced(layout))
 
     def closer(self, layout: Layout) -> float:
         """The share of the model that is split as it is, but not over cp: with the communication of tp and ep."""
-        return SLACK * (self._uncut(layout).seconds / layout.cp + self._sliced(layout))
+        return SLACK * self._with(self._uncut(layout).seconds / layout.cp, self._sliced(layout))
+
+    def _with(self, work: float, moved: float) -> float:
+        """At least, if the two may run beside each other."""
+        return max(work, moved) if self.costs.overlaps else work + moved
 
     def bytes(self, layout: Layout) -> float:
         """The state, and the unsplit model's share of what is saved and worked with."""

@@ -13,7 +13,7 @@ from ..core.absent_gpu import CPU, CUDA, AbsentGpu
 from ..core.annotations import is_getitem
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..driver.pipeline import Pass, PassSetting, Request, passed
+from ..driver.pipeline import Pass, PassSetting, Request, node_seconds, passed
 from ..ir.cost_protocol import CostModel, RankCosts, guesses
 from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
@@ -22,7 +22,7 @@ from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Recompute
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
-from ..passes.lowering.join_slices import JoinSlices
+from ..passes.lowering.sum_in_place import SumInPlace
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
@@ -83,10 +83,11 @@ class Builder:
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
         mesh = self._mesh(layout)
-        setting = self._setting(layout.decided(self.plan), mesh, layout.microbatches)
-        differentiated = passed(_Plain(), setting, differentiated, JoinSlices, after=Recompute)
+        each = _each_once(layout, mesh["pp"])
+        setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=each)
+        differentiated = passed(_Plain(), setting, differentiated, SumInPlace, after=Recompute)
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
-        generate = GenerateRanks(mesh, _one_of(layout.microbatches, mesh["pp"]), checked=False)
+        generate = GenerateRanks(mesh, each, checked=False)
         units = unit_work(generate(differentiated), self.folded, self.costs)
         self.work += AGAIN * len(self.folded.program.graph.nodes)
         return units
@@ -106,9 +107,8 @@ class Builder:
     def _setting(self, plan: Plan, mesh: Mesh, microbatches: int) -> PassSetting:
         program = self.folded.program
         request = Request(mesh, plan, program.batch_size, device_of(program.absent), self.rules, absent=program.absent)
-        return PassSetting(
-            request, microbatches, self.cost, self.costs.node_seconds, self.differentiate, self.folded.repeats
-        )
+        seconds = node_seconds(self.cost, self.costs)
+        return PassSetting(request, microbatches, self.cost, seconds, self.differentiate, self.folded.repeats)
 
     def _passed(self, setting: PassSetting) -> DifferentiatedProgram:
         """The folded model behind the compiler's passes. What slices of ZeRO cost is priced without a graph, from the
@@ -151,8 +151,8 @@ def device_of(gpu: AbsentGpu | None) -> torch.device:
     return CPU if gpu is None else CUDA
 
 
-def _one_of(microbatches: int, stages: int) -> Schedule:
-    """Each function once, backwards in halves: enough to price them."""
-    ops = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
-    rows = tuple(tuple(Action(op, stage, 0) for op in ops) for stage in range(stages))
-    return Schedule("one", microbatches, tuple(range(stages)), rows)
+def _each_once(layout: Layout, stages: int) -> Schedule:
+    """Each function once: enough to price them."""
+    halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if layout.halves else (Op.BACKWARD,)
+    rows = tuple(tuple(Action(op, stage, 0) for op in (Op.FORWARD, *halves)) for stage in range(stages))
+    return Schedule("one", layout.microbatches, tuple(range(stages)), rows)

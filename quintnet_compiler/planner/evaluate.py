@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
+from ..cost_models.collectives import beside
 from ..ir.cost_protocol import RankCosts
 from .estimate import MOMENTS, Estimate, StageMemory
 from .layouts import Layout
@@ -38,13 +39,15 @@ def evaluate(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begin
     if sends and not costs.overlaps:  # else the way of a value is in the bubble, where anything waits for it
         moved["pp"] = 2 * sum(sends) * layout.microbatches  # type: ignore[assignment]
     uses = [slices.each_use(stages[stage]) for stage in mine[fullest]]
-    if sliced := sum(2 * gather + scatter for gather, scatter in uses):
+    if sliced := sum(ahead + back for ahead, back in uses):
         name = " x ".join(layout.zero_axes)
         moved[name] += sliced * layout.microbatches  # type: ignore[assignment]
     once = max(sum(unit.once for unit in part) for part in parts)
-    if layout.zero in (1, 2):
-        once += max(slices.gather(found) for found in held)
-    settle = [slices.settle(found) - _hidden(part, costs) for found, part in zip(held, parts, strict=True)]
+    if layout.zero in (1, 2):  # parameters come while the first forward computes
+        ahead = [sum(unit.forward for unit in part) for part in parts]
+        once += max(_waited(slices.gather(found), work, slices) for found, work in zip(held, ahead, strict=True))
+    back = [sum(unit.backward for unit in part) for part in parts]  # gradients leave during the last backward
+    settle = [_waited(slices.settle(found), work, slices) for found, work in zip(held, back, strict=True)]
     memory = tuple(_memory(found, run.saved[rank], parts[rank], slices) for rank, found in enumerate(held))
     return Estimate(
         layout,
@@ -58,9 +61,9 @@ def evaluate(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begin
     )
 
 
-def _hidden(part: Sequence[StageUnit], costs: RankCosts) -> float:
-    """Seconds of the last backward beside which gradients are summed, where a device does both at once."""
-    return sum(unit.backward for unit in part) if costs.overlaps else 0.0
+def _waited(moved: float, work: float, slices: Slices) -> float:
+    """Seconds that communication of parameters or gradients adds to ``work``, where a device does both at once."""
+    return beside(work, moved, slices.lost) - work if slices.costs.overlaps else moved
 
 
 def _memory(held: Sequence[ParameterGroup], saved: int, part: Sequence[StageUnit], slices: Slices) -> StageMemory:

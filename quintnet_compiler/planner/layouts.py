@@ -15,6 +15,7 @@ from ..core.mesh import Mesh
 from ..ir.plan import Plan
 from ..schedules.synthesis import check_schedule
 
+UNSPLIT = ("gpipe", "1f1b", "interleaved")  # every backward in one piece
 Again = Literal["none", "selective", "full"]
 
 
@@ -66,6 +67,12 @@ class Layout:
         return Mesh(**({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
 
     @property
+    def halves(self) -> bool:
+        """Whether the backward is two functions. Where nothing is communicated within functions, their price is the
+        same, and it always is."""
+        return self.schedule not in UNSPLIT or (self.tp * self.cp * self.ep == 1 and not self.experts)
+
+    @property
     def sharded(self) -> Layout:
         """The layout for all that have its functions, but for recomputing: ranks of dp, stages and microbatches only
         say how often they run."""
@@ -78,7 +85,7 @@ class Layout:
     @property
     def inside(self) -> Layout:
         """The layout for all that have its functions."""
-        return replace(self.sharded, recompute=self.recompute)
+        return replace(self.sharded, schedule="zb-h1" if self.halves else "1f1b", recompute=self.recompute)
 
     def decided(self, plan: Plan) -> Plan:
         """``plan`` with this layout's decisions."""

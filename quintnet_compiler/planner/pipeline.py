@@ -9,8 +9,8 @@ from functools import lru_cache
 from ..schedules.kinds import SCHEDULES
 from ..schedules.schedule import Op, Schedule, chain, most_held, simulate
 from ..schedules.synthesis import SYNTHESIZED, StageTimes, schedule_of
+from .layouts import UNSPLIT
 
-UNSPLIT = ("gpipe", "1f1b", "interleaved")  # every backward in one piece
 V_SHAPED = ("zb-v", "dualpipe-v")
 
 

@@ -133,7 +133,7 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
     works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
     moved: Counter[str] = Counter()
     for work in works.values():
-        for part in work.parts:
+        for part in work.waited:
             moved[part.axis] += part.seconds if part.axis else 0.0  # type: ignore[assignment]
     came = {name for t in program.transfers if t.target == at for name in t.forward}
     shapes = program.values

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..core.axes import SHARDED
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
+from ..cost_models.collectives import in_turn
 from ..ir.cost_protocol import RankCosts
 from ..passes.stages.partition import balanced_starts
 from .layouts import Layout
@@ -91,12 +93,27 @@ class Slices:
         """Seconds of adding up gradients where each rank gets a slice."""
         return sum(self._seconds("reduce_scatter", held) for held in parts)
 
+    def lost(self, hidden: float) -> float:
+        """What computing loses to so many seconds of messages between ranks with other rows beside it."""
+        ranks = self.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
+        return self.costs.lost_seconds(hidden, ranks) if len(ranks) > 1 else 0.0
+
     def each_use(self, stage: Sequence[StageUnit]) -> tuple[float, float]:
-        """Seconds of a microbatch's gathers, before its forward and again before its backward, and of the scatter of
-        its gradients."""
-        parts = [one for unit in stage for one in (*unit.parameters, *unit.tied.values())]
-        gather = self.gather(parts) if self.layout.zero == 3 else 0.0
-        return gather, self.scatter(parts) if self.layout.zero >= 2 else 0.0
+        """Seconds that a microbatch's forward and backward wait for slices: parameters are gathered before each use,
+        one unit ahead of computing, and gradients scattered behind it."""
+        parts = [(*unit.parameters, *unit.tied.values()) for unit in stage]
+        gather = [self.gather(one) if self.layout.zero == 3 else 0.0 for one in parts]
+        scatter = [self.scatter(one) if self.layout.zero >= 2 else 0.0 for one in parts]
+        if not any(gather) and not any(scatter):
+            return 0.0, 0.0
+        if not self.costs.overlaps:
+            return sum(gather), sum(gather) + sum(scatter)
+        ahead, back = [unit.forward for unit in stage], [unit.backward for unit in stage]
+        last = [0.0, *gather[-2::-1]]  # the last unit's parameters are still there
+        return (
+            in_turn(ahead, gather, [0.0] * len(stage), self.lost) - sum(ahead),
+            in_turn(back[::-1], last, scatter[::-1], self.lost) - sum(back),
+        )
 
     def settle(self, parts: Sequence[ParameterGroup]) -> float:
         """Seconds of adding up gradients at the end of a step; ``pp`` is for what several ranks of stages have."""
@@ -114,16 +131,15 @@ class Slices:
 
 
 def stage_work(stage: Sequence[StageUnit], first: bool, slices: Slices) -> StageWork:
-    """One microbatch of a stage; with ZeRO 2 gradients are scattered for each, with 3 parameters gathered before every
-    use."""
-    costs, (gather, scatter) = slices.costs, slices.each_use(stage)
+    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3."""
+    costs, (ahead, back) = slices.costs, slices.each_use(stage)
     send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
     weight = sum(unit.weight for unit in stage)
     return StageWork(
-        sum(unit.forward for unit in stage) + gather + busy,
-        sum(unit.backward for unit in stage) - weight + gather + busy,
-        weight + scatter,
+        sum(unit.forward for unit in stage) + ahead + busy,
+        sum(unit.backward for unit in stage) - weight + back + busy,
+        weight,
         send - busy,
         sum(unit.saved for unit in stage),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -72,8 +73,22 @@ class ProgramPrices:
         if key not in self._works:
             stage = self.stages[action.stage]
             parts = [part for name in _PIECES[action.op] for part in self.piece(stage, name)]
-            self._works[key] = ActionWork((WorkPart(self.costs.action_seconds), *parts))
+            work = ActionWork((WorkPart(self.costs.action_seconds), *parts))
+            lost = self._lost(work) if work.hidden else 0.0
+            self._works[key] = ActionWork((*work.parts, WorkPart(lost))) if lost else work
         return self._works[key]
+
+    def _lost(self, work: ActionWork) -> float:
+        """What computing loses to collectives beside it."""
+        hidden: dict[str, float] = defaultdict(float)
+        for whole, waited in zip(work.parts, work.waited, strict=True):
+            hidden[whole.axis] += whole.seconds - waited.seconds if whole.axis else 0.0
+        return sum(
+            self.costs.lost_seconds(seconds, self._peers(axis)) for axis, seconds in hidden.items() if seconds > 0
+        )
+
+    def _peers(self, axis: str) -> tuple[int, ...]:
+        return self.program.mesh.peers(self.ranks[0], [axis])
 
     def piece(self, stage: StageProgram, name: str, ends: dict[fx.Node, int] | None = None) -> list[WorkPart]:
         """One function (no parts, if the stage has none of the name): computing and what it waits for, in turn.
@@ -128,7 +143,7 @@ class ProgramPrices:
         if known is None:
             return NodeTime(node, self.costs.node_seconds(source))
         axis = str(node.args[2])
-        ranks = self.program.mesh.peers(self.ranks[0], [axis])
+        ranks = self._peers(axis)
         if known.price == "ring":
             return self._ring(node, source, axis, ranks)
         if known.price == "matmul":
@@ -143,8 +158,10 @@ class ProgramPrices:
         moved = sum(num_bytes(values(x)[0]) for x in tensor_inputs(source)[1 + backward : 3 + backward])
         hops = (len(ranks) - 1) * (2 if backward else 1)
         travelling = hops * self.costs.send_seconds(moved, ranks[0], ranks[-1])
-        waited = max(0.0, travelling - computing) if self.overlaps else travelling
-        return NodeTime(node, computing, waited, axis)
+        if not self.overlaps:
+            return NodeTime(node, computing, travelling, axis)
+        lost = self.costs.lost_seconds(min(travelling, computing), ranks)
+        return NodeTime(node, computing + lost, max(0.0, travelling - computing - lost), axis)
 
     def _fused(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
         """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on

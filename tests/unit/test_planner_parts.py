@@ -110,8 +110,20 @@ def test_zero_3_gathers_before_each_use() -> None:
     )
     gather = COSTS.group_seconds("all_gather", 2**20, (0, 1, 2, 3))
     scatter = COSTS.group_seconds("reduce_scatter", 2**20, (0, 1, 2, 3))
-    assert plain.forward == 1.0 and zero2.weight == pytest.approx(plain.weight + scatter)
+    assert plain.forward == 1.0 and zero2.seconds == pytest.approx(plain.seconds + scatter)
     assert zero3.forward == pytest.approx(1.0 + gather)
+
+
+def test_slices_travel_beside_the_work_of_their_neighbours() -> None:
+    stage = [_unit(name, parameters=(ParameterGroup(2**20, ("dp",), WIDE),)) for name in "abc"]
+    slices = Slices(replace(ONE, dp=4, zero=3), COSTS, Mesh(dp=4))
+    gather = COSTS.group_seconds("all_gather", 2**20, (0, 1, 2, 3))
+    scatter = COSTS.group_seconds("reduce_scatter", 2**20, (0, 1, 2, 3))
+    forward, backward = slices.each_use(stage)
+    # the first gather and the last scatter are waited for; what is hidden costs what it takes from computing
+    assert forward == pytest.approx(gather + slices.lost(2 * gather))
+    assert backward == pytest.approx(scatter + slices.lost(2 * gather + 2 * scatter))
+    assert 0 < slices.lost(gather) < gather
 
 
 # -- bounds
