@@ -15,10 +15,12 @@ from ..ops.cross_entropy import row_nll
 from ..schedules.synthesis import StageTimes
 from .hardware import Hardware
 from .kernels import Kernel, kernel_seconds, memory
-from .operators import SIZES, kernel_of
+from .operators import ATTENTION_BACKWARD_LAUNCHES, SIZES, kernel_of, moved
 
 # whose gradient is that of the result itself, or an expanded view of it: no kernel makes it
 PASSED_ON = frozenset({"add", "sub", "sum"})
+# whose backward reads its input a second time, in a second kernel
+NORMS = frozenset({"layer_norm", "native_layer_norm", "rms_norm"})
 # as how many kernels they run, each with the traffic of the operator: a logarithm of a softmax, and two that pick
 PASSES: Mapping[Any, int] = MappingProxyType({row_nll: 3})
 
@@ -31,10 +33,10 @@ def run_seconds(
 
     The backward is not a graph yet where stages are cut. It is priced as what it mostly is: of a product, a product for
     each factor and a sum for a bias; of a convolution, both at once; of attention, 2.5 times its arithmetic; of others,
-    one pass over memory. Gradients of parameters are added up; those of weights by their product.
+    one pass over memory, two for norms. Gradients of parameters are added up; those of weights by their product.
     """
     passes = PASSES.get(node.target, 1)
-    kernel = _part(kernel_of(node, unknown), share, passes * (sum(reads) + writes))
+    kernel = _part(kernel_of(node, unknown), share, passes * moved(node.target, reads, writes))
     kernel = replace(kernel, launches=kernel.launches * passes)
     if not needs_grad(node):
         return StageTimes(kernel_seconds(kernel, device), 0.0, 0.0)
@@ -54,7 +56,10 @@ def run_seconds(
     if trained and not product and _name(node) not in PASSED_ON:
         more = {"attention": 2.5, "matmul": 2.0}.get(kernel.kind, 1.0)
         both = 2 * kernel.batch if kernel.kind == "matmul" else kernel.batch
-        whole = replace(kernel, flops=more * kernel.flops, bytes=more * kernel.bytes + writes, batch=both)
+        norm = _name(node) in NORMS
+        launches = ATTENTION_BACKWARD_LAUNCHES if kernel.kind == "attention" else kernel.launches + norm
+        size = more * kernel.bytes + writes * (3 if norm else 1)
+        whole = replace(kernel, flops=more * kernel.flops, bytes=size, batch=both, launches=launches)
         halves[all(parameter for _, parameter, _ in trained)] += kernel_seconds(whole, device)
     return StageTimes(kernel_seconds(kernel, device), halves[False], halves[True])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -165,20 +165,24 @@ SHAPE_OF: Mapping[Any, int] = MappingProxyType(
 # layer_norm_kernel.cu; RMS norms share it).
 NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
 
+ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, the gradients, a cast
+
 
 def traffic(node: fx.Node) -> float:
     """Bytes that a node reads and writes."""
     made = float(sum(num_bytes(v) for v in values(node) if isinstance(v, torch.Tensor)))
-    rows, shape_only = ROWS_OF.get(node.target), SHAPE_OF.get(node.target)
-    moved = made
-    for place, source in enumerate(tensor_inputs(node)):
-        found = facts(source).value
-        size = num_bytes(found) if isinstance(found, torch.Tensor) else 0
+    found = (facts(source).value for source in tensor_inputs(node))
+    return moved(node.target, [num_bytes(v) if isinstance(v, torch.Tensor) else 0 for v in found], made)
+
+
+def moved(target: Any, given: Sequence[float], made: float) -> float:
+    """Bytes that an operator reads and writes, by those of each tensor that it is given and of all that it makes."""
+    rows, shape_only, twice = ROWS_OF.get(target), SHAPE_OF.get(target), target in NORM_BACKWARD
+    read = 0.0
+    for place, size in enumerate(given):
         if place != shape_only:
-            moved += min(size, made) if place == rows else size
-        if place < 2 and node.target in NORM_BACKWARD:
-            moved += size
-    return moved
+            read += (min(size, made) if place == rows else size) * (2 if twice and place < 2 else 1)
+    return read + made
 
 
 def _dtype(node: fx.Node) -> str:
@@ -271,19 +275,19 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     target, work = node.target, work_of(node.target)
     if work == "view":
         return Kernel(node.name, "view", launches=0)
-    moved = traffic(node)
+    size_moved = traffic(node)
     if work == "attention":
-        launches = 3 if target in FLASH_BACKWARD else 1  # the scores' share of the gradient, the gradients, a cast
-        return Kernel(node.name, "attention", attention_flops(node), moved, _dtype(node), launches=launches)
+        launches = ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1
+        return Kernel(node.name, "attention", attention_flops(node), size_moved, _dtype(node), launches=launches)
     if work == "matmul" and (size := product_size(node)) is not None:
         batch, rows, columns, depth = size
         flops = 2.0 * batch * rows * columns * depth
         launches = batch if target in (all_gather_matmul, matmul_reduce_scatter) else 1
-        return Kernel(node.name, "matmul", flops, moved, _dtype(node), rows, columns, depth, batch, launches)
+        return Kernel(node.name, "matmul", flops, size_moved, _dtype(node), rows, columns, depth, batch, launches)
     if _factorises(target):
-        return Kernel(node.name, "matmul", _factorising(node), moved, "fp32")
+        return Kernel(node.name, "matmul", _factorising(node), size_moved, "fp32")
     if work is not None or unknown == "memory" or facts(node).phase == "backward":
-        return Kernel(node.name, "memory", bytes=moved, launches=2 if target in NORM_BACKWARD else 1)
+        return Kernel(node.name, "memory", bytes=size_moved, launches=2 if target in NORM_BACKWARD else 1)
     raise _unpriced(node)
 
 

@@ -139,7 +139,7 @@ def test_equal_blocks_are_balanced() -> None:
     assert list(blocks.values()).count((0,)) in (3, 4, 5)
 
 
-@pytest.mark.parametrize(("width", "num_stages", "cut"), [(64, 2, (4,)), (1024, 2, (4,)), (1024, 4, (2, 4, 6))])
+@pytest.mark.parametrize(("width", "num_stages", "cut"), [(128, 2, (4,)), (1024, 2, (4,)), (1024, 4, (2, 4, 6))])
 def test_equal_layers_are_cut_evenly(width: int, num_stages: int, cut: tuple[int, ...]) -> None:
     """However small they are: what a stage sends travels while it computes."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
