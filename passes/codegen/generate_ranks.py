@@ -12,13 +12,13 @@ from torch import fx
 
 from ...compat.torch import function_name
 from ...compat.torch_texts import goes_with_its_text
-from ...core.annotations import facts, is_getitem, leaf, num_bytes, shape, value, values
+from ...core.annotations import facts, is_getitem, leaf, num_bytes, origin, shape, value, values
 from ...core.errors import CompileError
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
 from ...ir.distributed_program import DistributedProgram, Piece, Slice, StageProgram, StateSpec, Transfer, ValueSpec
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
-from ...ops.collectives import SIZED, share
+from ...ops.collectives import COMMUNICATION, SIZED, share
 from ...ops.rank_local import RANKED, microbatch
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
@@ -280,7 +280,7 @@ def _piece(
     """A function of ``nodes``. A parameter's gradient is handed over as soon as it exists, not returned; at once if it
     is what another stage sent, as it came."""
     graph = fx.Graph()
-    inside = set(nodes)
+    nodes, inside = _taken_apart(nodes), set(nodes)
     inputs: dict[fx.Node, None] = dict.fromkeys(n for n in gradients if n not in inside)
     for node in nodes:
         inputs.update((n, None) for n in node.all_input_nodes if n not in inside)
@@ -313,6 +313,19 @@ def _piece(
         tuple(n.name for n in ordered if n not in names),
         tuple(n.name for n in returned),
     )
+
+
+def _taken_apart(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Each result of an operator is taken right behind it: while one is still to be taken, all of them are alive."""
+    inside, found = set(nodes), list[fx.Node]()
+    parts: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        if is_getitem(node) and (made := origin(node)[0]) in inside and made.target not in COMMUNICATION:
+            parts[made].append(node)
+    moved = {node for some in parts.values() for node in some}
+    for node in nodes:
+        found += [node, *parts[node]] if node not in moved else []
+    return found
 
 
 def _is_matmul(node: fx.Node) -> bool:

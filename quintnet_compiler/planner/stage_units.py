@@ -151,7 +151,7 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
         works[Op.BACKWARD_INPUT].seconds + works[Op.BACKWARD_WEIGHT].seconds,
         works[Op.BACKWARD_WEIGHT].seconds,
         {axis: seconds for axis, seconds in moved.items() if axis},
-        _saved(stage, memory) + sum(size[name] for name in came & set(stage.saved)),
+        _saved(stage, memory, {name: size[name] for name in came}),
         sum(size[name] for name in came),
         max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
         tuple(ParameterGroup(number, *kind) for kind, number in sorted(alone.items())),
@@ -159,11 +159,18 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
     )
 
 
-def _saved(stage: StageProgram, memory: Footprints) -> int:
-    """Bytes of the forward's own results that the backward reads, each piece of memory once."""
-    found = zip(stage.forward.outputs, memory.calls[stage.index, "forward"].outputs, strict=True)
-    pieces = {made.fresh: made.bytes for name, made in found if name in stage.saved and made.fresh >= 0}
-    return sum(pieces.values())
+def _saved(stage: StageProgram, memory: Footprints, came: Mapping[str, int]) -> int:
+    """Bytes that the backward reads, each piece of memory once: of the forward's own results, and of values that
+    ``came`` from other stages, also where the backward reads a view of them."""
+    piece, kept = stage.forward, came.keys() & set(stage.saved)
+    given = [*piece.static, *piece.dynamic]
+    fresh: dict[int, int] = {}
+    for name, made in zip(piece.outputs, memory.calls[stage.index, "forward"].outputs, strict=True):
+        if name in stage.saved and made.fresh >= 0:
+            fresh[made.fresh] = made.bytes
+        elif name in stage.saved:
+            kept |= {given[made.argument]} & came.keys()
+    return sum(fresh.values()) + sum(came[name] for name in kept)
 
 
 def _held(spec: StateSpec, program: DistributedProgram) -> ParameterGroup:
