@@ -230,7 +230,7 @@ MESSAGES: dict[str, str] = {
     "a cluster of unknown devices": (
         "QN210 the cost model has no price for this\n"
         "  unknown hardware 'h1000'\n"
-        "  fix: use one of v100, a100-40, a100, a100-80, a800, h100, h800, h200, b200, b300, gb200, gb300, mi300x, cpu"
+        "  fix: use one of h100, v100, h800, h200"
     ),
     "unknown key in a plan": (
         "QN207 the plan document is not valid\n"
