@@ -93,7 +93,7 @@ ALGORITHMS: Mapping[str, Callable[[Group, float], float]] = MappingProxyType(
 
 def lost_seconds(hidden: float, group: Group, cluster: Cluster) -> float:
     """What computation loses to ``hidden`` seconds of communication beside it: the transfer takes multiprocessors and
-    memory traffic away, and the fewer the slower its links are."""
+    memory bandwidth away, the less of both the slower its links are."""
     if not group.hops:
         return 0.0
     slowdown = min(1.0, _slowest(group) / cluster.levels[0].bytes_per_second)

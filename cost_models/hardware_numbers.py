@@ -1,9 +1,5 @@
-"""A device that :data:`.hardware.HARDWARE` does not have, described in numbers: a mapping, or a JSON file.
-
-A TPU v5e in about its published numbers (that of fp32 is a guess)::
-
-    {"name": "TPU v5e", "tflops": {"bf16": 197, "fp32": 49}, "memory_gb": 16, "memory_gb_per_second": 819,
-     "link_gb_per_second": 200, "network_gb_per_second": 3.1, "watts": 200}
+"""A device that :data:`.hardware.HARDWARE` does not have, described in numbers: a mapping, or a JSON file. An example
+is in docs/cost_models.md.
 """
 
 from __future__ import annotations

@@ -142,16 +142,12 @@ FLASH_BACKWARD = frozenset(
 )
 
 
-# Operators that do not read the whole of their input number ``n``: as much of it as they return (a lookup reads rows of
-# a table), or nothing (its shape alone counts).
-ROWS_OF: Mapping[Any, int] = MappingProxyType(
-    {
-        **dict.fromkeys(
-            [aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default,
-             aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, embedding_rows], 0,
-        ),
-    }
+# Operators that read as much of their first input as they return: a lookup reads rows of a table.
+LOOKUPS = frozenset(
+    {aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default,
+     aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, embedding_rows}
 )  # fmt: skip
+# The input of which operators use the shape alone, by its place.
 SHAPE_OF: Mapping[Any, int] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -177,11 +173,11 @@ def traffic(node: fx.Node) -> float:
 
 def moved(target: Any, given: Sequence[float], made: float) -> float:
     """Bytes that an operator reads and writes, by those of each tensor that it is given and of all that it makes."""
-    rows, shape_only, twice = ROWS_OF.get(target), SHAPE_OF.get(target), target in NORM_BACKWARD
+    shape_only, twice = SHAPE_OF.get(target), target in NORM_BACKWARD
     read = 0.0
     for place, size in enumerate(given):
         if place != shape_only:
-            read += (min(size, made) if place == rows else size) * (2 if twice and place < 2 else 1)
+            read += (min(size, made) if place == 0 and target in LOOKUPS else size) * (2 if twice and place < 2 else 1)
     return read + made
 
 

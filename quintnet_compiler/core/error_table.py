@@ -29,8 +29,8 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
         ),
         "QN102": ErrorEntry(
             "the batch does not fit the program",
-            "There was no batch yet, a batch is neither a tuple nor a dict of tensors, has no rows or an array of "
-            "another library, or ranks were given different batches.",
+            "There was no batch yet, a batch is neither a tuple nor a dict of tensors, has no rows, or holds NumPy "
+            "arrays, or ranks were given different batches.",
             "Give compile a batch, or call prepare(batch); read the same data on every rank.",
         ),
         "QN103": ErrorEntry(
