@@ -44,6 +44,12 @@ LLM_FOUNDRY = KernelSet(
     norm=TWO_PASSES, loss=Passes(2, 4, 3, 3), embedding=Passes(2, 1, 1, 1), fused_gradients=False, flash_generation=1,
     early_stop=True, optimizer_bytes=100,
 )  # fmt: skip
+# internlm/model/modeling_internlm.py and linear.py: the input of each norm is cast to 32 bits for Apex' norm, gate and
+# up are two products, their activation two operators of PyTorch; doc/en/install.md has FlashAttention 1.0.5.
+INTERN_EVO = KernelSet(
+    norm=Passes(6, 11, 2, 4), gated_activation=Passes(5, 9, 2, 3), joined=False, fused_gradients=False,
+    flash_generation=1,
+)  # fmt: skip
 _DEEPSPEED = {
     "overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "kernels": SEPARATE_GRADIENTS,
     "bucket_bytes": 2 * 5e8 * 2,  # DeepSpeed's default buckets: two of 5e8 16-bit elements
@@ -73,7 +79,9 @@ FACTS: Mapping[str, Facts] = MappingProxyType(
         "SKILL": Facts("Megatron-Bridge skills documents", kernels=TRANSFORMER_ENGINE),
         "ZOO": Facts("Megatron MoE model zoo: IB 8 x 50 GB/s", kernels=TRANSFORMER_ENGINE),
         "CARD": Facts("Megatron-Bridge verification cards", kernels=TRANSFORMER_ENGINE),
-        "IEVO": Facts("InternEvo: 4 x 100 Gb/s RoCE per node", 400 * GIGABIT, overlap_dp=True),
+        "IEVO": Facts("InternEvo: 4 x 100 Gb/s RoCE per node (doc/en/train_performance.md); gradients are reduced in "
+                      "the parameters' dtype (hybrid_zero_optim.py)", 400 * GIGABIT, gradient_dtype="bf16",
+                      kernels=INTERN_EVO),
         "TITAN": Facts("torchtitan: 400 Gb/s per GPU"),
         "MSCALE": Facts("MegaScale: 8 x 200 Gb/s per node", 1600 * GIGABIT, overlap_dp=False, overlap_pp=False),
         "LLAMA3": Facts("Llama 3: 400 Gb/s RoCE per GPU"),

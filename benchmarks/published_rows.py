@@ -29,6 +29,13 @@ GPU_NAMES = {
     "MI250X": "mi250x", "MI300X": "mi300x", "MI300X 192GB": "mi300x", "MI325X": "mi325x", "MI355X": "mi355x",
     "L40S": "l40s", "A10G": "a10g", "RTX 4090": "rtx-4090",
 }  # fmt: skip
+# How sources say over how many of the data ranks state is sliced, while the rest hold copies: InternEvo's zero1 (-1 is
+# all), MaxText's and Megatron's FSDP (0 and 1 say whether), PyTorch's mesh.
+SHARD_GROUP = re.compile(
+    r"\bzero-?[123]\s*(?:size|group)?\s*(?:=|:|of)\s*(-?\d+)|\bFSDP\d?\s*(?:=|group\s*=?)\s*(\d+)"
+    r"|\bshard(?:ing)?[ -]?groups?(?: size)?(?: of|\s*[=:])?\s*(\d+)",
+    re.IGNORECASE,
+)
 # Heads wider than hidden / heads (Qwen3 and GPT-OSS model cards).
 HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "gpt oss": 64}
 
@@ -117,6 +124,25 @@ def decoder_of(row: Row) -> Decoder:
     )  # fmt: skip
 
 
+def shards_of(row: Row, ranks: int) -> int:
+    """Over how many of ``ranks`` data (and context) ranks state is sliced, by the column ``shard_group`` or the notes:
+    0 for all, 1 for none of them (InternEvo's ``zero1=1``).
+
+    Raises:
+        Unmodelled: if the ranks do not divide into such groups.
+    """
+    found = SHARD_GROUP.search(row.get("notes", ""))
+    stated = next((int(number) for number in found.groups() if number), 0) if found else 0
+    if found and not found[1] and stated == 1:  # FSDP=1: it is on
+        stated = 0
+    group = _int(row, "shard_group", stated)
+    if group < 1 or group >= ranks:
+        return 0
+    if ranks % group:
+        raise Unmodelled(f"{ranks} data ranks in shard groups of {group}")
+    return group
+
+
 OLD_MEGATRON = ("KORTH", "NARA", "VTM", "VTS", "BLOOM", "JZV100", "MLM2020", "MTNLG")
 
 
@@ -140,6 +166,7 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
     nemo = prefix in ("DGXC", "MBR", "CARD", "ZOO", "SKILL", "MLM", "MCORE", "NEMO")
     sequence = row.get("sequence_parallel", "") or ("1" if nemo and degrees["tp"] > 1 else "0")
     zero = _int(row, "zero_stage", 1 if nemo else 0)
+    shard = shards_of(row, degrees["dp"] * degrees["cp"]) if zero else 0
     gradients = facts.gradient_dtype
     if "MP=PURE" in notes or (dtype == "bf16" and gradients == "fp16"):
         gradients = "bf16" if "MP=PURE" in notes else "fp32"
@@ -149,7 +176,8 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
         **degrees, vpp=_int(row, "vpp", 12 if "(12 in 25.05)" in notes else 1),
         microbatch=_int(row, "micro_batch_seqs"),
         global_batch=_int(row, "global_batch_seqs"), sequence_parallel=sequence == "1",
-        recompute=recompute, recompute_share=share, zero=zero, expert_tp=etp,  # type: ignore[arg-type]
+        recompute=recompute, recompute_share=share, zero=0 if shard == 1 else zero, shard=shard if shard > 1 else 0,
+        expert_tp=etp,  # type: ignore[arg-type]
         dtype=dtype, gradient_dtype=gradients,
         kernels=replace(facts.kernels, flash=flash),
         overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,

@@ -2,6 +2,7 @@
 
     python benchmarks/published_runs.py                      # the rows in benchmarks/data, as tables
     python benchmarks/published_runs.py --rows FILE.csv --json
+    python benchmarks/published_runs.py --worst 10           # and which groups of layouts are ranked worst
     python benchmarks/published_runs.py --fit h100           # calibrate first (see fit_hardware.py)
 
 Errors are (predicted - measured) / measured. A row that cannot be modelled is listed with the reason.
@@ -20,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks import published_ranking
 from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
+from benchmarks.published_tables import show
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.hardware import GIB, HARDWARE, Hardware
 from quintnet_compiler.cost_models.memory import peak_memory, stage_memory
@@ -80,7 +83,7 @@ def _groups(row: Row) -> tuple[str, ...]:
 
 
 def summary(rows: Sequence[Row], results: Sequence[Result]) -> dict[str, Any]:
-    """Figures per group, for step time and for memory, and how many rows were skipped for what."""
+    """Figures per group, for step time, for memory and for ranking; how many rows were skipped for what."""
     found: dict[str, dict[str, list[float]]] = {"step_time": defaultdict(list), "memory": defaultdict(list)}
     for row, result in zip(rows, results, strict=True):
         for kind, errors in found.items():
@@ -90,27 +93,17 @@ def summary(rows: Sequence[Row], results: Sequence[Result]) -> dict[str, Any]:
     skipped = Counter(f"{r['id'].partition('-')[0]}: {r['skipped']}" for r in results if r["skipped"])
     return {
         **{kind: {group: figures(e) for group, e in errors.items()} for kind, errors in found.items()},
-        "skipped": dict(skipped),
-    }
+        "ranking": published_ranking.figures(ranked(rows, results)), "skipped": dict(skipped),
+    }  # fmt: skip
 
 
-def show(total: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    for kind, title in (("step_time", "step time"), ("memory", "memory")):
-        table = Table("group", "rows", "bias", "mean", "median", "p90", "max", title=f"error of {title}")
-        for group, found in sorted(total[kind].items()):
-            table.add_row(
-                group, str(found["rows"]), *(f"{100 * found[name]:+.1f}%" for name in ("bias",)),
-                *(f"{100 * found[name]:.1f}%" for name in ("mean", "median", "p90", "max")),
-            )  # fmt: skip
-        console.print(table)
-    table = Table("not modelled, and why", "rows")
-    for reason, count in total["skipped"].items():
-        table.add_row(reason, str(count))
-    console.print(table)
+def ranked(rows: Sequence[Row], results: Sequence[Result]) -> list[published_ranking.Group]:
+    """Groups of rows that differ in their layouts alone."""
+    return published_ranking.groups(
+        (row, run_of(row), result["predicted_step_s"])
+        for row, result in zip(rows, results, strict=True)
+        if result["step_time_error"] is not None
+    )
 
 
 def calibrated(device: str) -> dict[str, Hardware]:
@@ -127,6 +120,10 @@ def main() -> None:
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--rows", type=Path, nargs="+", help="CSV files (default: those in benchmarks/data)")
     options.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    options.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    options.add_argument(
+        "--worst", type=int, default=0, metavar="N", help="list the N groups that are ranked worst, too"
+    )
     options.add_argument("--fit", metavar="GPU", choices=sorted(HARDWARE), help="calibrate this kind of GPU first")
     given = options.parse_args()
     files = given.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
@@ -136,8 +133,10 @@ def main() -> None:
     total = summary(rows, results)
     if given.json:
         print(json.dumps({"rows": results, "summary": total}, indent=1))
-    else:
-        show(total)
+        return
+    show(total, markdown=given.markdown)
+    for group in published_ranking.worst(ranked(rows, results), given.worst):
+        print(json.dumps(group))
 
 
 if __name__ == "__main__":
