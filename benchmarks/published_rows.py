@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from benchmarks import published_flops
 from benchmarks.published_facts import facts_of
 from quintnet_compiler.core.errors import CompileError
-from quintnet_compiler.cost_models import closed_forms
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
@@ -36,6 +36,8 @@ SHARD_GROUP = re.compile(
     r"|\bshard(?:ing)?[ -]?groups?(?: size)?(?: of|\s*[=:])?\s*(\d+)",
     re.IGNORECASE,
 )
+# Stages per rank, where only notes have them.
+VPP = re.compile(r"\bVPP? ?=? ?(\d+)|\bVP printed NA in [\d.]+ \((\d+) in ")
 # Heads wider than hidden / heads (Qwen3 and GPT-OSS model cards).
 HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "gpt oss": 64}
 
@@ -56,6 +58,7 @@ class Run:
     gpus_per_node: int
     seconds: float | None
     gib: float | None
+    seconds_between: tuple[float, float] | None  # where a rate is stated, but not of which FLOPs
     last_stage: bool  # memory is of the last rank
     device_tool: bool  # memory as nvidia-smi shows it
 
@@ -149,12 +152,7 @@ OLD_MEGATRON = ("KORTH", "NARA", "VTM", "VTS", "BLOOM", "JZV100", "MLM2020", "MT
 def layout_of(row: Row, model: Decoder) -> ParallelLayout:
     facts, prefix, notes = facts_of(row["id"]), row["id"].split("-")[0], row.get("notes", "")
     degrees = {name: _int(row, name, 1 if name in ("cp", "ep") else None) for name in ("dp", "tp", "cp", "pp", "ep")}
-    recompute, share = row.get("recompute", ""), 1.0
-    if recompute == "":
-        if not ((facts.assume_none and not any(word in row["model"] for word in ("MaxText", "Paxml")))
-                or "sets no recompute override" in notes):  # fmt: skip
-            raise Unmodelled("recompute not stated")
-        recompute = "none"
+    recompute, share = row.get("recompute", "") or "none", 1.0
     if prefix == "FMS":  # some layers are recomputed whole: as many as the stated HFU and MFU say
         share = min(1.0, 3 * (float(notes.split("HFU=")[1].split(";")[0]) / float(row["mfu_or_hfu"]) - 1))
         recompute = "full"
@@ -173,7 +171,7 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
     flash = row.get("flash_attention") == "1" or (row.get("flash_attention") == "" and prefix not in OLD_MEGATRON)
     etp = degrees["tp"] if model.experts and model.experts <= 8 and "ETP=1" not in notes else 1
     return ParallelLayout(
-        **degrees, vpp=_int(row, "vpp", 12 if "(12 in 25.05)" in notes else 1),
+        **degrees, vpp=_int(row, "vpp", int(stages[1] or stages[2]) if (stages := VPP.search(notes)) else 1),
         microbatch=_int(row, "micro_batch_seqs"),
         global_batch=_int(row, "global_batch_seqs"), sequence_parallel=sequence == "1",
         recompute=recompute, recompute_share=share, zero=0 if shard == 1 else zero, shard=shard if shard > 1 else 0,
@@ -187,23 +185,30 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
     )  # fmt: skip
 
 
-def measured_seconds(row: Row, model: Decoder) -> float | None:
-    """The step's time as stated, else from tokens/s, else from FLOP/s where the convention is certain."""
+def measured_seconds(row: Row, model: Decoder, device: str) -> tuple[float, float] | None:
+    """The least and the most that a step took: equal where it is stated, or follows from tokens/s or from FLOP/s."""
     if row.get("step_time_s"):
-        return float(row["step_time_s"])
+        return float(row["step_time_s"]), float(row["step_time_s"])
     batch, gpus = _int(row, "global_batch_seqs", 0), _int(row, "gpus", 0)
     if batch and gpus and row.get("tokens_per_s_per_gpu"):
-        return batch * model.seq / (gpus * float(row["tokens_per_s_per_gpu"]))
-    if not (batch and gpus):
-        return None
-    if facts_of(row["id"]).convention == "narayanan" and row.get("tflops_per_gpu"):
-        return float(closed_forms.narayanan_flops(model, batch)) / (gpus * float(row["tflops_per_gpu"]) * 1e12)
-    if row["id"].startswith("KORTH") and row.get("mfu_or_hfu"):
-        flops = 72 * batch * model.seq * model.layers * model.hidden**2 * (
-            1 + model.seq / (6 * model.hidden) + model.vocab / (12 * model.hidden * model.layers)
-        )  # fmt: skip
-        return flops / (gpus * float(row["mfu_or_hfu"]) * 312e12)
-    return None
+        seconds = batch * model.seq / (gpus * float(row["tokens_per_s_per_gpu"]))
+        return seconds, seconds
+    return published_flops.seconds_between(row, model, device)
+
+
+def unstated(row: Row) -> tuple[str, ...]:
+    """Which columns a row leaves open that its layout needs, and that may be several things."""
+    facts, notes, found = facts_of(row["id"]), row.get("notes", ""), []
+    if row.get("recompute", "") == "" and not (
+        "sets no recompute override" in notes
+        or (facts.assume_none and not any(word in row["model"] for word in ("MaxText", "Paxml")))
+    ):
+        found.append("recompute")
+    if row.get("micro_batch_seqs", "") == "":
+        found.append("micro_batch_seqs")
+    if row.get("vpp", "") == "" and facts.interleaves and _int(row, "pp", 1) > 1 and not VPP.search(notes):
+        found.append("vpp")
+    return tuple(found)
 
 
 def run_of(row: Row) -> Run:
@@ -213,11 +218,14 @@ def run_of(row: Row) -> Run:
         Unmodelled: with the reason.
     """
     model = decoder_of(row)
+    if left := unstated(row):
+        raise Unmodelled(f"{', '.join(left)} not stated")
     try:
         layout = layout_of(row, model)
     except CompileError as error:
         raise Unmodelled(error.message) from error
-    gpus, seconds = _int(row, "gpus"), measured_seconds(row, model)
+    gpus, device = _int(row, "gpus"), device_of(row)
+    seconds = measured_seconds(row, model, device)
     if layout.ranks != gpus:
         raise Unmodelled(f"the layout has {layout.ranks} ranks, the run {gpus} GPUs")
     gib = float(row["memory_gib_per_gpu"]) if row.get("memory_gib_per_gpu") else None
@@ -226,7 +234,8 @@ def run_of(row: Row) -> Run:
     tool = row["id"].startswith(("BLOOM", "JZV100"))
     if gib is not None and tool:
         gib *= 1e9 / 2**30 if row["id"].startswith("JZV100") else 1.0
+    sure = seconds[0] if seconds and seconds[0] == seconds[1] else None
     return Run(
-        row["id"], device_of(row), model, layout, gpus, _int(row, "gpus_per_node", 8), seconds, gib,
-        "LAST rank" in row.get("notes", ""), tool,
+        row["id"], device, model, layout, gpus, _int(row, "gpus_per_node", 8), sure, gib,
+        seconds if sure is None else None, "LAST rank" in row.get("notes", ""), tool,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from benchmarks import published_ranking
+from benchmarks import published_intervals, published_ranking
 from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
 from benchmarks.published_tables import show
 from quintnet_compiler.core.errors import CompileError
@@ -82,18 +82,24 @@ def _groups(row: Row) -> tuple[str, ...]:
     return tuple(groups)
 
 
-def summary(rows: Sequence[Row], results: Sequence[Result]) -> dict[str, Any]:
-    """Figures per group, for step time, for memory and for ranking; how many rows were skipped for what."""
+def summary(
+    rows: Sequence[Row], results: Sequence[Result], open_rows: Sequence[published_intervals.Interval] = ()
+) -> dict[str, Any]:
+    """Figures per group, for step time, for memory, for ranking and for rows that are intervals; how many others were
+    skipped, and for what."""
     found: dict[str, dict[str, list[float]]] = {"step_time": defaultdict(list), "memory": defaultdict(list)}
     for row, result in zip(rows, results, strict=True):
         for kind, errors in found.items():
             if result[f"{kind}_error"] is not None:
                 for group in _groups(row):
                     errors[group].append(result[f"{kind}_error"])
-    skipped = Counter(f"{r['id'].partition('-')[0]}: {r['skipped']}" for r in results if r["skipped"])
+    intervals = {each.id for each in open_rows}
+    left = [result for result in results if result["skipped"] and result["id"] not in intervals]
+    skipped = Counter(f"{result['id'].partition('-')[0]}: {result['skipped']}" for result in left)
     return {
         **{kind: {group: figures(e) for group, e in errors.items()} for kind, errors in found.items()},
-        "ranking": published_ranking.figures(ranked(rows, results)), "skipped": dict(skipped),
+        "ranking": published_ranking.figures(ranked(rows, results)),
+        "intervals": published_intervals.figures(open_rows), "skipped": dict(skipped),
     }  # fmt: skip
 
 
@@ -130,9 +136,10 @@ def main() -> None:
     rows = [row for file in files for row in read(file)]
     hardware = calibrated(given.fit) if given.fit else HARDWARE
     results = [predict(row, hardware) for row in rows]
-    total = summary(rows, results)
+    open_rows = published_intervals.intervals(rows, hardware)
+    total = summary(rows, results, open_rows)
     if given.json:
-        print(json.dumps({"rows": results, "summary": total}, indent=1))
+        print(json.dumps({"rows": results, "intervals": list(map(vars, open_rows)), "summary": total}, indent=1))
         return
     show(total, markdown=given.markdown)
     for group in published_ranking.worst(ranked(rows, results), given.worst):

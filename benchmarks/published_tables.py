@@ -28,6 +28,8 @@ def sheets(total: Mapping[str, Any]) -> Iterator[Sheet]:
         rows = [_errors(group, found) for group, found in sorted(total[kind].items())]
         yield Sheet(f"error of {title}", (title, "rows", *ERRORS), tuple(rows))
     yield Sheet("ranking of layouts", ("ranking", *RANKING), tuple(_ranking(n, f) for n, f in total["ranking"].items()))
+    yield Sheet("rows that leave something open", ("open rows", *INTERVALS),
+                tuple(_interval(n, f) for n, f in total["intervals"].items()))  # fmt: skip
     yield Sheet("not modelled, and why", ("not modelled, and why", "rows"),
                 tuple((reason, str(count)) for reason, count in total["skipped"].items()))  # fmt: skip
 
@@ -51,6 +53,15 @@ def _ranking(group: str, found: Mapping[str, float]) -> tuple[str, ...]:
     rates = (_percent(found[f"regret_{name}"]) for name in ("mean", "median", "worst", "random"))
     right = found["correlation"], found["pairs"], found["pairs_right"]
     return group, *counts, _number(right[0]), str(right[1]), _percent(right[2]), *rates
+
+
+INTERVALS = ("rows", "within", "width, median %", "too short", "too long", "outside, median %", "outside, max %")
+
+
+def _interval(group: str, found: Mapping[str, float]) -> tuple[str, ...]:
+    counts = [str(found[name]) for name in ("rows", "within", "below", "above")]
+    sizes = [_percent(found[name]) for name in ("width_median", "outside_median", "outside_max")]
+    return group, counts[0], counts[1], sizes[0], counts[2], counts[3], sizes[1], sizes[2]
 
 
 def _percent(share: float) -> str:
