@@ -1,0 +1,308 @@
+"""Prices of real modules' graphs against published runs: what ``quintnet.estimate`` says where a row says enough.
+
+    python benchmarks/published_graphs.py                    # a sample of all rows on A100 and H100 in 16 bits
+    python benchmarks/published_graphs.py --only DGXC --per-group 3 --json
+
+For each row, the module of transformers that its model is, whole, on the meta device, compiled in the row's layout:
+``own`` is the price of that graph with the kernels that this compiler runs, which is what a user is told; ``source``
+has the kernels of the source's software (``KernelSet``) instead of all nodes that memory bounds, and its host.
+Products, attention, communication and the schedule are the graph's in both. ``closed`` is the closed form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.published_rows import Row, Run, Unmodelled, read, run_of
+from benchmarks.published_runs import DATA, figures
+from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.core.annotations import is_getitem
+from quintnet_compiler.core.errors import CompileError
+from quintnet_compiler.core.replaced import one_thread
+from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.cost_models.kernel_set import MEGATRON, KernelSet
+from quintnet_compiler.cost_models.kernels import kernel_seconds
+from quintnet_compiler.cost_models.layer_kernels import Kernels, LayerWork, embedding, head, layer
+from quintnet_compiler.cost_models.operators import kernel_of
+from quintnet_compiler.cost_models.step_time import StepModel
+from quintnet_compiler.cost_models.transformer import Decoder
+from quintnet_compiler.ir.batch_form import FlatBatch, plain_batch
+from quintnet_compiler.ir.plan import Plan, read_plan
+from quintnet_compiler.ops.rules.table import RULES
+from quintnet_compiler.planner.build import Builder
+from quintnet_compiler.planner.evaluate import evaluate
+from quintnet_compiler.planner.planning import Planner, PricedCluster
+from quintnet_compiler.planner.stage_units import StageUnit
+
+DEVICES = ("a100-80", "a100-40", "a800", "h100", "h800")
+
+
+@dataclass(frozen=True)
+class Module:
+    """A causal model of transformers, and where its blocks are."""
+
+    architecture: str
+    blocks: str
+    sizes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, d: Decoder) -> Module:
+        """The one whose products and attention a decoder has."""
+        if not d.gated and not d.experts and (d.biases or not d.rotary):
+            sizes = {"n_layer": d.layers, "n_embd": d.hidden, "n_head": d.heads, "n_inner": d.ffn, "n_positions": d.seq,
+                     "vocab_size": d.vocab, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip
+            return cls("GPT2LMHeadModel", "transformer.h", sizes)
+        sizes = {"num_hidden_layers": d.layers, "hidden_size": d.hidden, "intermediate_size": d.ffn,
+                 "num_attention_heads": d.heads, "num_key_value_heads": d.kv, "head_dim": d.width,
+                 "vocab_size": d.vocab, "max_position_embeddings": d.seq, "tie_word_embeddings": d.tied}  # fmt: skip
+        if d.experts:
+            more = {"intermediate_size": d.moe_ffn, "num_local_experts": d.experts, "num_experts_per_tok": d.top_k,
+                    "output_router_logits": False, "sliding_window": None}  # fmt: skip
+            return cls("MixtralForCausalLM", "model.layers", sizes | more)
+        return cls("LlamaForCausalLM" if d.gated else "NemotronForCausalLM", "model.layers", sizes)
+
+    def build(self) -> nn.Module:
+        """On the meta device, in bf16."""
+        import transformers
+
+        found = getattr(transformers, self.architecture)
+        with torch.device("meta"):
+            made: nn.Module = found(found.config_class(**self.sizes))
+        return made.to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class SourceCosts(ClusterCosts):
+    """Prices of a graph without its nodes that memory bounds: :func:`with_kernels` has those of ``kernels``."""
+
+    kernels: KernelSet = MEGATRON
+
+    def node_seconds(self, node: fx.Node) -> float:
+        if node.op != "call_function" or is_getitem(node):
+            return 0.0
+        kernel = kernel_of(node, self.unknown)
+        if kernel.kind == "memory":
+            return 0.0
+        if kernel.kind == "attention":
+            kernel = replace(kernel, generation=self.kernels.flash_generation)
+        return kernel_seconds(kernel, self.cluster.device)
+
+    def accumulate_seconds(self, num_bytes: float) -> float:
+        return 0.0
+
+    def optimizer_seconds(self, num_bytes: float) -> float:
+        return self._traffic(self.kernels.optimizer_bytes * num_bytes / 2)  # for each parameter of two bytes
+
+
+@dataclass(frozen=True)
+class Added:
+    """To a phase of a unit: seconds of kernels, and how long the host launches all of the phase."""
+
+    seconds: float
+    host: float
+
+    def __call__(self, there: float) -> float:
+        return max(there + self.seconds, self.host)
+
+
+def with_kernels(units: Sequence[StageUnit], run: Run, blocks: str) -> tuple[StageUnit, ...]:
+    """Units without what memory bounds, with the kernels of the run's software for that."""
+    device, made = run.cluster().device, run.layout
+    launch = 0.0 if made.graphs else device.efficiency.host_seconds
+
+    def phase(kernels: Kernels, launched: int, *, whole: Kernels = ()) -> Added:
+        found = [kernel for kernel in kernels if kernel.kind == "memory"]
+        seconds = sum(kernel_seconds(kernel, device) for kernel in (*found, *whole))
+        return Added(seconds, launch * (launched + sum(kernel.launches for kernel in (*kernels, *whole))))
+
+    def both(work: LayerWork) -> tuple[Added, Added]:
+        redone = made.recompute == "full"  # then the graph has the products that are redone
+        ahead = phase(work.forward, len(work.forward_communication))
+        back = phase((*work.backward, *(work.again if redone else ())),
+                     len(work.backward_communication) + len(work.again_communication),
+                     whole=() if redone else work.again)  # fmt: skip
+        return ahead, back
+
+    block, first, last = (both(part(run.model, made)) for part in (layer, embedding, head))
+    found = []
+    for place, unit in enumerate(units):
+        # the first block begins where their list does
+        kinds = [block] if unit.begin == blocks or unit.begin.startswith(f"{blocks}.") else []
+        kinds += [first] if place == 0 else []
+        kinds += [last] if place == len(units) - 1 else []
+        forward, backward = unit.forward, unit.backward
+        for ahead, back in kinds:
+            forward, backward = ahead(forward), back(backward)
+        found.append(replace(unit, forward=forward, backward=backward))
+    return tuple(found)
+
+
+def plan_of(run: Run, blocks: str) -> Plan:
+    """The row's layout as a plan; stages begin where its software has them, if they are equal.
+
+    Raises:
+        Unmodelled: for what a plan cannot say.
+    """
+    made, deep = run.layout, run.layout.pp * run.layout.vpp
+    if made.shard:
+        raise Unmodelled("shard groups")
+    if made.recompute_share != 1:
+        raise Unmodelled("some layers are recomputed")
+    if made.ep > 1 and (made.expert_tp != made.tp or made.dp % made.ep):
+        raise Unmodelled("experts over tensor ranks")
+    mesh = {"dp": made.dp // made.ep, "ep": made.ep, "cp": made.cp, "tp": made.tp, "pp": made.pp}
+    plan: dict[str, Any] = {
+        "mesh": {axis: size for axis, size in mesh.items() if size > 1} or {"dp": 1},
+        "microbatches": made.microbatches, "zero": made.zero if made.dp > 1 else 0,
+        "recompute": "full" if made.recompute == "full" else "none", "async_tp": made.overlap_tp,
+        "reduce_dtype": "float32" if made.gradient_dtype == "fp32" else "parameter",
+    }  # fmt: skip
+    if made.ep > 1:
+        plan["zero_axes"] = ["dp", "ep"]
+    if made.cp > 1:
+        plan["context"] = "ring"
+    if made.vpp > 1:
+        plan |= {"schedule": "interleaved", "virtual_stages": made.vpp}
+    if deep > 1 and run.model.layers % deep == 0:
+        plan["stages"] = [f"{blocks}.{number}" for number in range(0, run.model.layers, run.model.layers // deep)][1:]
+    return read_plan(plan)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of a step of one row."""
+
+    id: str
+    kinds: tuple[str, ...]
+    module: str
+    measured: float
+    own: float
+    source: float
+    closed: float
+
+    def error(self, name: str) -> float:
+        found: float = getattr(self, name) / self.measured - 1
+        return found
+
+
+def kinds_of(run: Run) -> tuple[str, ...]:
+    """What is special about a layout."""
+    made = run.layout
+    axes = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(made, axis) > 1]
+    sliced = [f"ZeRO {made.zero}"] if made.zero and made.dp > 1 else []
+    return tuple([*sliced, *axes] if sliced or axes else ["dp alone"])
+
+
+def chosen(rows: Sequence[Row], only: str, per_group: int) -> Iterator[Run]:
+    """Rows of 16 bits on A100 and H100 with fused attention; ``per_group`` of each source, GPU, model and kind of
+    layout, evenly spread."""
+    found: dict[Any, list[Run]] = defaultdict(list)
+    for row in rows:
+        try:
+            run = run_of(row)
+            plan_of(run, Module.of(run.model).blocks)
+        except Unmodelled:
+            continue
+        wanted = run.device in DEVICES and run.layout.dtype in ("bf16", "fp16") and run.layout.kernels.flash
+        if run.seconds and wanted and row["id"].startswith(only):
+            source, size = row["id"].partition("-")[0], (run.model.hidden, run.model.experts)
+            found[source, run.device, size, kinds_of(run)].append(run)
+    for runs in found.values():
+        step = max(1.0, len(runs) / per_group)
+        yield from (runs[int(place * step)] for place in range(min(per_group, len(runs))))
+
+
+@one_thread()
+def price(run: Run) -> Prices:
+    """The prices of a row.
+
+    Raises:
+        Unmodelled: for what a plan cannot say; CompileError: whatever the compiler says of the layout.
+    """
+    module = Module.of(run.model)
+    plan, cluster = plan_of(run, module.blocks), run.cluster()
+    ids = torch.empty(run.layout.global_batch, run.model.seq, dtype=torch.long, device="meta")
+    batch = plain_batch({"input_ids": ids, "labels": ids})
+    captured = capture(module.build(), batch, None, once=True)
+    machine = PricedCluster(cluster)
+    planner = Planner.of(captured, FlatBatch.of(batch).rows, machine, plan, RULES)
+    own = planner.estimate()
+    costs = SourceCosts(cluster, kernels=run.layout.kernels)
+    builder = Builder(planner.folded, plan, RULES, machine.prices, costs)
+    units = with_kernels(builder(own.layout), run, module.blocks)
+    other = evaluate(units, own.layout, costs, plan.stages)
+    closed = StepModel(run.model, run.layout, cluster).step().seconds
+    return Prices(run.id, kinds_of(run), module.architecture, run.seconds or 0.0, own.seconds, other.seconds, closed)
+
+
+def summary(found: Sequence[Prices], devices: Mapping[str, str]) -> dict[str, dict[str, dict[str, float]]]:
+    """Figures of errors per price, of all rows, each source, each GPU and each kind of layout."""
+    groups: dict[str, list[Prices]] = defaultdict(list)
+    for one in found:
+        names = ["all", f"source {one.id.partition('-')[0]}", f"GPU {devices[one.id]}", f"module {one.module}"]
+        for name in (*names, *(f"with {kind}" for kind in one.kinds)):
+            groups[name].append(one)
+    return {
+        name: {kind: figures([one.error(kind) for one in each]) for kind in ("source", "closed", "own")}
+        for name, each in sorted(groups.items())
+    }
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--rows", type=Path, nargs="+", help="CSV files (default: those in benchmarks/data)")
+    options.add_argument("--only", default="", help="rows whose id begins with this")
+    options.add_argument("--per-group", type=int, default=2, help="rows of each source, GPU, model and kind of layout")
+    options.add_argument("--json", action="store_true", help="print JSON and nothing else")
+    given = options.parse_args()
+    files = given.rows or [DATA / "published_runs.csv", DATA / "published_runs_single_node.csv"]
+    found, devices, refused = [], {}, Counter[str]()
+    for run in chosen([row for file in files for row in read(file)], given.only, given.per_group):
+        try:
+            one = price(run)
+        except CompileError as error:
+            refused[f"{run.id}: {error.id} {error.message}"] += 1
+            continue
+        found.append(one)
+        devices[one.id] = run.device
+        if not given.json:
+            errors = " ".join(f"{name} {100 * one.error(name):+6.1f}%" for name in ("source", "closed", "own"))
+            print(
+                f"{one.id:42s} {one.module:20s} {', '.join(one.kinds):20s} {one.measured:8.3f} s {errors}", flush=True
+            )
+    total = summary(found, devices) if found else {}
+    if given.json:
+        print(json.dumps({"rows": list(map(vars, found)), "summary": total, "refused": dict(refused)}, indent=1))
+        return
+    columns = "rows | source: median % | p90 % | bias % | closed: median % | p90 % | own: median % | p90 %"
+    print(f"\n| graph prices | {columns} |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, each in total.items():
+        source, closed, own = each["source"], each["closed"], each["own"]
+        parts = [
+            source["median"],
+            source["p90"],
+            source["bias"],
+            closed["median"],
+            closed["p90"],
+            own["median"],
+            own["p90"],
+        ]
+        print(f"| {name} | {source['rows']} | {' | '.join(f'{100 * part:.1f}' for part in parts)} |")
+    for reason in refused:
+        print(f"refused: {reason}")
+
+
+if __name__ == "__main__":
+    main()
