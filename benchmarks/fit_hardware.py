@@ -30,8 +30,7 @@ FAMILY = {
     "h800": "h100",
     "h200": "h100",
     "gb200": "b200",
-    "gb300": "b200",
-    "b300": "b200",
+    "gb300": "b300",
 }
 # The share of memory's bandwidth is not fitted: it would stand in for kernels that nobody listed.
 BOUNDS = {
@@ -69,10 +68,10 @@ def weights(runs: Sequence[Run]) -> np.ndarray:
     return np.array([size[run.id.partition("-")[0]] ** -0.5 for run in runs])
 
 
-def fit(runs: Sequence[Run], start: Efficiency) -> Efficiency:
-    """Least squares on log errors with a robust loss, within physical bounds."""
+def fit(runs: Sequence[Run], start: Efficiency, only: Sequence[str] = ()) -> Efficiency:
+    """Least squares on log errors with a robust loss, within physical bounds; of ``only`` these, if any is given."""
     low = any(run.layout.dtype in ("fp8", "fp4") for run in runs)
-    names = [name for name in BOUNDS if low or name != "low_precision"]
+    names = [name for name in BOUNDS if (low or name != "low_precision") and (not only or name in only)]
     lower, upper = (np.array([BOUNDS[name][side] for name in names]) for side in (0, 1))
     weight = weights(runs)
 
@@ -107,11 +106,12 @@ def main() -> None:
     options.add_argument("device", choices=sorted(set(HARDWARE) - set(FAMILY)))
     options.add_argument("--hold-out", default="", help="comma-separated sources that are not fitted")
     options.add_argument("--per-source", type=int, default=60, help="at most about so many rows of a source")
+    options.add_argument("--only", default="", help="comma-separated efficiencies; the others stay as they are")
     given = options.parse_args()
     held = [name for name in given.hold_out.split(",") if name] or ["-"]
     runs = runs_of(given.device, given.per_source)
     used = [run for run in runs if not run.id.startswith(tuple(held))]
-    found = fit(used, HARDWARE[given.device].efficiency)
+    found = fit(used, HARDWARE[given.device].efficiency, [name for name in given.only.split(",") if name])
     print("cost", float((weights(used) * np.sqrt(1 + (log_errors(used, found) / 0.08) ** 2)).sum()))
     print(", ".join(f"{name}={value:.3g}" for name, value in asdict(found).items()))
     report(runs, found, held)

@@ -164,6 +164,9 @@ _BLACKWELL = Efficiency(
     host_seconds=32e-6,
     contention=0.5,
 )
+# Blackwell Ultra is another die: exponentials at twice the rate, for attention, and more power, which is what 8-bit
+# products on Blackwell are bound by (NVIDIA, "Inside NVIDIA Blackwell Ultra").
+_BLACKWELL_ULTRA = replace(_BLACKWELL, matmul=0.64, attention=0.6)
 B200 = Hardware(
     "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, attention_generation=3,
     efficiency=_BLACKWELL, gpu=AbsentGpu((10, 0)),
@@ -171,7 +174,7 @@ B200 = Hardware(
 )  # fmt: skip
 B300 = Hardware(
     "B300-SXM-288GB", _rates(80, 2250, 4500, 13500), 288e9, 8 * TB, 900 * GB, 100 * GB, 148, attention_generation=3,
-    efficiency=_BLACKWELL, gpu=AbsentGpu((10, 3)),
+    efficiency=_BLACKWELL_ULTRA, gpu=AbsentGpu((10, 3)),
     watts=1100, products=("NVIDIA B300 SXM6 AC",),
 )  # fmt: skip
 GB200 = Hardware(
@@ -181,7 +184,7 @@ GB200 = Hardware(
 )  # fmt: skip
 GB300 = Hardware(
     "GB300-NVL72", _rates(80, 2450, 4900, 14700), 288e9, 8 * TB, 900 * GB, 100 * GB, 152, domain=72,
-    attention_generation=3, efficiency=_BLACKWELL, gpu=AbsentGpu((10, 3)),
+    attention_generation=3, efficiency=_BLACKWELL_ULTRA, gpu=AbsentGpu((10, 3)),
     watts=1400, products=("NVIDIA GB300",),
 )  # fmt: skip
 # The export parts: A800 is A100 with NVLink at 400 GB/s both ways, H800 is H100 with the same (datasheets; H100's
