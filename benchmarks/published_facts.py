@@ -16,7 +16,7 @@ class Facts:
     """About all rows of one source.
 
     ``network``: bytes per second of one node's adapters, one way (None: the device's usual build). ``overlap_dp``,
-    ``overlap_pp``, ``whole_sends``, ``gradient_dtype``, ``kernels``: of the training software (see
+    ``overlap_pp``, ``owners``, ``whole_sends``, ``gradient_dtype``, ``kernels``: of the training software (see
     ``ParallelLayout``; whether attention is fused is a row's own).
     ``vocab``: where a source's rows leave it open. ``assume_none``: a recompute column left blank means none.
     ``convention``: what it counts as FLOPs (``published_flops.py``; empty: not known). ``interleaves``: its software
@@ -27,6 +27,7 @@ class Facts:
     network: float | None = None
     network_h100: float | None = None
     overlap_dp: bool = True
+    owners: bool = False
     overlap_pp: bool = True
     whole_sends: bool = False
     gradient_dtype: str = "fp32"
@@ -91,7 +92,7 @@ FACTS: Mapping[str, Facts] = MappingProxyType(
         "CARD": Facts("Megatron-Bridge verification cards", convention="causal", **_NEMO),
         "IEVO": Facts("InternEvo: 4 x 100 Gb/s RoCE per node (doc/en/train_performance.md); gradients are reduced in "
                       "the parameters' dtype (hybrid_zero_optim.py)", 400 * GIGABIT, gradient_dtype="bf16",
-                      convention="narayanan",
+                      convention="narayanan", owners=True,
                       kernels=INTERN_EVO),
         "TITAN": Facts("torchtitan: 400 Gb/s per GPU"),
         "MSCALE": Facts("MegaScale: 8 x 200 Gb/s per node", 1600 * GIGABIT, overlap_dp=False, overlap_pp=False),

@@ -27,7 +27,7 @@ def step_flops(model: Decoder, batch: int, convention: str, *, recomputed: bool)
         whole = float(closed_forms.narayanan_flops(model, batch))
         redone = 24.0 * batch * model.seq * model.layers * model.hidden**2 * (1 + model.seq / (6 * model.hidden))
         return whole if convention == "narayanan" and recomputed else whole - redone
-    scores = 3 * batch * model.layers * 4.0 * model.seq**2 * model.heads * model.width
+    scores = 3.0 * batch * closed_forms.score_flops(model)
     full = float(closed_forms.step_flops(model, batch))
     return full if convention == "full" else full - scores / 2
 

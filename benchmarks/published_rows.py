@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks import published_flops
 from benchmarks.published_facts import facts_of
+from benchmarks.published_models import columns_of, fields_of
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.hardware import HARDWARE, Hardware
@@ -38,8 +39,6 @@ SHARD_GROUP = re.compile(
 )
 # Stages per rank, where only notes have them.
 VPP = re.compile(r"\bVPP? ?=? ?(\d+)|\bVP printed NA in [\d.]+ \((\d+) in ")
-# Heads wider than hidden / heads (Qwen3 and GPT-OSS model cards).
-HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "gpt oss": 64}
 
 
 class Unmodelled(Exception):
@@ -103,12 +102,9 @@ def device_of(row: Row) -> str:
 
 def decoder_of(row: Row) -> Decoder:
     name = row["model"].lower()
+    row = {**row, **{column: text for column, text in columns_of(name).items() if not row.get(column)}}
     experts = _int(row, "n_experts", 0)
-    if "deepseek" in name or "kimi" in name or "moonlight" in name:
-        raise Unmodelled("latent attention is not described by the row's numbers")
-    if "gpt-oss" in name or "gpt oss" in name:
-        raise Unmodelled("sliding-window attention is not described by the row's numbers")
-    gated = _int(row, "gated_mlp", 1 if "llama" in name or "mixtral" in name or "qwen" in name else 0) == 1
+    gated = _int(row, "gated_mlp", 1 if re.search(GATED, name) else 0) == 1
     hidden = _int(row, "hidden")
     heads = _int(row, "n_heads", hidden // 128)
     vocab = _int(row, "vocab", facts_of(row["id"]).vocab or (32000 if gated else None))
@@ -116,15 +112,15 @@ def decoder_of(row: Row) -> Decoder:
     vocab = -(-vocab // padded) * padded
     old = row.get("flash_attention") in ("0", "") and row["id"].split("-")[0] in OLD_MEGATRON
     bare = not gated and not any(word in name for word in ("mpt", "nemotron"))
-    return Decoder(
+    found = Decoder(
         layers=_int(row, "n_layers"), hidden=hidden, ffn=_int(row, "ffn_hidden", 4 * hidden), heads=heads,
         kv_heads=_int(row, "n_kv_heads", heads), vocab=vocab, seq=_int(row, "seq_len"), gated=gated,
-        head_dim=next((width for word, width in HEAD_DIM.items() if word in name), 0),
         experts=experts, top_k=_int(row, "top_k", 2) if experts else 0,
         moe_ffn=_int(row, "moe_ffn_hidden", _int(row, "ffn_hidden", 4 * hidden)) if experts else 0,
         tied=not gated and "nemotron" not in name, biases=bare, dropout=old, rotary=not old and "mpt" not in name,
         learned_positions=_int(row, "seq_len") if bare and "bloom" not in name else 0,
     )  # fmt: skip
+    return replace(found, **fields_of(row["model"], row["id"].split("-")[0], found.layers))
 
 
 def shards_of(row: Row, ranks: int) -> int:
@@ -146,6 +142,7 @@ def shards_of(row: Row, ranks: int) -> int:
     return group
 
 
+GATED = "llama|mixtral|mistral|qwen|deepseek|kimi|moonlight|gpt[- ]?oss|gemma"
 OLD_MEGATRON = ("KORTH", "NARA", "VTM", "VTS", "BLOOM", "JZV100", "MLM2020", "MTNLG")
 
 
@@ -178,8 +175,9 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
         expert_tp=etp,  # type: ignore[arg-type]
         dtype=dtype, gradient_dtype=gradients,
         kernels=replace(facts.kernels, flash=flash),
-        overlap_dp=facts.overlap_dp, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
+        overlap_dp=facts.overlap_dp, owners=facts.owners, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
         overlap_tp=nemo and sequence == "1" and "no TP-comm overlap" not in notes and prefix not in ("MLM", "SKILL"),
+        overlap_ep="a2a overlap" in notes,
         stage_ends="embedding/head count as pipeline layers" in notes, graphs="cuda_graph=" in notes,
         blocking=facts.blocking, bucket_bytes=facts.bucket_bytes,
     )  # fmt: skip

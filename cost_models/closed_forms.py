@@ -13,14 +13,19 @@ from typing import Any
 
 import sympy
 
-from .transformer import Decoder, ParallelLayout
+from .transformer import Decoder, ParallelLayout, stage_layers
 
 Number = Any  # a number, or a sympy expression: Python has no common type for them
 
 
 def attention_parameters(m: Number) -> Number:
     """Weights of one layer's query, key, value and output projections."""
-    return m.hidden * m.width * (2 * m.heads + 2 * m.kv)
+    if not m.kv_rank:
+        return m.hidden * m.width * (2 * m.heads + 2 * m.kv)
+    rows, ranks = m.heads * m.width, m.query_rank
+    query = ranks * (m.hidden + rows) if ranks else m.hidden * rows
+    keys = m.hidden * (m.kv_rank + m.rotary_width) + m.kv_rank * m.heads * (m.width - m.rotary_width + m.value)
+    return query + keys + m.heads * m.value * m.hidden
 
 
 def dense_mlp_parameters(m: Number) -> Number:
@@ -29,20 +34,29 @@ def dense_mlp_parameters(m: Number) -> Number:
 
 
 def expert_parameters(m: Number) -> Number:
-    """Weights of all experts of one layer."""
-    return m.experts * (2 + m.gated) * m.hidden * m.moe_ffn
+    """Weights and biases of one layer's routed experts."""
+    biases = m.biases * (m.hidden + (1 + m.gated) * m.moe_ffn)
+    return m.experts * ((2 + m.gated) * m.hidden * m.moe_ffn + biases)
 
 
-def vector_parameters(m: Number) -> Number:
-    """One layer's norms and biases: LayerNorms have a bias where products have one."""
-    biases = m.biases * (m.width * (m.heads + 2 * m.kv) + 2 * m.hidden + (1 + m.gated) * m.ffn)
-    return (2 + 2 * m.biases) * m.hidden + biases
+def shared_parameters(m: Number) -> Number:
+    """Weights of what stands beside one layer's routed experts: their router, and the experts of all tokens."""
+    return (2 + m.gated) * m.hidden * m.shared_ffn + m.hidden * (m.experts + m.shared_gate) + m.biases * m.experts
 
 
-def layer_parameters(m: Number) -> Number:
-    """All parameters of one layer; experts come with a router."""
-    mlp = expert_parameters(m) + m.hidden * m.experts if m.experts else dense_mlp_parameters(m)
-    return attention_parameters(m) + mlp + vector_parameters(m)
+def vector_parameters(m: Number, dense: bool = True) -> Number:
+    """One layer's norms and biases: LayerNorms, of layers without a gate, have a bias where products have one."""
+    attention = m.width * (m.heads + 2 * m.kv) + m.hidden
+    biases = m.biases * (attention + (m.hidden + (1 + m.gated) * m.ffn if dense else 0))
+    inside = 2 * m.head_norms * m.width + (m.query_rank + m.kv_rank if m.kv_rank else 0) + m.sinks * m.heads
+    return 2 * (1 + m.biases * (1 - m.gated)) * m.hidden + biases + inside
+
+
+def layer_parameters(m: Number, dense: bool | None = None) -> Number:
+    """All parameters of one layer, with an MLP (``dense``) or with experts: by default as most of the model's have."""
+    dense = not m.experts if dense is None else dense
+    mlp = dense_mlp_parameters(m) if dense else expert_parameters(m) + shared_parameters(m)
+    return attention_parameters(m) + mlp + vector_parameters(m, dense)
 
 
 def embedding_parameters(m: Number) -> Number:
@@ -50,26 +64,75 @@ def embedding_parameters(m: Number) -> Number:
     return m.hidden * (m.vocab + m.learned_positions)
 
 
+def predicted_parameters(m: Number) -> Number:
+    """Of what predicts one further token: a layer, and before it two norms and a product of both inputs."""
+    return layer_parameters(m) + 2 * m.hidden**2 + 3 * m.hidden
+
+
 def parameters(m: Number) -> Number:
     """All parameters: layers, embedding, final norm, and a head unless it is tied to the embedding."""
     head = (1 - m.tied) * m.hidden * m.vocab
-    return m.layers * layer_parameters(m) + embedding_parameters(m) + (1 + m.biases) * m.hidden + head
+    layers = _of_layers(m, lambda dense: layer_parameters(m, dense)) + m.predicted * predicted_parameters(m)
+    return layers + embedding_parameters(m) + (1 + m.biases * (1 - m.gated)) * m.hidden + head
 
 
-def layer_forward_flops(m: Number) -> Number:
+def products(m: Decoder, joined: bool) -> int:
+    """How many weights one layer's products have; ``joined``: queries, keys and values have one together."""
+    return (2 if joined else 4) + 2 + m.gated
+
+
+def held_parameters(model: Decoder, layout: ParallelLayout, stage: int) -> tuple[float, float]:
+    """What one rank of a stage computes with: parameters of dense parts and of routed experts."""
+    counts, last = stage_layers(model, layout), layout.pp - 1
+    before = sum(counts[:stage])
+    kinds = list(model.kinds[before : before + counts[stage]])
+    dense: float = 0
+    if stage == 0:
+        dense += embedding_parameters(model)
+    if stage == last:
+        dense += model.vocab * model.hidden * (layout.pp > 1 or not model.tied)
+        dense += model.predicted * (2 * model.hidden + 3) * model.hidden
+        kinds += [model.kinds[-1]] * model.predicted
+    routed = sum(not kind.dense for kind in kinds) * expert_parameters(model)
+    dense += sum(layer_parameters(model, kind.dense) for kind in kinds) - routed
+    return dense / layout.tp, routed / (layout.ep * layout.expert_tp)
+
+
+def _of_layers(m: Number, each: Callable[[bool], Number]) -> Number:
+    """Sum over layers of what those with an MLP and those with experts have ``each``."""
+    if not m.experts:
+        return m.layers * each(True)
+    return m.plain * each(True) + (m.layers - m.plain) * each(False)
+
+
+def layer_forward_flops(m: Number, dense: bool | None = None) -> Number:
     """Products of one layer for one sequence, forward; 2 per multiply-add, scores not halved for causality.
 
     Narayanan et al. 2021, appendix: 24 s h^2 + 4 s^2 h for a plain layer.
     """
-    mlp = (
-        m.top_k * (2 + m.gated) * m.moe_ffn * m.hidden + m.hidden * m.experts if m.experts else dense_mlp_parameters(m)
-    )
-    return 2 * m.seq * (attention_parameters(m) + mlp) + 4 * m.seq**2 * m.heads * m.width
+    dense = not m.experts if dense is None else dense
+    routed = m.top_k * (2 + m.gated) * m.moe_ffn * m.hidden
+    shared = (2 + m.gated) * m.hidden * m.shared_ffn + m.hidden * (m.experts + m.shared_gate)
+    mlp = dense_mlp_parameters(m) if dense else routed + shared
+    return 2 * m.seq * (attention_parameters(m) + mlp) + _scores(m, m.seq**2)
+
+
+def _scores(m: Number, count: Number) -> Number:
+    return 2 * count * m.heads * (m.width + m.value)
+
+
+def score_flops(m: Number) -> Number:
+    """Of attention in the whole model for one sequence, forward: of a layer with a window twice what the causal mask
+    and the window leave, as the others' count twice, too."""
+    whole = (m.layers + m.predicted) * _scores(m, m.seq**2)
+    return whole - m.short * _scores(m, (m.seq - m.window) ** 2)
 
 
 def forward_flops(m: Number) -> Number:
-    """Products of the whole model for one sequence, forward, with the head's."""
-    return m.layers * layer_forward_flops(m) + 2 * m.seq * m.hidden * m.vocab
+    """Products of the whole model for one sequence, forward, with the heads'."""
+    layers = _of_layers(m, lambda dense: layer_forward_flops(m, dense) - _scores(m, m.seq**2))
+    further = m.predicted * (layer_forward_flops(m) - _scores(m, m.seq**2) + 4 * m.seq * m.hidden**2)
+    return layers + further + score_flops(m) + (1 + m.predicted) * 2 * m.seq * m.hidden * m.vocab
 
 
 def step_flops(m: Number, batch: Number) -> Number:
@@ -127,15 +190,22 @@ class _Symbols:
         found = getattr(self.model, name)
         if isinstance(found, bool):
             return int(found)
-        if name in ("experts", "learned_positions") and not found:
+        if name == "value" and not self.model.value_width:
+            return self.width
+        if name in ABSENT and not found:
             return 0
         return sympy.Symbol(SHORT.get(name, name), positive=True)
 
 
 SHORT: Mapping[str, str] = MappingProxyType(
     {"layers": "L", "hidden": "h", "ffn": "f", "heads": "a", "kv": "k", "width": "d", "vocab": "V", "seq": "s",
-     "experts": "E", "moe_ffn": "f_e", "top_k": "K", "learned_positions": "P"}
+     "experts": "E", "moe_ffn": "f_e", "top_k": "K", "learned_positions": "P", "shared_ffn": "f_s",
+     "plain": "L_d", "short": "L_w", "window": "w", "query_rank": "r_q", "kv_rank": "r_k", "rotary_width": "d_r",
+     "value": "d_v", "predicted": "L_p"}
 )  # fmt: skip
+# What most models do not have: it leaves no symbol behind.
+ABSENT = frozenset({"experts", "learned_positions", "shared_ffn", "plain", "short", "query_rank", "kv_rank",
+                    "predicted"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -169,7 +239,8 @@ def explain(model: Decoder, layout: ParallelLayout) -> tuple[ClosedForm, ...]:
     b, t, p, v, n, batch, dp = sympy.symbols("b t p v m B D", positive=True)
     numbers = {
         **{SHORT[f.name]: getattr(model, f.name) for f in fields(model) if f.name in SHORT},
-        "k": model.kv, "d": model.width, "b": layout.microbatch, "t": layout.tp, "p": layout.pp, "v": layout.vpp,
+        "k": model.kv, "d": model.width, "d_v": model.value, "L_w": model.short, "L_d": model.plain,
+        "b": layout.microbatch, "t": layout.tp, "p": layout.pp, "v": layout.vpp,
         "m": layout.microbatches, "B": layout.global_batch, "D": layout.dp,
     }  # fmt: skip
     forms: tuple[tuple[str, str, Callable[[], Number]], ...] = (

@@ -6,27 +6,34 @@ two products; gradients of weights are added to an accumulator in ``gradient_dty
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .hardware import BYTES_PER_ELEMENT
 from .kernel_set import KernelSet, Passes
-from .kernels import Kernel, matmul, memory
-from .transformer import Decoder, ParallelLayout
+from .kernels import ALIGNMENT, Kernel, matmul, memory
+from .transformer import Decoder, LayerKind, ParallelLayout
 
 Kernels = tuple[Kernel, ...]
+# Queries and keys of a tile of fused attention (FlashAttention 2 and 3 with heads of 64 and 128 elements).
+ATTENTION_TILE = 128
 
 
 @dataclass(frozen=True)
 class Communication:
     """A collective over the ranks of ``axis``; ``num_bytes`` is the size of the full value.
 
-    ``beside``: kernels whose time it can be hidden behind (by name); empty where it must be waited for.
+    ``beside``: kernels whose time it can be hidden behind (by name, or :data:`ALL`); empty where it must be waited
+    for.
     """
 
     name: str
     axis: str
     num_bytes: float
     beside: tuple[str, ...] = ()
+
+
+ALL = ("*",)
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,12 @@ class Shapes:
     @property
     def kv(self) -> float:
         return max(1.0, self.model.kv / self.layout.tp)
+
+    @property
+    def latent(self) -> float:
+        """Elements per token behind latent attention's first products; 0 where the next ones read the hidden ones."""
+        m = self.model
+        return m.query_rank + m.kv_rank + m.rotary_width if m.query_rank else 0.0
 
     @property
     def kernels(self) -> KernelSet:
@@ -122,14 +135,53 @@ def _side_by_side(s: Shapes, name: str, columns: tuple[float, ...], depth: float
     return tuple(k for ahead, _ in made for k in ahead), (*(k for _, back in made for k in back), sums)
 
 
-def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
-    """The core: scores, softmax, dropout, mix. Fused, it never writes the scores and skips the causal half."""
+def _queries_keys_values(s: Shapes) -> tuple[Kernels, Kernels]:
+    """Their products and what is done to the results, forward and backward."""
+    m, e = s.model, s.element
+    own, keys = s.heads * m.width, s.kv * m.width
+    if m.kv_rank:
+        return _latent(s)
+    qkv, back = _side_by_side(s, "qkv", (own, keys, keys), m.hidden)
+    turned = _passes("rotary", s.kernels.rotary, e * s.tokens * (own + keys)) if m.rotary else ()
+    scaled = _passes("head_norms", s.kernels.norm, e * s.tokens * (own + keys)) if m.head_norms else ()
+    apart = _passes("split", s.kernels.split, e * s.tokens * (own + 2 * keys)) if s.kernels.joined else ()
+    return (*qkv, *apart[:1], *scaled[:1], *turned[:1]), (*turned[1:], *scaled[1:], *apart[1:], *back)
+
+
+def _latent(s: Shapes) -> tuple[Kernels, Kernels]:
+    """Latent attention as it is trained: first products into few elements, which every tensor rank makes whole (of its
+    rows, where rows are split), a norm of those, second products into each head's; rotated and other elements are
+    then put side by side."""
+    m, e = s.model, s.element
+    both = m.width + m.value
+    up = s.heads * (both - m.rotary_width)
+    keys, keys_back = _matmul(s, "keys.down", s.rows, m.kv_rank + m.rotary_width, m.hidden)
+    more, more_back = _matmul(s, "keys.up", s.tokens, up, m.kv_rank)
+    if m.query_rank:
+        down, down_back = _matmul(s, "query.down", s.rows, m.query_rank, m.hidden)
+        query, query_back = _matmul(s, "query.up", s.tokens, s.heads * m.width, m.query_rank)
+    else:
+        (down, down_back), (query, query_back) = ((), ()), _matmul(s, "qkv", s.tokens, s.heads * m.width, m.hidden)
+    sums = memory("qkv.sums", 3 * e * s.rows * m.hidden)  # the input's gradient comes from both
+    scaled, scaled_back = _passes("latent_norms", s.kernels.norm, e * s.rows * (m.query_rank + m.kv_rank))
+    turned, turned_back = _passes("rotary", s.kernels.rotary, e * s.tokens * (s.heads + 1) * m.rotary_width)
+    placed = memory("assembled", 2 * e * s.tokens * s.heads * both)
+    return (*keys, *down, scaled, *more, *query, turned, placed), (
+        placed, turned_back, *query_back, *more_back, scaled_back, *down_back, *keys_back, sums,
+    )  # fmt: skip
+
+
+def _attention(s: Shapes, short: bool) -> tuple[Kernels, Kernels]:
+    """The core: scores, softmax, dropout, mix. Fused, it never writes the scores and skips what the mask hides."""
     model, layout, e = s.model, s.layout, s.element
     batch, length, width = layout.microbatch * s.heads, model.seq / layout.cp, model.width
-    scores = batch * length * model.seq
+    scores, both = batch * length * model.seq, model.width + model.value
     if s.kernels.flash:
-        flops = 4.0 * scores * width * (0.5 if model.causal else 1.0)
-        moved = e * layout.microbatch * length * width * (2 * s.heads + 2 * s.kv)
+        seen = model.seq * (0.5 if model.causal else 1.0)
+        if short:  # whole tiles: of queries, and of the keys that any of them sees
+            seen = min(seen, model.window + ATTENTION_TILE)
+        flops = 2.0 * batch * length * seen * both
+        moved = e * layout.microbatch * length * both * (s.heads + s.kv)
         # Dao 2023 (FlashAttention-2): backward does 5 products for forward's 2
         made = s.kernels.flash_generation
         return (Kernel("core", "attention", flops, moved, s.dtype, generation=made),), (
@@ -142,91 +194,100 @@ def _attention(s: Shapes) -> tuple[Kernels, Kernels]:
         matmul("scores", length, model.seq, width, batch=batch, dtype=s.dtype, element=e),
         memory("softmax", (1.5 if model.causal else 2) * e * scores),
         memory("attention.dropout", dropped, 1 if dropped else 0),
-        matmul("mix", length, width, model.seq, batch=batch, dtype=s.dtype, element=e),
-        memory("attention.transposed", 2 * e * batch * length * width),
+        matmul("mix", length, model.value, model.seq, batch=batch, dtype=s.dtype, element=e),
+        memory("attention.transposed", 2 * e * batch * length * model.value),
     )
     backward = (
-        matmul("mix.scores", length, model.seq, width, batch=batch, dtype=s.dtype, element=e),
-        matmul("mix.value", model.seq, width, length, batch=batch, dtype=s.dtype, element=e),
+        matmul("mix.scores", length, model.seq, model.value, batch=batch, dtype=s.dtype, element=e),
+        matmul("mix.value", model.seq, model.value, length, batch=batch, dtype=s.dtype, element=e),
         memory("attention.dropout", dropped, 1 if dropped else 0),
         memory("softmax.backward", (2 if model.causal else 3) * e * scores),
         matmul("scores.query", length, width, model.seq, batch=batch, dtype=s.dtype, element=e),
         matmul("scores.key", model.seq, width, length, batch=batch, dtype=s.dtype, element=e),
-        memory("attention.transposed", 2 * e * batch * length * width),
+        memory("attention.transposed", 2 * e * batch * length * model.value),
     )
     return forward, backward
 
 
-def _mlp(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
-    """The MLP or the experts; experts exchange rows over ``ep`` before and after."""
+def _mlp(s: Shapes, name: str, wide: float) -> tuple[Kernels, Kernels]:
+    """Of all tokens, ``wide`` elements of it on this rank."""
+    up = _side_by_side(s, f"{name}up", (wide,) * (2 if s.model.gated else 1), s.model.hidden)
+    return _between(s, name, up, _matmul(s, f"{name}down", s.tokens, s.model.hidden, wide), s.tokens * wide)
+
+
+def _grouped(s: Shapes, rows: float, wide: float, experts: float) -> tuple[Kernels, Kernels]:
+    """The products of ``experts``, of ``rows`` tokens each."""
+    up = _matmul(s, "up", rows, (2 if s.model.gated else 1) * wide, s.model.hidden, experts)
+    return _between(s, "", up, _matmul(s, "down", rows, s.model.hidden, wide, experts), experts * rows * wide)
+
+
+def _between(
+    s: Shapes, name: str, up: tuple[Kernels, Kernels], down: tuple[Kernels, Kernels], elements: float
+) -> tuple[Kernels, Kernels]:
+    """The activation of ``elements`` between two products."""
+    passes = s.kernels.gated_activation if s.model.gated else s.kernels.activation
+    act, act_backward = _passes(f"{name}activation", passes, s.element * elements)
+    return (*up[0], act, *down[0]), (*down[1], act_backward, *up[1])
+
+
+def _experts(s: Shapes) -> tuple[Kernels, Kernels, tuple[Communication, ...]]:
+    """Routed experts, which exchange rows over ``ep`` before and after, and those of all tokens."""
     model, layout, e = s.model, s.layout, s.element
-    ways = 2 if model.gated else 1
-    if not model.experts:
-        rows, wide, experts = s.tokens, model.ffn / layout.tp, 1.0
-    else:
-        # rows that reach a rank when routing is balanced, over the experts that it holds
-        experts = max(1.0, model.experts / layout.ep)
-        arriving = s.tokens * model.top_k * layout.expert_tp / layout.tp
-        rows, wide = arriving / experts, model.moe_ffn / layout.expert_tp
-    if not model.experts:
-        up, up_backward = _side_by_side(s, "up", (wide,) * ways, model.hidden)
-    else:
-        up, up_backward = _matmul(s, "up", rows, ways * wide, model.hidden, experts)
-    down, down_backward = _matmul(s, "down", rows, model.hidden, wide, experts)
-    elements = experts * rows * wide
-    passes = s.kernels.gated_activation if model.gated else s.kernels.activation
-    act, act_backward = _passes("activation", passes, e * elements)
-    forward, backward = (*up, act, *down), (*down_backward, act_backward, *up_backward)
-    if not model.experts:
-        return forward, backward, ()
+    # rows that reach a rank when routing is balanced, over the experts that it holds
+    experts = max(1.0, model.experts / layout.ep)
+    arriving = s.tokens * model.top_k * layout.expert_tp / layout.tp
+    rows = ALIGNMENT * math.ceil(arriving / experts / ALIGNMENT)  # each expert's are padded for tensor cores
+    forward, backward = _grouped(s, rows, model.moe_ffn / layout.expert_tp, experts)
     router, router_backward = _matmul(s, "router", s.rows, model.experts, model.hidden)
     moved = 4 * e * experts * rows * model.hidden  # rows are permuted before the exchange and back after it
     shuffle = memory("permute", 2 * moved, 8)
-    exchange = Communication("all_to_all", "ep", e * layout.ep * s.tokens / layout.tp * model.top_k * model.hidden)
+    size = e * layout.ep * s.tokens / layout.tp * model.top_k * model.hidden
+    exchange = Communication("all_to_all", "ep", size, ALL if layout.overlap_ep else ())
     gathers: tuple[Communication, ...] = ()
     if layout.expert_tp > 1:
         size = e * experts * rows * model.hidden
         gathers = (Communication("all_gather", "tp", size), Communication("reduce_scatter", "tp", size))
-    return (*router, shuffle, *forward), (*backward, shuffle, *router_backward), (exchange, exchange, *gathers)
+    shared, shared_backward = _mlp(s, "shared.", model.shared_ffn / layout.tp) if model.shared_ffn else ((), ())
+    return (*router, shuffle, *forward, *shared), (*shared_backward, *backward, shuffle, *router_backward), (
+        exchange, exchange, *gathers,
+    )  # fmt: skip
 
 
-def layer(model: Decoder, layout: ParallelLayout) -> LayerWork:
-    """One layer of one microbatch on one rank."""
+def layer(model: Decoder, layout: ParallelLayout, kind: LayerKind | None = None) -> LayerWork:
+    """One layer of one microbatch on one rank: of ``kind``, by default the model's last."""
     s = Shapes(model, layout)
+    kind = kind or model.kinds[-1]
     e, h, rows = s.element, model.hidden, s.rows
-    own = model.heads * model.width / layout.tp
-    keys = s.kv * model.width
-    qkv, qkv_backward = _side_by_side(s, "qkv", (own, keys, keys), h)
-    out, out_backward = _matmul(s, "out", s.tokens, h, own)
-    core, core_backward = _attention(s)
-    mlp, mlp_backward, exchanges = _mlp(s)
+    made, made_backward = _queries_keys_values(s)
+    out, out_backward = _matmul(s, "out", s.tokens, h, s.heads * model.value)
+    core, core_backward = _attention(s, kind.short)
+    exchanges: tuple[Communication, ...] = ()
+    if kind.dense:
+        mlp, mlp_backward = _mlp(s, "", model.ffn / layout.tp)
+    else:
+        mlp, mlp_backward, exchanges = _experts(s)
     mask = 1 if model.dropout else 0
     norm, norm_backward = _passes("norm", s.kernels.norm, e * rows * h)
     add, add_backward = _passes("residual", s.kernels.residual, e * rows * h)
     dropped = memory("dropout", mask * rows * h, 0), memory("dropout.backward", (2 * e + mask) * mask * rows * h, mask)
-    turned = _passes("rotary", s.kernels.rotary, e * s.tokens * (own + keys)) if model.rotary else ()
-    scaled = _passes("head_norms", s.kernels.norm, e * s.tokens * (own + keys)) if model.head_norms else ()
-    apart = _passes("split", s.kernels.split, e * s.tokens * (own + 2 * keys)) if s.kernels.joined else ()
-    made = *apart[:1], *scaled[:1], *turned[:1]
-    made_backward = *turned[1:], *scaled[1:], *apart[1:]
-    forward = (norm, *qkv, *made, *core, *out, add, dropped[0], norm, *mlp, add, dropped[0])
+    forward = (norm, *made, *core, *out, add, dropped[0], norm, *mlp, add, dropped[0])
     backward = (
         add_backward, dropped[1], *mlp_backward, norm_backward, add_backward, dropped[1],
-        *out_backward, *core_backward, *made_backward, *qkv_backward, norm_backward,
+        *out_backward, *core_backward, *made_backward, norm_backward,
     )  # fmt: skip
     again: Kernels = ()
     if layout.recompute == "full":
         again = tuple(k for k in forward if k.name != "down") if s.kernels.early_stop else forward
     elif layout.recompute == "selective":
         again = core
-    ahead, back = _tensor_communication(s)
+    ahead, back = _tensor_communication(s, kind)
     return LayerWork(
         forward, backward, again, (*ahead, *exchanges), (*back, *exchanges),
         (*ahead, *exchanges) if layout.recompute == "full" else (),
     )  # fmt: skip
 
 
-def _tensor_communication(s: Shapes) -> tuple[tuple[Communication, ...], tuple[Communication, ...]]:
+def _tensor_communication(s: Shapes, kind: LayerKind) -> tuple[tuple[Communication, ...], tuple[Communication, ...]]:
     """Megatron's f and g (Shoeybi et al. 2019), or their sequence-parallel halves (Korthikanti et al. 2022).
 
     In backward, the communication of an input's gradient runs beside the product of the weight's gradient.
@@ -236,22 +297,25 @@ def _tensor_communication(s: Shapes) -> tuple[tuple[Communication, ...], tuple[C
     if layout.tp == 1:
         ring = _ring(s)
         return ring, ring + ring
-    columns = ("qkv",) if s.model.experts else ("qkv", "up")
-    rows = ("out",) if s.model.experts else ("out", "down")
+    dense = kind.dense or s.model.shared_ffn  # experts of all tokens are split as an MLP is
+    up, down = ("up", "down") if kind.dense else ("shared.up", "shared.down")
+    latent = ("query.up", s.element * s.tokens * s.latent) if s.latent else ("qkv", size)
+    columns = (latent, (up, size)) if dense else (latent,)
+    rows = ("out", down) if dense else ("out",)
     ahead: list[Communication] = []
     back: list[Communication] = []
     if layout.sequence_parallel:
-        for name in columns:
-            ahead.append(Communication("all_gather", "tp", size, (name,) if layout.overlap_tp else ()))
+        for name, given in columns:
+            ahead.append(Communication("all_gather", "tp", given, (name,) if layout.overlap_tp else ()))
             # the input is gathered once more, behind the product of its gradient; then its gradient is scattered
-            back.append(Communication("all_gather", "tp", size, (f"{name}.input",)))
-            back.append(Communication("reduce_scatter", "tp", size, (f"{name}.weight",)))
+            back.append(Communication("all_gather", "tp", given, (f"{name}.input",)))
+            back.append(Communication("reduce_scatter", "tp", given, (f"{name}.weight",)))
         for name in rows:
             ahead.append(Communication("reduce_scatter", "tp", size, (name,) if layout.overlap_tp else ()))
             back.append(Communication("all_gather", "tp", size, (f"{name}.input",) if layout.overlap_tp else ()))
     else:
         ahead += [Communication("all_reduce", "tp", size, (name,) if layout.overlap_tp else ()) for name in rows]
-        back += [Communication("all_reduce", "tp", size, (f"{name}.weight",)) for name in columns]
+        back += [Communication("all_reduce", "tp", given, (f"{name}.weight",)) for name, given in columns]
     ring = _ring(s)
     return (*ahead, *ring), (*back, *ring, *ring)
 
@@ -260,7 +324,7 @@ def _ring(s: Shapes) -> tuple[Communication, ...]:
     """Keys and values travel around the context ranks, beside the attention to the part that is there."""
     if s.layout.cp == 1:
         return ()
-    size = 2 * s.element * s.tokens * s.kv * s.model.width * s.layout.cp
+    size = s.element * s.tokens * s.kv * (s.model.width + s.model.value) * s.layout.cp
     return (Communication("all_gather", "cp", size, ("core", "core.backward")),)
 
 
@@ -278,6 +342,17 @@ def embedding(model: Decoder, layout: ParallelLayout) -> LayerWork:
 def _added(s: Shapes, elements: float) -> float:
     """Bytes of a gradient in 16 bits that is written, read, and added to an accumulator."""
     return (2 * s.element + 2 * BYTES_PER_ELEMENT[s.layout.gradient_dtype]) * elements
+
+
+def predicting(model: Decoder, layout: ParallelLayout) -> LayerWork:
+    """What stands before the layer that predicts a further token: two norms, and a product of both inputs side by
+    side (DeepSeek-V3, equation 21); then another head."""
+    s = Shapes(model, layout)
+    size = s.element * s.rows * model.hidden
+    norm, norm_backward = _passes("norm", s.kernels.norm, size)
+    joined = memory("joined", 4 * size)
+    product, backward = _matmul(s, "joining", s.tokens, model.hidden / layout.tp, 2 * model.hidden)
+    return LayerWork((norm, norm, joined, *product), (*backward, joined, norm_backward, norm_backward))
 
 
 def head(model: Decoder, layout: ParallelLayout) -> LayerWork:

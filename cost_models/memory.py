@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from . import closed_forms
 from .hardware import BYTES_PER_ELEMENT
-from .transformer import Decoder, ParallelLayout, stage_layers
+from .transformer import Decoder, LayerKind, ParallelLayout, stage_layers
 
 # Measured by BigScience in the chronicles of BLOOM: CUDA's context and NCCL's buffers, as nvidia-smi shows them.
 CONTEXT_BYTES = 1.5e9
@@ -35,7 +35,7 @@ class Memory:
         return self.allocated * (1 + FRAGMENTATION) + CONTEXT_BYTES
 
 
-def layer_activation_bytes(model: Decoder, layout: ParallelLayout) -> float:
+def layer_activation_bytes(model: Decoder, layout: ParallelLayout, kind: LayerKind | None = None) -> float:
     """Saved by one layer of one microbatch on one rank (Korthikanti et al. 2022, section 4, for any decoder).
 
     Per token and 16-bit element: norms' inputs, inputs of products, what the activation and the attention need.
@@ -45,20 +45,22 @@ def layer_activation_bytes(model: Decoder, layout: ParallelLayout) -> float:
     rows = tokens / (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute == "full" and layout.recompute_share == 1.0:
         return e * rows * model.hidden
-    own, keys = model.heads * model.width / layout.tp, max(1.0, model.kv / layout.tp) * model.width
+    kind = kind or model.kinds[-1]
+    heads, keys = model.heads / layout.tp, max(1.0, model.kv / layout.tp)
     mask = 1 if model.dropout else 0
     # two norms' inputs, two products' inputs (whole, gathered again in backward under sequence parallelism)
     found = rows * model.hidden * (4 * e + 2 * mask)
-    found += tokens * (own + 2 * keys + own) * e  # query, keys, values; the mix
+    found += tokens * (heads + keys) * (model.width + model.value) * e  # query, keys, values; the mix
+    if model.kv_rank:  # of the first products, what norms read and what they make
+        found += 2 * e * rows * (model.query_rank + model.kv_rank)
     if not layout.kernels.flash and layout.recompute != "selective":
         scores = layout.microbatch * model.heads / layout.tp * (model.seq / layout.cp) * model.seq
         found += scores * (e + ((e + 1) if model.dropout else 0))
     ways = 2 if model.gated else 1
-    if model.experts:
+    if not kind.dense:
         arriving = tokens * model.top_k * layout.expert_tp / layout.tp
         found += e * arriving * (2 * model.hidden + (ways + 1) * model.moe_ffn / layout.expert_tp)
-    else:
-        found += e * tokens * (ways + 1) * model.ffn / layout.tp
+    found += e * tokens * (ways + 1) * (model.ffn if kind.dense else model.shared_ffn) / layout.tp
     if layout.recompute == "full":
         return layout.recompute_share * e * rows * model.hidden + (1 - layout.recompute_share) * found
     return found
@@ -80,25 +82,16 @@ def in_flight(layout: ParallelLayout, stage: int) -> float:
 
 def stage_memory(model: Decoder, layout: ParallelLayout, stage: int) -> Memory:
     """Memory of a rank of ``stage``."""
-    counts = stage_layers(model, layout)
-    experts = closed_forms.expert_parameters(model) if model.experts else 0.0
-    each = (closed_forms.layer_parameters(model) - experts) / layout.tp
-    dense = counts[stage] * each
-    spread = counts[stage] * experts / (layout.ep * layout.expert_tp)
-    table = model.vocab * model.hidden / layout.tp
+    dense, spread = closed_forms.held_parameters(model, layout, stage)
     last = layout.pp - 1
-    if stage == 0:
-        dense += closed_forms.embedding_parameters(model) / layout.tp
-    if stage == last and (layout.pp > 1 or not model.tied):
-        dense += table
     element = BYTES_PER_ELEMENT[layout.gradient_dtype]
     shards, expert_shards = layout.shards, max(1, layout.shards * layout.tp // (layout.ep * layout.expert_tp))
 
     def split(number: float, over: int, since: int) -> float:
         return number / over if layout.zero >= since else number
 
-    def both(since: int, each: float) -> float:
-        return each * (split(dense, shards, since) + split(spread, expert_shards, since))
+    def both(since: int, size: float) -> float:
+        return size * (split(dense, shards, since) + split(spread, expert_shards, since))
 
     # gradients that are not added up inside their products exist in 16 bits, too
     parameters, gradients = (
@@ -108,7 +101,9 @@ def stage_memory(model: Decoder, layout: ParallelLayout, stage: int) -> Memory:
     # a 32-bit copy, Adam's two moments, and 32-bit gradients where they are not 32-bit anyway
     optimizer = both(1, 12.0 if element == 4 else 16.0)
     tokens = layout.microbatch * model.seq / layout.cp
-    saved = counts[stage] * in_flight(layout, stage) * layer_activation_bytes(model, layout)
+    before, count = sum(stage_layers(model, layout)[:stage]), stage_layers(model, layout)[stage]
+    kinds = model.kinds[before : before + count] + (model.kinds[-1],) * (model.predicted if stage == last else 0)
+    saved = in_flight(layout, stage) * sum(layer_activation_bytes(model, layout, kind) for kind in kinds)
     if layout.recompute == "full":  # one layer is redone at a time
         bare = ParallelLayout(**{**vars(layout), "recompute": "none"})
         saved += layer_activation_bytes(model, bare)
@@ -116,6 +111,8 @@ def stage_memory(model: Decoder, layout: ParallelLayout, stage: int) -> Memory:
     if stage == last:  # logits: 16-bit, 32-bit, and their gradient
         saved += tokens * model.vocab / layout.tp * (2 + 4 + 4)
     if layout.zero == 3 and shards > 1:
+        experts = closed_forms.expert_parameters(model) if model.experts else 0.0
+        each = (closed_forms.layer_parameters(model) - experts) / layout.tp
         buffers += 2 * 2.0 * (each + experts / (layout.ep * layout.expert_tp))  # this layer's and the next one's
     return Memory(parameters, gradients, optimizer, saved, buffers)
 

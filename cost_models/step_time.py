@@ -11,9 +11,15 @@ from .cluster import Cluster, Group
 from .collectives import beside, collective_seconds, in_turn, lost_seconds
 from .hardware import BYTES_PER_ELEMENT
 from .kernels import kernel_seconds, phase_seconds
-from .layer_kernels import Communication, Kernels, LayerWork, embedding, head, layer
+from .layer_kernels import ALL, Communication, Kernels, LayerWork, embedding, head, layer, predicting
 from .pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
-from .transformer import Decoder, ParallelLayout, stage_layers
+from .transformer import Decoder, LayerKind, ParallelLayout, stage_layers
+
+# Parameters whose gradients travel together, and at least so many for each rank (Megatron-LM's
+# DistributedDataParallelConfig.bucket_size).
+BUCKET, BUCKET_PER_RANK = 40e6, 1e6
+# Of a stage: seconds of its forward and its backward, and parameters that ranks of a tensor group share, and experts'.
+Part = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,8 @@ class StepModel:
                 continue
             left = windows.get(item.beside)
             if left is None:
-                left = sum(kernel_seconds(k, self.cluster.device) for k in kernels if k.name in item.beside)
+                near = [k for k in kernels if item.beside == ALL or k.name in item.beside]
+                left = sum(kernel_seconds(k, self.cluster.device) for k in near)
             hidden = min(seconds, left)
             windows[item.beside] = left - hidden
             exposed += seconds - hidden + self._lost(hidden, group)
@@ -89,52 +96,84 @@ class StepModel:
         return found[0], found[1], found[2]
 
     @cached_property
+    def _kinds(self) -> dict[LayerKind, tuple[float, float, float]]:
+        kinds = {*self.model.kinds, self.model.kinds[-1]}
+        return {kind: self._seconds(layer(self.model, self.layout, kind)) for kind in kinds}
+
+    @cached_property
     def layer(self) -> tuple[float, float, float]:
-        """Forward, backward and redone seconds of a layer."""
-        return self._seconds(layer(self.model, self.layout))
+        """Forward, backward and redone seconds of a layer, on average over the model's."""
+        found = [self._kinds[kind] for kind in self.model.kinds]
+        forward, backward, again = (sum(column) / len(found) for column in zip(*found, strict=True))
+        return forward, backward, again
+
+    def _part(self, kind: LayerKind) -> Part:
+        forward, backward, again = self._kinds[kind]
+        experts = 0.0 if kind.dense else closed_forms.expert_parameters(self.model)
+        shared = closed_forms.layer_parameters(self.model, kind.dense) - experts
+        return forward, backward + again * self.layout.recompute_share, shared, experts
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """One microbatch on each stage."""
-        forward, backward, again = self.layer
-        backward += again * self.layout.recompute_share
-        counts = stage_layers(self.model, self.layout)
-        ends = {0: self._seconds(embedding(self.model, self.layout)), -1: self._seconds(head(self.model, self.layout))}
-        found = []
-        for stage, count in enumerate(counts):
-            parts = [(forward, backward, closed_forms.layer_parameters(self.model))] * count
-            for end, (f, b, _) in ends.items():
-                if stage == (0 if end == 0 else len(counts) - 1):
-                    part = f, b, closed_forms.embedding_parameters(self.model)  # a tied table, for each use
-                    parts = [part, *parts] if end == 0 else [*parts, part]
-            found.append(self._stage(parts))
-        return tuple(found)
+        model, layout = self.model, self.layout
+        parts = [self._part(kind) for kind in model.kinds]
+        table = closed_forms.embedding_parameters(model)  # a tied table, for each use
+        first, last = (
+            (*self._seconds(work)[:2], table, 0.0) for work in (embedding(model, layout), head(model, layout))
+        )
+        forward, backward, _ = self._seconds(predicting(model, layout))
+        further = [(forward, backward, 2.0 * model.hidden**2, 0.0), self._part(model.kinds[-1]), last] * model.predicted
+        found: list[list[Part]] = []
+        for count in stage_layers(model, layout):
+            found.append(parts[:count])
+            parts = parts[count:]
+        found[0].insert(0, first)
+        found[-1] += [last, *further]
+        return tuple(self._stage(stage) for stage in found)
 
-    def _stage(self, parts: Sequence[tuple[float, float, float]]) -> Stage:
+    def _stage(self, parts: Sequence[Part]) -> Stage:
         """Parts of a stage in order, by seconds of their forward and backward, and parameters. ZeRO 3 gathers these
         one part ahead of computation, and 2 and 3 scatter gradients behind it."""
-        layout, ahead, back = self.layout, [f for f, _, _ in parts], [b for _, b, _ in parts]
+        layout, ahead, back = self.layout, [part[0] for part in parts], [part[1] for part in parts]
         if layout.zero < 3 or layout.shards == 1:
             return Stage(sum(ahead), sum(back))
         group = self.cluster.group(layout.shards, layout.tp)
-        gather = [collective_seconds("all_gather", group, 2 * n / layout.tp) for _, _, n in parts]
-        scatter = [self._scatter(n / layout.tp, group) for _, _, n in parts]
+        apart = layout.ep * layout.expert_tp  # over so many ranks experts are split, and sliced over the others
+        held = max(1, layout.shards * layout.tp // apart)
+        rest = self.cluster.group(held, apart) if self.model.experts and held > 1 else Group(())
+
+        def moved(name: str, element: float) -> list[float]:
+            return [
+                collective_seconds(name, group, element * n / layout.tp)
+                + collective_seconds(name, rest, element * experts / apart)
+                for _, _, n, experts in parts
+            ]
+
+        gather = moved("all_gather", 2)
+        scatter = [
+            seconds + self._copies(n / layout.tp)
+            for seconds, (_, _, n, _) in zip(
+                moved("reduce_scatter", BYTES_PER_ELEMENT[layout.gradient_dtype]), parts, strict=True
+            )
+        ]
 
         def lost(hidden: float) -> float:
             return self._lost(hidden, group)
 
         nothing = [0.0] * len(parts)
         last = [0.0, *gather[-2::-1]]  # the last part's parameters are still there
+        if not layout.overlap_dp:
+            return Stage(sum(ahead) + sum(gather), sum(back) + sum(last) + sum(scatter))
         return Stage(in_turn(ahead, gather, nothing, lost), in_turn(back[::-1], last, scatter[::-1], lost))
 
-    def _scatter(self, size: float, group: Group) -> float:
-        """Of the gradients of ``size`` parameters, and their sum over ranks that hold the same slices."""
-        layout, element = self.layout, BYTES_PER_ELEMENT[self.layout.gradient_dtype]
-        scatter = collective_seconds("reduce_scatter", group, element * size)
-        if layout.shards < layout.dp * layout.cp:
-            rest = self.cluster.group(layout.dp * layout.cp // layout.shards, layout.tp * layout.shards)
-            scatter += collective_seconds("all_reduce", rest, element * size / layout.shards)
-        return scatter
+    def _copies(self, size: float) -> float:
+        """Summing the gradients of ``size`` parameters over ranks that hold the same slices."""
+        layout = self.layout
+        if layout.shards == layout.dp * layout.cp:
+            return 0.0
+        rest = self.cluster.group(layout.dp * layout.cp // layout.shards, layout.tp * layout.shards)
+        return collective_seconds("all_reduce", rest, BYTES_PER_ELEMENT[layout.gradient_dtype] * size / layout.shards)
 
     # -- the step
 
@@ -160,15 +199,9 @@ class StepModel:
         return one_f_one_b_seconds(stages, count, send)
 
     def rank_parameters(self) -> tuple[float, float]:
-        """Dense and expert parameters of the fullest rank (the first or the last stage)."""
-        model, layout = self.model, self.layout
-        counts = stage_layers(model, layout)
-        experts = closed_forms.expert_parameters(model) / (layout.ep * layout.expert_tp) if model.experts else 0.0
-        dense = (closed_forms.layer_parameters(model) - closed_forms.expert_parameters(model)) / layout.tp
-        table = closed_forms.embedding_parameters(model) / layout.tp
-        if layout.pp == 1:
-            table *= 1 if model.tied else 2
-        return counts[0] * dense + table, counts[0] * experts
+        """Dense and expert parameters of the fullest rank (of the first or the last stage)."""
+        stages = {0, self.layout.pp - 1}
+        return max((closed_forms.held_parameters(self.model, self.layout, stage) for stage in stages), key=sum)
 
     def _settle(self) -> float:
         """Reduction of gradients (and gathering of parameters) over data ranks that is not hidden."""
@@ -177,23 +210,31 @@ class StepModel:
         if ranks == 1 or layout.zero == 3:
             return 0.0
         dense, expert = self.rank_parameters()
-        element = BYTES_PER_ELEMENT[layout.gradient_dtype]
-        group = self.cluster.group(ranks, layout.tp)
+        element, waited = BYTES_PER_ELEMENT[layout.gradient_dtype], 0.0
+        group = self.cluster.group(layout.shards if layout.zero else ranks, layout.tp)
+        # Megatron's buckets, which grow with the number of ranks because latency does
+        count = max(1.0, dense / max(BUCKET, BUCKET_PER_RANK * ranks))
         if layout.zero == 0:
-            reduce = collective_seconds("all_reduce", group, element * dense)
+            reduce = count * collective_seconds("all_reduce", group, element * dense / count)
             gather = 0.0
         else:
-            reduce = collective_seconds("reduce_scatter", group, element * dense)
-            gather = collective_seconds("all_gather", group, 2 * dense)
+            scatter = collective_seconds("reduce_scatter", group, element * dense / count)
+            reduce = count * (scatter + self._copies(dense / count))
+            gather = count * collective_seconds("all_gather", group, 2 * dense / count)
+        if layout.zero and layout.owners:  # in the order of owners, so that the next forward waits for all of them
+            products = closed_forms.products(self.model, layout.kernels.joined)
+            owned = min(layout.shards, products * stage_layers(self.model, layout)[0] + 2)
+            waited, gather = owned * collective_seconds("broadcast", group, 2 * dense / owned), 0.0
         copies = ranks * layout.tp // (layout.ep * layout.expert_tp)
         if expert and copies > 1:
             far = self.cluster.group(copies, layout.ep * layout.expert_tp)
             reduce += collective_seconds("all_reduce", far, element * expert)
         if not layout.overlap_dp:
-            return reduce + gather
+            return waited + reduce + gather
         behind = self.stages[0]
-        return sum(
-            beside(window, moved, lambda hidden: self._lost(hidden, group)) - window
+        # the last bucket is full, or the first one needed, when there is nothing left to run beside it
+        return waited + sum(
+            moved / count + beside(window, moved - moved / count, lambda hidden: self._lost(hidden, group)) - window
             for moved, window in ((reduce, behind.backward), (gather, behind.forward))
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..core.errors import CompileError
 from .hardware import BYTES_PER_ELEMENT
@@ -19,6 +19,17 @@ class Decoder:
     branches are dropped out. ``causal``: half of the scores are never computed by fused attention.
     ``learned_positions``: rows of a learned table, 0 for none (rotary positions, ALiBi). ``head_norms``: whether
     queries and keys are normalized (Qwen3).
+
+    The first ``dense_layers`` have an MLP in place of experts, and of the others all but each ``expert_step``-th;
+    ``shared_ffn`` is how wide the experts are, together,
+    that every token goes through, ``shared_gate`` whether their result is gated by a product of its own (Qwen2-MoE).
+    ``window``: how many positions a query sees in ``windowed`` of the layers, spread evenly over all. ``sinks``: a
+    learned score per head beside those of the keys (GPT-OSS).
+
+    Latent attention (DeepSeek-V2), where ``kv_rank`` is not 0: keys and values are products of ``kv_rank`` elements per
+    token, queries of ``query_rank`` (0: of the hidden ones). A head's query and key have ``head_dim`` elements, of
+    which ``rotary_width`` are rotated (a key's are the same for all heads), its value ``value_width``.
+    ``predicted``: layers, behind the last, that predict further tokens, each with a head (DeepSeek-V3 section 2.2).
     """
 
     layers: int
@@ -40,6 +51,18 @@ class Decoder:
     causal: bool = True
     rotary: bool = False
     head_norms: bool = False
+    dense_layers: int = 0
+    expert_step: int = 1
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    window: int = 0
+    windowed: int = 0
+    sinks: bool = False
+    query_rank: int = 0
+    kv_rank: int = 0
+    rotary_width: int = 0
+    value_width: int = 0
+    predicted: int = 0
 
     @property
     def kv(self) -> int:
@@ -49,6 +72,41 @@ class Decoder:
     def width(self) -> int:
         """Elements of one head."""
         return self.head_dim or self.hidden // self.heads
+
+    @property
+    def value(self) -> int:
+        """Elements of one head's value."""
+        return self.value_width or self.width
+
+    @property
+    def short(self) -> int:
+        """Layers whose window is narrower than the sequence."""
+        return self.windowed if 0 < self.window < self.seq else 0
+
+    @property
+    def plain(self) -> int:
+        """Layers with an MLP."""
+        routed = (self.layers - self.dense_layers) // self.expert_step if self.experts else 0
+        return self.layers - routed
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Of each layer, in order."""
+        first = self.dense_layers
+        return tuple(
+            LayerKind(
+                not self.experts or i < first or (i - first + 1) % self.expert_step != 0,
+                (i + 1) * self.short // self.layers > i * self.short // self.layers,
+            )
+            for i in range(self.layers)
+        )
+
+
+class LayerKind(NamedTuple):
+    """``dense``: an MLP rather than experts. ``short``: each query sees a window."""
+
+    dense: bool
+    short: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +119,10 @@ class ParallelLayout:
     ranks one expert's products are split. ``gradient_dtype``: of gradients' accumulation and reduction.
     ``kernels``: which ones its software runs.
     ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
+    ``overlap_ep``: experts' exchanges run beside another microbatch's computation (DualPipe, Megatron's overlap of
+    expert parallelism).
+    ``owners``: ZeRO 1 and 2 slice state by whole parameters, of which each rank owns some and broadcasts them
+    (InternEvo, PyTorch's ``ZeroRedundancyOptimizer``), instead of a part of each.
     ``whole_sends``: every tensor rank sends the whole activation to the next stage (DeepSpeed), instead of its part.
     ``stage_ends``: embedding and head count as a layer each where layers are divided over stages.
     ``graphs``: kernels are replayed as CUDA graphs, so the host costs nothing. ``blocking``: the host waits for every
@@ -89,6 +151,8 @@ class ParallelLayout:
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = True
+    overlap_ep: bool = False
+    owners: bool = False
     whole_sends: bool = False
     stage_ends: bool = False
     graphs: bool = False
@@ -134,10 +198,11 @@ def stage_layers(model: Decoder, layout: ParallelLayout) -> tuple[int, ...]:
     """How many layers each pipeline stage holds; the fullest first where they do not divide."""
     slots = layout.pp * layout.vpp
     left = model.layers % slots
-    if layout.pp > 1 and left and (layout.stage_ends or (model.layers + 2) % slots == 0):
-        counts = list(stage_layers_even(model.layers + 2, layout))
+    ends = 2 + model.predicted  # the embedding; the head, with the layers that predict further tokens
+    if layout.pp > 1 and left and (layout.stage_ends or (model.layers + ends) % slots == 0):
+        counts = list(stage_layers_even(model.layers + ends, layout))
         counts[0] -= 1
-        counts[-1] -= 1
+        counts[-1] -= ends - 1
         return tuple(counts)
     return stage_layers_even(model.layers, layout)
 

@@ -83,7 +83,9 @@ def test_conventions_give_the_rates_that_rows_state_beside_their_times(source: s
             except Unmodelled:
                 continue
             between = seconds_between(row, model, device)
-            if between is not None and "old estimator" not in row["notes"]:
+            # until release 26.06, Megatron Bridge counted a sixth less of GPT-OSS
+            older = "old estimator" in row["notes"] or (row["model"] == "GPT OSS 120B" and row["dtype"] == "bf16")
+            if between is not None and not older:
                 seconds = float(row["step_time_s"] or 0) or int(row["global_batch_seqs"]) * model.seq / (
                     int(row["gpus"]) * float(row["tokens_per_s_per_gpu"])
                 )
