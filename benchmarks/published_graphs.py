@@ -58,7 +58,13 @@ class Module:
 
     @classmethod
     def of(cls, d: Decoder) -> Module:
-        """The one whose products and attention a decoder has."""
+        """The one whose products and attention a decoder has.
+
+        Raises:
+            Unmodelled: for a decoder whose layers differ, or whose attention does.
+        """
+        if len(set(d.kinds)) > 1 or d.kv_rank or d.shared_ffn or d.predicted or d.short:
+            raise Unmodelled("a decoder whose module is not described here")
         if not d.gated and not d.experts and (d.biases or not d.rotary):
             sizes = {"n_layer": d.layers, "n_embd": d.hidden, "n_head": d.heads, "n_inner": d.ffn, "n_positions": d.seq,
                      "vocab_size": d.vocab, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}  # fmt: skip

@@ -20,6 +20,8 @@ SAME = (
     "model", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "seq_len", "n_experts", "top_k",
     "global_batch_seqs", "gpus", "gpu_type", "gpus_per_node", "dtype",
 )  # fmt: skip
+# What notes say of software where a source has run several: how experts exchange rows, and JZV100's two.
+SOFTWARE = re.compile(r"\b(?:deepep|hybridep|a2a dispatcher)\b|^(?:ds|megatron)\b", re.IGNORECASE)
 APART = 0.03  # times that are closer are not a matter of rank
 TIED = 1e-9
 
@@ -102,7 +104,8 @@ def groups(found: Iterable[tuple[Row, Run, float]]) -> list[Group]:
     alike: dict[Hashable, dict[Hashable, list[tuple[Run, float]]]] = defaultdict(lambda: defaultdict(list))
     for row, run, predicted in found:
         if run.seconds:
-            key = (source_of(run.id), *(row.get(name, "") for name in SAME))
+            software = frozenset(word.lower() for word in SOFTWARE.findall(row.get("notes", "")))
+            key = (source_of(run.id), software, *(row.get(name, "") for name in SAME))
             alike[key][run.layout].append((run, predicted))
     made = []
     for layouts in alike.values():

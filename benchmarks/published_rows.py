@@ -106,9 +106,11 @@ def decoder_of(row: Row) -> Decoder:
     experts = _int(row, "n_experts", 0)
     gated = _int(row, "gated_mlp", 1 if re.search(GATED, name) else 0) == 1
     hidden = _int(row, "hidden")
-    heads = _int(row, "n_heads", hidden // 128)
+    tp = _int(row, "tp", 1)
+    whole = [count for count in range(tp, hidden + 1, tp) if hidden % count == 0]  # heads of about 128 elements
+    heads = _int(row, "n_heads", min(whole, key=lambda count: abs(count - hidden / 128), default=hidden // 128))
     vocab = _int(row, "vocab", facts_of(row["id"]).vocab or (32000 if gated else None))
-    padded = 128 * _int(row, "tp", 1)  # Megatron's rule; multiples of 128 stay as they are
+    padded = 128 * tp  # Megatron's rule; multiples of 128 stay as they are
     vocab = -(-vocab // padded) * padded
     old = row.get("flash_attention") in ("0", "") and row["id"].split("-")[0] in OLD_MEGATRON
     bare = not gated and not any(word in name for word in ("mpt", "nemotron"))

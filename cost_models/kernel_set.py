@@ -20,15 +20,16 @@ class KernelSet:
     """What is one kernel, and what several. All but products and attention is bound by memory traffic.
 
     ``norm``, ``residual`` (of a row of activations), ``rotary`` (of queries and keys), ``split`` (of queries, keys and
-    values that are one product: their gradients are written side by side), ``activation`` and
-    ``gated_activation`` (of the MLP's width), ``loss`` and, where ranks share the vocabulary, ``split_loss`` (of
-    logits in 32 bits; logits in 16 bits are cast there and back beside that), ``embedding`` (of rows of the table):
-    their passes over memory. ``joined``: whether queries, keys and values are one product, and so are the gate and
-    what it gates; else their inputs' gradients are added up. ``fused_gradients``: whether products of weights'
-    gradients add to the accumulator. ``flash``: fused attention, of ``flash_generation`` (0 for the device's newest).
-    ``early_stop``: whether recomputing ends with the last value that the backward reads (``torch.utils.checkpoint``
-    without reentrance), so that a layer's last product is not redone. ``optimizer_bytes``: read and written for each
-    parameter by a step of the optimizer.
+    values that are one product: their gradients are written side by side), ``activation`` and ``gated_activation`` (of
+    the MLP's width), ``loss`` and, where ranks share the vocabulary, ``split_loss`` (of logits in 32 bits; logits in 16
+    bits are cast there and back beside that), ``embedding`` (of rows of the table): their passes over memory.
+    ``joined``: whether queries, keys and values are one product, and so are the gate and what it gates; else their
+    inputs' gradients are added up. ``fused_gradients``: whether products of weights' gradients add to the accumulator.
+    ``softmax_groups``: the softmax of attention that is not fused is one kernel where pairs of a sequence and a head
+    are whole groups of so many, else PyTorch's operators. ``flash``: fused attention, of ``flash_generation`` (0 for
+    the device's newest). ``early_stop``: whether recomputing ends with the last value that the backward reads
+    (``torch.utils.checkpoint`` without reentrance), so that a layer's last product is not redone. ``optimizer_bytes``:
+    read and written for each parameter by a step of the optimizer.
     """
 
     norm: Passes = Passes(2, 3, 1, 2)
@@ -42,6 +43,7 @@ class KernelSet:
     embedding: Passes = Passes(4, 4, 4, 4)
     joined: bool = True
     fused_gradients: bool = True
+    softmax_groups: int = 1
     flash: bool = True
     flash_generation: int = 0
     early_stop: bool = False
@@ -51,8 +53,8 @@ class KernelSet:
 
 
 # Megatron-LM: bias, dropout and residual are one kernel, so are the activation with its gate, and each of the
-# rotations; norms are Apex' fast ones.
-MEGATRON = KernelSet()
+# rotations; norms are Apex' fast ones. Its fused softmax takes groups of four (FusedScaleMaskSoftmax).
+MEGATRON = KernelSet(softmax_groups=4)
 # Transformer Engine attends to queries, keys and values where they are.
 TRANSFORMER_ENGINE = KernelSet(split=Passes(0, 0, 0, 0))
 # PyTorch's norms, and Apex' without its fast layer norm, read the result's gradient and the input a second time, for

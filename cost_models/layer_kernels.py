@@ -188,11 +188,11 @@ def _attention(s: Shapes, short: bool) -> tuple[Kernels, Kernels]:
             Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved, s.dtype, launches=3, generation=made),
         )
     dropped = scores * (2 * e + 1) if model.dropout else 0.0
-    # The causal softmax reads the lower half of the scores and writes all of them. Queries, keys and values are read
-    # where they are; the mix is copied to where the next product reads it.
+    # Queries, keys and values are read where they are; the mix is copied to where the next product reads it.
+    softmax, softmax_backward = _softmax(s, batch, scores)
     forward = (
         matmul("scores", length, model.seq, width, batch=batch, dtype=s.dtype, element=e),
-        memory("softmax", (1.5 if model.causal else 2) * e * scores),
+        softmax,
         memory("attention.dropout", dropped, 1 if dropped else 0),
         matmul("mix", length, model.value, model.seq, batch=batch, dtype=s.dtype, element=e),
         memory("attention.transposed", 2 * e * batch * length * model.value),
@@ -201,12 +201,24 @@ def _attention(s: Shapes, short: bool) -> tuple[Kernels, Kernels]:
         matmul("mix.scores", length, model.seq, model.value, batch=batch, dtype=s.dtype, element=e),
         matmul("mix.value", model.seq, model.value, length, batch=batch, dtype=s.dtype, element=e),
         memory("attention.dropout", dropped, 1 if dropped else 0),
-        memory("softmax.backward", (2 if model.causal else 3) * e * scores),
+        softmax_backward,
         matmul("scores.query", length, width, model.seq, batch=batch, dtype=s.dtype, element=e),
         matmul("scores.key", model.seq, width, length, batch=batch, dtype=s.dtype, element=e),
         memory("attention.transposed", 2 * e * batch * length * model.value),
     )
     return forward, backward
+
+
+def _softmax(s: Shapes, batch: float, scores: float) -> tuple[Kernel, Kernel]:
+    """Of scores, forward and backward. Fused, the causal one reads their lower half and writes all of them."""
+    e, causal = s.element, s.model.causal
+    if batch % s.kernels.softmax_groups == 0:
+        return (
+            memory("softmax", (1.5 if causal else 2) * e * scores),
+            memory("softmax.backward", (2 if causal else 3) * e * scores),
+        )
+    # in 32 bits: cast (r2 w4), scale (r4 w4), mask (r4 r1 w4), softmax (r4 w4; backward r4 r4 w4), cast back (r4 w2)
+    return memory("softmax", 37 * scores, 5), memory("softmax.backward", 41 * scores, 5)
 
 
 def _mlp(s: Shapes, name: str, wide: float) -> tuple[Kernels, Kernels]:

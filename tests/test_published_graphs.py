@@ -29,6 +29,8 @@ def test_modules_of_decoders() -> None:
     assert [one.architecture.removesuffix("ForCausalLM") for one in found.values()] == [
         "Llama", "GPT2LMHeadModel", "Nemotron", "Mixtral",
     ]  # fmt: skip
+    with pytest.raises(Unmodelled, match="not described"):
+        Module.of(replace(run_of(ROWS[LLAMA]).model, kv_rank=512))  # latent attention
     assert found[MPT].blocks == "transformer.h" and found[GROK].sizes["num_local_experts"] == 8
 
 

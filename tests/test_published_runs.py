@@ -88,6 +88,20 @@ def test_releases_of_software_are_not_layouts() -> None:
     assert len(group.layouts) == 2 and max(len(one.names) for one in group.layouts) == 2
 
 
+def test_software_is_no_layout() -> None:
+    """Rows that exchange experts' rows in different ways, and rows of Megatron beside DeepSpeed's, are apart."""
+    rows = [row for row in _rows("ZOO") if row["id"].endswith(("H100-C", "H100-D"))]
+    assert len(rows) == 2 and not ranked(rows, [predict(row) for row in rows])
+    rows = [{**row, "notes": row["notes"].replace("A2A dispatcher", "DeepEP")} for row in rows]
+    assert len(ranked(rows, [predict(row) for row in rows])) == 1
+
+
+def test_heads_that_are_not_stated_can_be_divided() -> None:
+    """BLOOM-005 has 13,824 elements over 8 tensor ranks: 108 heads of 128 cannot be."""
+    (row,) = [row for row in _rows("BLOOM") if row["id"] == "BLOOM-005"]
+    assert row["n_heads"] == "" and run_of(row).model.heads == 96
+
+
 def test_figures_of_ranking() -> None:
     def group(*times: tuple[float, float]) -> Group:
         return Group("A-24.11", False, tuple(Measured((str(n),), *each) for n, each in enumerate(times)))

@@ -519,3 +519,17 @@ def test_zero_3_gathers_what_a_rank_holds_of_experts() -> None:
     assert split.forward < whole.forward
     hidden = StepModel(model, replace(spread, overlap_dp=True), cluster).stages[0]
     assert hidden.both < split.both
+
+
+def test_megatrons_fused_softmax_takes_whole_groups_of_four() -> None:
+    """Of 16 heads over 8 ranks, two sequences have four pairs: one kernel; one has two: PyTorch's operators."""
+    gpt = Decoder(2, 1024, 4096, 16, 51200, 1024)
+    kernels = replace(MEGATRON, flash=False)
+
+    def softmax(microbatch: int, heads: int = 16) -> tuple[int, float]:
+        layout = ParallelLayout(tp=8, microbatch=microbatch, global_batch=microbatch, kernels=kernels)
+        (found,) = [k for k in layer(replace(gpt, heads=heads), layout).forward if k.name == "softmax"]
+        return found.launches, found.bytes / (microbatch * heads / 8 * 1024**2)
+
+    assert softmax(2) == softmax(1, heads=32) == (1, 3.0)
+    assert softmax(1) == softmax(3) == (5, 37.0)
