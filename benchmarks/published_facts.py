@@ -16,8 +16,8 @@ class Facts:
     """About all rows of one source.
 
     ``network``: bytes per second of one node's adapters, one way (None: the device's usual build). ``overlap_dp``,
-    ``overlap_pp``, ``owners``, ``whole_sends``, ``gradient_dtype``, ``kernels``: of the training software (see
-    ``ParallelLayout``; whether attention is fused is a row's own).
+    ``overlap_pp``, ``owners``, ``whole_sends``, ``holds_outputs``, ``gradient_dtype``, ``kernels``: of the training
+    software (see ``ParallelLayout``; whether attention is fused is a row's own).
     ``vocab``: where a source's rows leave it open. ``assume_none``: a recompute column left blank means none.
     ``convention``: what it counts as FLOPs (``published_flops.py``; empty: not known). ``interleaves``: its software
     can interleave pipeline stages, so a blank number of them is not one.
@@ -30,6 +30,7 @@ class Facts:
     owners: bool = False
     overlap_pp: bool = True
     whole_sends: bool = False
+    holds_outputs: bool = False
     gradient_dtype: str = "fp32"
     vocab: int | None = None
     assume_none: bool = False
@@ -56,6 +57,7 @@ INTERN_EVO = KernelSet(
 )  # fmt: skip
 _DEEPSPEED = {
     "overlap_dp": False, "overlap_pp": False, "gradient_dtype": "fp16", "kernels": SEPARATE_GRADIENTS,
+    "holds_outputs": True,  # its pipeline engine's buffers have inputs and outputs
     "bucket_bytes": 2 * 5e8 * 2,  # DeepSpeed's default buckets: two of 5e8 16-bit elements
 }  # fmt: skip
 

@@ -177,7 +177,8 @@ def layout_of(row: Row, model: Decoder) -> ParallelLayout:
         expert_tp=etp,  # type: ignore[arg-type]
         dtype=dtype, gradient_dtype=gradients,
         kernels=replace(facts.kernels, flash=flash),
-        overlap_dp=facts.overlap_dp, owners=facts.owners, overlap_pp=facts.overlap_pp, whole_sends=facts.whole_sends,
+        overlap_dp=facts.overlap_dp, owners=facts.owners, overlap_pp=facts.overlap_pp,
+        whole_sends=facts.whole_sends, holds_outputs=facts.holds_outputs,
         overlap_tp=nemo and sequence == "1" and "no TP-comm overlap" not in notes and prefix not in ("MLM", "SKILL"),
         overlap_ep="a2a overlap" in notes,
         stage_ends="embedding/head count as pipeline layers" in notes, graphs="cuda_graph=" in notes,

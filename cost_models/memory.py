@@ -10,6 +10,8 @@ from .transformer import Decoder, LayerKind, ParallelLayout, stage_layers
 
 # Measured by BigScience in the chronicles of BLOOM: CUDA's context and NCCL's buffers, as nvidia-smi shows them.
 CONTEXT_BYTES = 1.5e9
+# What PyTorch gives cuBLAS to work in on Hopper (CUBLAS_WORKSPACE_CONFIG).
+WORKSPACE_BYTES = 32 * 2**20
 # The share of the caching allocator's blocks that holds nothing (an allowance: BLOOM's rows show 0.1 to 0.2).
 FRAGMENTATION = 0.15
 
@@ -38,9 +40,11 @@ class Memory:
 def layer_activation_bytes(model: Decoder, layout: ParallelLayout, kind: LayerKind | None = None) -> float:
     """Saved by one layer of one microbatch on one rank (Korthikanti et al. 2022, section 4, for any decoder).
 
-    Per token and 16-bit element: norms' inputs, inputs of products, what the activation and the attention need.
+    Per token and 16-bit element: norms' inputs, inputs of products, what the activation and the attention need. Of
+    products in 8 bits or fewer, the inputs are saved so.
     """
     e = 2.0
+    given = BYTES_PER_ELEMENT[layout.dtype] if layout.dtype in ("fp8", "fp4") else e  # of a product's input
     tokens = layout.microbatch * model.seq / layout.cp
     rows = tokens / (layout.tp if layout.sequence_parallel else 1)
     if layout.recompute == "full" and layout.recompute_share == 1.0:
@@ -49,7 +53,7 @@ def layer_activation_bytes(model: Decoder, layout: ParallelLayout, kind: LayerKi
     heads, keys = model.heads / layout.tp, max(1.0, model.kv / layout.tp)
     mask = 1 if model.dropout else 0
     # two norms' inputs, two products' inputs (whole, gathered again in backward under sequence parallelism)
-    found = rows * model.hidden * (4 * e + 2 * mask)
+    found = rows * model.hidden * (2 * e + 2 * given + 2 * mask)
     found += tokens * (heads + keys) * (model.width + model.value) * e  # query, keys, values; the mix
     if model.kv_rank:  # of the first products, what norms read and what they make
         found += 2 * e * rows * (model.query_rank + model.kv_rank)
@@ -59,11 +63,26 @@ def layer_activation_bytes(model: Decoder, layout: ParallelLayout, kind: LayerKi
     ways = 2 if model.gated else 1
     if not kind.dense:
         arriving = tokens * model.top_k * layout.expert_tp / layout.tp
-        found += e * arriving * (2 * model.hidden + (ways + 1) * model.moe_ffn / layout.expert_tp)
-    found += e * tokens * (ways + 1) * (model.ffn if kind.dense else model.shared_ffn) / layout.tp
+        found += arriving * ((e + given) * model.hidden + (ways * e + given) * model.moe_ffn / layout.expert_tp)
+    found += tokens * (ways * e + given) * (model.ffn if kind.dense else model.shared_ffn) / layout.tp
     if layout.recompute == "full":
         return layout.recompute_share * e * rows * model.hidden + (1 - layout.recompute_share) * found
     return found
+
+
+def backward_bytes(model: Decoder, layout: ParallelLayout) -> float:
+    """Gradients of activations at the largest: while one layer's backward runs, those of its input and its result, and
+    those of what its MLP's activation, or its softmax, makes and is given."""
+    tokens = layout.microbatch * model.seq / layout.cp
+    rows = tokens / (layout.tp if layout.sequence_parallel else 1)
+    ways = 2 if model.gated else 1
+    wide = tokens * model.ffn / layout.tp
+    if model.experts:
+        wide = tokens * model.top_k / layout.tp * (layout.expert_tp * model.hidden + model.moe_ffn)
+    scores = 0.0
+    if not layout.kernels.flash:
+        scores = layout.microbatch * model.heads / layout.tp * (model.seq / layout.cp) * model.seq
+    return 2.0 * (2 * rows * model.hidden + max((1 + ways) * wide, 2 * scores))
 
 
 def in_flight(layout: ParallelLayout, stage: int) -> float:
@@ -107,13 +126,20 @@ def stage_memory(model: Decoder, layout: ParallelLayout, stage: int) -> Memory:
     if layout.recompute == "full":  # one layer is redone at a time
         bare = ParallelLayout(**{**vars(layout), "recompute": "none"})
         saved += layer_activation_bytes(model, bare)
-    buffers = layout.bucket_bytes
+    saved += backward_bytes(model, layout)
+    if layout.holds_outputs and layout.pp > 1:  # what a stage has sent, until its gradient arrives
+        saved += in_flight(layout, stage) * 2.0 * tokens * model.hidden
+    buffers = layout.bucket_bytes + WORKSPACE_BYTES
     if stage == last:  # logits: 16-bit, 32-bit, and their gradient
         saved += tokens * model.vocab / layout.tp * (2 + 4 + 4)
     if layout.zero == 3 and shards > 1:
         experts = closed_forms.expert_parameters(model) if model.experts else 0.0
         each = (closed_forms.layer_parameters(model) - experts) / layout.tp
-        buffers += 2 * 2.0 * (each + experts / (layout.ep * layout.expert_tp))  # this layer's and the next one's
+        each += experts / (layout.ep * layout.expert_tp)
+        tables = dense - len(kinds) * (closed_forms.layer_parameters(model) - experts) / layout.tp
+        # parameters of this layer and the next one, and of the tables, which are gathered first and freed last; then
+        # one unit's gradients before they are scattered, with the copy that is summed in another dtype
+        buffers += 2 * 2.0 * each + 2.0 * max(0.0, tables) + max(each, tables) * (2 + (element if element > 2 else 0))
     return Memory(parameters, gradients, optimizer, saved, buffers)
 
 

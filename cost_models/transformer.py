@@ -124,6 +124,7 @@ class ParallelLayout:
     ``owners``: ZeRO 1 and 2 slice state by whole parameters, of which each rank owns some and broadcasts them
     (InternEvo, PyTorch's ``ZeroRedundancyOptimizer``), instead of a part of each.
     ``whole_sends``: every tensor rank sends the whole activation to the next stage (DeepSpeed), instead of its part.
+    ``holds_outputs``: a stage keeps what it has sent until its backward (DeepSpeed), instead of freeing it.
     ``stage_ends``: embedding and head count as a layer each where layers are divided over stages.
     ``graphs``: kernels are replayed as CUDA graphs, so the host costs nothing. ``blocking``: the host waits for every
     kernel (CUDA_LAUNCH_BLOCKING=1), so that nothing overlaps. ``bucket_bytes``: flat
@@ -154,6 +155,7 @@ class ParallelLayout:
     overlap_ep: bool = False
     owners: bool = False
     whole_sends: bool = False
+    holds_outputs: bool = False
     stage_ends: bool = False
     graphs: bool = False
     blocking: bool = False

@@ -22,7 +22,14 @@ from quintnet_compiler.cost_models.hardware import A100_80, H100, HARDWARE, hard
 from quintnet_compiler.cost_models.kernel_set import MEGATRON, QUINTNET, KernelSet, Passes
 from quintnet_compiler.cost_models.kernels import kernel_seconds, matmul, memory, work_seconds
 from quintnet_compiler.cost_models.layer_kernels import ATTENTION_TILE, layer
-from quintnet_compiler.cost_models.memory import in_flight, layer_activation_bytes, peak_memory
+from quintnet_compiler.cost_models.memory import (
+    WORKSPACE_BYTES,
+    backward_bytes,
+    in_flight,
+    layer_activation_bytes,
+    peak_memory,
+    stage_memory,
+)
 from quintnet_compiler.cost_models.operator_runs import run_seconds, traffic_seconds
 from quintnet_compiler.cost_models.operators import kernel_of
 from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
@@ -533,3 +540,37 @@ def test_megatrons_fused_softmax_takes_whole_groups_of_four() -> None:
 
     assert softmax(2) == softmax(1, heads=32) == (1, 3.0)
     assert softmax(1) == softmax(3) == (5, 37.0)
+
+
+# -- memory
+
+
+def test_what_a_stage_has_sent_may_be_held() -> None:
+    layout = ParallelLayout(pp=4, microbatch=2, global_batch=16, recompute="full")
+    model = _korthikanti(8, 1024, 16)
+    freed, held = (stage_memory(model, replace(layout, holds_outputs=holds), 0).activations for holds in (False, True))
+    assert held - freed == 4 * 2 * 2048 * 1024 * 2  # microbatches in flight, sequences, positions, width, bytes
+
+
+def test_gradients_of_activations_take_memory() -> None:
+    flash = ParallelLayout(tp=8, microbatch=4, global_batch=4)
+    model = _korthikanti(2, 6144, 64)
+    rows = 4 * 2048
+    assert backward_bytes(model, flash) == 2 * (2 * rows * 6144 + 2 * rows * 24576 / 8)
+    scores = 4 * 8 * 2048 * 2048
+    unfused = replace(flash, kernels=KernelSet(flash=False))
+    assert backward_bytes(model, unfused) == 2 * (2 * rows * 6144 + 2 * scores)
+
+
+def test_inputs_of_8_bit_products_are_saved_in_8_bits() -> None:
+    llama = Decoder(2, 4096, 14336, 32, 128256, 8192, 8, **ROTARY)
+    wide, narrow = (layer_activation_bytes(llama, ParallelLayout(dtype=dtype)) for dtype in ("bf16", "fp8"))
+    assert wide - narrow == 8192 * (2 * 4096 + 14336)  # before queries, keys and values, before and inside the MLP
+
+
+def test_zero_3_holds_units_whole_while_it_needs_them() -> None:
+    """Parameters of two layers and of the tables, and one unit's gradients before they are scattered."""
+    llama = Decoder(8, 4096, 14336, 32, 128256, 2048, 8, **ROTARY)
+    one, tables = closed_forms.layer_parameters(llama), 2 * 128256 * 4096
+    found = stage_memory(llama, ParallelLayout(dp=64, zero=3, global_batch=64), 0)
+    assert found.buffers == WORKSPACE_BYTES + 4 * one + 2 * tables + 6 * tables
