@@ -18,6 +18,9 @@ from .transformer import Decoder, LayerKind, ParallelLayout, stage_layers
 # Parameters whose gradients travel together, and at least so many for each rank (Megatron-LM's
 # DistributedDataParallelConfig.bucket_size).
 BUCKET, BUCKET_PER_RANK = 40e6, 1e6
+# What experts' exchanges take of the multiprocessors while they run beside computation: 20 of an H800's 132
+# (DeepSeek-V3, section 3.2.2).
+EXCHANGE_SHARE = 20 / 132
 # Of a stage: seconds of its forward and its backward, and parameters that ranks of a tensor group share, and experts'.
 Part = tuple[float, float, float, float]
 
@@ -69,7 +72,8 @@ class StepModel:
                 left = sum(kernel_seconds(k, self.cluster.device) for k in near)
             hidden = min(seconds, left)
             windows[item.beside] = left - hidden
-            exposed += seconds - hidden + self._lost(hidden, group)
+            lost = EXCHANGE_SHARE * hidden if item.beside == ALL else self._lost(hidden, group)
+            exposed += seconds - hidden + lost
         return exposed
 
     def group(self, axis: str) -> Group:
