@@ -94,7 +94,14 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
     "tp 8": {"mesh": {"tp": 8}},
     "dp 4, tp 2": {"mesh": {"dp": 4, "tp": 2}, "microbatches": 2},
     "pp 4": {"mesh": {"pp": 4}, "microbatches": 8},
-}
+    "cp 4, ring": {"mesh": {"cp": 4}, "context": "ring", "recompute": "full"},
+    "cp 4, ring in causal order": {
+        "mesh": {"cp": 4}, "context": "ring", "context_load_balance": False, "recompute": "full",
+    },
+    "cp 4, gathered keys": {"mesh": {"cp": 4}, "context": "all_gather", "recompute": "full"},
+    "cp 4, heads": {"mesh": {"cp": 4}, "context": "ulysses", "recompute": "full"},
+}  # fmt: skip
+CONTEXT = 131072  # positions where ranks split them
 
 
 @dataclass(frozen=True)
@@ -113,26 +120,33 @@ class Pair:
 def pair(name: str, layout: str, gpu: str) -> Pair:
     """Price one model in one layout, both ways; the host costs nothing, as where CUDA graphs are replayed."""
     case, plan = CASES[name], dict(LAYOUTS[layout])
-    sizes = {axis: plan["mesh"].get(axis, 1) for axis in ("dp", "tp", "pp")}
+    sizes = {axis: plan["mesh"].get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
+    if sizes["cp"] > 1:
+        case = replace(case, decoder=replace(case.decoder, seq=CONTEXT))
     microbatches = plan.get("microbatches", 1)
     if sizes["pp"] > 1:
         where = "transformer.h" if case.architecture.startswith("GPT2") else "model.layers"
         plan["stages"] = [f"{where}.{number}" for number in range(1, LAYERS)]
-    rows = ROWS * sizes["dp"] * microbatches
+    rows = (1 if sizes["cp"] > 1 else ROWS) * sizes["dp"] * microbatches
     cluster = quintnet.Cluster(gpu, gpus_per_node=math.prod(sizes.values()))
     ids = torch.empty(rows, case.decoder.seq, dtype=torch.long, device="meta")
     graph = quintnet.estimate(case.module(LAYERS), cluster, {"input_ids": ids, "labels": ids}, plan)
     described = ParallelLayout(
-        **sizes, microbatch=ROWS, global_batch=rows, sequence_parallel=sizes["tp"] > 1, zero=plan.get("zero", 0),
+        **sizes, microbatch=rows // (sizes["dp"] * microbatches), global_batch=rows,
+        sequence_parallel=sizes["tp"] > 1, zero=plan.get("zero", 0),
         recompute=plan.get("recompute", "none"), gradient_dtype="bf16", kernels=case.kernels, graphs=True,
+        context=plan.get("context", "ring"),
+        balanced=plan.get("context") == "ring" and plan.get("context_load_balance", True),
     )  # fmt: skip
     return Pair(graph, StepModel(case.decoder, described, cluster))
 
 
 def applies(name: str, layout: str) -> bool:
     """Whether the closed form describes how the compiler splits the module: as Megatron splits, which takes heads that
-    divide. Of Qwen3 over two ranks it splits the features of norms, too."""
+    divide. Of Qwen3 over two ranks it splits the features of norms, too. Learned positions end before long contexts."""
     decoder, tp = CASES[name].decoder, LAYOUTS[layout]["mesh"].get("tp", 1)
+    if "cp" in LAYOUTS[layout]["mesh"] and decoder.learned_positions:
+        return False
     return decoder.heads % tp == 0 and decoder.kv % tp == 0 and not (tp == 2 and decoder.head_norms)
 
 

@@ -96,7 +96,8 @@ FACTS: Mapping[str, Facts] = MappingProxyType(
                       "the parameters' dtype (hybrid_zero_optim.py)", 400 * GIGABIT, gradient_dtype="bf16",
                       convention="narayanan", owners=True,
                       kernels=INTERN_EVO),
-        "TITAN": Facts("torchtitan: 400 Gb/s per GPU"),
+        "TITAN": Facts("torchtitan: 400 Gb/s per GPU; scaled_dot_product_attention runs FlashAttention 2",
+                       kernels=replace(MEGATRON, flash_generation=2)),
         "MSCALE": Facts("MegaScale: 8 x 200 Gb/s per node", 1600 * GIGABIT, overlap_dp=False, overlap_pp=False),
         "LLAMA3": Facts("Llama 3: 400 Gb/s RoCE per GPU"),
         "MTNLG": Facts("Selene: 8 HDR adapters per node", **_DEEPSPEED),  # type: ignore[arg-type]

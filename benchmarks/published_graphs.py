@@ -163,6 +163,8 @@ def plan_of(run: Run, blocks: str) -> Plan:
     made, deep = run.layout, run.layout.pp * run.layout.vpp
     if made.shard:
         raise Unmodelled("shard groups")
+    if run.model.kv_rank or run.model.short or run.model.shared_ffn or run.model.dense_layers or run.model.sinks:
+        raise Unmodelled("a model that Llama's, Nemotron's, GPT-2's and Mixtral's modules are not")
     if made.recompute_share != 1:
         raise Unmodelled("some layers are recomputed")
     if made.ep > 1 and (made.expert_tp != made.tp or made.dp % made.ep):

@@ -28,8 +28,10 @@ class KernelSet:
     ``softmax_groups``: the softmax of attention that is not fused is one kernel where pairs of a sequence and a head
     are whole groups of so many, else PyTorch's operators. ``flash``: fused attention, of ``flash_generation`` (0 for
     the device's newest). ``early_stop``: whether recomputing ends with the last value that the backward reads
-    (``torch.utils.checkpoint`` without reentrance), so that a layer's last product is not redone. ``optimizer_bytes``:
-    read and written for each parameter by a step of the optimizer.
+    (``torch.utils.checkpoint`` without reentrance), so that a layer's last product is not redone. ``own_ring``: a ring
+    of context ranks is this compiler's, where gradients of keys and values travel in 32 bits, and ranks exchange halves
+    of their positions around attention to balance its work; else batches are laid out so. ``optimizer_bytes``: read and
+    written for each parameter by a step of the optimizer.
     """
 
     norm: Passes = Passes(2, 3, 1, 2)
@@ -47,6 +49,7 @@ class KernelSet:
     flash: bool = True
     flash_generation: int = 0
     early_stop: bool = False
+    own_ring: bool = False
     # Mixed-precision Adam: gradients to fp32 and their norm (r4 w4, r4), parameter, two moments and gradient (r16,
     # w12), and the 16-bit copy (r4 w2).
     optimizer_bytes: float = 46
@@ -66,5 +69,5 @@ TWO_PASSES = Passes(2, 5, 1, 2)
 QUINTNET = KernelSet(
     norm=Passes(2, 5, 1, 3), rotary=Passes(10, 10, 10, 10), gated_activation=Passes(5, 9, 2, 3),
     loss=Passes(2, 4, 3, 3), split_loss=Passes(1, 2, 17, 21), embedding=Passes(2, 1, 1, 1),
-    joined=False, early_stop=True, optimizer_bytes=28,
+    joined=False, early_stop=True, own_ring=True, optimizer_bytes=28,
 )  # fmt: skip

@@ -7,11 +7,11 @@ two products; gradients of weights are added to an accumulator in ``gradient_dty
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .hardware import BYTES_PER_ELEMENT
 from .kernel_set import KernelSet, Passes
-from .kernels import ALIGNMENT, Kernel, matmul, memory
+from .kernels import ALIGNMENT, Kernel, matmul, memory, merged_bytes
 from .transformer import Decoder, LayerKind, ParallelLayout
 
 Kernels = tuple[Kernel, ...]
@@ -178,15 +178,23 @@ def _attention(s: Shapes, short: bool) -> tuple[Kernels, Kernels]:
     scores, both = batch * length * model.seq, model.width + model.value
     if s.kernels.flash:
         seen = model.seq * (0.5 if model.causal else 1.0)
+        if model.causal and not layout.balanced and layout.context != "ulysses":
+            seen = model.seq - length / 2  # the last rank's
         if short:  # whole tiles: of queries, and of the keys that any of them sees
             seen = min(seen, model.window + ATTENTION_TILE)
         flops = 2.0 * batch * length * seen * both
         moved = e * layout.microbatch * length * both * (s.heads + s.kv)
         # Dao 2023 (FlashAttention-2): backward does 5 products for forward's 2
-        made = s.kernels.flash_generation
-        return (Kernel("core", "attention", flops, moved, s.dtype, generation=made),), (
-            Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved, s.dtype, launches=3, generation=made),
-        )
+        made, calls, merged = s.kernels.flash_generation, 1, [0.0, 0.0]
+        if layout.cp > 1 and layout.context == "ring":
+            calls = layout.cp * (2 if layout.balanced else 1)
+            keys = layout.microbatch * s.kv * length * both
+            merged = [merged_bytes(e, layout.cp, batch * length * n, keys, back)
+                      for n, back in ((model.value, False), (width, True))]  # fmt: skip
+        return (Kernel("core", "attention", flops, moved + merged[0], s.dtype, launches=calls, generation=made),), (
+            Kernel("core.backward", "attention", 2.5 * flops, 2.5 * moved + merged[1], s.dtype, launches=3 * calls,
+                   generation=made),
+        )  # fmt: skip
     dropped = scores * (2 * e + 1) if model.dropout else 0.0
     # Queries, keys and values are read where they are; the mix is copied to where the next product reads it.
     softmax, softmax_backward = _softmax(s, batch, scores)
@@ -295,7 +303,7 @@ def layer(model: Decoder, layout: ParallelLayout, kind: LayerKind | None = None)
     ahead, back = _tensor_communication(s, kind)
     return LayerWork(
         forward, backward, again, (*ahead, *exchanges), (*back, *exchanges),
-        (*ahead, *exchanges) if layout.recompute == "full" else (),
+        {"none": (), "selective": _context(s)[0], "full": (*ahead, *exchanges)}[layout.recompute],
     )  # fmt: skip
 
 
@@ -306,9 +314,9 @@ def _tensor_communication(s: Shapes, kind: LayerKind) -> tuple[tuple[Communicati
     """
     layout = s.layout
     size = s.element * s.tokens * s.model.hidden
+    context, context_back = _context(s)
     if layout.tp == 1:
-        ring = _ring(s)
-        return ring, ring + ring
+        return context, context_back
     dense = kind.dense or s.model.shared_ffn  # experts of all tokens are split as an MLP is
     up, down = ("up", "down") if kind.dense else ("shared.up", "shared.down")
     latent = ("query.up", s.element * s.tokens * s.latent) if s.latent else ("qkv", size)
@@ -328,16 +336,35 @@ def _tensor_communication(s: Shapes, kind: LayerKind) -> tuple[tuple[Communicati
     else:
         ahead += [Communication("all_reduce", "tp", size, (name,) if layout.overlap_tp else ()) for name in rows]
         back += [Communication("all_reduce", "tp", given, (f"{name}.weight",)) for name, given in columns]
-    ring = _ring(s)
-    return (*ahead, *ring), (*back, *ring, *ring)
+    return (*ahead, *context), (*back, *context_back)
 
 
-def _ring(s: Shapes) -> tuple[Communication, ...]:
-    """Keys and values travel around the context ranks, beside the attention to the part that is there."""
-    if s.layout.cp == 1:
-        return ()
-    size = s.element * s.tokens * s.kv * (s.model.width + s.model.value) * s.layout.cp
-    return (Communication("all_gather", "cp", size, ("core", "core.backward")),)
+def _context(s: Shapes) -> tuple[tuple[Communication, ...], tuple[Communication, ...]]:
+    """What context ranks exchange for attention, forward and backward."""
+    m, cp, e = s.model, s.layout.cp, s.element
+    if cp == 1:
+        return (), ()
+    each = s.tokens * (m.width + m.value)  # for each head: of a query and a result, or of a key and a value
+    keys, queries = e * s.kv * each, e * s.heads * each
+    if s.layout.context == "ulysses":
+        exchange = Communication("all_to_all", "cp", cp * (keys + queries))
+        return (exchange,), (exchange,)
+    if s.layout.context == "all_gather":
+        gather = Communication("all_gather", "cp", cp * keys)
+        return (gather,), (gather, Communication("reduce_scatter", "cp", cp * keys))
+    # keys and values travel beside the attention to those that are there; backward their gradients do, too, and home
+    wide = BYTES_PER_ELEMENT["fp32"] / e if s.kernels.own_ring else 1.0
+    hop, gradients = (Communication("send", "cp", size, (beside,))
+                      for size, beside in ((keys, "core"), (wide * keys, "core.backward")))  # fmt: skip
+    ahead: tuple[Communication, ...] = (hop,) * (cp - 1)
+    back = (replace(hop, beside=gradients.beside),) * (cp - 1) + (gradients,) * cp
+    if s.layout.balanced and s.kernels.own_ring:  # half of what attention is given and makes, before and after
+        result = e * s.tokens * s.heads * m.value
+        ahead += tuple(Communication("send", "cp", size / 2) for size in (keys + queries - result, result))
+        back += tuple(
+            Communication("send", "cp", size / 2) for size in (keys + queries + result, keys + queries - result)
+        )
+    return ahead, back
 
 
 def embedding(model: Decoder, layout: ParallelLayout) -> LayerWork:

@@ -24,7 +24,7 @@ from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
-from .kernels import Kernel
+from .kernels import Kernel, merged_bytes
 
 aten = torch.ops.aten
 ProductSize = tuple[int, int, int, int]  # batch, rows, columns, depth: a multiply-add for each of their product
@@ -161,6 +161,7 @@ SHAPE_OF: Mapping[Any, int] = MappingProxyType(
 # layer_norm_kernel.cu; RMS norms share it).
 NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
 
+RINGS = (ring_attention, ring_attention_backward)
 ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, the gradients, a cast
 
 
@@ -194,15 +195,29 @@ def attention_flops(node: fx.Node) -> float:
     backward = node.target in FLASH_BACKWARD
     query, key, value = tensor_inputs(node)[backward : backward + 3]
     keys: float = shape(key)[-2]
-    if node.target in (ring_attention, ring_attention_backward):
-        # (q, axis, size, k, v, ...) and (grad, axis, size, q, k, v, ...)
-        keys *= int(node.args[2])  # type: ignore[arg-type]
-    if node.target in (tiled_attention, tiled_attention_backward):
+    if node.target in RINGS:
+        keys = _keys_of_a_query(node, shape(query)[-2], shape(key)[-2] * ring_size(node))
+        if argument(node, "balance") and _causal(node):  # all ranks see as much at every step
+            keys = min(keys, shape(key)[-2] * ring_size(node) / 2)
+    elif node.target in (tiled_attention, tiled_attention_backward):
         keys = _keys_of_a_query(node, shape(query)[-2], shape(key)[-2])
     elif _causal(node):
         keys /= 2
     count = 2.0 * math.prod(shape(query)[:-1]) * keys * (shape(query)[-1] + shape(value)[-1])
     return count * (2.5 if backward else 1.0)
+
+
+def ring_size(node: fx.Node) -> int:
+    """Ranks around which keys and values travel: ``(q, axis, size, ...)`` and ``(grad, axis, size, ...)``."""
+    return int(node.args[2])  # type: ignore[arg-type]
+
+
+def _merged(node: fx.Node) -> float:
+    backward = node.target == ring_attention_backward
+    q, k, v = tensor_inputs(node)[backward : 3 + backward]
+    element = num_bytes(values(q)[0]) / max(1, math.prod(shape(q)))
+    results = math.prod(shape(q)[:-1]) * (shape(q) if backward else shape(v))[-1]
+    return merged_bytes(element, ring_size(node), results, math.prod(shape(k)) + math.prod(shape(v)), backward)
 
 
 def _keys_of_a_query(node: fx.Node, queries: int, keys: int) -> float:
@@ -274,6 +289,9 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     size_moved = traffic(node)
     if work == "attention":
         launches = ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1
+        if target in RINGS:  # a call for each run of queries that sees something of a step's keys
+            launches *= ring_size(node) * (2 if argument(node, "balance") else 1)
+            size_moved += _merged(node)
         return Kernel(node.name, "attention", attention_flops(node), size_moved, _dtype(node), launches=launches)
     if work == "matmul" and (size := product_size(node)) is not None:
         batch, rows, columns, depth = size

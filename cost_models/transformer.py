@@ -118,6 +118,9 @@ class ParallelLayout:
     parameters. ``shard``: over how many of the dp ranks (0: all; the rest replicate). ``expert_tp``: over how many
     ranks one expert's products are split. ``gradient_dtype``: of gradients' accumulation and reduction.
     ``kernels``: which ones its software runs.
+    ``context``: what ranks of ``cp`` exchange: keys and values step by step around a ring, all of them before attention
+    (``"all_gather"``), or positions for heads (``"ulysses"``). ``balanced``: each rank has positions near the beginning
+    and near the end, so that causal attention is equally much work for all; else all wait for the last one.
     ``overlap_dp``, ``overlap_tp``, ``overlap_pp``: whether such communication runs beside computation.
     ``overlap_ep``: experts' exchanges run beside another microbatch's computation (DualPipe, Megatron's overlap of
     expert parallelism).
@@ -149,6 +152,8 @@ class ParallelLayout:
     gradient_dtype: str = "fp32"
     kernels: KernelSet = MEGATRON
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    context: Literal["ring", "all_gather", "ulysses"] = "ring"
+    balanced: bool = True
     overlap_dp: bool = True
     overlap_tp: bool = False
     overlap_pp: bool = True

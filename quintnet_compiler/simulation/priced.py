@@ -14,9 +14,11 @@ import torch
 from torch import fx
 
 from ..core.annotations import num_bytes, tensor_inputs, values
+from ..core.precision import widened
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
 from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan
+from ..ops.rules.node_factors import argument
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
@@ -152,16 +154,30 @@ class ProgramPrices:
         return NodeTime(node, 0.0, self.costs.group_seconds(known.price, whole, ranks), axis)
 
     def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
-        """Keys and values travel while the blocks before them are computed; gradients travel with them."""
+        """Keys and values travel while the blocks before them are computed; gradients travel with them in 32 bits, and
+        home. Where work is balanced, half of what is given and made is exchanged with another rank, before and
+        after."""
         computing = self.costs.node_seconds(source)
         backward = str(node.target) == "ring_attention_backward"
-        moved = sum(num_bytes(values(x)[0]) for x in tensor_inputs(source)[1 + backward : 3 + backward])
-        hops = (len(ranks) - 1) * (2 if backward else 1)
-        travelling = hops * self.costs.send_seconds(moved, ranks[0], ranks[-1])
+        given = [values(x)[0] for x in tensor_inputs(source)[: 5 if backward else 3]]
+        keys = given[1 + backward : 3 + backward]
+        travelling = (len(ranks) - 1) * self._send(sum(map(num_bytes, keys)), ranks)
+        if backward:
+            wide = sum(x.numel() * widened(x.dtype).itemsize for x in keys)
+            travelling += len(ranks) * self._send(wide, ranks)
+        exchanged = 0.0
+        if argument(source, "balance"):
+            made = [values(source)[0]] if not backward else [x for x in values(source) if isinstance(x, torch.Tensor)]
+            exchanged = self._send(sum(map(num_bytes, given)) / 2, ranks) + self._send(
+                sum(map(num_bytes, made)) / 2, ranks
+            )
         if not self.overlaps:
-            return NodeTime(node, computing, travelling, axis)
+            return NodeTime(node, computing, travelling + exchanged, axis)
         lost = self.costs.lost_seconds(min(travelling, computing), ranks)
-        return NodeTime(node, computing + lost, max(0.0, travelling - computing - lost), axis)
+        return NodeTime(node, computing + lost, max(0.0, travelling - computing - lost) + exchanged, axis)
+
+    def _send(self, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        return self.costs.send_seconds(num_bytes, ranks[0], ranks[-1])
 
     def _fused(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
         """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on

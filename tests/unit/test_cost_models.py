@@ -36,6 +36,7 @@ from quintnet_compiler.cost_models.pipeline_time import Stage, interleaved_secon
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout, stage_layers
+from quintnet_compiler.ops.collectives import ring_attention
 from quintnet_compiler.passes.frontend.normalize import Normalize
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.schedules.schedule import Op, chain, simulate
@@ -574,3 +575,46 @@ def test_zero_3_holds_units_whole_while_it_needs_them() -> None:
     one, tables = closed_forms.layer_parameters(llama), 2 * 128256 * 4096
     found = stage_memory(llama, ParallelLayout(dp=64, zero=3, global_batch=64), 0)
     assert found.buffers == WORKSPACE_BYTES + 4 * one + 2 * tables + 6 * tables
+
+
+# -- long contexts
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_the_last_rank_of_a_ring_sees_all_keys(balance: bool) -> None:
+    """Unless work is balanced, in which case every rank has half of all scores."""
+    graph, length, ranks = fx.Graph(), 64, 4
+    q, k, v = (
+        annotate(graph.placeholder(name), Facts(torch.empty(1, 2, length, 8, dtype=torch.bfloat16, device="meta")))
+        for name in "qkv"
+    )
+    how = ("cp", ranks, k, v, None, None, 1.0, True, 0, balance, 1 << 20)
+    made = annotate(
+        graph.call_function(ring_attention, (q, *how)),
+        Facts((torch.empty(1, 2, length, 8, device="meta"), torch.empty(1, 2, length, device="meta"))),
+    )
+    seen = ranks * length / 2 if balance else ranks * length - length / 2
+    kernel = kernel_of(made)
+    assert kernel.flops == 2 * 2 * length * seen * (8 + 8)
+    assert kernel.launches == ranks * (2 if balance else 1)
+    assert kernel.bytes > 4 * ranks * 2 * length * 8  # merges results
+
+
+def test_contexts_of_a_closed_form() -> None:
+    llama = Decoder(4, 4096, 14336, 32, 128256, 131072, 8, **ROTARY)
+    cluster = Cluster("h100")
+    plain = ParallelLayout(cp=8, graphs=True, recompute="full")
+
+    def seconds(**how: object) -> float:
+        return StepModel(llama, replace(plain, **how), cluster).step().seconds  # type: ignore[arg-type]
+
+    balanced = seconds()
+    assert 1.5 < seconds(balanced=False) / balanced < 2
+    assert seconds(context="all_gather", balanced=False) == pytest.approx(seconds(balanced=False), rel=0.02)
+    assert seconds(context="ulysses") == pytest.approx(balanced, rel=0.03)
+    assert seconds(kernels=replace(MEGATRON, own_ring=True)) > balanced
+    core = next(k for k in layer(llama, plain).forward if k.name == "core")
+    hops = [c for c in layer(llama, plain).forward_communication if c.axis == "cp"]
+    assert core.launches == 16 and len(hops) == 7 and {c.name for c in hops} == {"send"}
+    selective = layer(llama, replace(plain, recompute="selective"))
+    assert [c.axis for c in selective.again_communication] == ["cp"] * 7  # keys travel again for what is redone
