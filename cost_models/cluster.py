@@ -6,82 +6,49 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import CompileError
+from ..core.absent_gpu import AbsentGpu
+from ..core.errors import CompileError, told, whole
 from .hardware import Hardware
 from .hardware_numbers import described
-
-
-@dataclass(frozen=True)
-class Level:
-    """All devices within ``span`` neighbours reach each other at ``bytes_per_second`` each, one way. ``network``: over
-    adapters, of which every device has its own."""
-
-    name: str
-    span: float
-    bytes_per_second: float
-    seconds: float
-    network: bool = False
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One level of a group: ``members`` sub-groups meet here, over ``lanes`` devices' adapters side by side."""
-
-    level: Level
-    members: int
-    lanes: int
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.level.bytes_per_second * self.lanes
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks that take part in a collective, as hops from the innermost level outwards."""
-
-    hops: tuple[Hop, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(hop.members for hop in self.hops)
+from .links import Group, Hop, Level, Network, Part, Rung
 
 
 @dataclass(frozen=True, init=False)
 class Cluster:
-    """Nodes of one kind of device.
+    """Nodes of one kind of device; of several kinds with :meth:`of`.
 
     Args:
         name: of the device, such as ``"h100"`` or ``"h100-pcie"``; or what describes it in numbers, as a mapping or the
-            path of a JSON file (see :mod:`.hardware_numbers`).
+            path of a JSON file (see :mod:`.hardware_numbers`); or a list with one of these for each device of a node.
         nodes: the number of nodes.
         gpus_per_node: devices per node; by default what the device's usual node has.
-        network_bytes_per_second: of all adapters of a node together, one way; by default the device's.
-        network_seconds: latency of the network; by default the device's.
+        network_bytes_per_second: of all adapters of a node together, one way; by default the devices'.
+        network_seconds: latency of the network; by default the devices'.
         rail: how many nodes share the leaf switches.
         oversubscription: how many times slower the level above them is.
 
     Raises:
-        CompileError: QN210 for unknown hardware or a count below 1.
+        CompileError: QN210 for unknown hardware, a count below 1, or CPUs beside GPUs.
 
     Examples:
         >>> [level.name for level in Cluster("h100", nodes=8).levels]
         ['NVLink', 'leaf']
+        >>> Cluster(["rtx-4090", "rtx-3090"]).name
+        '1 x RTX-4090-24GB + 1 x RTX-3090-24GB'
     """
 
-    device: Hardware
-    nodes: int
-    gpus_per_node: int
-    levels: tuple[Level, ...]
+    parts: tuple[Part, ...]
     rail: int
     oversubscription: float
 
     def __init__(
         self,
-        name: str | Path | Mapping[str, Any] | Hardware,
+        name: str | Path | Mapping[str, Any] | Hardware | Sequence[str | Path | Mapping[str, Any] | Hardware],
         nodes: int = 1,
         gpus_per_node: int | None = None,
         *,
@@ -90,48 +57,168 @@ class Cluster:
         rail: int = 32,
         oversubscription: float = 1.0,
     ) -> None:
-        device = described(name)
-        per_node = gpus_per_node or (4 if device.domain > 8 else device.domain)
-        if nodes < 1 or per_node < 1:
+        several = isinstance(name, Sequence) and not isinstance(name, str)
+        cards = [described(one) for one in name] if several else [described(name)]  # type: ignore[arg-type, union-attr]
+        usual = len(cards) if several else 4 if cards[0].domain > 8 else cards[0].domain
+        per_node = usual if gpus_per_node is None else gpus_per_node
+        if (whole(nodes) or 0) < 1 or (whole(per_node) or 0) < 1:
             raise CompileError("QN210", f"{nodes} nodes of {per_node}", fix="give whole numbers, 1 or more")
+        if several and per_node != len(cards):
+            raise CompileError(
+                "QN210", f"gpus_per_node={per_node}, and a node has {len(cards)} devices by name",
+                fix="leave gpus_per_node out",
+            )  # fmt: skip
+        changed: dict[str, float] = {}
         if network_bytes_per_second is not None:
-            device = replace(device, network_bytes_per_second=network_bytes_per_second / per_node)
+            changed["network_bytes_per_second"] = network_bytes_per_second / per_node
         if network_seconds is not None:
-            device = replace(device, network_seconds=network_seconds)
-        share, gpus = device.efficiency, nodes * per_node
-        network = device.network_bytes_per_second * share.network
-        fast = device.domain if device.domain > 8 else per_node
-        levels = [Level(device.link, fast, device.link_bytes_per_second * share.link, device.link_seconds)]
-        if device.bridge_bytes_per_second and fast > 1:
-            levels.insert(0, Level("bridge", 2, device.bridge_bytes_per_second * share.link, device.link_seconds))
-        if gpus > fast:
-            leaf = rail * per_node if gpus > rail * per_node else math.inf
-            levels.append(Level("leaf", leaf, network, device.network_seconds, True))
-            if leaf < gpus:
-                levels.append(Level("spine", math.inf, network / oversubscription, 1.3 * device.network_seconds, True))
-        object.__setattr__(self, "device", device)
-        object.__setattr__(self, "nodes", nodes)
-        object.__setattr__(self, "gpus_per_node", per_node)
-        object.__setattr__(self, "levels", tuple(levels))
+            changed["network_seconds"] = network_seconds
+        cards = [replace(one, **changed) for one in cards] if changed else cards  # type: ignore[arg-type]
+        runs = [(one, len(list(run))) for one, run in groupby(cards)]
+        if len(runs) == 1:
+            parts = [Part(runs[0][0], nodes * per_node, per_node)]
+        else:
+            parts = [
+                Part(one, count, count, node=node, begins=not turn)
+                for node in range(nodes) for turn, (one, count) in enumerate(runs)
+            ]  # fmt: skip
+        self._hold(parts, rail, oversubscription)
+
+    def _hold(self, given: Sequence[Part], rail: int, oversubscription: float) -> None:
+        """Number the devices and the nodes; parts of one kind beside each other are one."""
+        parts: list[Part] = []
+        start = node = 0
+        for index, part in enumerate(given):
+            alone = part.begins and (index + 1 == len(given) or given[index + 1].begins)
+            last = parts[-1] if parts else None
+            full = last and last.begins and last.count % last.span == 0  # its last NVLink domain, too
+            if last and full and alone and (last.device, last.per_node) == (part.device, part.per_node):
+                parts[-1] = replace(last, count=last.count + part.count)
+                node += part.nodes
+            else:
+                node -= 0 if part.begins else 1
+                parts.append(replace(part, start=start, node=node))
+                node += part.nodes
+            start += part.count
+        if len({part.device.gpu is None for part in parts}) > 1:
+            raise CompileError("QN210", f"{_named(parts)}: CPUs beside GPUs", fix="give devices of one of the two")
+        blocks = {part.block(Rung.FAST, part.start + place) for part in parts for place in (0, part.count - 1)}
+        network = Network(len(blocks) > 1, rail, node > rail, oversubscription)
+        object.__setattr__(self, "parts", tuple(replace(part, network=network) for part in parts))
         object.__setattr__(self, "rail", rail)
         object.__setattr__(self, "oversubscription", oversubscription)
+
+    @classmethod
+    def of(cls, *clusters: Cluster, rail: int = 32, oversubscription: float = 1.0) -> Cluster:
+        """Nodes of several kinds in one network. Ranks are numbered node by node, in the order that is given; what two
+        kinds send each other goes at the slower one's rate.
+
+        Raises:
+            CompileError: QN210 for what is no cluster, for none at all, or for CPUs beside GPUs.
+
+        Examples:
+            >>> Cluster.of(Cluster("a100", nodes=2), Cluster("h100")).name
+            '16 x A100-SXM-80GB + 8 x H100-SXM-80GB'
+        """
+        for one in clusters:
+            if not isinstance(one, Cluster):
+                raise CompileError("QN210", f"{told(one)} is no cluster", fix='pass quintnet.Cluster("h100", nodes=8)')
+        if not clusters:
+            raise CompileError("QN210", "a cluster of no nodes", fix='pass quintnet.Cluster("h100", nodes=8)')
+        made = object.__new__(cls)
+        made._hold([part for one in clusters for part in one.parts], rail, oversubscription)
+        return made
 
     @property
     def size(self) -> int:
         """The number of devices."""
-        return self.nodes * self.gpus_per_node
+        return sum(part.count for part in self.parts)
+
+    @property
+    def nodes(self) -> int:
+        """The number of nodes."""
+        return sum(part.nodes for part in self.parts if part.begins)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Devices of each node; of nodes with unlike numbers, the largest number that divides all."""
+        of: Counter[int] = Counter()
+        for part in self.parts:
+            of[part.node] += part.per_node
+        return math.gcd(*of.values())
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Hardware, int], ...]:
+        """Kinds of devices, and how many there are of each."""
+        return _kinds(self.parts)
+
+    @property
+    def device(self) -> Hardware:
+        """The kind of all devices.
+
+        Raises:
+            CompileError: QN210 if there are several.
+        """
+        if len(self.kinds) > 1:
+            raise CompileError(
+                "QN210", f"{self.name} are several kinds of devices, and this is for one",
+                fix="ask for a cluster of each kind",
+            )  # fmt: skip
+        return self.parts[0].device
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The links of its devices, the fastest first.
+
+        Raises:
+            CompileError: QN210 if there are several kinds of nodes.
+        """
+        if len(self.parts) > 1:
+            raise CompileError(
+                "QN210", f"{self.name} have several kinds of nodes, and this is for one",
+                fix="ask for a cluster of each kind",
+            )  # fmt: skip
+        return tuple(self.parts[0].levels.values())
+
+    @property
+    def name(self) -> str:
+        """How many devices of which kinds."""
+        return _named(self.parts)
+
+    @cached_property
+    def gpu(self) -> AbsentGpu | None:
+        """What PyTorch chooses kernels by; of several kinds, what all of them have. None for CPUs."""
+        found = [device.gpu for device, _ in self.kinds if device.gpu is not None]
+        if not found:
+            return None
+        return AbsentGpu(min(gpu.capability for gpu in found), all(gpu.cudnn for gpu in found))
+
+    def devices(self, ranks: Sequence[int]) -> tuple[Part, ...]:
+        """The parts in which the devices of these ranks lie."""
+        return tuple(part for part in self.parts if any(0 <= rank - part.start < part.count for rank in ranks))
 
     def has_part(self, devices: float) -> bool:
-        """Whether there is such a cluster of so many devices: whole nodes, or a part of one."""
+        """Whether there is such a cluster of so many devices: whole nodes, or a part of one; of several kinds of nodes,
+        as many times all of them."""
+        if len(self.parts) > 1:
+            return devices >= 1 and devices % self.size == 0
         whole = devices < self.gpus_per_node or devices % self.gpus_per_node == 0
         return whole and devices >= 1 and devices == int(devices)
 
     def sized(self, devices: int) -> Cluster:
-        """The same kind of cluster with so many devices: whole nodes, or a part of one.
+        """The same kind of cluster with so many devices: whole nodes, or a part of one; of several kinds of nodes, as
+        many times all of them.
 
         Raises:
             CompileError: QN216 for another number of devices.
         """
+        if len(self.parts) > 1 and not self.has_part(devices):
+            raise CompileError(
+                "QN216", f"{devices} devices are not a whole number of times {self.name}",
+                fix=f"use a multiple of {self.size}, or ask for another cluster",
+            )  # fmt: skip
+        if len(self.parts) > 1:
+            return self._times(devices // self.size)
         if not self.has_part(devices):
             raise CompileError(
                 "QN216", f"{devices} devices are no whole nodes of {self.gpus_per_node}, nor a part of one",
@@ -141,6 +228,16 @@ class Cluster:
         return Cluster(
             self.device, devices // per_node, per_node, rail=self.rail, oversubscription=self.oversubscription
         )
+
+    def _times(self, often: int) -> Cluster:
+        """So many nodes of each kind for one, in their order."""
+        runs: list[Part] = []
+        for _, node in groupby(self.parts, key=lambda part: part.node):
+            found = list(node)
+            runs += [replace(found[0], count=often * found[0].count)] if len(found) == 1 else often * found
+        made = object.__new__(type(self))
+        made._hold(runs, self.rail, self.oversubscription)
+        return made
 
     def group(self, ranks: int, stride: int = 1) -> Group:
         """The levels that ``ranks`` ranks cross whose neighbours are ``stride`` devices apart.
@@ -154,6 +251,8 @@ class Cluster:
                 f"a group of {ranks} ranks, {stride} apart, needs {ranks * stride} devices, not {self.size}",
                 fix=f"use a cluster of {-(-ranks * stride // self.gpus_per_node)} nodes or a smaller mesh",
             )
+        if len(self.parts) > 1:
+            return self.group_of(range(0, ranks * stride, stride))
         hops: list[Hop] = []
         inside = 1  # how many of the group's members are within the levels so far
         for level in self.levels:
@@ -179,14 +278,22 @@ class Cluster:
                 f"rank {max(ranks)} has no device: the cluster has {self.size}",
                 fix=f"use a cluster of {-(-(max(ranks) + 1) // self.gpus_per_node)} nodes or more",
             )
+        members = [
+            (part, rank) for part in self.devices(ranks) for rank in ranks if 0 <= rank - part.start < part.count
+        ]
+        here = {part.start: part for part, _ in members}
         hops: list[Hop] = []
-        inside = 1
-        for level in self.levels:
-            near = Counter(0 if math.isinf(level.span) else rank // int(level.span) for rank in ranks)
-            reach = max(near.values())
-            if reach > inside:
-                hops.append(Hop(level, -(-reach // inside), _lanes(level, hops)))
-                inside = reach
+        inside = 1  # how many of the group's members are within the levels so far
+        for rung in Rung:
+            if not (levels := _levels(here, rung)):
+                continue
+            near = Counter(part.block(rung, rank) for part, rank in members)
+            if max(near.values()) > inside:
+                met = {part.start for part, rank in members if near[part.block(rung, rank)] > 1}
+                level = _slowest([levels[start] for start in sorted(met)])
+                lanes = _adapters(members, levels, level) if level.network else 1
+                hops.append(Hop(level, -(-max(near.values()) // inside), lanes))
+                inside = max(near.values())
         return Group(tuple(hops))
 
     def axis(self, sizes: Sequence[tuple[str, int]], name: str) -> Group:
@@ -203,6 +310,44 @@ class Cluster:
         raise CompileError("QN201", f"no axis {name!r}", fix=f"use one of {', '.join(a for a, _ in sizes)}")
 
 
-def _lanes(level: Level, inner: Sequence[Hop]) -> int:
+def _levels(parts: Mapping[int, Part], rung: Rung) -> Mapping[int, Level]:
+    """The level of each part at ``rung``, by where it starts; none if there is none. Pairs without a bridge, beside
+    some that have one, meet over the fast links."""
+    found = {start: part.levels[rung] for start, part in parts.items() if rung in part.levels}
+    if found and rung is Rung.BRIDGE:
+        return {start: found.get(start, part.levels[Rung.FAST]) for start, part in parts.items()}
+    return found
+
+
+def _slowest(levels: Sequence[Level]) -> Level:
+    """What a ring gets that goes over all of them."""
+    first = min(levels, key=lambda one: one.bytes_per_second)
+    return replace(first, seconds=max(one.seconds for one in levels))
+
+
+def _adapters(members: Sequence[tuple[Part, int]], levels: Mapping[int, Level], slowest: Level) -> float:
+    """A member over the network is all of the group's ranks in one node, each with its own adapter: how many of the
+    slowest kind those of the slowest node are."""
+    near: Counter[tuple[int, int]] = Counter()
+    rate: dict[tuple[int, int], float] = {}
+    for part, rank in members:
+        block = part.block(Rung.FAST, rank)
+        near[block] += 1
+        rate[block] = min(rate.get(block, math.inf), levels[part.start].bytes_per_second)
+    return min(count * (rate[block] / slowest.bytes_per_second) for block, count in near.items())
+
+
+def _lanes(level: Level, inner: Sequence[Hop]) -> float:
     """A member over the network is all of the group's ranks in one node, each with its own adapter."""
     return math.prod(hop.members for hop in inner if not hop.level.network) if level.network else 1
+
+
+def _kinds(parts: Sequence[Part]) -> tuple[tuple[Hardware, int], ...]:
+    counts: Counter[Hardware] = Counter()
+    for part in parts:
+        counts[part.device] += part.count
+    return tuple(counts.items())
+
+
+def _named(parts: Sequence[Part]) -> str:
+    return " + ".join(f"{count} x {device.name}" for device, count in _kinds(parts))

@@ -8,11 +8,11 @@ is always the size of the full, unsplit value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from ..core.errors import CompileError
-from .cluster import Cluster, Group
+from .links import Group, Part
 
 # What starting any collective costs (kernel launch, rendezvous of channels), and how many bytes a channel needs in
 # flight before it runs at full speed: NCCL's own tuning tables (src/graph/tuning.cc) have 6-14 microseconds of base
@@ -24,6 +24,11 @@ RAMP_BYTES = 1 << 20
 # flag beside every 120 bytes, 1.9 and 4. Each: share of bandwidth, seconds of a step in shares of a link's latency, and
 # what a network's latency lacks of a step.
 PROTOCOLS = ((1.0, 1.0, 11.2e-6), (0.92, 0.56, 1.2e-6))
+
+# How many bytes of gradients to add up in one message: few start early beside the backward, many use the links.
+REACHED = 0.9  # of the bandwidth of links
+SMALLEST, LARGEST = 2**20, 2**29  # bytes; what is under way takes memory, too
+SHARE = 8  # the last message has no backward beside it: at most so large a part of all
 
 
 def volume(name: str, num_bytes: float, ranks: int) -> float:
@@ -119,13 +124,14 @@ ALGORITHMS: Mapping[str, Callable[[Group, float], float]] = MappingProxyType(
 )
 
 
-def lost_seconds(hidden: float, group: Group, cluster: Cluster) -> float:
+def lost_seconds(hidden: float, group: Group, parts: Iterable[Part]) -> float:
     """What computation loses to ``hidden`` seconds of communication beside it: the transfer takes multiprocessors and
-    memory bandwidth away, the less of both the slower its links are."""
+    memory bandwidth away, the less of both the slower its links are. Of several ``parts`` of a cluster, what most is
+    lost in."""
     if not group.hops:
         return 0.0
-    slowdown = min(1.0, _slowest(group) / cluster.levels[0].bytes_per_second)
-    return cluster.device.efficiency.contention * hidden * slowdown
+    rates = [(part.device.efficiency.contention, next(iter(part.levels.values())).bytes_per_second) for part in parts]
+    return max(share * hidden * min(1.0, _slowest(group) / fast) for share, fast in rates)
 
 
 def beside(work: float, moved: float, lost: Callable[[float], float]) -> float:
@@ -159,3 +165,14 @@ def collective_seconds(name: str, group: Group, num_bytes: float) -> float:
     if not volume(name, num_bytes, group.size) or group.size == 1:
         return 0.0
     return START_SECONDS + ALGORITHMS[name](group, num_bytes)
+
+
+def bucket_bytes(seconds: Callable[[float], float], total: float) -> int:
+    """The smallest power of two at which a collective that takes ``seconds`` for so many bytes loses at most a tenth to
+    latency. ``total``: the bytes of all gradients."""
+    per_byte = (seconds(2.0**41) - seconds(2.0**40)) / 2.0**40
+    most = max(SMALLEST, min(LARGEST, 2 ** (int(total / SHARE) | 1).bit_length() // 2))
+    size = SMALLEST
+    while size < most and size * per_byte < REACHED * seconds(size):
+        size *= 2
+    return size

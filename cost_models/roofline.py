@@ -10,10 +10,11 @@ from torch import fx
 
 from ..core.annotations import is_getitem, needs_grad
 from ..schedules.synthesis import StageTimes
-from .cluster import Cluster, Group
+from .cluster import Cluster
 from .collectives import collective_seconds, volume
 from .hardware import H100, Hardware
 from .kernels import work_seconds
+from .links import Group
 from .operator_runs import run_seconds, traffic_seconds
 from .operators import kernel_of
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import closed_forms
-from .cluster import Cluster, Group
+from .cluster import Cluster
 from .collectives import beside, collective_seconds, in_turn, lost_seconds
 from .hardware import BYTES_PER_ELEMENT
 from .kernels import kernel_seconds, phase_seconds
 from .layer_kernels import ALL, Communication, Kernels, LayerWork, embedding, head, layer, predicting
+from .links import Group
 from .pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
 from .transformer import Decoder, LayerKind, ParallelLayout, stage_layers
 
@@ -54,7 +55,7 @@ class StepModel:
     # -- parts of a stage
 
     def _lost(self, hidden: float, group: Group) -> float:
-        return lost_seconds(hidden, group, self.cluster)
+        return lost_seconds(hidden, group, self.cluster.parts)
 
     def _communication(self, given: Sequence[Communication], kernels: Kernels) -> float:
         """What of ``given`` delays the rank: all of it, or what its neighbours in time do not cover."""

@@ -110,7 +110,7 @@ def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
         if any(True for _ in faster(layout, limits)):
             continue  # all of them fit
         try:
-            everything.append(evaluate(builder(layout), layout, planner.machine.costs))
+            everything.append(evaluate(planner.machine.places(builder, layout), layout))
         except quintnet.CompileError:
             continue
     best = sorted(everything, key=lambda e: (e.seconds, e.layout))[:3]

@@ -11,8 +11,7 @@ Array = NDArray[np.float64]
 
 
 def balanced_starts(seconds: Array, num_stages: int, weights: Array | None = None) -> list[int]:
-    """Where intervals 1, 2, ... begin, so that the dearest is as cheap as it can be, and among such cuts the sum of
-    squares is least (PipeDream, Narayanan et al. 2019).
+    """Where intervals 1, 2, ... begin, see :func:`starts_by_prices`.
 
     ``seconds[i, j]``: the price of interval ``[i, j)``; infinite where it may not be. No interval is empty.
     ``weights``: how many times its price each interval counts, from first to last.
@@ -21,9 +20,17 @@ def balanced_starts(seconds: Array, num_stages: int, weights: Array | None = Non
     >>> balanced_starts(work[None, :] - work[:, None], 2)
     [2]
     """
-    seconds = seconds.copy()
-    seconds[np.tril_indices(len(seconds))] = np.inf
-    found = [seconds] * num_stages if weights is None else [seconds * weight for weight in weights]
+    return starts_by_prices([seconds] * num_stages if weights is None else [seconds * weight for weight in weights])
+
+
+def starts_by_prices(prices: Sequence[Array]) -> list[int]:
+    """Where intervals 1, 2, ... begin, so that the dearest is as cheap as it can be, and among such cuts the sum of
+    squares is least (PipeDream, Narayanan et al. 2019). ``prices``: of each interval, from first to last, by where it
+    begins and ends."""
+    whole = {id(one): one.copy() for one in prices}
+    for one in whole.values():
+        one[np.tril_indices(len(one))] = np.inf
+    found = [whole[id(one)] for one in prices]
     dearest, _ = _partition(found, np.maximum)
     fitting = {id(one): np.where(one <= dearest * (1 + 1e-9), one**2, np.inf) for one in found}
     _, ends = _partition([fitting[id(one)] for one in found], np.add)

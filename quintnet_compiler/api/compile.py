@@ -101,7 +101,7 @@ def compile(
         raise CompileError("QN108", f"there is no backend {backend!r}", fix=f"use one of {', '.join(ENGINES)}")
     if check not in CHECKS:
         raise CompileError("QN108", f"there is no check {check!r}", fix=f"use one of {', '.join(CHECKS)}")
-    gpu = mesh.device.gpu if isinstance(mesh, Cluster) else None
+    gpu = mesh.gpu if isinstance(mesh, Cluster) else None
     if isinstance(mesh, Cluster) or plan == "auto":
         chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules)
         mesh = Mesh(**chosen.mesh)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..capture.capture import capture
 from ..capture.step_module import LossFn
+from ..core.axes import AXES
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.progress import bar
@@ -52,7 +53,7 @@ def plan(
 
     Args:
         model: any model that :func:`quintnet.compile` takes; on the meta device it costs no memory.
-        cluster: e.g. ``quintnet.Cluster("h100", nodes=8)``.
+        cluster: e.g. ``quintnet.Cluster("h100", nodes=8)``; of several kinds of nodes with ``quintnet.Cluster.of``.
         batch: one global batch; meta tensors are enough.
         loss_fn: as in :func:`quintnet.compile`.
         plan: fixed decisions; the planner makes the others.
@@ -99,7 +100,8 @@ def estimate(
     training takes and costs.
 
     Raises:
-        CompileError: as :func:`quintnet.plan`; QN207 if the plan has no mesh, QN301 if it does not fit the cluster.
+        CompileError: as :func:`quintnet.plan`; QN207 if the plan has no mesh, QN201 if the mesh names axes in an
+            unusual order and the cluster has several kinds of nodes, QN301 if it does not fit the cluster.
     """
     chosen, goal = read_plan(plan), Goal(tokens, price)
     if not chosen.mesh:
@@ -110,6 +112,12 @@ def estimate(
         raise CompileError(
             "QN301", f"{mesh} has {mesh.size} ranks, and the cluster {cluster.size} devices",
             fix=f"use a cluster of {-(-mesh.size // cluster.gpus_per_node)} nodes",
+        )  # fmt: skip
+    given = [axis for axis, size in mesh.axes if size > 1]
+    if len(cluster.parts) > 1 and given != (usual := [axis for axis in AXES if mesh[axis] > 1]):
+        raise CompileError(
+            "QN201", f"{mesh} on several kinds of nodes: estimates number ranks with {usual[0]} outermost",
+            fix=f"name the axes in the order {', '.join(usual)}; or compile, and ask simulate(cluster)",
         )  # fmt: skip
     return _planner(model, cluster, batch, loss_fn, chosen, rules, goal).estimate()
 

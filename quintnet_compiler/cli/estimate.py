@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..api.cluster_text import read_cluster
 from ..api.plan import estimate as make_estimate
 from ..core.progress import working
-from ..cost_models.cluster import Cluster
 from ..ir.plan import check_plan
 from .answer import Answer
 from .options import (
@@ -53,7 +53,7 @@ def estimate(
     given = ProgramOptions.of(mesh, plan, microbatches, settings, precision)
     check_plan(given.plan, given.mesh)
     decided = given.plan.changed({"mesh": dict(given.mesh.axes)})
-    cluster = Cluster(gpu, nodes, gpus_per_node)
+    cluster = read_cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     with working("estimating"):
         found = make_estimate(model, cluster, batch, decided, loss_fn=loss_fn, tokens=tokens, price=price)

@@ -48,7 +48,14 @@ DeviceOption = Annotated[
         help="where ranks run; cuda also where there is none: the program that H100 GPUs would run",
     ),
 ]
-Gpu = Annotated[str, typer.Option(help="kind of device: h100, rtx-4090, ...; or a JSON file with its numbers")]
+Gpu = Annotated[
+    str,
+    typer.Option(
+        metavar="KIND|FILE.json",
+        help="kind of device: h100, rtx-4090, ...; several kinds of nodes, as a100:2+h100:1 (2 nodes and 1), or of "
+        "cards in a node, as rtx-4090,rtx-3090; or a JSON file that describes a device or a cluster",
+    ),
+]
 Nodes = Annotated[int, typer.Option(min=1, help="nodes of the cluster")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")]
 PrecisionOption = Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from ..api.cluster_text import read_cluster
 from ..api.plan import plan as make_plan
 from ..cost_models.cluster import Cluster
 from ..ir.plan import read_plan
@@ -53,6 +54,8 @@ def plan(
 
     Example: quintnet plan mymodel:build --gpu h100 --nodes 8 --out plan.json
 
+    Example: quintnet plan mymodel:build --gpu a100:1+h100:2 --precision bf16
+
     Example: quintnet plan mymodel:build --nodes 8 --precision bf16 --set zero=3
 
     Example: quintnet plan mymodel:build --nodes 8 --objective cost --tokens 1e12 --price 2.5
@@ -61,7 +64,7 @@ def plan(
     """
     other, other_price = _beside(beside) if beside else (None, None)
     pinned = read_plan(plan).changed(settings_of(settings, precision), keep_open=True)
-    cluster = Cluster(gpu, nodes, gpus_per_node)
+    cluster = read_cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     report = make_plan(
         model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, objective=objective, work=work,

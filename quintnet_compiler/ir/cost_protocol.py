@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import fx
 
+from ..core.mesh import Mesh
 from ..schedules.synthesis import StageTimes
 
 
@@ -65,6 +66,11 @@ class RankCosts(Protocol):
     @property
     def action_seconds(self) -> float:
         """What each action of a schedule takes besides its nodes."""
+        ...
+
+    def at(self, mesh: Mesh, place: int) -> RankCosts:
+        """Prices of the ranks of ``mesh`` at a place of its pipeline, where places lie on unlike devices. Groups of
+        ranks within a place may be given as those of the first."""
         ...
 
     def node_seconds(self, node: fx.Node) -> float:

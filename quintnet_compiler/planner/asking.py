@@ -60,7 +60,7 @@ class Question:
         least = planner.search(1, "memory", self.effort, progress, pricing=pricing)
         if not least.ranked:
             return least
-        most = (1 + MEMORY_SLACK) * least.ranked[0].memory_bytes
+        most = (1 + MEMORY_SLACK) * least.ranked[0].claimed_bytes
         effort = replace(self.effort, seconds=max(0.0, until - time.monotonic()))
         found = planner.search(top_k, "time", effort, progress, pricing=pricing, memory_bytes=most)
         if not found.ranked:  # out of time
@@ -99,7 +99,7 @@ class Questions:
         while smaller:
             smaller = False
             for step in STEPS if found else ():
-                limit = (1 - step) * found[-1].memory_bytes
+                limit = (1 - step) * found[-1].claimed_bytes
                 made = planner.search(1, "time", question.shorter, pricing=self.pricing, memory_bytes=limit)
                 proven &= made.complete
                 if made.ranked:
@@ -121,7 +121,8 @@ class Questions:
             made = replace(self.planner, machine=machine).search(1, "time", effort)
             why = "" if made.ranked else _why(made, effort)
             points.append(ScalingPoint(size, made.ranked[0] if made.ranked else None, why))
-        return ScalingCurve(cluster.device.name, tuple(points))
+        kinds = " and ".join(device.name for device, _ in cluster.kinds)
+        return ScalingCurve(kinds, tuple(points))
 
     def beside(self, cluster: Cluster, price: float | None) -> Versus:
         """See :meth:`.report.PlanReport.beside`."""
@@ -156,6 +157,12 @@ def plan_model(planner: Planner, question: Question, *, top_k: int, progress: Pr
         raise CompileError("QN212", message, fix="search longer (seconds=), or pin the mesh")
     if not found.ranked:
         raise _infeasible(planner, found, question.effort)
+    if planner.machine.unlike and "pp" not in planner.pinned.mesh:
+        # so that the report can say what ranks that wait for each other would take: one stage lies on all kinds
+        whole = replace(
+            planner, pinned=planner.pinned.changed({"mesh": {**planner.pinned.mesh, "pp": 1}}, keep_open=True)
+        )
+        whole.search(1, "time", SearchEffort(question.effort.work / 4, question.effort.seconds / 4), pricing=pricing)
     plans, machine = tuple(planner.complete(one) for one in found.ranked), planner.machine
     note = ""
     if question.objective == "memory":

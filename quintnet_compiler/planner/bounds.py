@@ -34,11 +34,13 @@ class Least:
 
 class LessSplit:
     """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them; ``routed``: bytes of what a batch sends
-    to experts and gets back."""
+    to experts and gets back; ``slower``: see :class:`.places.Slowdown`; then stages may have any number of units."""
 
     def __init__(
-        self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int, batch: int
-    ) -> None:
+        self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int,
+        batch: int, slower: Callable[[Layout, int], float] | None = None,
+    ) -> None:  # fmt: skip
+        self.slower = slower
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
         self.known: dict[Hashable, Least] = {}
         self.stages: dict[Hashable, tuple[list[StageWork], float, float]] = {}
@@ -175,7 +177,13 @@ class LessSplit:
         """Of stages for more rows than ``layout`` has, its share of the time and memory."""
         work, working, block = self._stages(replace(less, virtual_stages=layout.virtual_stages))
         share, often = layout.rows / less.rows, (layout.schedule, layout.pp, layout.microbatches)
-        return Least(share * least_seconds(*often, work), share * min_saved(*often, work), share * working, block)
+        saved = min_saved(*often, work)
+        seconds = least_seconds(*often, work)
+        if self.slower:
+            saved = sum(stage.saved for stage in work) / len(work)
+            even = layout.microbatches * sum(stage.seconds for stage in work) / layout.pp
+            seconds = max(seconds, even * self.slower(less, layout.pp))
+        return Least(share * seconds, share * saved, share * working, block)
 
     def _stages(self, less: Layout) -> tuple[list[StageWork], float, float]:
         """What stages do, and the least of what they work with, and of their largest block's parameters."""
@@ -183,9 +191,10 @@ class LessSplit:
         if key not in self.stages:
             slices = Slices(less, self.costs, less.mesh)
             stages = cut(self.build(less), less, self.costs)
+            least = min if self.slower else max
             self.stages[key] = (
                 [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)],
-                min(max(unit.working for unit in stage) for stage in stages),
-                min(max(sum(held.read for held in unit.parameters) for unit in stage) for stage in stages),
+                min(least(unit.working for unit in stage) for stage in stages),
+                min(least(sum(held.read for held in unit.parameters) for unit in stage) for stage in stages),
             )
         return self.stages[key]

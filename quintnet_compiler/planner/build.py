@@ -15,6 +15,7 @@ from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..driver.pipeline import Pass, PassSetting, Request, node_seconds, passed
 from ..ir.cost_protocol import CostModel, RankCosts, guesses
+from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..ir.program import DifferentiatedProgram
 from ..ops.rules.notation import Rule
@@ -27,6 +28,7 @@ from ..passes.sharding.fold_blocks import Folded
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
 from ..schedules.schedule import Action, Op, Schedule
+from ..simulation.footprint import Footprints
 from .layouts import Layout
 from .stage_units import StageUnit, unit_boundaries, unit_work
 
@@ -49,12 +51,21 @@ class Builder:
     guessed: set[str] = field(default_factory=set)
     work: float = 0.0
 
-    def __call__(self, layout: Layout) -> tuple[StageUnit, ...]:
-        """
+    def __call__(self, layout: Layout, costs: RankCosts | None = None, kind: Hashable = None) -> tuple[StageUnit, ...]:
+        """``costs``: in place of the builder's own, where a stage lies; ``kind``: what they are known by.
+
         Raises:
             CompileError: whatever the compiler says of the layout.
         """
-        return self._kept(("units", layout.inside), lambda: self._units(layout.inside))
+        inside = layout.inside
+        if costs is None:
+            return self._kept(("units", inside), lambda: unit_work(self._made(inside), self.folded, self.costs))
+
+        def priced() -> tuple[StageUnit, ...]:
+            made, memory = self._kept(("made", inside), lambda: _with_memory(self._made(inside)))
+            return unit_work(made, self.folded, costs, memory)
+
+        return self._kept(("units", inside, kind), priced)
 
     def check_prices(self) -> None:
         """
@@ -78,7 +89,7 @@ class Builder:
             raise made
         return made
 
-    def _units(self, layout: Layout) -> tuple[StageUnit, ...]:
+    def _made(self, layout: Layout) -> DistributedProgram:
         differentiated = self._kept(layout.sharded, lambda: self._differentiated(layout.sharded))
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
@@ -87,10 +98,8 @@ class Builder:
         setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=each)
         differentiated = passed(_Plain(), setting, differentiated, SumInPlace, after=Recompute)
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
-        generate = GenerateRanks(mesh, each, checked=False)
-        units = unit_work(generate(differentiated), self.folded, self.costs)
         self.work += AGAIN * len(self.folded.program.graph.nodes)
-        return units
+        return GenerateRanks(mesh, each, checked=False)(differentiated)
 
     def _mesh(self, layout: Layout) -> Mesh:
         """The layout's, with a stage for each unit."""
@@ -144,6 +153,10 @@ def _all_priced(nodes: Iterable[fx.Node], price: Callable[[fx.Node], float]) -> 
             where=first.where,
             fix=first.fix,
         )
+
+
+def _with_memory(program: DistributedProgram) -> tuple[DistributedProgram, Footprints]:
+    return program, Footprints(program)
 
 
 def device_of(gpu: AbsentGpu | None) -> torch.device:

@@ -32,6 +32,27 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
+class PlaceLoad:
+    """One place of a pipeline on a cluster of several kinds of devices: which ``devices`` its ranks lie on, how many
+    ``units`` (blocks, and what lies between them) they run in ``seconds`` of a step, and how many bytes each of them
+    may hold. ``room``, ``alone``: see :class:`.places.Place`."""
+
+    devices: str
+    units: int
+    seconds: float
+    memory_bytes: float
+    room: float
+    alone: tuple[tuple[str, float], ...]
+
+    def text(self, place: int, step: float, memory: StageMemory) -> str:
+        """A line for people."""
+        line = f"place {place} on {self.devices}: {self.units} units, busy {self.seconds / step:.0%} of the step, "
+        line += f"{bytes_of(memory.total)} of {bytes_of(self.memory_bytes)}"
+        waits = [f"{name} would take {share:.0%} of that time alone" for name, share in self.alone if share < 0.995]
+        return "; ".join([line, *(["each waits for the slowest"] if waits else []), *waits])
+
+
+@dataclass(frozen=True)
 class Estimate:
     """The predicted cost of a layout. Times are in seconds.
 
@@ -46,6 +67,7 @@ class Estimate:
         begins: where each stage but the first begins.
         guessed: operators whose price is a bound (the bytes that they move), as nothing better is known of them.
         workload: what a step does; None where only its parts are compared.
+        places: on a cluster of several kinds of devices, what lies where.
     """
 
     layout: Layout
@@ -58,6 +80,7 @@ class Estimate:
     begins: tuple[str, ...]
     guessed: tuple[str, ...] = ()
     workload: Workload | None = None
+    places: tuple[PlaceLoad, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -68,6 +91,13 @@ class Estimate:
     def memory_bytes(self) -> int:
         """Of the rank that needs most."""
         return max(stage.total for stage in self.memory)
+
+    @property
+    def claimed_bytes(self) -> float:
+        """Of the rank whose device is the fullest: as many as would fill the largest device of the cluster so far."""
+        if not self.places:
+            return self.memory_bytes
+        return max(stage.total * place.room for stage, place in zip(self.memory, self.places, strict=True))
 
     @property
     def exposed(self) -> float:
@@ -99,6 +129,7 @@ class Estimate:
             "stage_memory_bytes": [vars(stage) | {"total": stage.total} for stage in self.memory],
             "stages": list(self.begins),
             "guessed_prices": list(self.guessed),
+            **({"places": [_numbers(one) for one in self.places]} if self.places else {}),
             **(self.figures.numbers() if self.workload else {}),
         }
 
@@ -117,6 +148,7 @@ class Estimate:
                 f"gradients {time_of(self.gradients)}, optimizer {time_of(self.optimizer)}",
                 f"communication on the fullest stage: {waits or 'none'}",
                 f"memory of the fullest rank {bytes_of(fullest.total)}{self._device}: {parts}",
+                *self.places_text(),
                 *(self.workload.text(self.figures) if self.workload else []),
                 *([guess_note(self.guessed)] if self.guessed else []),
             ]
@@ -124,13 +156,30 @@ class Estimate:
 
     @property
     def _device(self) -> str:
-        if self.workload is None:
+        if self.workload is None or self.places:
             return ""
         there = self.workload.device.memory_bytes
         return f" of {bytes_of(there)}" + (", which is not enough" if self.memory_bytes > there else "")
 
+    @property
+    def mixed(self) -> bool:
+        """Whether a place of the pipeline lies on several kinds of devices."""
+        return any(one.alone for one in self.places)
+
+    def places_text(self) -> list[str]:
+        """What lies where, for people: lines, if the cluster has several kinds of devices."""
+        rows = zip(self.places, self.memory, strict=False)
+        return [one.text(number, self.seconds, memory) for number, (one, memory) in enumerate(rows)]
+
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+def _numbers(place: PlaceLoad) -> dict[str, Any]:
+    return {
+        "devices": place.devices, "units": place.units, "busy_seconds": place.seconds,
+        "memory_bytes": place.memory_bytes, "alone": dict(place.alone),
+    }  # fmt: skip
 
 
 def bytes_of(size: float) -> str:

@@ -7,58 +7,87 @@ from collections.abc import Sequence
 from itertools import chain
 
 from ..cost_models.collectives import beside
-from ..ir.cost_protocol import RankCosts
-from .estimate import MOMENTS, Estimate, StageMemory
+from .estimate import MOMENTS, Estimate, PlaceLoad, StageMemory
 from .layouts import Layout
 from .pipeline import pipeline
+from .places import Place, alike, placement
 from .stage_units import ParameterGroup, StageUnit
-from .stages import Slices, cut, held_by, send_seconds, stage_work
+from .stages import Slices, Stages, cut_places, held_by, send_seconds, stage_work
 
 
-def evaluate(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Sequence[str] = ()) -> Estimate:
-    """Cut ``units`` into balanced stages (or where ``begins`` says), run the schedule, and add up.
+def evaluate(places: Sequence[Place], layout: Layout, begins: Sequence[str] = ()) -> Estimate:
+    """Cut the model into stages that are balanced as their ``places`` run them (or where ``begins`` says), run the
+    schedule, and add up. Where places are unlike and a stage does not fit its devices, stages are cut again, by memory
+    too.
 
     Raises:
         CompileError: QN206 if no unit begins where a stage should, QN208 for stages that the schedule does not have.
     """
-    slices = Slices(layout, costs, layout.mesh)
-    stages = cut(units, layout, costs, begins)
-    work = [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)]
-    run = pipeline(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, work)
-    mine = [[stage for stage, home in enumerate(run.placement) if home == rank] for rank in range(layout.pp)]
+    of = {id(place): Slices(layout, place.costs, layout.mesh) for place in places}
+    slices = [of[id(place)] for place in places]
+    found = _of_stages(cut_places(places, layout, begins), places, layout, slices)
+    if begins or all(one.total <= place.memory_bytes for one, place in zip(found.memory, places, strict=True)):
+        return found
+
+    def state(unit: StageUnit, place: Place) -> float:
+        held = [*unit.parameters, *unit.tied.values()]
+        return _memory(held, 0, [unit], of[id(place)]).total - _working([unit], layout)
+
+    return _of_stages(cut_places(places, layout, state=state), places, layout, slices)
+
+
+def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: Sequence[Slices]) -> Estimate:
+    home = placement(layout)
+    ways = [(0, 1) if alike(places) else (a, b) for a, b in zip([0, *home], home, strict=False)]
+    work = [
+        stage_work(stage, index == 0 or ways[index][0] == ways[index][1], slices[home[index]], ways[index])
+        for index, stage in enumerate(stages)
+    ]
+    run = pipeline(
+        layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, work,
+        None if alike(places) else home,
+    )  # fmt: skip
+    mine = [[stage for stage, there in enumerate(run.placement) if there == rank] for rank in range(layout.pp)]
     parts: list[list[StageUnit]] = [list(chain.from_iterable(stages[stage] for stage in found)) for found in mine]
     owners = Counter(name for part in parts for name in {name for unit in part for name in unit.tied})
     held = [held_by(part, owners) for part in parts]
     busy = [layout.microbatches * sum(work[stage].seconds for stage in found) for found in mine]
     fullest = busy.index(max(busy))
+    costs = places[fullest].costs
     moved: Counter[str] = Counter()
     for unit in parts[fullest]:
         for axis, seconds in unit.communication.items():
             moved[axis] += seconds * layout.microbatches  # type: ignore[assignment]
-    sends = [send_seconds(stages[stage][0], costs, slices.mesh) for stage in mine[fullest] if stage]
-    if sends and not costs.overlaps:  # else the way of a value is in the bubble, where anything waits for it
-        moved["pp"] = 2 * sum(sends) * layout.microbatches  # type: ignore[assignment]
-    uses = [slices.each_use(stages[stage]) for stage in mine[fullest]]
+    if not costs.overlaps:  # else the way of a value is in the bubble, where anything waits for it
+        sends = [send_seconds(stages[stage][0], costs, layout.mesh, ways[stage]) for stage in mine[fullest] if stage]
+        if sends:
+            moved["pp"] = 2 * sum(sends) * layout.microbatches  # type: ignore[assignment]
+    uses = [slices[fullest].each_use(stages[stage]) for stage in mine[fullest]]
     if sliced := sum(ahead + back for ahead, back in uses):
         name = " x ".join(layout.zero_axes)
         moved[name] += sliced * layout.microbatches  # type: ignore[assignment]
     once = max(sum(unit.once for unit in part) for part in parts)
     if layout.zero in (1, 2):  # parameters come while the first forward computes
         ahead = [sum(unit.forward for unit in part) for part in parts]
-        once += max(_waited(slices.gather(found), work, slices) for found, work in zip(held, ahead, strict=True))
+        once += max(_waited(one.gather(found), work, one) for one, found, work in zip(slices, held, ahead, strict=True))
     back = [sum(unit.backward for unit in part) for part in parts]  # gradients leave during the last backward
-    settle = [_waited(slices.settle(found), work, slices) for found, work in zip(held, back, strict=True)]
-    memory = tuple(_memory(found, run.saved[rank], parts[rank], slices) for rank, found in enumerate(held))
+    settle = [_waited(one.settle(found), work, one) for one, found, work in zip(slices, held, back, strict=True)]
+    memory = tuple(_memory(found, run.saved[rank], parts[rank], slices[rank]) for rank, found in enumerate(held))
+    step = [place.costs.optimizer_seconds(one.optimizer // MOMENTS) for place, one in zip(places, memory, strict=True)]
     return Estimate(
         layout,
         run.seconds + once,
         max(0.0, run.seconds - busy[fullest]),
         max(0.0, *settle),
-        costs.optimizer_seconds(max(one.optimizer for one in memory) // MOMENTS),
+        max(step),
         dict(moved),
         memory,
         tuple(stage[0].begin for stage in stages[1:]),
-    )
+        places=() if not places[0].devices else tuple(
+            PlaceLoad(place.devices, len(part), seconds, place.memory_bytes, place.room, place.alone)
+            for place, part, seconds in zip(places, parts, busy, strict=True)
+        ),
+    )  # fmt: skip
 
 
 def _waited(moved: float, work: float, slices: Slices) -> float:
@@ -67,14 +96,19 @@ def _waited(moved: float, work: float, slices: Slices) -> float:
 
 
 def _memory(held: Sequence[ParameterGroup], saved: int, part: Sequence[StageUnit], slices: Slices) -> StageMemory:
-    zero, working = slices.layout.zero, max(unit.working for unit in part)
-    if zero == 3:  # a block's parameters, whole
-        working += max(sum(one.read for one in (*unit.parameters, *unit.tied.values())) for unit in part)
+    zero, working = slices.layout.zero, _working(part, slices.layout)
     gradients = sum(one.gradients // (slices.ways(one) if zero >= 2 else 1) for one in held)
     # what an optimizer sees of sums that have more bits than the parameter
     gradients += sum(one.bytes // slices.ways(one) for one in held if one.widths.gradient != one.widths.held)
     moments = MOMENTS * sum(one.bytes // slices.ways(one) for one in held)
     return StageMemory(sum(_parameters(one, slices) for one in held), gradients, moments, saved, working)
+
+
+def _working(part: Sequence[StageUnit], layout: Layout) -> int:
+    working = max(unit.working for unit in part)
+    if layout.zero == 3:  # a block's parameters, whole
+        working += max(sum(one.read for one in (*unit.parameters, *unit.tied.values())) for unit in part)
+    return working
 
 
 def _parameters(held: ParameterGroup, slices: Slices) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..passes.stages.step_clock import StepClock
 from ..schedules.kinds import SCHEDULES
 from ..schedules.schedule import Op, Schedule, chain, most_held, simulate
 from ..schedules.synthesis import SYNTHESIZED, StageTimes, schedule_of
@@ -41,12 +42,16 @@ class Pipeline:
     placement: tuple[int, ...]
 
 
-def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stages: Sequence[StageWork]) -> Pipeline:
+def pipeline(
+    name: str, ranks: int, microbatches: int, virtual_stages: int, stages: Sequence[StageWork],
+    placement: tuple[int, ...] | None = None,
+) -> Pipeline:  # fmt: skip
     """Run the schedule ``name``: each action as soon as its rank is free and its values are there.
 
     Beyond a few times the depth the order repeats every ``ranks`` microbatches, and for each such round the time of the
     last is added, or of the busiest rank's work: half a percent from the truth at most (but where several stages of a
     rank have rounds of unequal length, or the order is a synthesised one, there is no round to add).
+    ``placement``: of a synthesised order; None: any.
 
     Raises:
         ScheduleError: QN208 for a number of stages per rank that the schedule does not have.
@@ -57,7 +62,7 @@ def pipeline(name: str, ranks: int, microbatches: int, virtual_stages: int, stag
 
     def of(count: int) -> tuple[float, tuple[int, ...], Schedule]:
         if name == SYNTHESIZED:
-            schedule = schedule_of(name, ranks, count, virtual_stages, times)
+            schedule = schedule_of(name, ranks, count, virtual_stages, times, placement)
         else:
             schedule = _named(name, ranks, count, virtual_stages)
         return *_run(schedule, stages), schedule
@@ -87,6 +92,26 @@ def actions_run(name: str, ranks: int, microbatches: int, virtual_stages: int) -
     enough = _enough(name, ranks, microbatches, virtual_stages)
     often = enough if enough == microbatches else 2 * enough + ranks
     return often * ranks * virtual_stages * (2 if name in UNSPLIT else 3)
+
+
+@lru_cache(16)
+def clock(name: str, ranks: int, microbatches: int, virtual_stages: int) -> StepClock:
+    """Times many cuts at once, of as many microbatches as show which is the fastest; synthesised orders as 1F1B's."""
+    name = name if name != SYNTHESIZED else "1f1b" if virtual_stages == 1 else "interleaved"
+    return StepClock(_named(name, ranks, _enough(name, ranks, microbatches, virtual_stages), virtual_stages))
+
+
+@lru_cache(16)
+def most_at_once(name: str, ranks: int, microbatches: int, virtual_stages: int) -> tuple[int, ...]:
+    """How many microbatches each stage holds at most."""
+    few = microbatches if name == "gpipe" else _enough(name, ranks, microbatches, virtual_stages)
+    name = name if name != SYNTHESIZED else "1f1b" if virtual_stages == 1 else "interleaved"
+    schedule = _named(name, ranks, few, virtual_stages)
+    homes = schedule.placement
+    return tuple(
+        most_held(schedule, lambda one, stage=stage: int(one == stage))[home]  # type: ignore[misc]
+        for stage, home in enumerate(homes)
+    )
 
 
 @lru_cache(16)

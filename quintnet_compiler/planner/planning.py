@@ -15,9 +15,9 @@ import torch
 from ..core.annotations import value, values
 from ..core.axes import AXES, SHARDED
 from ..core.errors import CompileError
-from ..cost_models.bucket_size import bucket_bytes
 from ..cost_models.cluster import Cluster
-from ..cost_models.cluster_costs import ClusterCosts
+from ..cost_models.cluster_costs import ClusterCosts, FastestCosts
+from ..cost_models.collectives import bucket_bytes
 from ..cost_models.roofline import Roofline
 from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.plan import Plan, precision_of
@@ -34,6 +34,7 @@ from .estimate import Estimate
 from .evaluate import evaluate
 from .layouts import Again, Layout, Limits, divisors, layouts
 from .pipeline import actions_run
+from .places import Place, Slowdown, placed
 from .search import Objective, SearchEffort, SearchResult, Wanted, search
 from .stage_units import unit_count
 from .workload import NO_GOAL, Goal, Workload
@@ -67,19 +68,43 @@ class PricedCluster:
 
     @property
     def name(self) -> str:
-        return f"{self.cluster.size} x {self.cluster.device.name}"
+        return self.cluster.name
 
     @property
     def memory_bytes(self) -> float:
-        return self.cluster.device.memory_bytes
+        """Of the largest device."""
+        return max(device.memory_bytes for device, _ in self.cluster.kinds)
 
     @cached_property
-    def costs(self) -> RankCosts:
+    def costs(self) -> ClusterCosts:
         return ClusterCosts(self.cluster, self.unknown)
 
     @property
     def prices(self) -> CostModel:
-        return Roofline(self.cluster.device, self.unknown)
+        """By which splits of operators are chosen: of the slowest kind, as all ranks run the same program."""
+        slowest = min((device for device, _ in self.cluster.kinds), key=lambda one: one.flops_per_second("bf16"))
+        return Roofline(slowest, self.unknown)
+
+    @cached_property
+    def fastest(self) -> FastestCosts:
+        """What nothing undercuts, whichever devices it lies on."""
+        return FastestCosts.of_kinds(self.cluster, self.unknown)
+
+    @property
+    def unlike(self) -> bool:
+        """Whether places of a pipeline may lie on unlike nodes."""
+        return len(self.cluster.parts) > 1
+
+    def places(self, build: Builder, layout: Layout) -> list[Place]:
+        """What each place of the layout's pipeline lies on, with the model as it runs there.
+
+        Raises:
+            CompileError: whatever the compiler says of the layout.
+        """
+        if not self.unlike:
+            return [Place(build(layout), self.costs)] * layout.pp
+        found = [self.costs.at(layout.mesh, place) for place in range(layout.pp)]
+        return [placed(build, layout, one, self.memory_bytes, 1 - self.reserve) for one in found]
 
 
 @dataclass(frozen=True)
@@ -87,7 +112,7 @@ class Pricing:
     """Estimates of layouts, each made once. An error is raised again each time."""
 
     build: Builder
-    costs: RankCosts
+    machine: PricedCluster
     workload: Workload
     known: dict[tuple[Layout, tuple[str, ...]], Estimate] = field(default_factory=dict)
 
@@ -97,10 +122,10 @@ class Pricing:
             CompileError: whatever the compiler says of the layout; as :func:`.evaluate.evaluate`.
         """
         if (layout, begins) not in self.known:
-            units = self.build(layout)
+            places = self.machine.places(self.build, layout)
             actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
             self.build.work += ACTION * actions
-            found = evaluate(units, layout, self.costs, begins)
+            found = evaluate(places, layout, begins)
             guessed = tuple(sorted(self.build.guessed))
             self.known[layout, begins] = replace(found, guessed=guessed, workload=self.workload)
         return self.known[layout, begins]
@@ -123,18 +148,21 @@ class Planner:
         tokens: int = 0, goal: Goal = NO_GOAL,
     ) -> Planner:  # fmt: skip
         """Fix the batch size, of so many tokens, and fold repeated blocks."""
-        gpu = machine.cluster.device.gpu
+        gpu = machine.cluster.gpu
         program = LowerPrecision(precision_of(pinned))(Normalize(batch_size, device_of(gpu), gpu)(captured))
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
         marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
         folded = FoldBlocks(marks)(program)
-        return cls(folded, machine, pinned, rules, Workload.of(folded, tokens, machine.cluster.device, goal))
+        kinds = [(part.device, part.count) for part in machine.cluster.parts]
+        return cls(folded, machine, pinned, rules, Workload.of(folded, tokens, kinds, goal))
 
     def limits(self, objective: Objective = "time") -> Limits:
-        """The space: what is pinned has one choice, the rest what divides. Where cost counts, fewer nodes may do."""
+        """The space: what is pinned has one choice, the rest what divides. Where cost counts, fewer nodes may do, of
+        one kind."""
         devices, batch, pinned = self.machine.cluster.size, self.folded.program.batch_size, self.pinned
         given, cluster, again = pinned.model_fields_set, self.machine.cluster, pinned.recompute
-        nodes = divisors(cluster.nodes) if objective == "cost" else (cluster.nodes,)
+        fewer = objective == "cost" and not self.machine.unlike
+        nodes = divisors(cluster.nodes) if fewer else (cluster.nodes,)
         ways = {
             "tp": divisors(self.machine.cluster.gpus_per_node),
             "cp": self._context_ways(),
@@ -156,7 +184,7 @@ class Planner:
             ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
         spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()
         return Limits(
-            devices=tuple(cluster.gpus_per_node * n for n in nodes),
+            devices=tuple(cluster.size // cluster.nodes * n for n in nodes) if fewer else (cluster.size,),
             batch=batch,
             ways=ways,
             contexts=(pinned.context,) if "context" in given else ("all_gather", "ulysses", "ring"),
@@ -199,7 +227,7 @@ class Planner:
         """
         build = self.builder()
         build.check_prices()
-        return Pricing(build, self.machine.costs, self.workload)
+        return Pricing(build, self.machine, self.workload)
 
     def search(
         self,
@@ -217,16 +245,19 @@ class Planner:
         Raises:
             CompileError: QN210 if an operator has no price.
         """
-        price, costs = pricing or self.pricing(), self.machine.costs
+        price = pricing or self.pricing()
+        costs: RankCosts = self.machine.fastest if self.machine.unlike else self.machine.costs
         build, before = price.build, price.build.work
         memory = min(memory_bytes, self.machine.memory_bytes * (1 - self.machine.reserve))
         limits, program = self.limits(objective), self.folded.program
         routed = dispatched_bytes(program.graph, self.folded.repeats)
-        bounds = LessSplit(build, costs, self.parameter_bytes(), routed, program.batch_size)
+        slower = Slowdown(build, self.machine.cluster, self.machine.fastest) if self.machine.unlike else None
+        least = slower.least if slower else build
+        bounds = LessSplit(least, costs, self.parameter_bytes(), routed, program.batch_size, slower)
 
         def useful(layout: Layout) -> Estimate:
             for sooner in faster(layout, limits) if objective != "memory" else ():
-                if bounds.bytes(sooner) <= memory and price(sooner).memory_bytes <= memory:
+                if bounds.bytes(sooner) <= memory and price(sooner).claimed_bytes <= memory:
                     return useful(sooner)
             return price(layout)
 
@@ -260,7 +291,7 @@ class Planner:
         ranks = layout.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
         if len(ranks) == 1:
             return self.pinned.bucket_mib
-        name, costs = "reduce_scatter" if layout.zero else "all_reduce", self.machine.costs
+        name, costs = "reduce_scatter" if layout.zero else "all_reduce", self.machine.costs.at(layout.mesh, 0)
         most = max(one.gradients for one in found.memory)
         return bucket_bytes(lambda size: costs.group_seconds(name, size, ranks), most) / 2**20
 

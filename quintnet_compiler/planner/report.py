@@ -14,7 +14,7 @@ from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
 from .compare import Versus
 from .curves import ParetoFront, ScalingCurve, front_svg, undominated
-from .estimate import Estimate, bytes_of
+from .estimate import Estimate, bytes_of, time_of
 from .layouts import Layout
 from .search import SearchResult
 from .tables import aligned, cells_of
@@ -136,7 +136,8 @@ class PlanReport:
         lines = [f"{self.cluster}, a batch of {self.batch}: {len(self.plans)} plans, best first"]
         lines += aligned(cells_of(self.found.ranked))
         usable = bytes_of((1 - self.reserve) * self.memory_bytes)
-        lines.append(f"memory may be {usable} of {bytes_of(self.memory_bytes)}: {self.reserve:.0%} stays free")
+        of = "the largest device's " if self.found.ranked[0].places else ""
+        lines.append(f"memory may be {usable} of {of}{bytes_of(self.memory_bytes)}: {self.reserve:.0%} stays free")
         lines += [self.note] if self.note else []
         reasons = Counter(_kind(one.reason) for one in self.found.rejected)
         for reason, count in reasons.most_common():
@@ -146,9 +147,25 @@ class PlanReport:
             lines.append(f"{self.found.left} layouts {LEFT[self.found.ended]}{self._gap}")
         if (best := self.found.ranked[0]).workload:
             lines += ["the best plan:", *(f"  {line}" for line in best.workload.text(best.figures))]
+        lines += [f"  {line}" for line in best.places_text()] + self._otherwise(best)
         if guessed := self.found.ranked[0].guessed:
             lines.append(guess_note(guessed))
         return "\n".join([*lines, f"planned in {self.seconds:.1f} s"])
+
+    def _otherwise(self, best: Estimate) -> list[str]:
+        """On unlike devices: the best of the plans that were priced whose stages lie on one kind each, if the best
+        has a stage on several, or the other way round."""
+        if not best.places:
+            return []
+        usable = (1 - self.reserve) * self.memory_bytes
+        mixed = best.mixed
+        others = [one for one in self.ask.known() if one.mixed != mixed and one.claimed_bytes <= usable]
+        if not others:
+            return []
+        other = min(others, key=lambda one: one.seconds)
+        what = "each stage on one kind of device" if mixed else "stages on several kinds, which wait for the slowest"
+        lines = [f"the best found with {what}: {time_of(other.seconds)}, {other.layout}"]
+        return lines + [f"  {line}" for line in other.places_text()]
 
     @property
     def _gap(self) -> str:

@@ -26,7 +26,7 @@ class PricedLayout(Protocol):
     def seconds(self) -> float: ...
 
     @property
-    def memory_bytes(self) -> float: ...
+    def claimed_bytes(self) -> float: ...
 
 
 PROOF = 1 / 7  # of the work for promising layouts goes into the proof that no other is better
@@ -116,7 +116,7 @@ class Wanted:
 
     def value(self, found: PricedLayout) -> float:
         if self.objective == "memory":
-            return float(found.memory_bytes)
+            return float(found.claimed_bytes)
         return self.weighed(found.layout, found.seconds)
 
     def weighed(self, layout: Any, seconds: float) -> float:
@@ -242,8 +242,8 @@ class _Search(Generic[L, E]):
             if (layout := found.layout) not in self.sizes:
                 return
         if self.promising:
-            self.promising.learn(layout, self.wanted.value(found), found.memory_bytes)
-        if not self._too_large(layout, found.memory_bytes, "needs"):
+            self.promising.learn(layout, self.wanted.value(found), found.claimed_bytes)
+        if not self._too_large(layout, found.claimed_bytes, "needs"):
             self.sizes.pop(layout, None)
             self.ranked.append(found)
             self.ranked.sort(key=lambda e: (self.wanted.value(e), e.seconds, e.layout))

@@ -103,13 +103,16 @@ def _runs(folded: Folded) -> list[list[fx.Node]]:
     return [list(run) for _, run in groupby(staged_operators(folded.program.graph), key=folded.home.get)]
 
 
-def unit_work(program: DistributedProgram, folded: Folded, costs: RankCosts) -> tuple[StageUnit, ...]:
-    """Price each stage of ``program`` (the folded one, cut at :func:`unit_boundaries`), and unfold.
+def unit_work(
+    program: DistributedProgram, folded: Folded, costs: RankCosts, memory: Footprints | None = None
+) -> tuple[StageUnit, ...]:
+    """Price each stage of ``program`` (the folded one, cut at :func:`unit_boundaries`), and unfold. ``memory``: of the
+    program, if it is known.
 
     Raises:
         CompileError: QN210 if something has no price.
     """
-    priced, memory = ProgramPrices(program, costs), Footprints(program)
+    priced, memory = ProgramPrices(program, costs), memory or Footprints(program)
     runs = list(zip(_runs(folded), program.stages, strict=True))
     starts = module_starts([node for run, _ in runs for node in run])
     named = [_named(_unit(starts.get(run[0], ""), stage, priced, memory), run[0], folded) for run, stage in runs]

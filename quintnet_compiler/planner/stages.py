@@ -16,7 +16,9 @@ from ..ir.cost_protocol import RankCosts
 from ..passes.stages.partition import balanced_starts
 from .layouts import Layout
 from .pipeline import StageWork
+from .places import Place, alike, placement
 from .stage_units import ParameterGroup, StageUnit, Widths
+from .unlike_stages import State, unlike_starts
 
 Stages = list[Sequence[StageUnit]]
 
@@ -27,15 +29,36 @@ def cut(units: Sequence[StageUnit], layout: Layout, costs: RankCosts, begins: Se
     Raises:
         CompileError: QN206 if no unit begins where a stage should, or there are fewer units than stages.
     """
+    return cut_places([Place(units, costs)] * layout.pp, layout, begins)
+
+
+def cut_places(
+    places: Sequence[Place], layout: Layout, begins: Sequence[str] = (), state: State | None = None
+) -> Stages:
+    """Stages that are balanced as their places run them, or that begin where ``begins`` says. ``state``: see
+    :func:`.unlike_stages.unlike_starts`.
+
+    Raises:
+        CompileError: as :func:`cut`.
+    """
+    units, costs = places[0].units, places[0].costs
     count, most = layout.pp * layout.virtual_stages, 1 + sum(bool(unit.begin) for unit in units[1:])
     if count > most:
         raise CompileError("QN206", f"{count} stages, where the model can begin {most}", fix="use fewer stages")
-    starts = _named_starts(units, begins) if begins else _starts(units, count, costs, layout.mesh)
-    return [units[a:b] for a, b in zip([0, *starts], [*starts, len(units)], strict=True)]
+    if begins:
+        starts = _named_starts(units, begins)
+    elif alike(places):
+        starts = _starts(units, count, costs, layout.mesh)
+    else:
+        starts = unlike_starts(places, layout, state)
+    edges = zip(placement(layout), [0, *starts], [*starts, len(units)], strict=True)
+    return [places[home].units[a:b] for home, a, b in edges]
 
 
-def send_seconds(unit: StageUnit, costs: RankCosts, mesh: Mesh) -> float:
-    return costs.send_seconds(unit.received, 0, mesh.rank({"pp": 1})) if mesh["pp"] > 1 else 0.0
+def send_seconds(unit: StageUnit, costs: RankCosts, mesh: Mesh, way: tuple[int, int] = (0, 1)) -> float:
+    """Of what the unit receives, if a stage begins with it; ``way``: from which place of the pipeline to which."""
+    source, target = (mesh.rank({"pp": place}) for place in way)
+    return costs.send_seconds(unit.received, source, target) if mesh["pp"] > 1 else 0.0
 
 
 def _named_starts(units: Sequence[StageUnit], begins: Sequence[str]) -> list[int]:
@@ -130,10 +153,11 @@ class Slices:
         return total
 
 
-def stage_work(stage: Sequence[StageUnit], first: bool, slices: Slices) -> StageWork:
-    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3."""
+def stage_work(stage: Sequence[StageUnit], first: bool, slices: Slices, way: tuple[int, int] = (0, 1)) -> StageWork:
+    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3. ``first``: nothing is sent to it;
+    ``way``: see :func:`send_seconds`."""
     costs, (ahead, back) = slices.costs, slices.each_use(stage)
-    send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh)
+    send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh, way)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
     weight = sum(unit.weight for unit in stage)
     return StageWork(

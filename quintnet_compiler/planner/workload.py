@@ -88,7 +88,8 @@ class Figures:
 class Workload:
     """What a step computes. ``rows``: of the global batch; ``tokens``: positions of all rows, 0 where a batch has none.
     ``flops``: of products and attention, forward and twice as much backward (causal attention: the half that is seen;
-    what is computed again does not count); ``dtype``: in which most of them are computed."""
+    what is computed again does not count); ``dtype``: in which most of them are computed. ``mixed``: kinds of devices
+    in the order of ranks, and how many there are of each, where a cluster has several."""
 
     rows: int
     tokens: int
@@ -96,15 +97,25 @@ class Workload:
     dtype: str
     device: Hardware
     goal: Goal = NO_GOAL
+    mixed: tuple[tuple[Hardware, int], ...] = ()
 
     @classmethod
-    def of(cls, folded: Folded, tokens: int, device: Hardware, goal: Goal) -> Workload:
+    def of(cls, folded: Folded, tokens: int, kinds: Sequence[tuple[Hardware, int]], goal: Goal) -> Workload:
         flops: Counter[str] = Counter()
         for node, times in folded.repeats.items():
             if node.op == "call_function" and (kernel := kernel_of(node, "memory")).flops:
                 flops[kernel.dtype] += 3 * times * kernel.flops  # type: ignore[assignment]
         most = max(flops, key=lambda dtype: flops[dtype], default="bf16")
-        return cls(folded.program.batch_size, tokens, float(flops.total()), most, device, goal)
+        mixed = tuple(kinds) if len({device for device, _ in kinds}) > 1 else ()
+        return cls(folded.program.batch_size, tokens, float(flops.total()), most, kinds[0][0], goal, mixed)
+
+    def used(self, devices: int) -> list[tuple[Hardware, int]]:
+        """Kinds of the first so many devices."""
+        found, left = Counter[Hardware](), devices
+        for device, count in self.mixed or ((self.device, devices),):
+            found[device] += min(left, count)
+            left -= min(left, count)
+        return [(device, count) for device, count in found.items() if count]
 
     @property
     def counted(self) -> tuple[str, int]:
@@ -114,8 +125,10 @@ class Workload:
     def figures(self, seconds: float, devices: int) -> Figures:
         """Of a step that takes so many seconds on so many devices."""
         unit, counted = self.counted
-        peak, watts, goal = self.device.flops_per_second(self.dtype), self.device.watts, self.goal
-        joules = devices * seconds * watts if watts else None
+        goal, used = self.goal, self.used(devices)
+        peak = sum(count * device.flops_per_second(self.dtype) for device, count in used)
+        watts = sum(count * device.watts for device, count in used) if all(one.watts for one, _ in used) else 0.0
+        joules = seconds * watts if watts else None
         cost = goal.price * devices * seconds / HOUR if goal.price else None
         steps = goal.tokens / counted if goal.tokens else None
         return Figures(
@@ -125,7 +138,7 @@ class Workload:
             per_second=counted / seconds,
             per_second_per_device=counted / seconds / devices,
             flops=self.flops,
-            utilisation=self.flops / (devices * seconds * peak) if self.flops else None,
+            utilisation=self.flops / (seconds * peak) if self.flops else None,
             joules=joules,
             cost_per_million=MILLION * cost / counted if cost else None,
             train_seconds=steps * seconds if steps else None,
@@ -140,12 +153,13 @@ class Workload:
         speed = f"{rounded(found.per_second)} {unit}s/s, {rounded(found.per_second_per_device)} per device"
         lines = [f"a step is {size}: {speed}"]
         if found.utilisation:
-            peak = f"{self.device.flops_per_second(self.dtype) / 1e12:.4g} TFLOP/s ({self.dtype})"
-            said = f"{self.flops:.3g} FLOP a step, {found.devices} x {peak}"
+            peaks = [f"{n} x {one.flops_per_second(self.dtype) / 1e12:.4g}" for one, n in self.used(found.devices)]
+            said = f"{self.flops:.3g} FLOP a step, {' + '.join(peaks)} TFLOP/s ({self.dtype})"
             lines.append(f"model FLOP utilisation {found.share}: {said}")
         if found.joules:
             each = f"{found.joules / counted:.3g} J a {unit}"
-            lines.append(f"energy {each}, with devices at {self.device.watts:g} W and nothing else")
+            watts = ", ".join(dict.fromkeys(f"{one.watts:g}" for one, _ in self.used(found.devices)))
+            lines.append(f"energy {each}, with devices at {watts} W and nothing else")
         if found.cost_per_million:
             cost = rounded(found.cost_per_million)
             lines.append(f"a million {unit}s cost {cost}, at {self.goal.price:g} a device hour")

@@ -60,6 +60,7 @@ class ProgramPrices:
         self.overlaps, self.cores = costs.overlaps, costs.cores
         self.source = {node.name: node for node in program.source.graph.nodes}
         self.ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]
+        self.places = [costs.at(program.mesh, place) for place in range(program.mesh["pp"])]
         self.stages = {stage.index: stage for stage in program.stages}
         self._works: dict[tuple[int, Op], ActionWork] = {}
         self._sums: dict[int, tuple[GradientSum, ...]] = {}
@@ -76,18 +77,20 @@ class ProgramPrices:
             stage = self.stages[action.stage]
             parts = [part for name in _PIECES[action.op] for part in self.piece(stage, name)]
             work = ActionWork((WorkPart(self.costs.action_seconds), *parts))
-            lost = self._lost(work) if work.hidden else 0.0
+            lost = self._lost(work, self._at(self.stages[action.stage])) if work.hidden else 0.0
             self._works[key] = ActionWork((*work.parts, WorkPart(lost))) if lost else work
         return self._works[key]
 
-    def _lost(self, work: ActionWork) -> float:
+    def _at(self, stage: StageProgram) -> RankCosts:
+        """Prices of the ranks that run a stage."""
+        return self.places[self.program.schedule.placement[stage.index]]
+
+    def _lost(self, work: ActionWork, costs: RankCosts) -> float:
         """What computing loses to collectives beside it."""
         hidden: dict[str, float] = defaultdict(float)
         for whole, waited in zip(work.parts, work.waited, strict=True):
             hidden[whole.axis] += whole.seconds - waited.seconds if whole.axis else 0.0
-        return sum(
-            self.costs.lost_seconds(seconds, self._peers(axis)) for axis, seconds in hidden.items() if seconds > 0
-        )
+        return sum(costs.lost_seconds(seconds, self._peers(axis)) for axis, seconds in hidden.items() if seconds > 0)
 
     def _peers(self, axis: str) -> tuple[int, ...]:
         return self.program.mesh.peers(self.ranks[0], [axis])
@@ -121,73 +124,73 @@ class ProgramPrices:
     def nodes(self, stage: StageProgram, piece: Piece) -> list[NodeTime]:
         """The price of each node of a function."""
         found: list[NodeTime] = []
+        costs = self._at(stage)
         for node in piece.module.graph.nodes:
             if node.op == "call_function":
-                found.append(NodeTime(node, self.costs.node_seconds(self.source[node.name])))
+                found.append(NodeTime(node, costs.node_seconds(self.source[node.name])))
             elif node.op == "call_method":
                 found.append(self._call(stage, node))
         return found
 
     def _call(self, stage: StageProgram, node: fx.Node) -> NodeTime:
-        name = str(node.target)
+        name, costs = str(node.target), self._at(stage)
         if name in _ACCUMULATE:
             return NodeTime(node, self._accumulate(stage, node))
         if name == "wait":
-            return replace(self._collective(node.all_input_nodes[-1]), node=node, begun=node.all_input_nodes[-1])
+            return replace(self._collective(node.all_input_nodes[-1], costs), node=node, begun=node.all_input_nodes[-1])
         if _starts(node):
             return NodeTime(node, 0.0)
-        return self._collective(node)
+        return self._collective(node, costs)
 
-    def _collective(self, node: fx.Node) -> NodeTime:
+    def _collective(self, node: fx.Node, costs: RankCosts) -> NodeTime:
         """Whatever else a rank calls: a collective, or what depends on where a rank stands."""
         known = collective_of(str(node.target))
         source = self.source[node.name]
         if known is None:
-            return NodeTime(node, self.costs.node_seconds(source))
+            return NodeTime(node, costs.node_seconds(source))
         axis = str(node.args[2])
         ranks = self._peers(axis)
         if known.price == "ring":
-            return self._ring(node, source, axis, ranks)
+            return self._ring(node, source, axis, ranks, costs)
         if known.price == "matmul":
-            return self._fused(node, source, axis, ranks)
+            return self._fused(node, source, axis, ranks, costs)
         whole = whole_bytes(source, known, len(ranks))
-        return NodeTime(node, 0.0, self.costs.group_seconds(known.price, whole, ranks), axis)
+        return NodeTime(node, 0.0, costs.group_seconds(known.price, whole, ranks), axis)
 
-    def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
+    def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...], costs: RankCosts) -> NodeTime:
         """Keys and values travel while the blocks before them are computed; gradients travel with them in 32 bits, and
         home. Where work is balanced, half of what is given and made is exchanged with another rank, before and
         after."""
-        computing = self.costs.node_seconds(source)
+
+        def send(moved: float) -> float:
+            return costs.send_seconds(moved, ranks[0], ranks[-1])
+
+        computing = costs.node_seconds(source)
         backward = str(node.target) == "ring_attention_backward"
         given = [values(x)[0] for x in tensor_inputs(source)[: 5 if backward else 3]]
         keys = given[1 + backward : 3 + backward]
-        travelling = (len(ranks) - 1) * self._send(sum(map(num_bytes, keys)), ranks)
+        travelling = (len(ranks) - 1) * send(sum(map(num_bytes, keys)))
         if backward:
             wide = sum(x.numel() * widened(x.dtype).itemsize for x in keys)
-            travelling += len(ranks) * self._send(wide, ranks)
+            travelling += len(ranks) * send(wide)
         exchanged = 0.0
         if argument(source, "balance"):
             made = [values(source)[0]] if not backward else [x for x in values(source) if isinstance(x, torch.Tensor)]
-            exchanged = self._send(sum(map(num_bytes, given)) / 2, ranks) + self._send(
-                sum(map(num_bytes, made)) / 2, ranks
-            )
+            exchanged = send(sum(map(num_bytes, given)) / 2) + send(sum(map(num_bytes, made)) / 2)
         if not self.overlaps:
             return NodeTime(node, computing, travelling + exchanged, axis)
-        lost = self.costs.lost_seconds(min(travelling, computing), ranks)
+        lost = costs.lost_seconds(min(travelling, computing), ranks)
         return NodeTime(node, computing + lost, max(0.0, travelling - computing - lost) + exchanged, axis)
 
-    def _send(self, num_bytes: float, ranks: tuple[int, ...]) -> float:
-        return self.costs.send_seconds(num_bytes, ranks[0], ranks[-1])
-
-    def _fused(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...]) -> NodeTime:
+    def _fused(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...], costs: RankCosts) -> NodeTime:
         """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
         their way."""
         gathers, hops = node.target == "all_gather_matmul", len(ranks) - 1
         moved = num_bytes(values(tensor_inputs(source)[0] if gathers else source)[0])
-        hop = self.costs.send_seconds(moved, ranks[0], ranks[-1])
-        computing = self.costs.node_seconds(source)
+        hop = costs.send_seconds(moved, ranks[0], ranks[-1])
+        computing = costs.node_seconds(source)
         hidden = computing / len(ranks) if self.overlaps else 0.0
-        adding = 0.0 if gathers else hops * self.costs.accumulate_seconds(moved)
+        adding = 0.0 if gathers else hops * costs.accumulate_seconds(moved)
         return NodeTime(node, computing + adding, hops * max(0.0, hop - hidden), axis)
 
     def _accumulate(self, stage: StageProgram, node: fx.Node) -> float:
@@ -195,8 +198,8 @@ class ProgramPrices:
         name = stage.gradients[value]
         made = self.program.source.gradients[name, stage.index]
         if node.target == "accumulate_matmul":
-            return self.costs.node_seconds(made)
-        return self.costs.accumulate_seconds(num_bytes(values(made)[0]))
+            return self._at(stage).node_seconds(made)
+        return self._at(stage).accumulate_seconds(num_bytes(values(made)[0]))
 
     # -- between ranks
 
@@ -207,7 +210,8 @@ class ProgramPrices:
                      if (t.source, t.target) == ends)  # fmt: skip
         placement = self.program.schedule.placement
         source, target = self.ranks[placement[send.stage]], self.ranks[placement[send.peer]]
-        return sum(self.costs.send_seconds(_bytes(self.program.values[name]), source, target) for name in names)
+        costs = self.places[placement[send.peer]]
+        return sum(costs.send_seconds(_bytes(self.program.values[name]), source, target) for name in names)
 
     def sums(self, place: int) -> tuple[GradientSum, ...]:
         if place not in self._sums:
@@ -241,7 +245,7 @@ class ProgramPrices:
                 ("all_reduce", bucket.summed, bucket.own),
             ):
                 ranks = self.program.mesh.peers(part.rank, axes)
-                seconds += self.costs.group_seconds(kind, num_bytes(moved), ranks) if len(ranks) > 1 else 0.0
+                seconds += self.places[place].group_seconds(kind, num_bytes(moved), ranks) if len(ranks) > 1 else 0.0
             if seconds and ready[index]:
                 axes = (*bucket.scattered, *bucket.summed)
                 found.append(GradientSum(bucket.label, axes, seconds, ready[index]))
@@ -261,7 +265,7 @@ class ProgramPrices:
             if ranks:
                 places = tuple(self.program.mesh.coordinate(rank)["pp"] for rank in ranks)
                 made = next(n for (p, _), n in self.program.source.gradients.items() if p == name)
-                seconds = self.costs.group_seconds("all_reduce", num_bytes(values(made)[0]), ranks)
+                seconds = self.places[0].group_seconds("all_reduce", num_bytes(values(made)[0]), ranks)
                 found.append(StepEndCollective(f"gradient of {name} over its stages", places, seconds))
         return tuple(found)
 
@@ -273,11 +277,11 @@ class ProgramPrices:
         for spec in self.program.results:
             if spec.shape == ():
                 if mesh.size > 1:
-                    seconds = self.costs.group_seconds("all_reduce", 16, everyone)
+                    seconds = self.places[0].group_seconds("all_reduce", 16, everyone)
                     found.append(StepEndCollective("the loss, over all ranks", (), seconds, "all", everyone=True))
             elif mesh["pp"] > 1:
                 moved = _bytes((spec.shape, spec.dtype))
-                seconds = self.costs.group_seconds("broadcast", moved, tuple(self.ranks))
+                seconds = self.places[0].group_seconds("broadcast", moved, tuple(self.ranks))
                 found.append(StepEndCollective(spec.path, tuple(range(mesh["pp"])), seconds))
         return tuple(found)
 

@@ -113,6 +113,10 @@ def test_decisions_are_set_by_name(tmp_path: Path) -> None:
     assert found["plans"][0]["plan"]["precision"] == "bf16" and found["plans"][0]["plan"]["zero"] == 0
     priced = json.loads(estimate(TARGET, file, gpus_per_node=2, settings=["microbatches=2"]).document)
     assert priced["layout"].startswith("dp=2, 2 x 1 rows")
+    mixed = json.loads(estimate(TARGET, file, gpu="a100:1:1+h100:1:1", settings=["zero=0"]).document)
+    assert mixed["places"][0]["devices"] == "1 x A100-SXM-80GB + 1 x H100-SXM-80GB"
+    cards = json.loads(estimate(TARGET, file, gpu="rtx-4090,rtx-3090-nvlink").document)
+    assert cards["places"][0]["memory_bytes"] < 24 * 2**30
 
 
 def test_verbs_about_one_program(tmp_path: Path) -> None:

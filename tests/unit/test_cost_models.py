@@ -15,9 +15,18 @@ from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.core.annotations import Facts, annotate
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models import closed_forms
-from quintnet_compiler.cost_models.bucket_size import LARGEST, REACHED, SHARE, SMALLEST, bucket_bytes
 from quintnet_compiler.cost_models.cluster import Cluster
-from quintnet_compiler.cost_models.collectives import ALGORITHMS, _around, collective_seconds, in_turn
+from quintnet_compiler.cost_models.collectives import (
+    ALGORITHMS,
+    LARGEST,
+    REACHED,
+    SHARE,
+    SMALLEST,
+    _around,
+    bucket_bytes,
+    collective_seconds,
+    in_turn,
+)
 from quintnet_compiler.cost_models.hardware import A100_80, H100, HARDWARE, hardware
 from quintnet_compiler.cost_models.kernel_set import MEGATRON, QUINTNET, KernelSet, Passes
 from quintnet_compiler.cost_models.kernels import kernel_seconds, matmul, memory, work_seconds

@@ -28,7 +28,6 @@ MISSING = frozenset(
         "quintnet_compiler.equivalence.unsplit_step",
         "quintnet_compiler.huggingface.attention",
         "quintnet_compiler.planner.build",
-        "quintnet_compiler.planner.evaluate",
         "quintnet_compiler.planner.planning",
         "quintnet_compiler.runtime.backends.backend",
         "quintnet_compiler.runtime.backends.local",

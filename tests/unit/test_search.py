@@ -18,7 +18,7 @@ MEMORY = 100.0
 class One:
     layout: int
     seconds: float
-    memory_bytes: float
+    claimed_bytes: float
 
 
 @dataclass
