@@ -164,8 +164,8 @@ _BLACKWELL = Efficiency(
     host_seconds=32e-6,
     contention=0.5,
 )
-# Blackwell Ultra is another die: exponentials at twice the rate, for attention, and more power, which is what 8-bit
-# products on Blackwell are bound by (NVIDIA, "Inside NVIDIA Blackwell Ultra").
+# Blackwell Ultra is another die, with exponentials at twice the rate (NVIDIA, "Inside NVIDIA Blackwell Ultra"), which
+# attention on Blackwell waits for (FlashAttention-4), and more power.
 _BLACKWELL_ULTRA = replace(_BLACKWELL, matmul=0.64, attention=0.6)
 B200 = Hardware(
     "B200-SXM-180GB", _rates(80, 2250, 4500, 9000), 180e9, 8 * TB, 900 * GB, 50 * GB, 148, attention_generation=3,
