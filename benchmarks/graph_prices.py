@@ -23,6 +23,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import quintnet
+from quintnet_compiler.cost_models.hardware import hardware
 from quintnet_compiler.cost_models.kernel_set import QUINTNET, KernelSet, Passes
 from quintnet_compiler.cost_models.step_time import StepModel
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
@@ -118,7 +119,8 @@ class Pair:
 
 
 def pair(name: str, layout: str, gpu: str) -> Pair:
-    """Price one model in one layout, both ways; the host costs nothing, as where CUDA graphs are replayed."""
+    """Price one model in one layout, both ways, with a host that costs nothing: closed forms list the kernels of
+    layers, and not those that prepare a batch."""
     case, plan = CASES[name], dict(LAYOUTS[layout])
     sizes = {axis: plan["mesh"].get(axis, 1) for axis in ("dp", "tp", "pp", "cp")}
     if sizes["cp"] > 1:
@@ -128,13 +130,15 @@ def pair(name: str, layout: str, gpu: str) -> Pair:
         where = "transformer.h" if case.architecture.startswith("GPT2") else "model.layers"
         plan["stages"] = [f"{where}.{number}" for number in range(1, LAYERS)]
     rows = (1 if sizes["cp"] > 1 else ROWS) * sizes["dp"] * microbatches
-    cluster = quintnet.Cluster(gpu, gpus_per_node=math.prod(sizes.values()))
+    device = hardware(gpu)
+    device = replace(device, efficiency=replace(device.efficiency, host_seconds=0.0))
+    cluster = quintnet.Cluster(device, gpus_per_node=math.prod(sizes.values()))
     ids = torch.empty(rows, case.decoder.seq, dtype=torch.long, device="meta")
     graph = quintnet.estimate(case.module(LAYERS), cluster, {"input_ids": ids, "labels": ids}, plan)
     described = ParallelLayout(
         **sizes, microbatch=rows // (sizes["dp"] * microbatches), global_batch=rows,
         sequence_parallel=sizes["tp"] > 1, zero=plan.get("zero", 0),
-        recompute=plan.get("recompute", "none"), gradient_dtype="bf16", kernels=case.kernels, graphs=True,
+        recompute=plan.get("recompute", "none"), gradient_dtype="bf16", kernels=case.kernels,
         context=plan.get("context", "ring"),
         balanced=plan.get("context") == "ring" and plan.get("context_load_balance", True),
     )  # fmt: skip

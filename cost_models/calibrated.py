@@ -107,6 +107,9 @@ class CalibratedCosts:
             )
         return self._curve(family, self._moved(node, family))
 
+    def host_seconds(self, node: fx.Node | None) -> float:
+        return 0.0  # what was measured has it
+
     def guessed(self, node: fx.Node) -> bool:
         return False  # what was not measured has no price
 

@@ -18,7 +18,7 @@ from .collectives import collective_seconds, lost_seconds
 from .hardware import Hardware
 from .kernels import kernel_seconds
 from .links import Group, Part
-from .operators import guessed, kernel_of
+from .operators import guessed, kernel_of, launches_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,12 @@ class ClusterCosts:
     Of several kinds of nodes, what ranks do together takes as long as on the slowest of their devices, and what they
     send as over the slowest of their links: those of all ranks, or of the ranks of ``mesh`` at a ``place`` of its
     pipeline. ``among``: kinds of devices that count in place of all.
+    ``graphs``: kernels are replayed as CUDA graphs, and only messages and sums of gradients are started one by one.
     """
 
     cluster: Cluster
     unknown: str = "error"
+    graphs: bool = False
     overlaps: bool = True
     cores: int | None = None
     mesh: Mesh | None = None
@@ -81,6 +83,15 @@ class ClusterCosts:
             return 0.0
         kernel = kernel_of(node, self.unknown)
         return max(kernel_seconds(kernel, device) for device in self.kinds)
+
+    def host_seconds(self, node: fx.Node | None) -> float:
+        # a core starts what it computes: part of its kernels' shortest time
+        each = max(0.0 if device.gpu is None else device.efficiency.host_seconds for device in self.kinds)
+        if node is None:
+            return each
+        if self.graphs or node.op != "call_function" or is_getitem(node):
+            return 0.0
+        return each * launches_of(node)
 
     def guessed(self, node: fx.Node) -> bool:
         return guessed(node)
@@ -133,13 +144,13 @@ class FastestCosts:
     of: tuple[ClusterCosts, ...]
 
     @classmethod
-    def of_kinds(cls, cluster: Cluster, unknown: str) -> FastestCosts:
+    def of_kinds(cls, cluster: Cluster, unknown: str, graphs: bool = False) -> FastestCosts:
         """As if all nodes were of one of the kinds."""
         size = cluster.size
         alike = [
             Cluster(one.device, -(-size // one.per_node), one.per_node, rail=cluster.rail) for one in cluster.parts
         ]
-        return cls(tuple(ClusterCosts(one, unknown) for one in dict.fromkeys(alike)))
+        return cls(tuple(ClusterCosts(one, unknown, graphs) for one in dict.fromkeys(alike)))
 
     @property
     def source(self) -> str:
@@ -166,6 +177,9 @@ class FastestCosts:
     def node_seconds(self, node: fx.Node) -> float:
         return self._least(lambda one: one.node_seconds(node))
 
+    def host_seconds(self, node: fx.Node | None) -> float:
+        return self._least(lambda one: one.host_seconds(node))
+
     def guessed(self, node: fx.Node) -> bool:
         return self.of[0].guessed(node)
 
@@ -185,8 +199,9 @@ class FastestCosts:
         return self._least(lambda one: one.send_seconds(num_bytes, source, target))
 
 
-def costs_of_ranks(given: RankCosts | Cluster | None, mesh: Mesh) -> RankCosts:
-    """What a user gives as ``costs`` for the ranks of a mesh; None: nodes of 8 H100.
+def costs_of_ranks(given: RankCosts | Cluster | None, mesh: Mesh, graphs: bool = False) -> RankCosts:
+    """What a user gives as ``costs`` for the ranks of a mesh; None: nodes of 8 H100. ``graphs``: as of a cluster's
+    :class:`ClusterCosts`.
 
     Raises:
         CompileError: QN201 for what is neither a cluster nor prices, QN301 if a cluster has fewer devices than ranks.
@@ -204,4 +219,4 @@ def costs_of_ranks(given: RankCosts | Cluster | None, mesh: Mesh) -> RankCosts:
             f"costs is a cluster of {here.size} devices, and {mesh} has {mesh.size} ranks",
             fix=f"use a cluster of {-(-mesh.size // here.gpus_per_node)} nodes or more",
         )
-    return ClusterCosts(here, unknown="memory")
+    return ClusterCosts(here, unknown="memory", graphs=graphs)

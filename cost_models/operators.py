@@ -284,25 +284,36 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
         CompileError: QN210 for an operator of the forward of which nothing is known: it never costs 0 by default.
     """
     target, work = node.target, work_of(node.target)
+    launches = launches_of(node)
     if work == "view":
-        return Kernel(node.name, "view", launches=0)
+        return Kernel(node.name, "view", launches=launches)
     size_moved = traffic(node)
     if work == "attention":
-        launches = ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1
-        if target in RINGS:  # a call for each run of queries that sees something of a step's keys
-            launches *= ring_size(node) * (2 if argument(node, "balance") else 1)
-            size_moved += _merged(node)
+        size_moved += _merged(node) if target in RINGS else 0
         return Kernel(node.name, "attention", attention_flops(node), size_moved, _dtype(node), launches=launches)
     if work == "matmul" and (size := product_size(node)) is not None:
         batch, rows, columns, depth = size
         flops = 2.0 * batch * rows * columns * depth
-        launches = batch if target in (all_gather_matmul, matmul_reduce_scatter) else 1
         return Kernel(node.name, "matmul", flops, size_moved, _dtype(node), rows, columns, depth, batch, launches)
     if _factorises(target):
         return Kernel(node.name, "matmul", _factorising(node), size_moved, "fp32")
     if work is not None or unknown == "memory" or facts(node).phase == "backward":
-        return Kernel(node.name, "memory", bytes=size_moved, launches=2 if target in NORM_BACKWARD else 1)
+        return Kernel(node.name, "memory", bytes=size_moved, launches=launches)
     raise _unpriced(node)
+
+
+def launches_of(node: fx.Node) -> int:
+    """How many kernels a call_function node starts."""
+    target, work = node.target, work_of(node.target)
+    if work == "view":
+        return 0
+    if work == "attention":
+        once = ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1
+        # of a ring a call for each run of queries that sees something of a step's keys
+        return once * ring_size(node) * (2 if argument(node, "balance") else 1) if target in RINGS else once
+    if target in (all_gather_matmul, matmul_reduce_scatter):
+        return int(node.args[2])  # type: ignore[arg-type]
+    return 2 if target in NORM_BACKWARD else 1
 
 
 def model_flops(graph: fx.Graph) -> float:

@@ -338,3 +338,24 @@ def test_work_that_is_done_ends_a_search_with_the_same_plan_each_time() -> None:
     first, second = (quintnet.plan(model, CLUSTERS["two nodes of 2"], batch, work=1, top_k=1) for _ in range(2))
     assert first.found == second.found and first.found.ended == "work" and first.found.left > 0
     assert "were left when the work was done" in str(first) and json.loads(first.to_json())["ended"] == "work"
+
+
+def test_small_kernels_wait_for_the_host() -> None:
+    """Estimates and simulations take the host's time or the device's, whichever is longer: the host's in a small model,
+    unless CUDA graphs are replayed."""
+    (model, batch), cluster = _chain(3), quintnet.Cluster("h100", 1, 2)
+    plan = {"mesh": {"pp": 2}, "microbatches": 2}
+    eager, replayed = (quintnet.estimate(model, cluster, batch, plan, backend=name) for name in ("eager", "cudagraphs"))
+    assert eager.seconds > 2 * replayed.seconds
+    program = quintnet.compile(model, quintnet.Mesh(pp=2), batch, microbatches=2, stages=eager.begins)
+    assert program.simulate(cluster).seconds == pytest.approx(eager.seconds, rel=0.1)
+
+
+def test_a_core_is_its_own_host() -> None:
+    model, batch = _chain(2)
+    plan, cluster = {"mesh": {"dp": 2}}, quintnet.Cluster("cpu", 1, 2)
+    found = [quintnet.estimate(model, cluster, batch, plan, backend=name).seconds
+             for name in ("eager", "cudagraphs")]  # fmt: skip
+    assert found[0] == found[1]
+    with pytest.raises(quintnet.CompileError, match=r"QN108 .*\n.*no backend 'fast'"):
+        quintnet.estimate(model, cluster, batch, plan, backend="fast")  # type: ignore[arg-type]

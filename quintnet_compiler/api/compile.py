@@ -20,7 +20,7 @@ from ..ir.plan import Plan, PlanOptions, check_plan, read_plan
 from ..ir.plan_options import decided, lists_options
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
-from ..runtime.execute.engines import ENGINES
+from ..runtime.execute.engines import EngineName, check_engine
 from ..runtime.launch.world import device_for, enter_world
 from .compiled_program import CompiledProgram
 from .plan import plan as make_plan
@@ -37,7 +37,7 @@ def compile(
     rules: Sequence[Rule] = (),
     check_finite: bool = True,
     training: bool = True,
-    backend: Literal["eager", "inductor", "cudagraphs"] = "eager",
+    backend: EngineName = "eager",
     device: torch.device | str | None = None,
     check: Literal["first", "always", "off"] = "first",
     tune_process: bool = True,
@@ -97,13 +97,12 @@ def compile(
         raise CompileError("QN105", f"a {type(model).__name__} is not a model", fix="pass an nn.Module")
     if not isinstance(mesh, (Mesh, Cluster)):
         raise CompileError("QN201", f"a {type(mesh).__name__} is not a mesh", fix="pass quintnet.Mesh(dp=2, tp=2)")
-    if backend not in ENGINES:
-        raise CompileError("QN108", f"there is no backend {backend!r}", fix=f"use one of {', '.join(ENGINES)}")
+    check_engine(backend)
     if check not in CHECKS:
         raise CompileError("QN108", f"there is no check {check!r}", fix=f"use one of {', '.join(CHECKS)}")
     gpu = mesh.gpu if isinstance(mesh, Cluster) else None
     if isinstance(mesh, Cluster) or plan == "auto":
-        chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules)
+        chosen = _planned(model, mesh, batch, loss_fn, None if plan == "auto" else plan, given, rules, backend)
         mesh = Mesh(**chosen.mesh)
     else:
         from_model = isinstance(plan, str) and plan == "hf"
@@ -129,6 +128,7 @@ def _planned(
     plan: Plan | Mapping[str, Any] | str | Path | None,
     given: Mapping[str, Any],
     rules: Sequence[Rule],
+    backend: EngineName,
 ) -> Plan:
     """The best plan on a cluster, or on a mesh of H100 nodes."""
     if batch is None:
@@ -138,4 +138,4 @@ def _planned(
         known["mesh"] = {axis: where[axis] for axis in AXES}
         where = Cluster("h100", nodes=-(-where.size // 8), gpus_per_node=min(8, where.size))
     pinned = read_plan(plan).changed(known, keep_open=True)
-    return make_plan(model, where, batch, loss_fn=loss_fn, plan=pinned, rules=rules, top_k=1).best
+    return make_plan(model, where, batch, loss_fn=loss_fn, plan=pinned, rules=rules, backend=backend, top_k=1).best

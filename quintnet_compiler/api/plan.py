@@ -26,6 +26,7 @@ from ..planner.planning import RESERVE, Planner, PricedCluster
 from ..planner.report import PlanReport
 from ..planner.search import Objective, SearchEffort
 from ..planner.workload import Goal, tokens_of
+from ..runtime.execute.engines import REPLAYS, EngineName, check_engine
 from ..schedules.synthesis import check_schedule
 
 Given = Plan | Mapping[str, Any] | str | Path | None
@@ -47,6 +48,7 @@ def plan(
     tokens: float | None = None,
     price: float | None = None,
     reserve: float = RESERVE,
+    backend: EngineName = "eager",
     progress: bool | None = None,
 ) -> PlanReport:
     """Search the layouts of ``model`` on ``cluster`` for batches like ``batch``, and rank them. No device is needed.
@@ -70,15 +72,17 @@ def plan(
         price: of an hour of one device, in any currency, for what a million tokens cost.
         reserve: the share of each device's memory that plans leave free, for the CUDA context, libraries, fragments of
             the allocator, and what the prediction misses.
+        backend: what will run the plan, as in :func:`quintnet.compile`: with ``"cudagraphs"``, kernels are replayed, so
+            the host starts but messages; with any other, it starts every kernel, and small ones wait for it.
         progress: whether to show a bar; by default on a terminal.
 
     Raises:
-        CompileError: QN1xx if the model cannot be captured, QN2xx for the plan; QN212 if nothing fits the cluster's
-            memory, with the smallest change after which something does; QN216 for an objective that there is not,
-            tokens or a price that are not above 0, or a reserve that is no share.
+        CompileError: QN1xx if the model cannot be captured, QN108 for a backend that there is not, QN2xx for the plan;
+            QN212 if nothing fits the cluster's memory, with the smallest change after which something does; QN216 for
+            an objective that there is not, tokens or a price that are not above 0, or a reserve that is no share.
     """
     question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
-    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules, goal, reserve)
+    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules, goal, backend, reserve)
     with bar("layouts settled", progress) as shown:
         return plan_model(planner, question, top_k=top_k, progress=shown)
 
@@ -94,10 +98,11 @@ def estimate(
     rules: Sequence[Rule] = (),
     tokens: float | None = None,
     price: float | None = None,
+    backend: EngineName = "eager",
 ) -> Estimate:
     """Predict step time, memory per rank, communication and bubble of one plan, which must have a mesh; with its tokens
     a second, model FLOP utilisation, energy, and with ``tokens`` and ``price`` (as for :func:`quintnet.plan`) what
-    training takes and costs.
+    training takes and costs. ``backend``: as for :func:`quintnet.plan`.
 
     Raises:
         CompileError: as :func:`quintnet.plan`; QN207 if the plan has no mesh, QN201 if the mesh names axes in an
@@ -119,17 +124,18 @@ def estimate(
             "QN201", f"{mesh} on several kinds of nodes: estimates number ranks with {usual[0]} outermost",
             fix=f"name the axes in the order {', '.join(usual)}; or compile, and ask simulate(cluster)",
         )  # fmt: skip
-    return _planner(model, cluster, batch, loss_fn, chosen, rules, goal).estimate()
+    return _planner(model, cluster, batch, loss_fn, chosen, rules, goal, backend).estimate()
 
 
 def _planner(
     model: nn.Module, cluster: Cluster, batch: Any, loss_fn: LossFn | None, pinned: Plan, rules: Sequence[Rule],
-    goal: Goal, reserve: float = RESERVE,
+    goal: Goal, backend: str, reserve: float = RESERVE,
 ) -> Planner:  # fmt: skip
     if not isinstance(cluster, Cluster):
         raise CompileError(
             "QN201", f"a {type(cluster).__name__} is not a cluster", fix='pass quintnet.Cluster("h100", nodes=8)'
         )
+    check_engine(backend)
     decided = "virtual_stages" in pinned.model_fields_set
     check_schedule(pinned.schedule, pinned.virtual_stages if decided else None)
     batch = plain_batch(batch)
@@ -137,5 +143,5 @@ def _planner(
     book = {**RULES, **table(rules)}
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     found = FlatBatch.of(batch)
-    machine = PricedCluster(cluster, unknown, reserve)
+    machine = PricedCluster(cluster, unknown, reserve, backend == REPLAYS)
     return Planner.of(captured, found.rows, machine, pinned, book, tokens_of(found.leaves), goal)

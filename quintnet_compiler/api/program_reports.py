@@ -24,6 +24,7 @@ from ..planner.report import PlanReport
 from ..reports.explain import Explain, Explanation, LayoutDifference, difference
 from ..reports.explain_gradient import prove
 from ..reports.tensor_picture import TensorPicture, picture_of_state
+from ..runtime.execute.engines import REPLAYS
 from ..schedules.schedule import Schedule
 from ..simulation.faults import Faults
 from ..simulation.program import simulate_program
@@ -207,7 +208,7 @@ class ProgramReports(ProgramState):
     # -- prediction
 
     def _prices(self, costs: RankCosts | Cluster | None) -> RankCosts:
-        return costs_of_ranks(costs, self.mesh)
+        return costs_of_ranks(costs, self.mesh, self._task.backend == REPLAYS)
 
     def _with_estimates(self, error: RunError) -> RunError:
         """A training step ran out of memory."""

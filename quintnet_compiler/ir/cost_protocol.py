@@ -77,6 +77,11 @@ class RankCosts(Protocol):
         """One run of a node of a differentiated graph, which computes (forward or backward) on local shapes."""
         ...
 
+    def host_seconds(self, node: fx.Node | None) -> float:
+        """What the host spends to start the kernels of a node (None: a message, or the sum of a gradient), while the
+        device computes what was started before. 0 where the host is the device."""
+        ...
+
     def guessed(self, node: fx.Node) -> bool:
         """Whether its price is a bound (the bytes that it moves), as nothing better is known of it. Reports say so."""
         ...

@@ -109,9 +109,7 @@ class LessSplit:
             some = replace(whole, rows=rows, microbatches=self.batch // rows)
             self.more[rows] = 0.0
             with suppress(CompileError):
-                least, found = (
-                    sum(unit.forward + unit.backward for unit in self.build(one)) / one.rows for one in (whole, some)
-                )
+                least, found = (sum(unit.seconds for unit in self.build(one)) / one.rows for one in (whole, some))
                 self.more[rows] = rows * max(0.0, found / least - 1)
         return self.more[rows]
 
@@ -181,7 +179,8 @@ class LessSplit:
         seconds = least_seconds(*often, work)
         if self.slower:
             saved = sum(stage.saved for stage in work) / len(work)
-            even = layout.microbatches * sum(stage.seconds for stage in work) / layout.pp
+            devices = sum(unit.forward + unit.backward for unit in self.build(less))  # no host is slower for them
+            even = layout.microbatches * devices / layout.pp
             seconds = max(seconds, even * self.slower(less, layout.pp))
         return Least(share * seconds, share * saved, share * working, block)
 

@@ -52,7 +52,7 @@ SHORTEST = 4096  # positions of a sequence that cp leaves on a rank at least: fe
 class PricedCluster:
     """A cluster and its prices. ``unknown``: what operators without a price cost, see
     :func:`..cost_models.operators.kernel_of`; ``reserve``: the share of a device's memory that plans leave free, for
-    the CUDA context, libraries and fragments.
+    the CUDA context, libraries and fragments; ``graphs``: whether kernels are replayed as CUDA graphs.
 
     Raises:
         CompileError: QN216 for a reserve that is no share.
@@ -61,6 +61,7 @@ class PricedCluster:
     cluster: Cluster
     unknown: str = "error"
     reserve: float = RESERVE
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.reserve < 1:
@@ -77,7 +78,7 @@ class PricedCluster:
 
     @cached_property
     def costs(self) -> ClusterCosts:
-        return ClusterCosts(self.cluster, self.unknown)
+        return ClusterCosts(self.cluster, self.unknown, self.graphs)
 
     @property
     def prices(self) -> CostModel:
@@ -88,7 +89,7 @@ class PricedCluster:
     @cached_property
     def fastest(self) -> FastestCosts:
         """What nothing undercuts, whichever devices it lies on."""
-        return FastestCosts.of_kinds(self.cluster, self.unknown)
+        return FastestCosts.of_kinds(self.cluster, self.unknown, self.graphs)
 
     @property
     def unlike(self) -> bool:

@@ -16,6 +16,7 @@ from ..ir.distributed_program import DistributedProgram, StageProgram, StateSpec
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.stages.cut_stages import module_starts, staged_operators
 from ..schedules.schedule import Action, Op
+from ..schedules.synthesis import StageTimes
 from ..simulation.footprint import Footprints
 from ..simulation.priced import ProgramPrices
 
@@ -71,7 +72,7 @@ class StageUnit:
     ``weight`` of the backward the half that no other stage waits for; ``communication``: seconds of all by axis.
     Bytes: ``saved`` by the forward for the backward, ``received`` of the unit before, ``working`` at most beside what
     is kept. ``parameters``: of this unit alone, by the axes of their gradients; ``tied``: those that other units use
-    too, by name.
+    too, by name. ``host``: seconds in which the host starts all that, beside the device.
     """
 
     begin: str
@@ -85,6 +86,12 @@ class StageUnit:
     working: int
     parameters: tuple[ParameterGroup, ...]
     tied: Mapping[str, ParameterGroup]
+    host: StageTimes = StageTimes(0.0, 0.0, 0.0)
+
+    @property
+    def seconds(self) -> float:
+        """Of forward and backward, if nothing else is on its stage: of the device or the host, whichever is longer."""
+        return max(self.forward, self.host.forward) + max(self.backward, self.host.input + self.host.weight)
 
 
 def unit_boundaries(folded: Folded) -> tuple[str, ...]:
@@ -134,6 +141,7 @@ def _named(unit: StageUnit, first: fx.Node, folded: Folded) -> list[StageUnit]:
 def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footprints) -> StageUnit:
     program, at = priced.program, stage.index
     works = {op: priced.work(Action(op, at, 0)) for op in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)}
+    ahead, back, weight = works.values()
     moved: Counter[str] = Counter()
     for work in works.values():
         for part in work.waited:
@@ -149,16 +157,17 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
             alone[_summed(spec, program), Widths.of(spec)] += _bytes(spec, program)
     return StageUnit(
         begin,
-        sum(part.seconds for part in priced.piece(stage, "once")),
-        works[Op.FORWARD].seconds,
-        works[Op.BACKWARD_INPUT].seconds + works[Op.BACKWARD_WEIGHT].seconds,
-        works[Op.BACKWARD_WEIGHT].seconds,
+        priced.begin(at).seconds,
+        ahead.device,
+        back.device + weight.device,
+        weight.device,
         {axis: seconds for axis, seconds in moved.items() if axis},
         _saved(stage, memory, {name: size[name] for name in came}),
         sum(size[name] for name in came),
         max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
         tuple(ParameterGroup(number, *kind) for kind, number in sorted(alone.items())),
         {spec.name: _held(spec, program) for spec in mine if len(spec.stages) > 1},
+        StageTimes(ahead.host, back.host, weight.host),
     )
 
 

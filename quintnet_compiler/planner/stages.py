@@ -74,7 +74,7 @@ def _named_starts(units: Sequence[StageUnit], begins: Sequence[str]) -> list[int
 def _starts(units: Sequence[StageUnit], count: int, costs: RankCosts, mesh: Mesh) -> list[int]:
     if count == 1:
         return []
-    work = np.concatenate([[0.0], np.cumsum([unit.forward + unit.backward for unit in units])])
+    work = np.concatenate([[0.0], np.cumsum([unit.seconds for unit in units])])
     sends = np.array([0.0, *(2 * send_seconds(unit, costs, mesh) for unit in units[1:]), 0.0])
     seconds = work[None, :] - work[:, None] + sends[:, None]
     seconds[[i for i, unit in enumerate(units) if i and not unit.begin]] = np.inf
@@ -154,19 +154,21 @@ class Slices:
 
 
 def stage_work(stage: Sequence[StageUnit], first: bool, slices: Slices, way: tuple[int, int] = (0, 1)) -> StageWork:
-    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3. ``first``: nothing is sent to it;
-    ``way``: see :func:`send_seconds`."""
+    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3, or for the host: an action takes the
+    device's time or the host's, whichever is longer. ``first``: nothing is sent to it; ``way``: see
+    :func:`send_seconds`."""
     costs, (ahead, back) = slices.costs, slices.each_use(stage)
     send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh, way)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
     weight = sum(unit.weight for unit in stage)
-    return StageWork(
-        sum(unit.forward for unit in stage) + ahead + busy,
-        sum(unit.backward for unit in stage) - weight + back + busy,
-        weight,
-        send - busy,
-        sum(unit.saved for unit in stage),
-    )
+    forward = max(sum(unit.forward for unit in stage) + ahead, sum(unit.host.forward for unit in stage))
+    backward = sum(unit.backward for unit in stage) - weight + back
+    if slices.layout.halves:
+        backward = max(backward, sum(unit.host.input for unit in stage))
+        weight = max(weight, sum(unit.host.weight for unit in stage))
+    else:
+        backward = max(backward, sum(unit.host.input + unit.host.weight for unit in stage) - weight)
+    return StageWork(forward + busy, backward + busy, weight, send - busy, sum(unit.saved for unit in stage))
 
 
 def held_by(stage: Sequence[StageUnit], owners: Mapping[str, int]) -> list[ParameterGroup]:

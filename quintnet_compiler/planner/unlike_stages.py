@@ -37,19 +37,21 @@ class _UnlikeCut:
         self.places = [places[home] for home in self.home]
         self.units = places[0].units
         self.forbidden = [i for i, unit in enumerate(self.units) if i and not unit.begin]
-        halves = {
-            Op.FORWARD: lambda unit: unit.forward,
-            Op.BACKWARD: lambda unit: unit.backward,
-            Op.BACKWARD_INPUT: lambda unit: unit.backward - unit.weight,
-            Op.BACKWARD_WEIGHT: lambda unit: unit.weight,
+        halves: dict[Op, Callable[[StageUnit], tuple[float, float]]] = {
+            Op.FORWARD: lambda unit: (unit.forward, unit.host.forward),
+            Op.BACKWARD: lambda unit: (unit.backward, unit.host.input + unit.host.weight),
+            Op.BACKWARD_INPUT: lambda unit: (unit.backward - unit.weight, unit.host.input),
+            Op.BACKWARD_WEIGHT: lambda unit: (unit.weight, unit.host.weight),
         }
         self.before = {op: self._sums(seconds) for op, seconds in halves.items()}
         self.sends = np.array([self._sends(stage) for stage in range(len(self.home) - 1)])
         self.fits = [self._fits(stage, state) for stage in range(len(self.home))] if state else None
 
-    def _sums(self, seconds: Callable[[StageUnit], float]) -> Array:
-        """``[s, i]``: of all units before the i-th, as stage s would run them."""
-        return np.array([np.cumsum([0.0, *map(seconds, place.units)]) for place in self.places])
+    def _sums(self, seconds: Callable[[StageUnit], tuple[float, float]]) -> Array:
+        """``[s, k, i]``: of all units before the i-th, as stage s would run them, on its devices (k = 0) and by the
+        host: an action takes the longer of the two."""
+        sums: Array = np.array([np.cumsum([(0.0, 0.0), *map(seconds, place.units)], axis=0).T for place in self.places])
+        return sums
 
     def _sends(self, stage: int) -> list[float]:
         """On the way to the stage behind this one, if that began at each unit."""
@@ -71,10 +73,10 @@ class _UnlikeCut:
         return found
 
     def balanced(self) -> list[int]:
-        work = self.before[Op.FORWARD] + self.before[Op.BACKWARD]
+        work = [self.before[op] for op in (Op.FORWARD, Op.BACKWARD)]
         prices = []
         for stage in range(len(self.home)):
-            seconds = work[stage][None, :] - work[stage][:, None]
+            seconds = sum((one[stage][:, None, :] - one[stage][:, :, None]).max(axis=0) for one in work)
             if stage:
                 seconds += 2 * self.sends[stage - 1][:, None]
             seconds[self.forbidden] = np.inf
@@ -133,7 +135,9 @@ class _UnlikeCut:
         timing = clock(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
         stages = range(len(self.home))
         times = {
-            op: np.array([self.before[op][s, edges[s + 1]] - self.before[op][s, edges[s]] for s in stages])
+            op: np.array(
+                [(self.before[op][s][:, edges[s + 1]] - self.before[op][s][:, edges[s]]).max(axis=0) for s in stages]
+            )
             for op in timing.ops
         }
         sends = np.array([self.sends[s, edges[s + 1]] for s in stages[:-1]])

@@ -187,8 +187,8 @@ class Explain:
         computing: Counter[str] = Counter()
         moved: list[str] = []
         for stage in self.program.stages:
-            for label, piece in stage.pieces.items():
-                for time in priced.nodes(stage, piece):
+            for label in stage.pieces:
+                for time in priced.nodes(stage, label):
                     source = priced.source.get(time.node.name)
                     if source is None or facts(source).where.module not in modules:
                         continue

@@ -102,8 +102,8 @@ def compare_costs(
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for stage in program.stages:
         rank = priced.ranks[program.schedule.placement[stage.index]]
-        for phase, piece in stage.pieces.items():
-            for node in priced.nodes(stage, piece):
+        for phase in stage.pieces:
+            for node in priced.nodes(stage, phase):
                 taken = watches[rank].seconds.get((stage.index, phase, node.node.name))
                 if taken and collective_of(name := str(node.node.target)) is None and name != "wait":
                     source = priced.source.get(node.node.name)

@@ -16,7 +16,7 @@ from torch import fx
 from ..core.annotations import num_bytes, tensor_inputs, values
 from ..core.precision import widened
 from ..ir.cost_protocol import RankCosts
-from ..ir.distributed_program import DistributedProgram, Piece, StageProgram
+from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan
 from ..ops.rules.node_factors import argument
 from ..runtime.state.gradients import GradientStore, shared_by
@@ -38,14 +38,15 @@ _PIECES = MappingProxyType(
 
 @dataclass(frozen=True)
 class NodeTime:
-    """A node of a rank's function and its price: computing, then communication that computing waits for. ``begun``: the
-    node that started that communication before."""
+    """A node of a rank's function and its price: computing, then communication that computing waits for; ``host``: what
+    the host takes to start that, meanwhile. ``begun``: the node that started that communication before."""
 
     node: fx.Node
     compute: float
     communication: float = 0.0
     axis: str = ""
     begun: fx.Node | None = None
+    host: float = 0.0
 
 
 class ProgramPrices:
@@ -63,13 +64,15 @@ class ProgramPrices:
         self.places = [costs.at(program.mesh, place) for place in range(program.mesh["pp"])]
         self.stages = {stage.index: stage for stage in program.stages}
         self._works: dict[tuple[int, Op], ActionWork] = {}
+        self._nodes: dict[tuple[int, str], list[NodeTime]] = {}
         self._sums: dict[int, tuple[GradientSum, ...]] = {}
 
     # -- functions
 
     def begin(self, place: int) -> ActionWork:
         stages = [stage for stage in self.program.stages if self.program.schedule.placement[stage.index] == place]
-        return ActionWork(tuple(part for stage in stages for part in self.piece(stage, "once")))
+        parts = tuple(part for stage in stages for part in self.piece(stage, "once"))
+        return ActionWork(parts, sum(self._host(stage, "once") for stage in stages))
 
     def work(self, action: Action) -> ActionWork:
         key = action.stage, action.op
@@ -77,9 +80,13 @@ class ProgramPrices:
             stage = self.stages[action.stage]
             parts = [part for name in _PIECES[action.op] for part in self.piece(stage, name)]
             work = ActionWork((WorkPart(self.costs.action_seconds), *parts))
-            lost = self._lost(work, self._at(self.stages[action.stage])) if work.hidden else 0.0
-            self._works[key] = ActionWork((*work.parts, WorkPart(lost))) if lost else work
+            lost = self._lost(work, self._at(stage)) if work.hidden else 0.0
+            parts = [*work.parts, *([WorkPart(lost)] if lost else [])]
+            self._works[key] = ActionWork(tuple(parts), sum(self._host(stage, name) for name in _PIECES[action.op]))
         return self._works[key]
+
+    def _host(self, stage: StageProgram, name: str) -> float:
+        return sum(time.host for time in self.nodes(stage, name)) if name in stage.pieces else 0.0
 
     def _at(self, stage: StageProgram) -> RankCosts:
         """Prices of the ranks that run a stage."""
@@ -105,7 +112,7 @@ class ProgramPrices:
         parts: list[WorkPart] = []
         started: dict[fx.Node, int] = {}
         computing = 0.0
-        for time in self.nodes(stage, stage.pieces[name]):
+        for time in self.nodes(stage, name):
             computing += time.compute
             adds, starts = str(time.node.target) in _ACCUMULATE, self.overlaps and _starts(time.node)
             if not (time.axis or starts or (adds and ends is not None)):
@@ -121,26 +128,35 @@ class ProgramPrices:
                 ends[time.node] = len(parts)
         return [*parts, WorkPart(computing)] if computing or not parts else parts
 
-    def nodes(self, stage: StageProgram, piece: Piece) -> list[NodeTime]:
-        """The price of each node of a function."""
-        found: list[NodeTime] = []
-        costs = self._at(stage)
-        for node in piece.module.graph.nodes:
-            if node.op == "call_function":
-                found.append(NodeTime(node, costs.node_seconds(self.source[node.name])))
-            elif node.op == "call_method":
-                found.append(self._call(stage, node))
-        return found
+    def nodes(self, stage: StageProgram, name: str) -> list[NodeTime]:
+        """The price of each node of a function that the stage has."""
+        key = stage.index, name
+        if key not in self._nodes:
+            calls = [
+                node for node in stage.pieces[name].module.graph.nodes if node.op in ("call_function", "call_method")
+            ]
+            self._nodes[key] = [self._priced(stage, node) for node in calls]
+        return self._nodes[key]
 
-    def _call(self, stage: StageProgram, node: fx.Node) -> NodeTime:
-        name, costs = str(node.target), self._at(stage)
+    def _priced(self, stage: StageProgram, node: fx.Node) -> NodeTime:
+        name, source, costs = str(node.target), self.source.get(node.name), self._at(stage)
+        if node.op == "call_function":
+            assert source is not None
+            return NodeTime(node, costs.node_seconds(source), host=costs.host_seconds(source))
         if name in _ACCUMULATE:
-            return NodeTime(node, self._accumulate(stage, node))
-        if name == "wait":
+            return NodeTime(node, self._accumulate(stage, node), host=costs.host_seconds(None))
+        if name == "wait":  # started before, by the host too
             return replace(self._collective(node.all_input_nodes[-1], costs), node=node, begun=node.all_input_nodes[-1])
-        if _starts(node):
-            return NodeTime(node, 0.0)
-        return self._collective(node, costs)
+        found = NodeTime(node, 0.0) if _starts(node) else self._collective(node, costs)
+        return replace(found, host=self._started(node, source, costs))
+
+    def _started(self, node: fx.Node, source: fx.Node | None, costs: RankCosts) -> float:
+        """Seconds of the host for what a rank calls: a message, with the kernels of what computes beside its own, or
+        what depends on where a rank stands."""
+        known = collective_of(str(node.target).removeprefix("start_"))
+        messages = costs.host_seconds(None) if known is not None else 0.0
+        computes = known is None or known.price in ("ring", "matmul")
+        return messages + (costs.host_seconds(source) if computes and source is not None else 0.0)
 
     def _collective(self, node: fx.Node, costs: RankCosts) -> NodeTime:
         """Whatever else a rank calls: a collective, or what depends on where a rank stands."""
@@ -231,8 +247,10 @@ class ProgramPrices:
             left = 0.0
             for name in reversed(_PIECES[Op.BACKWARD]):
                 ends: dict[fx.Node, int] = {}
-                waited = ActionWork(tuple(self.piece(stage, name, ends))).waited
-                after = list(accumulate((part.seconds for part in reversed(waited)), initial=left))
+                work = ActionWork(tuple(self.piece(stage, name, ends)))
+                waited, device = work.waited, max(work.seconds, 1e-12)
+                slower = max(1.0, self._host(stage, name) / device)  # the host starts kernels all along
+                after = list(accumulate((slower * part.seconds for part in reversed(waited)), initial=left))
                 for node, end in reversed(ends.items()):
                     number = numbers[id(store.where[stage.gradients[str(node.args[-1])]])]
                     ready[number].setdefault(stage.index, after[len(waited) - end])

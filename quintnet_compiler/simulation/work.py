@@ -36,18 +36,28 @@ class Hidden:
 
 @dataclass(frozen=True)
 class ActionWork:
-    """What one action does, in order."""
+    """What one action does, in order; ``host``: seconds in which its kernels are started, beside that. The longer of
+    the two is what the action takes."""
 
     parts: tuple[WorkPart, ...] = ()
+    host: float = 0.0
 
     @cached_property
     def seconds(self) -> float:
-        return sum(part.seconds for part in self.waited)
+        return max(self.device, self.host)
+
+    @cached_property
+    def device(self) -> float:
+        """Seconds without the host."""
+        return sum(part.seconds for part in self._timed[0])
 
     @property
     def waited(self) -> tuple[WorkPart, ...]:
-        """The parts as computing sees them: of a collective that was started before, what is left to wait for."""
-        return self._timed[0]
+        """The parts as computing sees them: of a collective that was started before, what is left to wait for. Last,
+        what the device waits for the host."""
+        found = self._timed[0]
+        waits = self.host - self.device
+        return (*found, WorkPart(waits)) if waits > 0 else found
 
     @property
     def hidden(self) -> tuple[Hidden, ...]:
@@ -79,13 +89,13 @@ class ActionWork:
         return tuple(waited), tuple(hidden)
 
     def scaled(self, compute: float, links: Mapping[str, float]) -> ActionWork:
-        """With computing, and the collectives of each axis, so many times slower."""
+        """With computing, and the collectives of each axis, so many times slower; with computing, its host."""
         if compute == 1.0 and not links:
             return self
         parts = tuple(
             replace(p, seconds=p.seconds * (links.get(p.axis, 1.0) if p.axis else compute)) for p in self.parts
         )
-        return ActionWork(parts)
+        return ActionWork(parts, self.host * compute)
 
 
 @dataclass(frozen=True)

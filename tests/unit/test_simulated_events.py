@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from quintnet_compiler.schedules.kinds import one_f_one_b
@@ -39,3 +41,12 @@ def test_a_collective_that_was_started_ahead_is_waited_for_in_part() -> None:
     (hidden,) = work.hidden
     assert (hidden.axis, hidden.name) == ("tp", "gather")
     assert work.scaled(2.0, {}).seconds == pytest.approx(4.0 + 2.0)  # computing hides all of it now
+
+
+def test_an_action_takes_the_time_of_the_device_or_the_host() -> None:
+    """The host starts kernels while the device computes: the longer of the two decides, also on a slow rank."""
+    work = ActionWork((WorkPart(2.0), WorkPart(1.0, "tp", "gather")), host=5.0)
+    assert (work.device, work.seconds) == (3.0, 5.0)
+    assert [part.seconds for part in work.waited] == [2.0, 1.0, 2.0] and work.waited[-1].axis == ""
+    assert work.scaled(3.0, {}).seconds == 15.0 and work.scaled(1.0, {"tp": 4.0}).seconds == 6.0
+    assert replace(work, host=2.0).seconds == 3.0 and len(replace(work, host=2.0).waited) == 2

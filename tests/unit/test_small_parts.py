@@ -187,6 +187,10 @@ def test_costs_of_a_cluster_fit_the_protocols() -> None:
     costs: RankCosts = ClusterCosts(Cluster("h100"))
     assert costs.send_seconds(2**30, 0, 1) > costs.send_seconds(2**20, 0, 1) > 0
     assert costs.optimizer_seconds(2**30) > 0 and "h100" in costs.source.lower()
+    each = costs.host_seconds(None)
+    node = torch.fx.Graph().call_function(torch.ops.aten.t.default)
+    assert each == Cluster("h100").device.efficiency.host_seconds and costs.host_seconds(node) == 0  # a view
+    assert ClusterCosts(Cluster("cpu")).host_seconds(None) == 0 and ClusterCosts(Cluster("h100"), graphs=True).graphs
     assert {"operator_seconds", "collective_seconds", "parameter_seconds"} <= set(dir(CostModel))
 
 

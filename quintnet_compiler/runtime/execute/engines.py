@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ...compat.torch import make_fx, schema_or_none
 from ...compat.torch_inductor import decompositions, kernels
-from ...core.errors import BackendWarning
+from ...core.errors import BackendWarning, CompileError
 from ...ir.generated import GeneratedModule
 from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
@@ -124,3 +124,11 @@ ENGINES: Mapping[str, Callable[[], Engine]] = MappingProxyType(
     {"eager": lambda: eager, "inductor": Inductor, "cudagraphs": lambda: Inductor(Graphs(CudaGraphs()))}
 )
 """What makes an engine, under the name that ``compile(backend=...)`` gives it."""
+EngineName = Literal["eager", "inductor", "cudagraphs"]
+REPLAYS: EngineName = "cudagraphs"  # what it runs again, the host starts all at once
+
+
+def check_engine(name: str) -> None:
+    """Raises: CompileError QN108 for an engine that there is not."""
+    if name not in ENGINES:
+        raise CompileError("QN108", f"there is no backend {name!r}", fix=f"use one of {', '.join(ENGINES)}")
