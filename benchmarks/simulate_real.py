@@ -1,9 +1,11 @@
 """Simulated against measured steps on this machine: calibrated CPU, gloo, 2 and 4 processes.
 
-    python benchmarks/simulate_real.py [--json] [--rounds 2] [--save machine.json]
+    python benchmarks/simulate_real.py [--json] [--rounds 2] [--save machine.json] [--alone]
 
 Calibration and measurement take turns, so that both see what else the machine does; every process has one thread.
-Where there are more processes than cores, the calibration says how many cores they share. Run it on a quiet machine.
+Where there are more processes than cores, the calibration says how many cores they share. Run it on a quiet machine,
+or, as root on Linux, with --alone: while something is measured, the processes have real-time priority, and what else
+runs waits; between two steps it goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 import quintnet
 from quintnet_compiler.cost_models.calibrated import CalibratedCosts
 from quintnet_compiler.cost_models.calibration import Calibration, MeasuredCollective, MeasuredMatmul, Point
-from quintnet_compiler.reports.calibrate import calibrate
+from quintnet_compiler.reports.calibrate import CalibrationEffort, calibrate, run_alone
 
 WARMUP, STEPS = 2, 5
 
@@ -81,10 +83,12 @@ class Config:
     mesh: tuple[tuple[str, int], ...]
     microbatches: int = 1
     schedule: str = "1f1b"
+    more: tuple[tuple[str, Any], ...] = ()  # options of compile
 
     def __str__(self) -> str:
         mesh = " ".join(f"{axis}{size}" for axis, size in self.mesh)
-        return f"{self.model} {self.width}x{self.depth} {mesh} mb{self.microbatches} {self.schedule}"
+        more = " ".join(f"{name}={value}" for name, value in self.more)
+        return f"{self.model} {self.width}x{self.depth} {mesh} mb{self.microbatches} {self.schedule} {more}".rstrip()
 
     @property
     def ranks(self) -> int:
@@ -101,7 +105,7 @@ class Config:
             batch = torch.randint(0, 1024, (self.rows, 128)), torch.randint(0, 1024, (self.rows, 128))
             loss = token_loss
         mesh = quintnet.Mesh(**dict(self.mesh))
-        options = {"microbatches": self.microbatches, "schedule": self.schedule}
+        options = {"microbatches": self.microbatches, "schedule": self.schedule, **dict(self.more)}
         return quintnet.compile(model, mesh, batch, loss_fn=loss, **options), batch
 
 
@@ -128,31 +132,51 @@ CONFIGS = (
     Config("gpt", 256, 4, 16, _mesh(pp=2, tp=2), 4),
     Config("gpt", 256, 4, 16, _mesh(pp=4), 8),
     Config("gpt", 384, 4, 16, _mesh(dp=2, tp=2)),
+    Config("mlp", 512, 4, 512, _mesh(dp=2), more=(("zero", 1),)),
+    Config("gpt", 256, 4, 8, _mesh(dp=2), more=(("zero", 2),)),
+    Config("gpt", 256, 4, 8, _mesh(dp=2), more=(("zero", 3),)),
+    Config("gpt", 256, 4, 8, _mesh(dp=2), more=(("recompute", "full"),)),
+    Config("gpt", 256, 4, 8, _mesh(cp=2)),
+    Config("gpt", 256, 4, 16, _mesh(pp=2), 4, "zb-h1"),
+    Config("gpt", 256, 4, 16, _mesh(pp=2), 4, "interleaved", (("virtual_stages", 2),)),
 )
 
 
 SIDE = 512  # of the product that tells whether the machine is as fast as it was
 
 
-def measure(configs: tuple[Config, ...]) -> list[float]:
+def measure(configs: tuple[Config, ...], alone: bool = False) -> list[float]:
     """On each process: the median step of each configuration, in seconds. Steps of all take turns, and last in turn is
-    a matrix product that the calibration has measured too."""
+    a matrix product that the calibration has measured too. ``alone``: what else the machine does waits meanwhile."""
+
+    def begin() -> float:
+        dist.barrier()
+        if alone:
+            run_alone()
+        return time.perf_counter()
+
+    def taken_since(start: float) -> float:
+        seconds = time.perf_counter() - start
+        if alone:
+            run_alone(False)
+            time.sleep(seconds / 2)
+        return seconds
+
     made = [config.compile() for config in configs]
     taken: list[list[float]] = [[] for _ in made]
     square, products = torch.randn(SIDE, SIDE), []
     for step in range(WARMUP + STEPS):
         for times, (program, batch) in zip(taken, made, strict=True):
             program.zero_grad()
-            dist.barrier()
-            start = time.perf_counter()
+            start = begin()
             program.step(batch)
+            seconds = taken_since(start)
             if step >= WARMUP:
-                times.append(time.perf_counter() - start)
-        dist.barrier()
-        start = time.perf_counter()
+                times.append(seconds)
+        start = begin()
         for _ in range(5):
             torch.mm(square, square)
-        products.append((time.perf_counter() - start) / 5)
+        products.append(taken_since(start) / 5)
     return [statistics.median(times) for times in (*taken, products)]
 
 
@@ -189,6 +213,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="calibrations, each followed by a measurement")
     parser.add_argument("--save", help="write the calibration here")
     parser.add_argument("--only", default="", help="configurations whose name has this in it")
+    parser.add_argument("--alone", action="store_true", help="measure at real-time priority (Linux, as root)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     configs = [config for config in CONFIGS if options.only in str(config)]
@@ -196,10 +221,10 @@ def main() -> None:
     measured: dict[Config, list[float]] = {config: [] for config in configs}
     speeds: list[float] = []  # of the machine while measuring, relative to while calibrating
     for _ in range(options.rounds):
-        calibrations.append(calibrate(sorted({2, *(config.ranks for config in configs)})))
+        calibrations.append(calibrate(sorted({2, *(c.ranks for c in configs)}), CalibrationEffort(alone=options.alone)))
         for ranks in sorted({config.ranks for config in configs}):
             group = tuple(config for config in configs if config.ranks == ranks)
-            found = list(zip(*quintnet.launch(measure, ranks, (group,)), strict=True))
+            found = list(zip(*quintnet.launch(measure, ranks, (group, options.alone)), strict=True))
             for config, times in zip(group, found, strict=False):
                 measured[config].append(max(times))
             crowd = max(1.0, ranks / calibrations[-1].cores) if calibrations[-1].cores else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,23 @@ def test_measuring_in_16_bits() -> None:
         "attention_backward",
     }
     assert all(seconds > 0 for seconds in taken)
+
+
+def test_operands_and_results_take_turns() -> None:
+    """Else all of a measurement would lie in a core's caches."""
+    effort = measuring.CalibrationEffort(pool=4096)
+    new = measuring._Operands(effort, torch.device("cpu"))
+    places: list[int] = []
+
+    def make() -> Callable[[], object]:
+        x = new(8, 8)
+        return lambda: places.append(x.data_ptr())
+
+    call = new.turns(1024.0, make)
+    for _ in range(8):
+        call()
+    assert len(set(places[:4])) == 4 and places[4:] == places[:4]
+    assert new(64, 64).shape == (64, 64)  # larger than the pool
 
 
 def test_measuring_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
