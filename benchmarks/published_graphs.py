@@ -42,6 +42,7 @@ from quintnet_compiler.ir.plan import Plan, read_plan
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.planner.build import Builder
 from quintnet_compiler.planner.evaluate import evaluate
+from quintnet_compiler.planner.places import Place
 from quintnet_compiler.planner.planning import Planner, PricedCluster
 from quintnet_compiler.planner.stage_units import StageUnit
 
@@ -249,7 +250,7 @@ def price(run: Run) -> Prices:
     costs = SourceCosts(cluster, kernels=run.layout.kernels)
     builder = Builder(planner.folded, plan, RULES, machine.prices, costs)
     units = with_kernels(builder(own.layout), run, module.blocks)
-    other = evaluate(units, own.layout, costs, plan.stages)
+    other = evaluate([Place(units, costs)] * own.layout.pp, own.layout, plan.stages)
     closed = StepModel(run.model, run.layout, cluster).step().seconds
     return Prices(run.id, kinds_of(run), module.architecture, run.seconds or 0.0, own.seconds, other.seconds, closed)
 
