@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -31,6 +30,7 @@ class Roofline:
 
     hardware: Hardware = H100
     unknown: str = "error"
+    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict, repr=False, compare=False)
 
     def operator_seconds(self, node: fx.Node) -> float:
         if node.op != "call_function" or is_getitem(node):
@@ -44,12 +44,18 @@ class Roofline:
     def accumulate_seconds(self, num_bytes: float) -> float:
         return traffic_seconds(3 * num_bytes, self.hardware)
 
-    def send_seconds(self, num_bytes: float) -> float:
-        return collective_seconds("send", self._neighbours, num_bytes)
+    def send_seconds(self, num_bytes: float, apart: int = 1) -> float:
+        return collective_seconds("send", self._group((0, apart)), num_bytes)
 
-    @cached_property
-    def _neighbours(self) -> Group:
-        return Cluster(self.hardware, 1, 2).group_of((0, 1))
+    def meeting_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
+        return collective_seconds(name, self._group(tuple(range(ranks))), num_bytes)
+
+    def _group(self, ranks: tuple[int, ...]) -> Group:
+        """Of ranks of as many full nodes as they need."""
+        if ranks not in self._groups:
+            node = Cluster(self.hardware).gpus_per_node
+            self._groups[ranks] = Cluster(self.hardware, -(-(max(ranks) + 1) // node)).group_of(ranks)
+        return self._groups[ranks]
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
         hw = self.hardware

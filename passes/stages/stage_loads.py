@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from ...compat.torch import schema
 from ...core.annotations import Leaf, leaf, needs_grad, num_bytes, origin, tensor_inputs, values
-from ...core.sharding import Shard, Sharding
+from ...core.sharding import AxisType, I, Shard, Sharding, gradient
 from ...ir.cost_protocol import CostModel
 from ...ir.program import ShardedProgram
+from ...ops.collectives import lower_conversion, share
 from ...schedules.synthesis import StageTimes
 from .partition import Array
 
@@ -26,7 +28,8 @@ MOST_PLACES = 400  # up to this many operators every cut is tried; beyond, the n
 class StageLoads:
     """Of one microbatch on one rank, for the operators ``order``. A stage may begin at ``places``.
 
-    ``forward``, ``input``, ``weight``: seconds of all operators before a place, and of the halves of their backwards.
+    ``forward``, ``input``, ``weight``: seconds of all operators before a place, and of the halves of their backwards,
+    with the collectives that bring their inputs.
     ``sends[way]``: seconds on the wire of what crosses a place, forward and backward. ``reads``: how many operators
     before a place read parameters.
     """
@@ -35,18 +38,22 @@ class StageLoads:
         self.count = len(order)
         place = {node: index for index, node in enumerate(order)}
         times = np.array([_run(program, node, cost) for node in order])
+        for node, (forward, backward) in collectives(program, order, cost).items():
+            times[place[node], :2] += forward, backward
         trained = [any(found is not None and found.kind == "parameter" for found in map(_source, tensor_inputs(node)))
                    for node in order]  # fmt: skip
         self.reads = np.concatenate([[0], np.cumsum(trained)])
         crossing = np.zeros(self.count + 1)
         self.sends = np.zeros((2, self.count + 1))
+        apart = math.prod(axis.size for axis in program.axes if axis.role != "time")  # neighbours along pp
         for (node, output), uses in _uses(order, place).items():
             size = num_bytes(values(node)[output]) * _left(program, program.produced(node, output))
             across = slice(place[node] + 1, uses[-1] + 1)
             crossing[across] += size
-            self.sends[0, across] += cost.send_seconds(size)
+            way = cost.send_seconds(size, apart)
+            self.sends[0, across] += way
             if needs_grad(node):
-                self.sends[1, across] += cost.send_seconds(size)
+                self.sends[1, across] += way
                 times[place[node], 1] += (len(uses) - 1) * cost.accumulate_seconds(size)  # gradients of all uses
         self.forward, self.input, self.weight = (np.concatenate([[0.0], np.cumsum(one)]) for one in times.T)
         self.places = _narrow_places(crossing)
@@ -65,6 +72,39 @@ def operator_times(program: ShardedProgram, node: fx.Node, cost: CostModel) -> S
               for output, value in enumerate(values(node))]  # fmt: skip
     ways = [a.size for a, s in zip(program.axes, program.strategies[node], strict=True) if s.splits]
     return cost.run_seconds(node, 1 / math.prod(ways), reads, sum(writes))
+
+
+def collectives(
+    program: ShardedProgram, order: Sequence[fx.Node], cost: CostModel
+) -> dict[fx.Node, tuple[float, float]]:
+    """Seconds that each operator waits for collectives on what it reads, and its backward on the gradients of that;
+    each value is brought into a sharding once, for the first that reads it so. What parameters and what moves whole
+    batches take is not counted."""
+    found: dict[fx.Node, tuple[float, float]] = {}
+    known: set[tuple[fx.Node, int, Sharding]] = set()
+    for node in order:
+        there = back = 0.0
+        for position, (made, output) in enumerate(map(origin, tensor_inputs(node))):
+            kinds, wanted = program.produced(made, output), program.wanted(node, position)
+            if leaf(made) is not None or kinds == wanted or (made, output, wanted) in known:
+                continue
+            known.add((made, output, wanted))
+            size, grad = num_bytes(values(made)[output]), needs_grad(made)
+            for at, axis in enumerate(program.axes):
+                if axis.role == "time" or kinds[at] == wanted[at]:
+                    continue
+                others = size * _left(program, tuple(I if i == at else kind for i, kind in enumerate(kinds)))
+                there += _moved(kinds[at], wanted[at], others, axis.size, cost)
+                back += _moved(gradient(wanted[at]), gradient(kinds[at]), others, axis.size, cost) if grad else 0.0
+        if there or back:
+            found[node] = there, back
+    return found
+
+
+def _moved(a: AxisType, b: AxisType, size: float, ranks: int, cost: CostModel) -> float:
+    op, _ = lower_conversion(a, b)
+    name = "" if op is None or op is share else str(schema(op).name).partition("::")[2]
+    return 0.0 if not name or name.startswith("shard_") else cost.meeting_seconds(name, size, ranks)
 
 
 def _run(program: ShardedProgram, node: fx.Node, cost: CostModel) -> tuple[float, float, float]:

@@ -28,8 +28,12 @@ class CostModel(Protocol):
         """Time of adding a gradient of so many bytes to another."""
         ...
 
-    def send_seconds(self, num_bytes: float) -> float:
-        """Time of sending a value from one stage to another, with what starting that takes."""
+    def send_seconds(self, num_bytes: float, apart: int = 1) -> float:
+        """Time of sending a value from one stage to another, ``apart`` ranks away, with what starting that takes."""
+        ...
+
+    def meeting_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
+        """As :meth:`collective_seconds`, with what starting a collective takes, however small it is."""
         ...
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:

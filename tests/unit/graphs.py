@@ -76,8 +76,11 @@ class Prices:
     def accumulate_seconds(self, num_bytes: float) -> float:
         return 0.0
 
-    def send_seconds(self, num_bytes: float) -> float:
+    def send_seconds(self, num_bytes: float, apart: int = 1) -> float:
         return self.collective
+
+    def meeting_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
+        return self.collective_seconds(name, num_bytes, ranks)
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
         return self.collective * num_bytes

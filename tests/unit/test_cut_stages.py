@@ -28,7 +28,7 @@ from quintnet_compiler.passes.stages.cut_stages import (
     staged_operators,
 )
 from quintnet_compiler.passes.stages.fastest_cut import TRAVELS, UNEVEN, FastestCut
-from quintnet_compiler.passes.stages.stage_loads import EMPTY, StageLoads
+from quintnet_compiler.passes.stages.stage_loads import EMPTY, StageLoads, collectives
 from quintnet_compiler.passes.stages.step_clock import StepClock
 from quintnet_compiler.passes.strategies.rule_book import RuleBook
 from quintnet_compiler.schedules.kinds import Generator, gpipe, one_f_one_b, zero_bubble_h1
@@ -194,6 +194,32 @@ def test_stages_are_priced_before_there_is_a_backward_as_after(kind: str) -> Non
         for op in (Op.FORWARD, Op.BACKWARD):
             simulated = _prices(program).work(Action(op, stage, 0)).device
             assert found.of(op) == pytest.approx(simulated, rel=0.08 if stage < 3 else 0.2), (stage, op)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=4, tp=2), Mesh(pp=4, cp=2)], ids=["tp", "cp"])
+def test_stages_wait_for_collectives_as_their_programs_do(mesh: Mesh) -> None:
+    """But for what is gathered again for the backward, beside other work."""
+    model, batch = GPT(width=64, depth=4, heads=4), CASES["gpt"].batch(16)
+    plan: Any = {"stages": ["blocks.1", "blocks.2", "blocks.3"], "context": "all_gather"}
+    program = quintnet.compile(model, mesh, batch, microbatches=8, check="off", plan=plan)
+    primary, cost = program._primary().program, Roofline()
+    prices = ProgramPrices(primary, ClusterCosts(Cluster("h100")))
+    sharded = primary.source.local.staged.sharded
+    waits = collectives(sharded, staged_operators(sharded.program.graph), cost)
+    for stage in range(1, 3):
+        mine = [found for node, found in waits.items() if primary.source.local.staged.stage[node] == stage]
+        parts = {op: [part for part in prices.work(Action(op, stage, 0)).parts if part.axis]
+                 for op in (Op.FORWARD, Op.BACKWARD)}  # fmt: skip
+        again = sum(part.seconds for part in parts[Op.FORWARD] if part.name.startswith("all_gather"))
+        ahead, back = (sum(part.seconds for part in found) for found in parts.values())
+        assert sum(one for one, _ in mine) == pytest.approx(ahead) and ahead > 0
+        assert sum(one for _, one in mine) == pytest.approx(back - again)
+
+
+def test_neighbours_in_other_nodes_are_sent_to_over_the_network() -> None:
+    cost = Roofline()
+    assert cost.send_seconds(2**20) == cost.send_seconds(2**20, 4) < cost.send_seconds(2**20, 8)
+    assert cost.meeting_seconds("all_reduce", 2**20, 2) > cost.collective_seconds("all_reduce", 2**20, 2)
 
 
 def test_every_stage_has_parameters() -> None:
