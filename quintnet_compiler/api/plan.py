@@ -14,7 +14,7 @@ from ..core.axes import AXES
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..core.progress import bar
-from ..core.replaced import one_thread
+from ..core.replaced import new_garbage_only, one_thread
 from ..cost_models.cluster import Cluster
 from ..ir.batch_form import FlatBatch, plain_batch
 from ..ir.plan import Plan, check_plan, read_plan
@@ -25,7 +25,7 @@ from ..planner.estimate import Estimate
 from ..planner.planning import RESERVE, Planner, PricedCluster
 from ..planner.report import PlanReport
 from ..planner.search import Objective, SearchEffort
-from ..planner.workload import Goal, tokens_of
+from ..planner.workload import Goal, tokens_of, with_length
 from ..runtime.execute.engines import REPLAYS, EngineName, check_engine
 from ..schedules.synthesis import check_schedule
 
@@ -33,6 +33,7 @@ Given = Plan | Mapping[str, Any] | str | Path | None
 
 
 @one_thread()
+@new_garbage_only()
 def plan(
     model: nn.Module,
     cluster: Cluster,
@@ -65,7 +66,8 @@ def plan(
             fastest plans of those that take at most a quarter more than the least; or device-seconds per token
             (``"cost"``), for which plans may use fewer nodes.
         work: how many operators to compile in the search if there are too many layouts to prove which is best. The
-            same work gives the same plan on every machine; twice as much takes about twice as long.
+            same work gives the same plan on every machine; twice as much takes about twice as long. A third of it
+            without anything better ends the search, too.
         seconds: when to stop searching in any case. The report says whether anything was left, and why.
         tokens: how many to train on, for what that takes and costs; of rows, where batches have no tokens (a tensor of
             whole numbers with two dims).
@@ -82,12 +84,20 @@ def plan(
             an objective that there is not, tokens or a price that are not above 0, or a reserve that is no share.
     """
     question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
-    planner = _planner(model, cluster, batch, loss_fn, read_plan(plan), rules, goal, backend, reserve)
+    given = read_plan(plan)
+    planner = _planner(model, cluster, batch, loss_fn, given, rules, goal, backend, reserve)
+    tokens_in = planner.workload.tokens
+
+    def of_length(length: int) -> Planner:
+        with one_thread(), new_garbage_only():
+            return _planner(model, cluster, with_length(batch, length), loss_fn, given, rules, goal, backend, reserve)
+
     with bar("layouts settled", progress) as shown:
-        return plan_model(planner, question, top_k=top_k, progress=shown)
+        return plan_model(planner, question, top_k=top_k, progress=shown, of_length=of_length if tokens_in else None)
 
 
 @one_thread()
+@new_garbage_only()
 def estimate(
     model: nn.Module,
     cluster: Cluster,

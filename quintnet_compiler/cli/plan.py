@@ -13,7 +13,7 @@ from ..api.plan import plan as make_plan
 from ..cost_models.cluster import Cluster
 from ..ir.plan import read_plan
 from ..planner.compare import Versus
-from ..planner.curves import ParetoFront, ScalingCurve
+from ..planner.curves import ParetoFront, ScalingCurve, Sweep
 from ..planner.planning import RESERVE
 from ..planner.search import Objective, SearchEffort
 from .answer import Answer
@@ -39,12 +39,19 @@ def plan(
     work: Annotated[
         float, typer.Option(min=1, help="how many operators to compile in the search; the same plan on every machine")
     ] = SearchEffort.work,
-    seconds: Annotated[float, typer.Option(help="when to stop searching in any case")] = 35.0,
+    seconds: Annotated[float, typer.Option(help="when to stop searching in any case")] = SearchEffort.seconds,
     out: Annotated[Path | None, typer.Option(help="write the best plan here, for compile(plan=...)")] = None,
     front: Annotated[bool, typer.Option("--front", help="also the fastest plans for ever less memory")] = False,
     scaling: Annotated[bool, typer.Option("--scaling", help="also plans for fewer and for more devices")] = False,
     beside: Annotated[
         str | None, typer.Option(metavar="GPU[:NODES[:PRICE]]", help="another cluster, whose best plan is compared")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help="also the best plan for each value of devices, network (bytes a second of a node), rows or length",
+        ),
     ] = None,
     json: Json = False,
 ) -> Answer:
@@ -61,7 +68,10 @@ def plan(
     Example: quintnet plan mymodel:build --nodes 8 --objective cost --tokens 1e12 --price 2.5
 
     Example: quintnet plan mymodel:build --nodes 8 --price 2.5 --front --scaling --beside b200:4:5
+
+    Example: quintnet plan mymodel:build --nodes 8 --sweep network=50e9,100e9,400e9 --sweep rows=64,128,256
     """
+    asked = [_sweep(text) for text in sweep or ()]
     other, other_price = _beside(beside) if beside else (None, None)
     pinned = read_plan(plan).changed(settings_of(settings, precision), keep_open=True)
     cluster = read_cluster(gpu, nodes, gpus_per_node)
@@ -72,15 +82,29 @@ def plan(
     )  # fmt: skip
     if out:
         report.best.save(out)
-    more: dict[str, ParetoFront | ScalingCurve | Versus] = {}
+    more: dict[str, ParetoFront | ScalingCurve | Versus | Sweep] = {}
     if front:
         more["front"] = report.front()
     if scaling:
         more["scaling"] = report.scaling()
     if other:
         more["beside"] = report.beside(other, price=other_price)
+    for name, amounts in asked:
+        more[f"sweep_{name}"] = report.sweep(name, amounts)
     document = report.numbers() | {name: found.numbers() for name, found in more.items()}
     return Answer("\n\n".join(map(str, (report, *more.values()))), dumps(document, indent=2))
+
+
+def _sweep(text: str) -> tuple[str, list[float]]:
+    """
+    Raises:
+        typer.BadParameter: if the text has another form.
+    """
+    name, _, amounts = text.partition("=")
+    try:
+        return name, [float(amount) for amount in amounts.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not NAME=VALUE,..., as rows=64,128", param_hint="--sweep") from None
 
 
 def _beside(text: str) -> tuple[Cluster, float | None]:

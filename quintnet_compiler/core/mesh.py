@@ -43,7 +43,7 @@ class Mesh:
 
     def __getitem__(self, axis: str) -> int:
         """The size of ``axis``; 1 where the mesh does not have it."""
-        return dict(self.axes).get(axis, 1)
+        return self._sizes.get(axis, 1)
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
@@ -57,6 +57,10 @@ class Mesh:
             for number, place in enumerate(places)
         ]
         return table(head, rows, f"{self!r}: {self.size} ranks")
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -95,7 +99,12 @@ class Mesh:
 
     def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` at most along ``axes``, in order of their coordinates."""
-        here = self.coordinate(rank)
+        here, stride = self.coordinate(rank), 1
+        strides: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            strides[name], stride = stride, stride * size
         present = [name for name in self.names if name in axes]
-        places = itertools.product(*(range(self[name]) for name in present))
-        return tuple(self.rank({**here, **dict(zip(present, place, strict=True))}) for place in places)
+        found = [rank - sum(here[name] * strides[name] for name in present)]
+        for name in present:
+            found = [first + place * strides[name] for first in found for place in range(self[name])]
+        return tuple(found)

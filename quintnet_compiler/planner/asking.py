@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from ..core.errors import CompileError
 from ..cost_models.cluster import Cluster
 from ..ir.plan import Plan, read_plan
 from .compare import Versus
-from .curves import ParetoFront, ScalingCurve, ScalingPoint, undominated
+from .curves import SWEPT, ParetoFront, ScalingCurve, ScalingPoint, Sweep, SweepPoint, undominated
 from .estimate import Estimate
 from .layouts import Layout
 from .planning import Planner, Pricing
@@ -20,6 +21,7 @@ from .search import Objective, SearchEffort, SearchResult
 
 Progress = Callable[[int, int], None]
 MEMORY_SLACK = 0.25  # plans for little memory are the fastest that take at most so much more than the least
+NEARLY = 0.03  # prices are no more exact: what is slower by no more, and simpler, is said, too
 STEPS = (0.2, 0.1, 0.03)  # by how much the next point of a front takes less memory; the smaller where nothing else fits
 SIZES = (0.25, 0.5, 1, 2, 4)  # of a scaling curve, times the cluster
 
@@ -70,12 +72,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """Further questions about the model of ``planner``, whose ``best`` layout is known; ``pricing``: what else is."""
+    """Further questions about the model of ``planner``, whose ``best`` layout is known; ``pricing``: what else is;
+    ``of_length``: a planner for rows of so many positions."""
 
     planner: Planner
     question: Question
     best: Estimate
     pricing: Pricing = field(repr=False)
+    of_length: Callable[[int], Planner] | None = field(default=None, repr=False)
 
     def known(self) -> tuple[Estimate, ...]:
         """All that was priced, whether it fits or not."""
@@ -124,6 +128,42 @@ class Questions:
         kinds = " and ".join(device.name for device, _ in cluster.kinds)
         return ScalingCurve(kinds, tuple(points))
 
+    def sweep(self, argument: str, amounts: Sequence[float]) -> Sweep:
+        """See :meth:`.report.PlanReport.sweep`."""
+        if argument not in SWEPT:
+            raise CompileError("QN216", f"{argument!r} cannot be varied", fix=f"use one of {', '.join(SWEPT)}")
+        question, points = replace(self.question, effort=self.question.shorter), []
+        for amount in amounts:
+            number = isinstance(amount, (int, float)) and not isinstance(amount, bool) and math.isfinite(amount)
+            if not number or amount <= 0 or (argument != "network" and amount != int(amount)):
+                kind = "a number" if argument == "network" else "a whole number"
+                raise CompileError("QN216", f"{argument}={amount!r}", fix=f"give {kind} above 0")
+            try:
+                made = question.search(self._varied(argument, amount))
+                why = "" if made.ranked else _why(made, question.effort)
+                points.append(SweepPoint(amount, made.ranked[0] if made.ranked else None, why))
+            except CompileError as error:
+                points.append(SweepPoint(amount, None, f"{error.code} {error.message}"))
+        return Sweep(argument, tuple(points))
+
+    def _varied(self, argument: str, amount: float) -> Planner:
+        planner = self.planner
+        machine, load, cluster = planner.machine, planner.workload, planner.machine.cluster
+        if argument == "devices":
+            return replace(planner, machine=replace(machine, cluster=cluster.sized(int(amount))))
+        if argument == "network":
+            other = Cluster(
+                cluster.device, cluster.nodes, cluster.gpus_per_node, network_bytes_per_second=amount,
+                rail=cluster.rail, oversubscription=cluster.oversubscription,
+            )  # fmt: skip
+            return replace(planner, machine=replace(machine, cluster=other))
+        if argument == "length":
+            if self.of_length is None:
+                raise CompileError("QN216", "a batch without tokens has no length", fix="vary `rows`")
+            return self.of_length(int(amount))
+        captured, tokens = planner.folded.program.captured, load.tokens * int(amount) // load.rows
+        return Planner.of(captured, int(amount), machine, planner.pinned, planner.rules, tokens, load.goal)
+
     def beside(self, cluster: Cluster, price: float | None) -> Versus:
         """See :meth:`.report.PlanReport.beside`."""
         planner = self.planner
@@ -142,8 +182,11 @@ class Questions:
         return Versus(self.best, None, _why(made, self.question.effort), names)
 
 
-def plan_model(planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None) -> PlanReport:
-    """Search, and say what came of it.
+def plan_model(
+    planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None,
+    of_length: Callable[[int], Planner] | None = None,
+) -> PlanReport:  # fmt: skip
+    """Search, and say what came of it. ``of_length``: see :class:`Questions`.
 
     Raises:
         CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
@@ -164,13 +207,25 @@ def plan_model(planner: Planner, question: Question, *, top_k: int, progress: Pr
         )
         whole.search(1, "time", SearchEffort(question.effort.work / 4, question.effort.seconds / 4), pricing=pricing)
     plans, machine = tuple(planner.complete(one) for one in found.ranked), planner.machine
-    note = ""
+    simpler, note = _simpler(planner, question, found.ranked[0], pricing), ""
     if question.objective == "memory":
         note = f"the fastest plans that take at most {MEMORY_SLACK:.0%} more memory than the least that was found"
     return PlanReport(
         machine.name, planner.folded.program.batch_size, machine.memory_bytes, machine.reserve, found, plans,
-        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing), note,
+        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing, of_length), note,
+        (simpler, planner.complete(simpler)) if simpler else None,
     )  # fmt: skip
+
+
+def _simpler(planner: Planner, question: Question, best: Estimate, pricing: Pricing) -> Estimate | None:
+    """Of all that was priced, fits, and is nearly as good as ``best``, the one with the fewest parts; None where it has
+    no fewer than ``best``."""
+    if question.objective != "time":
+        return None
+    most = planner.machine.memory_bytes * (1 - planner.machine.reserve)
+    near = [e for e in pricing.known.values() if e.seconds <= (1 + NEARLY) * best.seconds and e.memory_bytes <= most]
+    found = min(near, key=lambda e: (e.layout.parts, e.seconds, e.layout), default=best)
+    return found if found.layout.parts < best.layout.parts else None
 
 
 def unfinished(found: SearchResult[Layout, Estimate], effort: SearchEffort) -> str:

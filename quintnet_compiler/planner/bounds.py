@@ -3,7 +3,7 @@ than its share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import log, prod
@@ -16,9 +16,9 @@ from .pipeline import StageWork, least_seconds, min_saved
 from .stage_units import StageUnit
 from .stages import Slices, cut, stage_work
 
-# What of its share a split model may lack: stages are cut elsewhere, and a few values are saved only where they are
-# whole.
-SLACK = 0.95
+# What of its share a split model may lack. SLACK: stages are cut elsewhere, and a few values are saved only where they
+# are whole. NEAR: of time, where stages share all work evenly, as no cut does better.
+SLACK, NEAR = 0.95, 0.99
 FEW = (1, 8)  # rows of a microbatch that are priced; what they cost more than their share, others cost, too
 
 
@@ -33,15 +33,18 @@ class Least:
 
 
 class LessSplit:
-    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them; ``routed``: bytes of what a batch sends
-    to experts and gets back; ``slower``: see :class:`.places.Slowdown`; then stages may have any number of units."""
+    """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them, ``experts``: of those of experts;
+    ``routed``: bytes of what a batch sends to experts and gets back; ``ways``: how else a layout may slice its
+    parameters; ``slower``: see :class:`.places.Slowdown`; then stages may have any number of units."""
 
     def __init__(
         self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int,
-        batch: int, slower: Callable[[Layout, int], float] | None = None,
+        batch: int, slower: Callable[[Layout, int], float] | None = None, experts: int = 0,
+        ways: Callable[[Layout], Iterable[Layout]] = lambda layout: (layout,),
     ) -> None:  # fmt: skip
         self.slower = slower
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
+        self.experts, self.ways = experts, ways
         self.known: dict[Hashable, Least] = {}
         self.stages: dict[Hashable, tuple[list[StageWork], float, float]] = {}
         self.moved: dict[Hashable, float] = {}
@@ -56,11 +59,11 @@ class LessSplit:
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages, and what slices of its state move."""
-        return SLACK * self._with(self._unsplit(layout).seconds / (layout.tp * layout.cp), self._sliced(layout))
+        return self._with(self._unsplit(layout).seconds / (layout.tp * layout.cp), NEAR * self._sliced(layout))
 
     def closer(self, layout: Layout) -> float:
         """The share of the model that is split as it is, but not over cp: with the communication of tp and ep."""
-        return SLACK * self._with(self._uncut(layout).seconds / layout.cp, self._sliced(layout))
+        return self._with(self._uncut(layout).seconds / layout.cp, NEAR * self._sliced(layout))
 
     def _with(self, work: float, moved: float) -> float:
         """At least, if the two may run beside each other."""
@@ -84,7 +87,7 @@ class LessSplit:
         if not self._unsplit(layout).seconds:
             return 0.0
         over = layout.experts or ("ep",)
-        ranks = prod(layout.size(axis) for axis in over)
+        ranks = prod(layout.size(axis) for axis in over) if self.routed else 1
         size = sum(unit.received for unit in self.build(self._whole(layout.recompute)) if unit.begin)
         moved = 2 * self._group("all_reduce", size, layout, ("tp",))
         moved += 2 * self._group("all_gather", size, layout, ("cp",))
@@ -125,25 +128,33 @@ class LessSplit:
 
     def _split(self, layout: Layout) -> int:
         """In how many parts parameters may be, but for slices of state."""
-        return layout.tp * layout.pp * layout.ep * prod(layout.size(axis) for axis in layout.experts)
-
-    def _slicing(self, layout: Layout) -> tuple[str, ...]:
-        return tuple(a for a in layout.zero_axes if a not in layout.experts and layout.size(a) > 1)
+        spread = layout.ep * prod(layout.size(axis) for axis in layout.experts) if self.experts else 1
+        return layout.tp * layout.pp * spread
 
     def _state(self, layout: Layout) -> float:
         """Parameters, gradients and moments, split as far as anything can be."""
-        slices = prod(layout.size(axis) for axis in self._slicing(layout))
-        state = sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
-        return state * self.parameters / self._split(layout)
+        spread = {"ep", *layout.experts}
+        apart = prod(layout.size(axis) for axis in spread)
+
+        def copies(*others: str) -> float:
+            slices = prod(layout.size(axis) for axis in layout.zero_axes if axis not in others)
+            return sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
+
+        whole = (self.parameters - self.experts) * copies() + self.experts * copies(*spread) / apart
+        return whole / (layout.tp * layout.pp)
 
     def _sliced(self, layout: Layout) -> float:
-        """Seconds of a stage's gradients that are scattered, and parameters gathered, for each microbatch."""
-        over = self._slicing(layout)
-        if layout.zero < 2 or not over:
+        """Seconds of a stage's gradients that are scattered, and parameters gathered, for each microbatch, where slices
+        are over the ranks that are fastest."""
+        if layout.zero < 2:
             return 0.0
         size = self.parameters // self._split(layout)
+        return layout.microbatches * min(self._each_time(size, one) for one in self.ways(layout))
+
+    def _each_time(self, size: int, layout: Layout) -> float:
+        over = tuple(axis for axis in layout.zero_axes if not self.experts or axis not in ("ep", *layout.experts))
         scatter, gather = (self._group(name, size, layout, over) for name in ("reduce_scatter", "all_gather"))
-        return layout.microbatches * (scatter + (2 * gather if layout.zero == 3 else 0.0))
+        return scatter + (2 * gather if layout.zero == 3 else 0.0)
 
     def _whole(self, recompute: Again) -> Layout:
         """The whole batch at once on each stage: more rows never take more time or memory each."""
@@ -175,13 +186,13 @@ class LessSplit:
         """Of stages for more rows than ``layout`` has, its share of the time and memory."""
         work, working, block = self._stages(replace(less, virtual_stages=layout.virtual_stages))
         share, often = layout.rows / less.rows, (layout.schedule, layout.pp, layout.microbatches)
-        saved = min_saved(*often, work)
-        seconds = least_seconds(*often, work)
+        even = layout.microbatches * sum(stage.seconds for stage in work) / layout.pp
+        seconds, saved = max(NEAR * even, SLACK * least_seconds(*often, work)), min_saved(*often, work)
         if self.slower:
             saved = sum(stage.saved for stage in work) / len(work)
             devices = sum(unit.forward + unit.backward for unit in self.build(less))  # no host is slower for them
             even = layout.microbatches * devices / layout.pp
-            seconds = max(seconds, even * self.slower(less, layout.pp))
+            seconds = max(seconds, SLACK * even * self.slower(less, layout.pp))
         return Least(share * seconds, share * saved, share * working, block)
 
     def _stages(self, less: Layout) -> tuple[list[StageWork], float, float]:
@@ -192,7 +203,7 @@ class LessSplit:
             stages = cut(self.build(less), less, self.costs)
             least = min if self.slower else max
             self.stages[key] = (
-                [stage_work(stage, index == 0, slices) for index, stage in enumerate(stages)],
+                [stage_work(stage, True, slices) for stage in stages],
                 min(least(unit.working for unit in stage) for stage in stages),
                 min(least(sum(held.read for held in unit.parameters) for unit in stage) for stage in stages),
             )

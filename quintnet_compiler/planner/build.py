@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -27,11 +28,13 @@ from ..passes.lowering.sum_in_place import SumInPlace
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
+from ..passes.strategies.expert_axes import expert_parameters
 from ..schedules.schedule import Action, Op, Schedule
 from ..simulation.footprint import Footprints
 from .layouts import Layout
 from .stage_units import StageUnit, unit_boundaries, unit_work
 
+FEWEST = 40  # operators that compiling costs as much as, however few there are
 AGAIN = 0.3  # the share of compiling that what is recomputed changes
 Made = TypeVar("Made")
 
@@ -57,6 +60,11 @@ class Builder:
         Raises:
             CompileError: whatever the compiler says of the layout.
         """
+        if layout.ep > 1 and not self.has_experts:
+            # ep is a second data axis, and functions are those of one axis as long as the two
+            one = replace(layout, ep=1, dp=layout.dp * layout.ep)
+            key = "hybrid", one.inside, kind
+            return self._kept(key, lambda: tuple(unit.over_two_axes() for unit in self(one, costs, kind)))
         inside = layout.inside
         if costs is None:
             return self._kept(("units", inside), lambda: unit_work(self._made(inside), self.folded, self.costs))
@@ -66,6 +74,10 @@ class Builder:
             return unit_work(made, self.folded, costs, memory)
 
         return self._kept(("units", inside, kind), priced)
+
+    @cached_property
+    def has_experts(self) -> bool:
+        return bool(expert_parameters(self.folded.program.graph))
 
     def check_prices(self) -> None:
         """
@@ -77,6 +89,10 @@ class Builder:
         _all_priced(forward, self.cost.operator_seconds)
         nodes = self._passed(self._setting(Plan(unknown_ops=self.plan.unknown_ops), Mesh(), 1)).graph.nodes
         _all_priced([n for n in nodes if n.op == "call_function" and not is_getitem(n)], self.costs.node_seconds)
+
+    @property
+    def _each(self) -> float:
+        return FEWEST + len(self.folded.program.graph.nodes)
 
     def _kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self.found:
@@ -98,7 +114,7 @@ class Builder:
         setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=each)
         differentiated = passed(_Plain(), setting, differentiated, SumInPlace, after=Recompute)
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
-        self.work += AGAIN * len(self.folded.program.graph.nodes)
+        self.work += AGAIN * self._each
         return GenerateRanks(mesh, each, checked=False)(differentiated)
 
     def _mesh(self, layout: Layout) -> Mesh:
@@ -110,7 +126,7 @@ class Builder:
         plan, mesh = layout.decided(self.plan), self._mesh(layout)
         setting = self._setting(plan, mesh, layout.microbatches)
         found = self._passed(replace(setting, cut=CutStages(mesh["pp"], self.cost, unit_boundaries(self.folded))))
-        self.work += (1 - AGAIN) * len(self.folded.program.graph.nodes)
+        self.work += (1 - AGAIN) * self._each
         return found
 
     def _setting(self, plan: Plan, mesh: Mesh, microbatches: int) -> PassSetting:

@@ -1,10 +1,11 @@
-"""Plans along a line: time against memory, and time against the number of devices."""
+"""Plans along a line: time against memory, against the number of devices, against one argument that is varied."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ..core.html import table
@@ -111,6 +112,74 @@ class ScalingCurve:
             return table(["devices", "why not"], [(one.devices, one.why) for one in self.points])
         head, *rows = self._cells()
         return f"{self.svg()}{table(head, rows, f'One batch on {self.device}')}"
+
+
+# What can be varied, and what its values are.
+SWEPT: Mapping[str, str] = MappingProxyType(
+    {
+        "devices": "devices of the cluster",
+        "network": "bytes a second of a node's network, one way",
+        "rows": "rows of the global batch",
+        "length": "positions of a row",
+    }
+)
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """The best layout for one ``value``, or why there is none."""
+
+    value: float
+    found: Estimate | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The best plans for several values of ``argument`` (a key of ``SWEPT``). ``str()`` for people, ``to_json()`` for
+    programs."""
+
+    argument: str
+    points: tuple[SweepPoint, ...]
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything, in seconds and bytes."""
+        points = [
+            {"value": one.value, "plan": one.found.numbers() if one.found else None, "why_not": one.why}
+            for one in self.points
+        ]
+        return {"argument": self.argument, "sweep": points}
+
+    def to_json(self) -> str:
+        """:meth:`numbers` as JSON."""
+        return json.dumps(self.numbers(), indent=2)
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        found = [(one.value, one.found) for one in self.points if one.found]
+        if not found:
+            return []
+        head, *rows = cells_of([estimate for _, estimate in found])
+        return [(self.argument, *head), *((f"{value:,g}", *row) for (value, _), row in zip(found, rows, strict=True))]
+
+    def __str__(self) -> str:
+        lines = [f"the best plan for each of several {SWEPT[self.argument]}", *aligned(self._cells() or [("",)])]
+        return "\n".join([*lines, *(f"{self.argument} {one.value:,g}: {one.why}" for one in self.points if one.why)])
+
+    def svg(self) -> str:
+        """A picture: the argument to the right, speed upwards."""
+        found = [(one.value, one.found) for one in self.points if one.found]
+        marks = [
+            Mark(value, e.figures.per_second, f"{value:,g}: {rounded(e.figures.per_second)}/s, {e.layout}")
+            for value, e in found
+        ]
+        unit = found[0][1].figures.unit if found else "row"
+        return points_svg(marks, SWEPT[self.argument], f"{unit}s a second")
+
+    def _repr_html_(self) -> str:
+        if not self._cells():
+            return table([self.argument, "why not"], [(one.value, one.why) for one in self.points])
+        head, *rows = self._cells()
+        return f"{self.svg()}{table(head, rows, f'The best plan for each of several {SWEPT[self.argument]}')}"
 
 
 def undominated(found: Sequence[Estimate]) -> list[Estimate]:

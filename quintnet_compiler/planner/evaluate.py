@@ -38,11 +38,11 @@ def evaluate(places: Sequence[Place], layout: Layout, begins: Sequence[str] = ()
 
 def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: Sequence[Slices]) -> Estimate:
     home = placement(layout)
-    ways = [(0, 1) if alike(places) else (a, b) for a, b in zip([0, *home], home, strict=False)]
-    work = [
+    ways = list(zip([0, *home], home, strict=False))
+    work = tuple(
         stage_work(stage, index == 0 or ways[index][0] == ways[index][1], slices[home[index]], ways[index])
         for index, stage in enumerate(stages)
-    ]
+    )
     run = pipeline(
         layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages, work,
         None if alike(places) else home,

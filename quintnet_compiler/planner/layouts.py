@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
-from typing import Literal
+from itertools import combinations, product
+from math import prod
+from typing import Literal, get_args
 
-from ..core.axes import AXES
+from ..core.axes import AXES, DataAxis
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..ir.plan import Plan
 from ..schedules.synthesis import check_schedule
 
 UNSPLIT = ("gpipe", "1f1b", "interleaved")  # every backward in one piece
+SLICED = get_args(DataAxis)
 Again = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a model and a cluster allow. ``ways[axis]``: the sizes that the axis may have; ``units``: how many stages
-    there can be at most; ``devices``: how many may be used."""
+    there can be at most; ``devices``: how many may be used. ``zero_axes``: over which slices are; None: those that are
+    best (:func:`slicings`), also over ranks of some of the ``node``'s devices with copies beyond (0: not so)."""
 
     devices: tuple[int, ...]
     batch: int
@@ -33,9 +36,10 @@ class Limits:
     virtual_stages: tuple[int, ...]
     recompute: tuple[Again, ...]
     zero: tuple[int, ...]
-    zero_axes: tuple[str, ...]
+    zero_axes: tuple[str, ...] | None
     microbatches: tuple[int, ...]
     units: int
+    node: int = 0
 
 
 @dataclass(frozen=True, order=True)
@@ -65,6 +69,12 @@ class Layout:
     def mesh(self) -> Mesh:
         sizes = {name: self.size(name) for name in AXES}
         return Mesh(**({name: size for name, size in sizes.items() if size > 1} or {"dp": 1}))
+
+    @property
+    def parts(self) -> int:
+        """How many things a person has to think of who runs it: axes, and whatever is not plain of the rest."""
+        axes = sum(self.size(name) > 1 for name in AXES)
+        return axes + (self.pp > 1 and self.schedule != "1f1b") + (self.recompute != "none") + (self.zero in (1, 2))
 
     @property
     def halves(self) -> bool:
@@ -110,9 +120,16 @@ class Layout:
         more += [f"experts over {' and '.join(self.experts)}"] if self.experts else []
         more += [self.schedule] if self.pp > 1 and self.schedule != "1f1b" else []
         more += [f"{self.virtual_stages} stages per rank"] if self.virtual_stages > 1 else []
-        more += [f"ZeRO {self.zero}"] if self.zero else []
+        more += [f"ZeRO {self.zero}{self._sliced}"] if self.zero else []
         more += [f"recompute {self.recompute}"] if self.recompute != "none" else []
         return " x ".join(parts) + ", " + ", ".join(more)
+
+    @property
+    def _sliced(self) -> str:
+        """Over what, if not over all ranks that have other data."""
+        over = [axis for axis in SLICED if axis in self.zero_axes and self.size(axis) > 1]
+        all_of_them = all(axis in over for axis in SLICED if self.size(axis) > 1)
+        return "" if all_of_them else f" over {' and '.join(over)}"
 
 
 def layouts(limits: Limits) -> Iterator[Layout]:
@@ -139,7 +156,11 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
     if left:
         return
     sizes = {"dp": dp, "cp": cp, "ep": ep}
-    sliced = any(sizes[axis] > 1 for axis in limits.zero_axes)
+    given = limits.zero_axes is not None
+    over = (
+        limits.zero_axes if limits.zero_axes is not None else max(_sliceable(sizes, tp), default=(), key=_most(sizes))
+    )
+    sliced = any(sizes[axis] > 1 for axis in over)
     for microbatches in limits.microbatches:
         if share % microbatches or (pp > 1 and microbatches < min(pp, share)):
             continue
@@ -155,8 +176,37 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
                 rows = share // microbatches
                 yield Layout(
                     tp, cp, ep, pp, dp, microbatches, rows, context, experts, schedule, virtual, recompute, zero,
-                    limits.zero_axes,
+                    over if given is not None or zero else ("dp",),
                 )  # fmt: skip
+
+
+def slicings(layout: Layout, limits: Limits) -> Iterator[Layout]:
+    """``layout``, and all that differ from it only in over which ranks slices of parameters are: over some of the data
+    and context axes, or over ranks of as many nodes as a power of two, with copies beyond (hybrid sharding)."""
+    yield layout
+    if not layout.zero or limits.zero_axes is not None:
+        return
+    spread = {axis: layout.size(axis) for axis in SLICED}
+    for over in _sliceable(spread, layout.tp):
+        if over != layout.zero_axes:
+            yield replace(layout, zero_axes=over)
+    inside, ranks = layout.tp * layout.cp, limits.node
+    while limits.node and layout.ep == 1 and not layout.experts and ranks < layout.dp * inside:
+        group, left = divmod(ranks, inside)
+        if not left and group > 1 and layout.dp % group == 0:
+            both = ("ep", "cp") if layout.cp > 1 and layout.tp == 1 else ("ep",)
+            yield replace(layout, dp=layout.dp // group, ep=group, zero_axes=both)
+        ranks *= 2
+
+
+def _sliceable(sizes: Mapping[str, int], tp: int) -> list[tuple[str, ...]]:
+    """Axes over which parameters can be sliced together: weights have two dims, of which tp takes one."""
+    present = [axis for axis in SLICED if sizes[axis] > 1]
+    return [over for count in range(1, 2 if tp > 1 else 3) for over in combinations(present, count)]
+
+
+def _most(sizes: Mapping[str, int]) -> Callable[[tuple[str, ...]], int]:
+    return lambda over: prod(sizes[axis] for axis in over)
 
 
 def _orders(limits: Limits, pp: int) -> Iterator[tuple[str, int]]:

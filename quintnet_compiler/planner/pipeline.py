@@ -42,8 +42,9 @@ class Pipeline:
     placement: tuple[int, ...]
 
 
+@lru_cache(256)
 def pipeline(
-    name: str, ranks: int, microbatches: int, virtual_stages: int, stages: Sequence[StageWork],
+    name: str, ranks: int, microbatches: int, virtual_stages: int, stages: tuple[StageWork, ...],
     placement: tuple[int, ...] | None = None,
 ) -> Pipeline:  # fmt: skip
     """Run the schedule ``name``: each action as soon as its rank is free and its values are there.
@@ -51,7 +52,8 @@ def pipeline(
     Beyond a few times the depth the order repeats every ``ranks`` microbatches, and for each such round the time of the
     last is added, or of the busiest rank's work: half a percent from the truth at most (but where several stages of a
     rank have rounds of unequal length, or the order is a synthesised one, there is no round to add).
-    ``placement``: of a synthesised order; None: any.
+    ``placement``: of a synthesised order; None: any. Layouts that differ only in how they store parameters have the
+    same pipeline, which is run once.
 
     Raises:
         ScheduleError: QN208 for a number of stages per rank that the schedule does not have.

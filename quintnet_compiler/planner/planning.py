@@ -5,12 +5,13 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..core.annotations import value, values
 from ..core.axes import AXES, SHARDED
@@ -32,7 +33,7 @@ from .bounds import LessSplit
 from .build import Builder, device_of
 from .estimate import Estimate
 from .evaluate import evaluate
-from .layouts import Again, Layout, Limits, divisors, layouts
+from .layouts import Again, Layout, Limits, divisors, layouts, slicings
 from .pipeline import actions_run
 from .places import Place, Slowdown, placed
 from .search import Objective, SearchEffort, SearchResult, Wanted, search
@@ -183,6 +184,7 @@ class Planner:
             )
         if pinned.mesh:
             ways = {axis: (pinned.mesh[axis],) if axis in pinned.mesh else found for axis, found in ways.items()}
+        kept = self.machine.unlike or pinned.mesh.keys() & {"dp", "ep"} or ways["ep"] != (1,)
         spread = (("dp",),) if len(ways["ep"]) > 1 and not pinned.mesh else ()
         return Limits(
             devices=tuple(cluster.size // cluster.nodes * n for n in nodes) if fewer else (cluster.size,),
@@ -193,10 +195,11 @@ class Planner:
             schedules=(pinned.schedule,) if "schedule" in given else ORDERS,
             virtual_stages=(pinned.virtual_stages,) if "virtual_stages" in given else STAGES_PER_RANK,
             zero=(pinned.zero,) if "zero" in given else (0, 1, 2, 3),
-            zero_axes=pinned.zero_axes,
+            zero_axes=pinned.zero_axes if "zero_axes" in given else None,
             recompute=(again,) if "recompute" in given and again != "auto" else AGAIN,
             microbatches=(pinned.microbatches,) if "microbatches" in given else divisors(batch),
             units=unit_count(self.folded),
+            node=0 if kept else cluster.gpus_per_node,
         )
 
     def _context_ways(self) -> tuple[int, ...]:
@@ -254,13 +257,22 @@ class Planner:
         routed = dispatched_bytes(program.graph, self.folded.repeats)
         slower = Slowdown(build, self.machine.cluster, self.machine.fastest) if self.machine.unlike else None
         least = slower.least if slower else build
-        bounds = LessSplit(least, costs, self.parameter_bytes(), routed, program.batch_size, slower)
+        experts = expert_parameters(program.graph)
+        bounds = LessSplit(
+            least, costs, self.parameter_bytes(), routed, program.batch_size, slower, self.parameter_bytes(experts),
+            lambda layout: slicings(layout, limits),
+        )  # fmt: skip
 
-        def useful(layout: Layout) -> Estimate:
+        def best(layout: Layout) -> Estimate:
+            found = [price(one) for one in slicings(layout, limits)]
+            fitting = [one for one in found if one.claimed_bytes <= memory] if objective != "memory" else []
+            return min(fitting, key=lambda one: one.seconds) if fitting else min(found, key=lambda e: e.claimed_bytes)
+
+        def useful(layout: Layout) -> tuple[Layout, Estimate]:
             for sooner in faster(layout, limits) if objective != "memory" else ():
-                if bounds.bytes(sooner) <= memory and price(sooner).claimed_bytes <= memory:
+                if bounds.bytes(sooner) <= memory and best(sooner).claimed_bytes <= memory:
                     return useful(sooner)
-            return price(layout)
+            return layout, best(layout)
 
         return search(
             layouts(limits),
@@ -268,15 +280,16 @@ class Planner:
             bounds,
             Wanted(
                 top_k, objective, memory, time.monotonic() + effort.seconds,
-                lambda layout: layout.mesh.size, effort.work, lambda: build.work - before,
+                lambda layout: layout.mesh.size, effort.work, effort.patience, lambda: build.work - before,
             ),
             progress or (lambda done, total: None),
         )  # fmt: skip
 
-    def parameter_bytes(self) -> int:
-        """Of all parameters, as ranks hold them."""
+    def parameter_bytes(self, some: Container[fx.Node] | None = None) -> int:
+        """Of all parameters, or of ``some``, as ranks hold them."""
         program, repeats = self.folded.program, self.folded.repeats
-        kept = {n: found for n, found in program.leaves.items() if found.kind == "parameter"}
+        leaves = program.leaves.items()
+        kept = {n: found for n, found in leaves if found.kind == "parameter" and (some is None or n in some)}
         held = {n: (found.held or value(n).dtype).itemsize for n, found in kept.items()}
         return sum(value(n).numel() * size * repeats.get(n, 1) for n, size in held.items())
 

@@ -13,7 +13,7 @@ from ..cost_models.cluster import Cluster
 from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
 from .compare import Versus
-from .curves import ParetoFront, ScalingCurve, front_svg, undominated
+from .curves import ParetoFront, ScalingCurve, Sweep, front_svg, undominated
 from .estimate import Estimate, bytes_of, time_of
 from .layouts import Layout
 from .search import SearchResult
@@ -40,6 +40,8 @@ class Answers(Protocol):
 
     def beside(self, cluster: Cluster, price: float | None) -> Versus: ...
 
+    def sweep(self, argument: str, amounts: Sequence[float]) -> Sweep: ...
+
 
 @dataclass(frozen=True)
 class PlanReport:
@@ -53,8 +55,10 @@ class PlanReport:
         found: estimates of the ranked layouts, the rejected ones with reasons, and how the search ended.
         plans: a :class:`quintnet.Plan` for each ranked layout, best first.
         seconds: that the search took.
-        ask: searches again, for :meth:`why_not`, :meth:`front`, :meth:`scaling` and :meth:`beside`.
+        ask: searches again, for :meth:`why_not`, :meth:`front`, :meth:`scaling`, :meth:`beside` and :meth:`sweep`.
         note: what the ranking does beside minimising, for people.
+        simpler: a plan with fewer parts than the best one (axes of the mesh, another schedule, recomputation), which is
+            predicted to be at most 3% slower: prices are no more exact. None where there is none.
     """
 
     cluster: str
@@ -66,6 +70,7 @@ class PlanReport:
     seconds: float
     ask: Answers = field(repr=False)
     note: str = ""
+    simpler: tuple[Estimate, Plan] | None = None
 
     def why_not(self, **decisions: Any) -> Versus:
         """Compare the best plan with the best one that has these ``decisions`` (``mesh={"tp": 8}``,
@@ -104,6 +109,17 @@ class PlanReport:
         """
         return self.ask.beside(cluster, price)
 
+    def sweep(self, argument: str, amounts: Sequence[float]) -> Sweep:
+        """The best plan for each of several values of one ``argument``: ``"devices"`` of the cluster, ``"network"``
+        (bytes a second of a node, one way), ``"rows"`` of the global batch, or ``"length"`` of rows of tokens. It
+        searches again; each value may take half as long as the planner. What a value does not allow is said in its
+        place.
+
+        Raises:
+            CompileError: QN216 for another argument, or for a value that is not above 0 (and whole, but for a network).
+        """
+        return self.ask.sweep(argument, amounts)
+
     @property
     def best(self) -> Plan:
         """The plan with the lowest predicted cost."""
@@ -120,6 +136,11 @@ class PlanReport:
                 {**one.numbers(), "plan": plan.model_dump(mode="json")}
                 for one, plan in zip(self.found.ranked, self.plans, strict=True)
             ],
+            "simpler": self.simpler
+            and {
+                **self.simpler[0].numbers(),
+                "plan": self.simpler[1].model_dump(mode="json"),
+            },
             "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
             "not_looked_at": self.found.left,
             "complete": self.found.complete,
@@ -139,6 +160,7 @@ class PlanReport:
         of = "the largest device's " if self.found.ranked[0].places else ""
         lines.append(f"memory may be {usable} of {of}{bytes_of(self.memory_bytes)}: {self.reserve:.0%} stays free")
         lines += [self.note] if self.note else []
+        lines += [self._simpler] if self.simpler else []
         reasons = Counter(_kind(one.reason) for one in self.found.rejected)
         for reason, count in reasons.most_common():
             example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
@@ -166,6 +188,14 @@ class PlanReport:
         what = "each stage on one kind of device" if mixed else "stages on several kinds, which wait for the slowest"
         lines = [f"the best found with {what}: {time_of(other.seconds)}, {other.layout}"]
         return lines + [f"  {line}" for line in other.places_text()]
+
+    @property
+    def _simpler(self) -> str:
+        if self.simpler is None:
+            return ""
+        found, best = self.simpler[0], self.found.ranked[0]
+        more = f"{found.seconds / best.seconds - 1:.1%} slower, with {bytes_of(found.memory_bytes)}"
+        return f"simpler, and nearly as fast: {found.layout} ({more})"
 
     @property
     def _gap(self) -> str:

@@ -94,17 +94,22 @@ class SearchBounds(Protocol[L_contra]):
 @dataclass(frozen=True)
 class SearchEffort:
     """When a search ends that proves nothing: once it found something and has done so much ``work``, which is the same
-    on every machine (in operators that were compiled, for all layouts together), or after so many ``seconds``."""
+    on every machine (in operators that were compiled, for all layouts together), or a third of it since it last found
+    anything better; or after so many ``seconds``."""
 
     work: float = 6_500
-    seconds: float = 45.0
+    seconds: float = 90.0
+
+    @property
+    def patience(self) -> float:
+        return self.work / 3
 
 
 @dataclass(frozen=True)
 class Wanted:
     """How many plans, by what, from how much memory, until when (of time.monotonic). ``devices``: how many a layout
-    uses, where its cost counts. ``work``: how much the search may do once it has found something, and ``spent``: how
-    much was done: the same on every machine."""
+    uses, where its cost counts. ``work``: how much the search may do once it has found something, ``patience``: since
+    it last found anything better, and ``spent``: how much was done: the same on every machine."""
 
     top_k: int
     objective: Objective
@@ -112,6 +117,7 @@ class Wanted:
     deadline: float
     devices: Callable[[Any], int] = lambda layout: 1
     work: float = math.inf
+    patience: float = math.inf
     spent: Callable[[], float] = lambda: 0.0
 
     def value(self, found: PricedLayout) -> float:
@@ -125,13 +131,14 @@ class Wanted:
 
 def search(
     layouts: Iterable[L],
-    evaluate: Callable[[L], E],
+    evaluate: Callable[[L], tuple[L, E]],
     bounds: SearchBounds[L],
     wanted: Wanted,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> SearchResult[L, E]:
-    """Evaluate layouts until the best are known, or work or time is over. What ``evaluate`` returns may have another
-    layout, which does the same in less time: then that one is meant.
+    """Evaluate layouts until the best are known, or work or time is over. ``evaluate`` returns the layout that is
+    meant, which may be another that does the same in less time, and what that costs at best: of all that only store
+    parameters otherwise than it, which the bounds hold for, too.
 
     Most of the work is for what is :class:`.heuristic.LayoutHeuristic`, so that good layouts are found early. The
     rest is for
@@ -142,12 +149,13 @@ def search(
 
 
 class _Search(Generic[L, E]):
-    def __init__(self, evaluate: Callable[[L], E], bounds: SearchBounds[L], wanted: Wanted) -> None:
+    def __init__(self, evaluate: Callable[[L], tuple[L, E]], bounds: SearchBounds[L], wanted: Wanted) -> None:
         self.evaluate, self.bounds, self.wanted = evaluate, bounds, wanted
         self.ranked: list[E] = []
         self.rejected: list[Rejected[L]] = []
         self.sizes: dict[L, float] = {}  # what each layout that is open takes at least
         self.promising: LayoutHeuristic[L] | None = None
+        self.better = 0.0  # the work that was done when the best was found
         self.proving = 1.0  # what was done for the proof, less its part of all else
 
     def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> SearchResult[L, E]:
@@ -187,9 +195,11 @@ class _Search(Generic[L, E]):
         )
 
     def _ended(self, bound: float) -> Literal["proof", "work", "time"] | None:
-        if bound > self._worst():
+        spent = self.wanted.spent()
+        patient = spent <= min(self.wanted.work, self.better + self.wanted.patience)
+        if bound > self._worst() or (self.ranked and bound > self.wanted.value(self.ranked[0]) and not patient):
             return "proof"
-        if self.ranked and self.wanted.spent() > self.wanted.work:
+        if self.ranked and not patient:
             return "work"
         return "time" if time.monotonic() > self.wanted.deadline else None
 
@@ -233,13 +243,13 @@ class _Search(Generic[L, E]):
 
     def _settle(self, layout: L) -> None:
         try:
-            found = self.evaluate(layout)
+            meant, found = self.evaluate(layout)
         except CompileError as error:
             self._reject(layout, f"{error.code} {error.message}")
             return
-        if found.layout != layout:
+        if meant != layout:
             self._reject(layout, SOONER)
-            if (layout := found.layout) not in self.sizes:
+            if (layout := meant) not in self.sizes:
                 return
         if self.promising:
             self.promising.learn(layout, self.wanted.value(found), found.claimed_bytes)
@@ -247,6 +257,7 @@ class _Search(Generic[L, E]):
             self.sizes.pop(layout, None)
             self.ranked.append(found)
             self.ranked.sort(key=lambda e: (self.wanted.value(e), e.seconds, e.layout))
+            self.better = self.wanted.spent() if self.ranked[0] is found else self.better
 
     def _too_large(self, layout: L, size: float, takes: str = "takes at least") -> bool:
         lacks = size - self.wanted.memory_bytes

@@ -47,6 +47,10 @@ class ParameterGroup:
     axes: tuple[str, ...]
     widths: Widths
 
+    def over_two_axes(self) -> ParameterGroup:
+        """The same, where ranks of ``dp`` are those of ``dp`` and ``ep``."""
+        return replace(self, axes=(*self.axes, "ep")) if "dp" in self.axes else self
+
     @property
     def read(self) -> int:
         """Bytes of what operators read."""
@@ -92,6 +96,11 @@ class StageUnit:
     def seconds(self) -> float:
         """Of forward and backward, if nothing else is on its stage: of the device or the host, whichever is longer."""
         return max(self.forward, self.host.forward) + max(self.backward, self.host.input + self.host.weight)
+
+    def over_two_axes(self) -> StageUnit:
+        """The same, where ranks of ``dp`` are those of ``dp`` and ``ep``."""
+        tied = {name: held.over_two_axes() for name, held in self.tied.items()}
+        return replace(self, parameters=tuple(held.over_two_axes() for held in self.parameters), tied=tied)
 
 
 def unit_boundaries(folded: Folded) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -75,8 +76,9 @@ def _starts(units: Sequence[StageUnit], count: int, costs: RankCosts, mesh: Mesh
     if count == 1:
         return []
     work = np.concatenate([[0.0], np.cumsum([unit.seconds for unit in units])])
-    sends = np.array([0.0, *(2 * send_seconds(unit, costs, mesh) for unit in units[1:]), 0.0])
-    seconds = work[None, :] - work[:, None] + sends[:, None]
+    seconds = work[None, :] - work[:, None]
+    if not costs.overlaps:  # else the way of a value is no work of its stage
+        seconds += np.array([0.0, *(2 * send_seconds(unit, costs, mesh) for unit in units[1:]), 0.0])[:, None]
     seconds[[i for i, unit in enumerate(units) if i and not unit.begin]] = np.inf
     return balanced_starts(seconds, count)
 
@@ -118,15 +120,20 @@ class Slices:
 
     def lost(self, hidden: float) -> float:
         """What computing loses to so many seconds of messages between ranks with other rows beside it."""
-        ranks = self.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
-        return self.costs.lost_seconds(hidden, ranks) if len(ranks) > 1 else 0.0
+        return self.costs.lost_seconds(hidden, self._others) if len(self._others) > 1 else 0.0
+
+    @cached_property
+    def _others(self) -> tuple[int, ...]:
+        return self.mesh.peers(0, [axis.name for axis in SHARDED if axis.role in ("data", "context")])
 
     def each_use(self, stage: Sequence[StageUnit]) -> tuple[float, float]:
         """Seconds that a microbatch's forward and backward wait for slices: parameters are gathered before each use,
         one unit ahead of computing, and gradients scattered behind it."""
+        if self.layout.zero < 2:
+            return 0.0, 0.0
         parts = [(*unit.parameters, *unit.tied.values()) for unit in stage]
         gather = [self.gather(one) if self.layout.zero == 3 else 0.0 for one in parts]
-        scatter = [self.scatter(one) if self.layout.zero >= 2 else 0.0 for one in parts]
+        scatter = [self.scatter(one) for one in parts]
         if not any(gather) and not any(scatter):
             return 0.0, 0.0
         if not self.costs.overlaps:

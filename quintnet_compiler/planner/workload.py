@@ -6,9 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
+from ..compat.torch import pytree
 from ..core.errors import CompileError
 from ..cost_models.hardware import Hardware
 from ..cost_models.operators import kernel_of
@@ -187,5 +189,23 @@ def long_time(seconds: float) -> str:
 def tokens_of(leaves: Sequence[object]) -> int:
     """How many tokens a batch has: the elements of its first tensor of whole numbers with two dims, rows and positions;
     0 where it has none."""
+    found = _tokens_in(leaves)
+    return 0 if found is None else found.numel()
+
+
+def with_length(batch: Any, length: int) -> Any:
+    """A batch like ``batch``, with rows of ``length`` positions: its tensors whose second dim is as long as that of its
+    tokens are zeros of the new length."""
+    tokens = _tokens_in(pytree.tree_leaves(batch))
+
+    def like(x: Any) -> Any:
+        if tokens is None or not isinstance(x, torch.Tensor) or x.dim() < 2 or x.shape[1] != tokens.shape[1]:
+            return x
+        return x.new_zeros((x.shape[0], length, *x.shape[2:]))
+
+    return pytree.tree_map(like, batch)
+
+
+def _tokens_in(leaves: Sequence[object]) -> torch.Tensor | None:
     whole = (torch.int64, torch.int32)
-    return next((x.numel() for x in leaves if isinstance(x, torch.Tensor) and x.dtype in whole and x.dim() == 2), 0)
+    return next((x for x in leaves if isinstance(x, torch.Tensor) and x.dtype in whole and x.dim() == 2), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
@@ -17,11 +18,12 @@ import quintnet
 from quintnet_compiler.cli import app
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.planner.asking import MEMORY_SLACK, Question, Questions
-from quintnet_compiler.planner.curves import ParetoFront, ScalingCurve, ScalingPoint
+from quintnet_compiler.planner.curves import ParetoFront, ScalingCurve, ScalingPoint, Sweep
 from quintnet_compiler.planner.points_picture import LogAxis, Mark, points_svg
 from quintnet_compiler.planner.report import PlanReport
 from quintnet_compiler.planner.search import SearchEffort
 from quintnet_compiler.planner.tables import aligned, cells_of
+from quintnet_compiler.planner.workload import with_length
 
 TARGET = "tests.unit.test_asking:mlp"
 CLUSTER = quintnet.Cluster("a100", 1, 2)
@@ -84,6 +86,56 @@ def test_a_scaling_curve_has_the_same_batch_on_other_numbers_of_devices(report: 
 def test_numbers_of_devices_without_a_layout_say_why() -> None:
     curve = ScalingCurve("H100", (ScalingPoint(8, None, "needs 90 GiB"),))
     assert "8 devices: needs 90 GiB" in str(curve) and "<table>" in curve._repr_html_() and curve.svg() == ""
+
+
+def test_one_argument_is_varied(report: PlanReport) -> None:
+    slow = report.sweep("rows", [4, 8])
+    seconds = [one.found.seconds for one in slow.points if one.found]
+    assert len(seconds) == 2 and seconds[1] == report.found.ranked[0].seconds and seconds == sorted(seconds)
+    assert [one.found.workload.rows for one in slow.points if one.found and one.found.workload] == [4, 8]
+    assert "rows of the global batch" in str(slow) and slow._repr_html_().count("<circle") == 2
+    assert [one["value"] for one in json.loads(slow.to_json())["sweep"]] == [4, 8]
+    some = report.sweep("devices", [1, 3])
+    assert some.points[0].found and "devices 3: QN216 3 devices are no" in str(some)
+    assert "devices" in Sweep("devices", some.points[1:])._repr_html_()
+    assert "a batch without tokens has no length" in report.sweep("length", [8]).points[0].why
+    for argument, amount in (("speed", 1.0), ("rows", 0.5), ("rows", 0), ("network", math.nan), ("rows", True)):
+        with pytest.raises(CompileError, match="QN216"):
+            report.sweep(argument, [amount])
+
+
+def test_networks_and_lengths_are_varied() -> None:
+    model = nn.Sequential(nn.Embedding(16, 64), nn.Linear(64, 64))
+    batch = {"x": torch.zeros(8, 32, dtype=torch.long), "mask": torch.ones(8, 32), "rows": torch.ones(8, 3)}
+    longer = with_length(batch, 64)
+    assert {name: tuple(x.shape) for name, x in longer.items()} == {"x": (8, 64), "mask": (8, 64), "rows": (8, 3)}
+
+    def loss(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return found.square().mean()
+
+    tokens = torch.zeros(8, 32, dtype=torch.long)
+    cluster = quintnet.Cluster("a100", nodes=2, gpus_per_node=1)
+    report = quintnet.plan(model, cluster, (tokens, tokens), loss_fn=loss, plan={"mesh": {"dp": 2}})
+    lengths = [one.found for one in report.sweep("length", [32, 128]).points]
+    assert lengths[0] == report.found.ranked[0] and lengths[1] and lengths[1].workload
+    assert lengths[1].workload.tokens == 8 * 128 and lengths[1].memory_bytes > lengths[0].memory_bytes  # type: ignore[union-attr]
+    slow, fast = (one.found for one in report.sweep("network", [1e6, 1e11]).points)
+    assert slow and fast and slow.seconds > fast.seconds
+
+
+def test_a_simpler_plan_that_is_nearly_as_fast_is_said(report: PlanReport) -> None:
+    plain = report.found.ranked[0].layout
+    assert report.simpler is None or report.simpler[0].layout.parts < plain.parts
+    one = replace(plain, tp=1, pp=1, dp=8, zero=3, recompute="none", schedule="1f1b")
+    many = replace(one, dp=2, pp=2, cp=2, schedule="zb-h1", zero=1)
+    assert (one.parts, many.parts) == (1, 5)
+    best = replace(report.found.ranked[0], layout=many)
+    near = replace(best, layout=one, optimizer=best.optimizer + 0.02 * best.seconds)
+    there = replace(
+        report, found=replace(report.found, ranked=(best,)), plans=report.plans[:1], simpler=(near, report.best)
+    )
+    assert "simpler, and nearly as fast: dp=8" in str(there) and "(2.0% slower, with" in str(there)
+    assert there.numbers()["simpler"]["layout"] == str(one)
 
 
 def test_two_clusters_side_by_side(report: PlanReport) -> None:

@@ -14,9 +14,9 @@ KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb
 KINDS += [("zb-v", 2), ("dualpipe-v", 2)]
 
 
-def _stages(count: int, dice: random.Random, send: float) -> list[StageWork]:
+def _stages(count: int, dice: random.Random, send: float) -> tuple[StageWork, ...]:
     work = [(dice.uniform(0.8, 1.2), dice.uniform(0.8, 1.2), dice.uniform(0.8, 1.2)) for _ in range(count)]
-    return [StageWork(*times, send if index else 0.0, dice.randrange(1, 9)) for index, times in enumerate(work)]
+    return tuple(StageWork(*times, send if index else 0.0, dice.randrange(1, 9)) for index, times in enumerate(work))
 
 
 @pytest.mark.parametrize(("name", "virtual"), KINDS)
@@ -48,6 +48,6 @@ def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: i
 
 
 def test_sends_take_their_time_where_nothing_hides_them() -> None:
-    stages = [StageWork(1.0, 1.0, 1.0, 0.5 if index else 0.0, 1) for index in range(4)]
+    stages = tuple(StageWork(1.0, 1.0, 1.0, 0.5 if index else 0.0, 1) for index in range(4))
     assert pipeline("gpipe", 4, 1, 1, stages).seconds == 4 * 3 + 2 * 3 * 0.5
     assert pipeline("1f1b", 4, 64, 1, stages).seconds < 64 * 3 + 3 * 3 + 2 * 3 * 0.5 + 64 * 2 * 0.5

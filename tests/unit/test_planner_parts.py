@@ -14,15 +14,18 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.planner.bounds import SLACK, LessSplit
+from quintnet_compiler.planner.bounds import NEAR, LessSplit
 from quintnet_compiler.planner.compare import Versus
 from quintnet_compiler.planner.estimate import Estimate, StageMemory, bytes_of, time_of
+from quintnet_compiler.planner.evaluate import evaluate
 from quintnet_compiler.planner.heuristic import DOUBT, NOBODY, LayoutHeuristic, Learned
-from quintnet_compiler.planner.layouts import Layout, Limits, divisors, layouts
+from quintnet_compiler.planner.layouts import Layout, Limits, divisors, layouts, slicings
+from quintnet_compiler.planner.places import Place, placement
 from quintnet_compiler.planner.report import PlanReport
 from quintnet_compiler.planner.search import Rejected, SearchResult
 from quintnet_compiler.planner.stage_units import ParameterGroup, StageUnit, Widths
-from quintnet_compiler.planner.stages import Slices, cut, held_by, stage_work
+from quintnet_compiler.planner.stages import Slices, cut, held_by, send_seconds, stage_work
+from quintnet_compiler.schedules.kinds import SCHEDULES
 
 ONE = Layout(1, 1, 1, 1, 1, 1, 8, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
 COSTS = ClusterCosts(Cluster("h100"))
@@ -46,6 +49,36 @@ def test_every_layout_of_two_devices() -> None:
     assert {"tp=2, 1 x 4 rows", "tp=2, 2 x 2 rows", "cp=2, 1 x 4 rows, ring", "dp=2, 1 x 2 rows, ZeRO 1"} <= found
     assert "pp=2, 2 x 2 rows" in found and "pp=2, 1 x 4 rows" not in found  # stages want as many microbatches
     assert divisors(1) == (1,) and divisors(9) == (1, 3, 9)
+
+
+def test_slices_are_over_what_is_best() -> None:
+    """Weights have two dims, of which tp takes one; hybrid sharding is over whole nodes."""
+    limits = Limits((64,), 64, {}, (), (), (), (), (), (), None, (), 1, node=8)
+
+    def ways(**sizes: int) -> list[tuple[str, ...]]:
+        found = slicings(replace(ONE, zero=3, **sizes), limits)
+        return [(*one.zero_axes, *(f"{one.dp} x {one.ep}" for _ in "." if one.ep > 1)) for one in found]
+
+    assert ways(dp=8) == [("dp",)]
+    assert ways(dp=64) == [("dp",), ("ep", "8 x 8"), ("ep", "4 x 16"), ("ep", "2 x 32")]
+    assert ways(dp=8, tp=8) == [("dp",), ("ep", "4 x 2"), ("ep", "2 x 4")]
+    assert ways(dp=8, cp=2, tp=2, zero_axes=("dp",)) == [("dp",), ("cp",), ("ep", "4 x 2"), ("ep", "2 x 4")]
+    assert ways(dp=16, cp=2, zero_axes=("dp", "cp"))[:3] == [("dp", "cp"), ("dp",), ("cp",)]
+    assert ways(dp=16, cp=2, zero_axes=("dp", "cp"))[3:] == [("ep", "cp", "4 x 4"), ("ep", "cp", "2 x 8")]
+    assert [*slicings(replace(ONE, dp=64), limits)] == [replace(ONE, dp=64)]
+    hybrid = replace(ONE, dp=8, ep=8, zero=3, zero_axes=("ep",))
+    assert str(hybrid) == "dp=8 x ep=8, 1 x 8 rows, ZeRO 3 over ep"
+    assert hybrid.mesh == Mesh(dp=8, ep=8) and str(replace(hybrid, zero_axes=("dp", "ep"))).endswith("ZeRO 3")
+
+
+def test_ranks_of_two_data_axes_share_gradients_over_both() -> None:
+    held = ParameterGroup(2**20, ("dp",), WIDE).over_two_axes()
+    cluster = ClusterCosts(Cluster("h100", nodes=2))
+    slices = Slices(replace(ONE, dp=2, ep=8, zero=3, zero_axes=("ep",)), cluster, Mesh(dp=2, ep=8))
+    assert held.axes == ("dp", "ep") and slices.ways(held) == 8
+    assert slices.gather([held]) == cluster.group_seconds("all_gather", 2**20, tuple(range(8)))
+    assert slices.settle([held]) == cluster.group_seconds("all_reduce", 2**20 / 8, (0, 8))  # of slices, over copies
+    assert ParameterGroup(64, ("ep",), WIDE).over_two_axes().axes == ("ep",)
 
 
 def test_a_layout_decides_a_plan() -> None:
@@ -92,6 +125,27 @@ def test_stages_are_balanced_and_begin_where_blocks_do() -> None:
         cut(units, layout, COSTS, ["x"])
 
 
+def test_a_send_is_priced_by_the_links_between_its_ranks_and_is_no_work() -> None:
+    cluster = ClusterCosts(Cluster("h100", nodes=2))
+    units = [_unit(name, received=2**26 if name == "c" else 2**20) for name in "abcdefgh"]
+    layout = replace(ONE, pp=4, tp=4)  # two places in each node
+    stages = cut(units, layout, cluster)
+    assert [len(stage) for stage in stages] == [2, 2, 2, 2]  # although less crosses elsewhere
+    near, far = (send_seconds(units[0], cluster, layout.mesh, way) for way in ((0, 1), (1, 2)))
+    assert near == cluster.send_seconds(2**20, 0, 4) < far == cluster.send_seconds(2**20, 4, 8)
+    slow = replace(layout, pp=2, dp=2)  # every place is a node
+    one, other = (evaluate([Place(units, cluster)] * x.pp, x) for x in (replace(layout, pp=2), slow))
+    assert other.pipeline - one.pipeline == pytest.approx(2 * (far - near))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_stages_are_where_their_schedule_has_them(name: str) -> None:
+    virtual = 1 if name in ("gpipe", "1f1b", "zb-h1") else 2
+    assert SCHEDULES[name](4, 8, virtual).placement == placement(
+        replace(ONE, pp=4, schedule=name, virtual_stages=virtual)
+    )
+
+
 def test_what_ranks_hold_and_slice() -> None:
     own, shared = ParameterGroup(64, ("dp",), WIDE), ParameterGroup(16, ("dp",), WIDE)
     stage = [_unit("a", parameters=(own,), tied={"e": shared}), _unit("b", parameters=(own,), tied={"e": shared})]
@@ -132,7 +186,7 @@ def test_slices_travel_beside_the_work_of_their_neighbours() -> None:
 def test_a_split_model_takes_at_least_its_share() -> None:
     bounds = LessSplit(lambda layout: [_unit("a", 8.0)], COSTS, parameters=1600, routed=0, batch=8)
     whole = bounds.seconds(ONE)
-    assert whole == pytest.approx(SLACK * (8 + 16))
+    assert whole == pytest.approx(NEAR * (8 + 16))
     assert bounds.seconds(replace(ONE, tp=4)) == pytest.approx(whole / 4)
     state = bounds.bytes(replace(ONE, dp=2, rows=4)) - bounds.bytes(replace(ONE, dp=2, rows=4, zero=1))
     assert state == pytest.approx(2 * 1600 / 2)  # ZeRO 1 halves the two moments

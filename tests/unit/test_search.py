@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
@@ -35,9 +36,9 @@ class Space:
     def __iter__(self) -> Iterator[int]:
         return iter(range(len(self.seconds_of)))
 
-    def price(self, layout: int) -> One:
+    def price(self, layout: int) -> tuple[int, One]:
         self.tried.append(layout)
-        return One(layout, self.seconds_of[layout], self.bytes_of[layout])
+        return layout, One(layout, self.seconds_of[layout], self.bytes_of[layout])
 
     def seconds(self, layout: int, /) -> float:
         return 0.5 * self.bound[layout] * self.seconds_of[layout]
@@ -56,9 +57,17 @@ class Space:
 
     closer_bytes = bytes
 
-    def search(self, top_k: int, work: float = float("inf"), deadline: float = 600.0) -> SearchResult[int, One]:
+    def search(
+        self, top_k: int, work: float = math.inf, deadline: float = 600.0, patience: float = math.inf
+    ) -> SearchResult[int, One]:
         wanted = Wanted(
-            top_k, "time", MEMORY, time.monotonic() + deadline, work=work, spent=lambda: float(len(self.tried))
+            top_k,
+            "time",
+            MEMORY,
+            time.monotonic() + deadline,
+            work=work,
+            patience=patience,
+            spent=lambda: float(len(self.tried)),
         )
         return search(self, self.price, self, wanted)
 
@@ -115,6 +124,17 @@ def test_nothing_that_is_left_is_better_by_more_than_the_gap(space: Space, top_k
     if found.ranked and best is not None:
         assert best >= (1 - found.gap) * found.ranked[0].seconds * (1 - 1e-12)
         assert found.gap == 0 or not found.complete
+
+
+def test_a_search_ends_where_it_found_nothing_better_for_long() -> None:
+    def space(slower: float) -> Space:
+        return Space([1.0] + [slower] * 39, [60.0] * 40, [0.9] * 40, [float(i) for i in range(40)], 1)
+
+    near, far = space(1.1), space(3.0)
+    found = near.search(4, patience=10)
+    assert found.ended == "work" and found.ranked[0].layout == 0 and len(near.tried) == 12
+    # which are the other three is not proven, but 0 is the best
+    assert far.search(4, patience=10).ended == "proof" and len(far.tried) == 12
 
 
 def test_work_does_not_end_a_search_that_found_nothing() -> None:
