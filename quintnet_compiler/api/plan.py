@@ -66,8 +66,8 @@ def plan(
             fastest plans of those that take at most a quarter more than the least; or device-seconds per token
             (``"cost"``), for which plans may use fewer nodes.
         work: how many operators to compile in the search if there are too many layouts to prove which is best. The
-            same work gives the same plan on every machine; twice as much takes about twice as long. A third of it
-            without anything better ends the search, too.
+            same work gives the same plan on every machine; twice as much takes about twice as long. Two thirds of
+            it without anything better end the search, too.
         seconds: when to stop searching in any case. The report says whether anything was left, and why.
         tokens: how many to train on, for what that takes and costs; of rows, where batches have no tokens (a tensor of
             whole numbers with two dims).

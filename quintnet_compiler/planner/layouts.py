@@ -17,6 +17,7 @@ from ..ir.plan import Plan
 from ..schedules.synthesis import check_schedule
 
 UNSPLIT = ("gpipe", "1f1b", "interleaved")  # every backward in one piece
+GROUPS = 3  # how many sizes of groups of slices are tried
 SLICED = get_args(DataAxis)
 Again = Literal["none", "selective", "full"]
 
@@ -182,7 +183,7 @@ def _in_time(limits: Limits, tp: int, cp: int, ep: int, pp: int, dp: int) -> Ite
 
 def slicings(layout: Layout, limits: Limits) -> Iterator[Layout]:
     """``layout``, and all that differ from it only in over which ranks slices of parameters are: over some of the data
-    and context axes, or over ranks of as many nodes as a power of two, with copies beyond (hybrid sharding)."""
+    and context axes, or over ranks of 1, 4 or 16 nodes, with copies beyond (hybrid sharding)."""
     yield layout
     if not layout.zero or limits.zero_axes is not None:
         return
@@ -191,12 +192,12 @@ def slicings(layout: Layout, limits: Limits) -> Iterator[Layout]:
         if over != layout.zero_axes:
             yield replace(layout, zero_axes=over)
     inside, ranks = layout.tp * layout.cp, limits.node
-    while limits.node and layout.ep == 1 and not layout.experts and ranks < layout.dp * inside:
+    for _ in range(GROUPS if limits.node and layout.ep == 1 and not layout.experts else 0):
         group, left = divmod(ranks, inside)
-        if not left and group > 1 and layout.dp % group == 0:
+        if not left and 1 < group < layout.dp and layout.dp % group == 0:
             both = ("ep", "cp") if layout.cp > 1 and layout.tp == 1 else ("ep",)
             yield replace(layout, dp=layout.dp // group, ep=group, zero_axes=both)
-        ranks *= 2
+        ranks *= 4
 
 
 def _sliceable(sizes: Mapping[str, int], tp: int) -> list[tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -117,6 +117,7 @@ class Pricing:
     machine: PricedCluster
     workload: Workload
     known: dict[tuple[Layout, tuple[str, ...]], Estimate] = field(default_factory=dict)
+    run: set[Hashable] = field(default_factory=set)
 
     def __call__(self, layout: Layout, begins: tuple[str, ...] = ()) -> Estimate:
         """
@@ -126,11 +127,19 @@ class Pricing:
         if (layout, begins) not in self.known:
             places = self.machine.places(self.build, layout)
             actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
-            self.build.work += ACTION * actions
+            self.build.work += ACTION * actions if self._runs(layout) else 0.0
             found = evaluate(places, layout, begins)
             guessed = tuple(sorted(self.build.guessed))
             self.known[layout, begins] = replace(found, guessed=guessed, workload=self.workload)
         return self.known[layout, begins]
+
+    def _runs(self, layout: Layout) -> bool:
+        """Whether the layout's pipeline has not been run for one that stores parameters otherwise."""
+        sliced = (layout.zero, layout.zero_axes, layout.ep) if layout.zero >= 2 else ()
+        plain = replace(layout, zero=0, zero_axes=(), dp=layout.dp * layout.ep, ep=1)
+        new = (plain, sliced) not in self.run
+        self.run.add((plain, sliced))
+        return new
 
 
 @dataclass(frozen=True)

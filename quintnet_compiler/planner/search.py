@@ -94,15 +94,15 @@ class SearchBounds(Protocol[L_contra]):
 @dataclass(frozen=True)
 class SearchEffort:
     """When a search ends that proves nothing: once it found something and has done so much ``work``, which is the same
-    on every machine (in operators that were compiled, for all layouts together), or a third of it since it last found
-    anything better; or after so many ``seconds``."""
+    on every machine (in operators that were compiled, for all layouts together), or two thirds of it since it last
+    found anything better; or after so many ``seconds``."""
 
     work: float = 6_500
     seconds: float = 90.0
 
     @property
     def patience(self) -> float:
-        return self.work / 3
+        return self.work * 2 / 3
 
 
 @dataclass(frozen=True)
