@@ -144,6 +144,20 @@ def test_an_estimate_has_room_for_what_is_simulated(name: str) -> None:
     assert found.saved + found.working >= program.simulate().peak.values
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_an_estimate_has_room_for_what_stages_send(schedule: str) -> None:
+    """Values until their gradients are there, gradients under way, and buffers of the next ones."""
+    case, mesh = CASES["mlp"], {"pp": 2, "dp": 2}
+    batch, cpu = case.batch(32), quintnet.Cluster("cpu", 1, 4)
+    plan: dict[str, Any] = {"mesh": mesh, "microbatches": 4, "schedule": schedule}
+    planned = quintnet.estimate(build("mlp"), cpu, batch, plan, loss_fn=case.loss_fn)
+    plan["stages"] = list(planned.begins)
+    program = quintnet.compile(build("mlp"), Mesh(**mesh), batch, loss_fn=case.loss_fn, plan=plan, check="off")
+    rows = sorted(program.simulate(cpu).rows, key=lambda row: row.rank)
+    found = [(one.saved + one.working, row.peak.values) for one, row in zip(planned.memory, rows, strict=True)]
+    assert all(estimated >= simulated for estimated, simulated in found)
+
+
 def test_results_that_nobody_reads_die_at_once() -> None:
     """One of three results of a group norm is read by the next operator alone: behind it, the forward holds two."""
     case = CASES["cnn"]

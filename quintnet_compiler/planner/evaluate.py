@@ -39,8 +39,11 @@ def evaluate(places: Sequence[Place], layout: Layout, begins: Sequence[str] = ()
 def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: Sequence[Slices]) -> Estimate:
     home = placement(layout)
     ways = list(zip([0, *home], home, strict=False))
+    alone = [index == 0 or ways[index][0] == ways[index][1] for index in range(len(stages))]  # nothing is sent to it
+    came = [0 if first else stage[0].crossing for first, stage in zip(alone, stages, strict=True)]
+    sent = [*came[1:], 0]
     work = tuple(
-        stage_work(stage, index == 0 or ways[index][0] == ways[index][1], slices[home[index]], ways[index])
+        stage_work(stage, alone[index], slices[home[index]], ways[index], sent[index])
         for index, stage in enumerate(stages)
     )
     run = pipeline(
@@ -72,7 +75,11 @@ def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: 
         once += max(_waited(one.gather(found), work, one) for one, found, work in zip(slices, held, ahead, strict=True))
     back = [sum(unit.backward for unit in part) for part in parts]  # gradients leave during the last backward
     settle = [_waited(one.settle(found), work, one) for one, found, work in zip(slices, held, back, strict=True)]
-    memory = tuple(_memory(found, run.saved[rank], parts[rank], slices[rank]) for rank, found in enumerate(held))
+    # of each way, what is used or sent, and the next microbatch's, for which there is a buffer already
+    buffers = [min(2, layout.microbatches) * sum(came[stage] + sent[stage] for stage in found) for found in mine]
+    memory = tuple(
+        _memory(found, run.saved[rank], parts[rank], slices[rank], buffers[rank]) for rank, found in enumerate(held)
+    )
     step = [place.costs.optimizer_seconds(one.optimizer // MOMENTS) for place, one in zip(places, memory, strict=True)]
     return Estimate(
         layout,
@@ -95,8 +102,11 @@ def _waited(moved: float, work: float, slices: Slices) -> float:
     return beside(work, moved, slices.lost) - work if slices.costs.overlaps else moved
 
 
-def _memory(held: Sequence[ParameterGroup], saved: int, part: Sequence[StageUnit], slices: Slices) -> StageMemory:
-    zero, working = slices.layout.zero, _working(part, slices.layout)
+def _memory(
+    held: Sequence[ParameterGroup], saved: int, part: Sequence[StageUnit], slices: Slices, buffers: int = 0
+) -> StageMemory:
+    """``buffers``: bytes of messages to and from other places."""
+    zero, working = slices.layout.zero, _working(part, slices.layout) + buffers
     gradients = sum(one.gradients // (slices.ways(one) if zero >= 2 else 1) for one in held)
     # what an optimizer sees of sums that have more bits than the parameter
     gradients += sum(one.bytes // slices.ways(one) for one in held if one.widths.gradient != one.widths.held)

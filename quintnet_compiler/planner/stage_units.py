@@ -4,7 +4,7 @@ a stage for each unit, and priced."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -76,7 +76,9 @@ class StageUnit:
     ``weight`` of the backward the half that no other stage waits for; ``communication``: seconds of all by axis.
     Bytes: ``saved`` by the forward for the backward, ``received`` of the unit before, ``working`` at most beside what
     is kept. ``parameters``: of this unit alone, by the axes of their gradients; ``tied``: those that other units use
-    too, by name. ``host``: seconds in which the host starts all that, beside the device.
+    too, by name. ``host``: seconds in which the host starts all that, beside the device. Bytes again: ``crossing``, of
+    what earlier units make for this one or for later ones; ``shared``, of what it gives to others and saves, too;
+    ``later``, of what the weight half of a backward reads.
     """
 
     begin: str
@@ -91,6 +93,9 @@ class StageUnit:
     parameters: tuple[ParameterGroup, ...]
     tied: Mapping[str, ParameterGroup]
     host: StageTimes = StageTimes(0.0, 0.0, 0.0)
+    crossing: int = 0
+    shared: int = 0
+    later: int = 0
 
     @property
     def seconds(self) -> float:
@@ -156,6 +161,8 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
         for part in work.waited:
             moved[part.axis] += part.seconds if part.axis else 0.0  # type: ignore[assignment]
     came = {name for t in program.transfers if t.target == at for name in t.forward}
+    sent = {name for t in program.transfers if t.source == at for name in t.forward}
+    returned = {name for t in program.transfers if t.source == at for name in t.backward}
     shapes = program.values
     size = {name: Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in shapes.items()}
     specs = [program.state[name] for name in stage.state.values()]
@@ -164,6 +171,7 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
     for spec in mine:
         if len(spec.stages) == 1:
             alone[_summed(spec, program), Widths.of(spec)] += _bytes(spec, program)
+    saved, shared, later = _saved(stage, memory, {name: size[name] for name in came | returned}, sent)
     return StageUnit(
         begin,
         priced.begin(at).seconds,
@@ -171,27 +179,38 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
         back.device + weight.device,
         weight.device,
         {axis: seconds for axis, seconds in moved.items() if axis},
-        _saved(stage, memory, {name: size[name] for name in came}),
+        saved,
         sum(size[name] for name in came),
         max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
         tuple(ParameterGroup(number, *kind) for kind, number in sorted(alone.items())),
         {spec.name: _held(spec, program) for spec in mine if len(spec.stages) > 1},
         StageTimes(ahead.host, back.host, weight.host),
+        sum(size[name] for name in {n for t in program.transfers if t.source < at <= t.target for n in t.forward}),
+        shared,
+        later,
     )
 
 
-def _saved(stage: StageProgram, memory: Footprints, came: Mapping[str, int]) -> int:
-    """Bytes that the backward reads, each piece of memory once: of the forward's own results, and of values that
-    ``came`` from other stages, also where the backward reads a view of them."""
-    piece, kept = stage.forward, came.keys() & set(stage.saved)
-    given = [*piece.static, *piece.dynamic]
-    fresh: dict[int, int] = {}
-    for name, made in zip(piece.outputs, memory.calls[stage.index, "forward"].outputs, strict=True):
-        if name in stage.saved and made.fresh >= 0:
-            fresh[made.fresh] = made.bytes
-        elif name in stage.saved:
-            kept |= {given[made.argument]} & came.keys()
-    return sum(fresh.values()) + sum(came[name] for name in kept)
+def _saved(stage: StageProgram, memory: Footprints, arrived: Mapping[str, int], sent: Set[str]) -> tuple[int, int, int]:
+    """Bytes that are kept for the backward, those of them that hold what is ``sent``, and bytes that are kept for the
+    weight half. Each piece of memory counts once: of what functions made, and of values and gradients that ``arrived``
+    from other stages, also where a view of them is read."""
+    owners: dict[str, tuple[Hashable, int] | None] = {name: (name, size) for name, size in arrived.items()}
+    for label in ("forward", "backward"):
+        piece = stage.pieces.get(label)
+        if piece is None:
+            continue
+        given = [*piece.static, *piece.dynamic]
+        for name, made in zip(piece.outputs, memory.calls[stage.index, label].outputs, strict=True):
+            new = made.fresh >= 0
+            owners[name] = ((label, made.fresh), made.bytes) if new else owners.get(given[made.argument])
+
+    def pieces(names: Iterable[str]) -> dict[Hashable, int]:
+        return dict(found for found in map(owners.get, names) if found)
+
+    kept, later = pieces(stage.saved), pieces(stage.weight.dynamic if stage.weight else ())
+    shared = pieces(sent).keys() & kept.keys()
+    return sum(kept.values()), sum(kept[one] for one in shared), sum(later.values())
 
 
 def _held(spec: StateSpec, program: DistributedProgram) -> ParameterGroup:

@@ -15,7 +15,7 @@ from ..core.mesh import Mesh
 from ..cost_models.collectives import in_turn
 from ..ir.cost_protocol import RankCosts
 from ..passes.stages.partition import balanced_starts
-from .layouts import Layout
+from .layouts import UNSPLIT, Layout
 from .pipeline import StageWork
 from .places import Place, alike, placement
 from .stage_units import ParameterGroup, StageUnit, Widths
@@ -160,10 +160,12 @@ class Slices:
         return total
 
 
-def stage_work(stage: Sequence[StageUnit], first: bool, slices: Slices, way: tuple[int, int] = (0, 1)) -> StageWork:
+def stage_work(
+    stage: Sequence[StageUnit], first: bool, slices: Slices, way: tuple[int, int] = (0, 1), sent: int = 0
+) -> StageWork:
     """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3, or for the host: an action takes the
     device's time or the host's, whichever is longer. ``first``: nothing is sent to it; ``way``: see
-    :func:`send_seconds`."""
+    :func:`send_seconds`; ``sent``: bytes that another rank gets, which are kept until their gradient is there."""
     costs, (ahead, back) = slices.costs, slices.each_use(stage)
     send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh, way)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
@@ -175,7 +177,10 @@ def stage_work(stage: Sequence[StageUnit], first: bool, slices: Slices, way: tup
         weight = max(weight, sum(unit.host.weight for unit in stage))
     else:
         backward = max(backward, sum(unit.host.input + unit.host.weight for unit in stage) - weight)
-    return StageWork(forward + busy, backward + busy, weight, send - busy, sum(unit.saved for unit in stage))
+    apart = slices.layout.schedule not in UNSPLIT
+    saved = sum(max(unit.saved, unit.later * apart) for unit in stage)
+    saved += max(0, sent - stage[-1].shared)
+    return StageWork(forward + busy, backward + busy, weight, send - busy, saved)
 
 
 def held_by(stage: Sequence[StageUnit], owners: Mapping[str, int]) -> list[ParameterGroup]:

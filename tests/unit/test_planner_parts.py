@@ -168,6 +168,16 @@ def test_zero_3_gathers_before_each_use() -> None:
     assert zero3.forward == pytest.approx(1.0 + gather)
 
 
+def test_a_stage_keeps_what_it_sends_and_what_its_weight_half_reads() -> None:
+    stage, mesh = [_unit("a", later=130), _unit("b", later=90, shared=4)], Mesh(pp=2)
+
+    def saved(schedule: str, sent: int) -> int:
+        return stage_work(stage, True, Slices(replace(ONE, pp=2, schedule=schedule), COSTS, mesh), sent=sent).saved
+
+    assert [saved("1f1b", sent) for sent in (0, 3, 10)] == [200, 200, 206]
+    assert saved("zb-h1", 10) == 130 + 100 + 6
+
+
 def test_slices_travel_beside_the_work_of_their_neighbours() -> None:
     stage = [_unit(name, parameters=(ParameterGroup(2**20, ("dp",), WIDE),)) for name in "abc"]
     slices = Slices(replace(ONE, dp=4, zero=3), COSTS, Mesh(dp=4))
