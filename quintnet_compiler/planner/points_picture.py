@@ -39,13 +39,19 @@ class LogAxis:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Places and texts: as few of 1, 2, 5 times a power of ten as are at least three, or all."""
+        """Places and texts, at least three: as few of 1, 2, 5 times a power of ten as there can be, or in equal steps
+        where values are too near to each other."""
         for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             found = [step * 10.0**power for power in powers for step in steps]
             inside = [value for value in found if self.low <= value <= self.high]
             if len(inside) >= 3:
                 break
+        else:
+            most = (self.high - self.low) / 3
+            power = 10.0 ** math.floor(math.log10(most))
+            step = max(power * many for many in (1, 2, 5) if power * many <= most)
+            inside = [step * n for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
         return [(self.place(value), f"{value:,.10g}") for value in inside]
 
 
