@@ -121,6 +121,16 @@ def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
     assert [one.seconds for one in found.ranked] == [one.seconds for one in best]
 
 
+def test_slices_that_cannot_fit_are_not_priced() -> None:
+    """Each takes a compilation: two slices with two copies of all state are half of it, which is too much."""
+    pinned = Plan(mesh={"tp": 1, "cp": 1, "pp": 1}, zero=3)
+    planner = replace(_planner("chain", "two nodes of 2"), pinned=pinned)
+    for share, meshes in ((0.45, {quintnet.Mesh(dp=4)}), (1.0, {quintnet.Mesh(dp=4), quintnet.Mesh(dp=2, ep=2)})):
+        pricing, state = planner.pricing(), 4 * planner.parameter_bytes()
+        assert planner.search(1, "time", SearchEffort(), pricing=pricing, memory_bytes=share * state).ranked
+        assert {layout.mesh for layout, _ in pricing.known} == meshes
+
+
 def _folded(model: nn.Module, batch: Any) -> Folded:
     return FoldBlocks()(Normalize(ROWS, torch.device("cpu"))(capture(model, batch)))
 

@@ -273,7 +273,10 @@ class Planner:
         )  # fmt: skip
 
         def best(layout: Layout) -> Estimate:
-            found = [price(one) for one in slicings(layout, limits)]
+            first, *others = slicings(layout, limits)
+            found = [price(first)]
+            more = found[0].claimed_bytes - bounds.bytes(first)  # than its state, however that is sliced
+            found += [price(one) for one in others if objective == "memory" or bounds.bytes(one) + more <= memory]
             fitting = [one for one in found if one.claimed_bytes <= memory] if objective != "memory" else []
             return min(fitting, key=lambda one: one.seconds) if fitting else min(found, key=lambda e: e.claimed_bytes)
 
