@@ -154,8 +154,9 @@ def made(name: str) -> Made:
     return MODELS[name]()
 
 
-def allocated(program: Any, module: nn.Module, batch: Any) -> int:
-    """Bytes by the CPU allocator at most during a step, beyond what there was before: state, and the batch."""
+def allocated(program: quintnet.CompiledProgram, module: nn.Module, batch: Any) -> tuple[int, int]:
+    """Bytes by the CPU allocator, at most during a step and after it, beyond what there was before: state, and the
+    batch."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
         for _ in range(STEPS):  # a block that was allocated before is unknown to the profiler, and so is its end
             module.zero_grad()
@@ -165,8 +166,8 @@ def allocated(program: Any, module: nn.Module, batch: Any) -> int:
     begin = [event.start_ns() for event in events if event.name() == "a step"][-1]
     sizes = [(event.start_ns() >= begin, event.nbytes()) for event in events if event.name() == "[memory]"]
     before = sum(size for inside, size in sizes if not inside)
-    during = itertools.accumulate(size for _, size in sizes)
-    return int(max(now - before for now, (inside, _) in zip(during, sizes, strict=True) if inside))
+    during = [now - before for now in itertools.accumulate(size for _, size in sizes)]
+    return max(now for now, (inside, _) in zip(during, sizes, strict=True) if inside), during[-1]
 
 
 def run(name: str, plans: list[dict[str, Any]]) -> list[tuple[bool, int]]:
@@ -177,7 +178,7 @@ def run(name: str, plans: list[dict[str, Any]]) -> list[tuple[bool, int]]:
         module, batch, loss = made(name)
         mesh = quintnet.Mesh(**plan["mesh"])
         program = quintnet.compile(module, mesh, batch, loss_fn=loss, plan=plan, check="off")
-        peak = allocated(program, module, batch)
+        peak, _ = allocated(program, module, batch)
         module.zero_grad()
         found.append((bool(program.verify().ok), peak))
     return found

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import quintnet
+from benchmarks.planned_memory import allocated
 from quintnet import Mesh
 from quintnet_compiler.runtime.execute.executor import Executor
 from quintnet_compiler.schedules.schedule import Action
@@ -108,21 +108,6 @@ def test_bytes_and_live_activations(
         assert all(peak >= after for after, peak in found.points)
 
 
-def _allocated(program: quintnet.CompiledProgram, module: nn.Module, batch: Any) -> tuple[int, int]:
-    """By the CPU allocator: at most during a step, and after it, beyond what there was before: state and gradients."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
-        for _ in range(2):  # a block that was allocated before is unknown to the profiler, and so is its end
-            module.zero_grad()
-            with torch.profiler.record_function("a step"):
-                program.step(batch)
-    events = sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    begin = [event.start_ns() for event in events if event.name() == "a step"][-1]
-    sizes = [(event.start_ns() >= begin, event.nbytes()) for event in events if event.name() == "[memory]"]
-    before = sum(size for inside, size in sizes if not inside)
-    during = [now - before for now in itertools.accumulate(size for _, size in sizes)]
-    return max(now for now, (inside, _) in zip(during, sizes, strict=True) if inside), during[-1]
-
-
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", ["mlp", "gpt", "mixture"])
 def test_the_peak_is_what_the_allocator_says(name: str, microbatches: int) -> None:
@@ -130,7 +115,7 @@ def test_the_peak_is_what_the_allocator_says(name: str, microbatches: int) -> No
     case, module = CASES[name], build(name)
     batch = case.batch(8)
     program = quintnet.compile(module, Mesh(dp=1), batch, loss_fn=case.loss_fn, microbatches=microbatches)
-    assert _allocated(program, module, batch) == (program.simulate().peak.values, 0)
+    assert allocated(program, module, batch) == (program.simulate().peak.values, 0)
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "cnn"])
