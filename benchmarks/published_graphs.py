@@ -32,7 +32,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.core.replaced import one_thread
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.kernel_set import MEGATRON, KernelSet
-from quintnet_compiler.cost_models.kernels import kernel_seconds
+from quintnet_compiler.cost_models.kernels import kernel_seconds, with_host
 from quintnet_compiler.cost_models.layer_kernels import Kernels, LayerWork, embedding, head, layer
 from quintnet_compiler.cost_models.operators import kernel_of
 from quintnet_compiler.cost_models.step_time import StepModel
@@ -123,7 +123,7 @@ class Added:
     host: float
 
     def __call__(self, there: float) -> float:
-        return max(there + self.seconds, self.host)
+        return with_host(there + self.seconds, self.host)
 
 
 def with_kernels(units: Sequence[StageUnit], run: Run, blocks: str) -> tuple[StageUnit, ...]:

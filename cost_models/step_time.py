@@ -10,7 +10,7 @@ from . import closed_forms
 from .cluster import Cluster
 from .collectives import beside, collective_seconds, in_turn, lost_seconds
 from .hardware import BYTES_PER_ELEMENT
-from .kernels import kernel_seconds, phase_seconds
+from .kernels import device_seconds, kernel_seconds, with_host
 from .layer_kernels import ALL, Communication, Kernels, LayerWork, embedding, head, layer, predicting
 from .links import Group
 from .pipeline_time import Stage, interleaved_seconds, one_f_one_b_seconds
@@ -93,11 +93,11 @@ class StepModel:
             (work.backward, work.backward_communication),
             (work.again, work.again_communication),
         ):
-            device = phase_seconds(kernels, self.cluster.device, 0.0)
+            device = device_seconds(kernels, self.cluster.device)
             device += self._communication(messages, kernels)
             launches = sum(k.launches for k in kernels) + len(messages)
             host = launches * per_launch
-            found.append(device + host if self.layout.blocking else max(device, host))
+            found.append(device + host if self.layout.blocking else with_host(device, host))
         return found[0], found[1], found[2]
 
     @cached_property

@@ -11,6 +11,7 @@ from itertools import groupby
 from torch import Size, fx
 
 from ..core.sharding import R, local_shape
+from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram, StateSpec
 from ..passes.sharding.fold_blocks import Folded
@@ -99,8 +100,9 @@ class StageUnit:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward, if nothing else is on its stage: of the device or the host, whichever is longer."""
-        return max(self.forward, self.host.forward) + max(self.backward, self.host.input + self.host.weight)
+        """Of forward and backward, if nothing else is on its stage: of the device and the host together."""
+        back = with_host(self.backward, self.host.input + self.host.weight)
+        return with_host(self.forward, self.host.forward) + back
 
     def over_two_axes(self) -> StageUnit:
         """The same, where ranks of ``dp`` are those of ``dp`` and ``ep``."""

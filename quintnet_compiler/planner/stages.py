@@ -13,6 +13,7 @@ from ..core.axes import SHARDED
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
 from ..cost_models.collectives import in_turn
+from ..cost_models.kernels import with_host
 from ..ir.cost_protocol import RankCosts
 from ..passes.stages.partition import balanced_starts
 from .layouts import UNSPLIT, Layout
@@ -163,20 +164,19 @@ class Slices:
 def stage_work(
     stage: Sequence[StageUnit], first: bool, slices: Slices, way: tuple[int, int] = (0, 1), sent: int = 0
 ) -> StageWork:
-    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3, or for the host: an action takes the
-    device's time or the host's, whichever is longer. ``first``: nothing is sent to it; ``way``: see
+    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3, or for the host. ``first``: nothing is sent to it; ``way``: see
     :func:`send_seconds`; ``sent``: bytes that another rank gets, which are kept until their gradient is there."""
     costs, (ahead, back) = slices.costs, slices.each_use(stage)
     send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh, way)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
     weight = sum(unit.weight for unit in stage)
-    forward = max(sum(unit.forward for unit in stage) + ahead, sum(unit.host.forward for unit in stage))
+    forward = with_host(sum(unit.forward for unit in stage) + ahead, sum(unit.host.forward for unit in stage))
     backward = sum(unit.backward for unit in stage) - weight + back
     if slices.layout.halves:
-        backward = max(backward, sum(unit.host.input for unit in stage))
-        weight = max(weight, sum(unit.host.weight for unit in stage))
+        backward = with_host(backward, sum(unit.host.input for unit in stage))
+        weight = with_host(weight, sum(unit.host.weight for unit in stage))
     else:
-        backward = max(backward, sum(unit.host.input + unit.host.weight for unit in stage) - weight)
+        backward = with_host(backward + weight, sum(unit.host.input + unit.host.weight for unit in stage)) - weight
     apart = slices.layout.schedule not in UNSPLIT
     saved = sum(max(unit.saved, unit.later * apart) for unit in stage)
     saved += max(0, sent - stage[-1].shared)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost_models.kernels import with_host
 from ..passes.stages.partition import Array, starts_by_prices
 from ..schedules.schedule import Op
 from .layouts import Layout
@@ -49,7 +50,7 @@ class _UnlikeCut:
 
     def _sums(self, seconds: Callable[[StageUnit], tuple[float, float]]) -> Array:
         """``[s, k, i]``: of all units before the i-th, as stage s would run them, on its devices (k = 0) and by the
-        host: an action takes the longer of the two."""
+        host."""
         sums: Array = np.array([np.cumsum([(0.0, 0.0), *map(seconds, place.units)], axis=0).T for place in self.places])
         return sums
 
@@ -76,7 +77,7 @@ class _UnlikeCut:
         work = [self.before[op] for op in (Op.FORWARD, Op.BACKWARD)]
         prices = []
         for stage in range(len(self.home)):
-            seconds = sum((one[stage][:, None, :] - one[stage][:, :, None]).max(axis=0) for one in work)
+            seconds = sum(with_host(*(one[stage][:, None, :] - one[stage][:, :, None])) for one in work)
             if stage:
                 seconds += 2 * self.sends[stage - 1][:, None]
             seconds[self.forbidden] = np.inf
@@ -136,7 +137,7 @@ class _UnlikeCut:
         stages = range(len(self.home))
         times = {
             op: np.array(
-                [(self.before[op][s][:, edges[s + 1]] - self.before[op][s][:, edges[s]]).max(axis=0) for s in stages]
+                [with_host(*(self.before[op][s][:, edges[s + 1]] - self.before[op][s][:, edges[s]])) for s in stages]
             )
             for op in timing.ops
         }

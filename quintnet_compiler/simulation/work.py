@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
+from ..cost_models.kernels import with_host
 from ..schedules.schedule import RELEASES, Action, Op
 
 
@@ -36,15 +37,15 @@ class Hidden:
 
 @dataclass(frozen=True)
 class ActionWork:
-    """What one action does, in order; ``host``: seconds in which its kernels are started, beside that. The longer of
-    the two is what the action takes."""
+    """What one action does, in order; ``host``: seconds in which its kernels are started, beside that (see
+    ``with_host`` of the cost models)."""
 
     parts: tuple[WorkPart, ...] = ()
     host: float = 0.0
 
     @cached_property
     def seconds(self) -> float:
-        return max(self.device, self.host)
+        return with_host(self.device, self.host) if self.host else self.device
 
     @cached_property
     def device(self) -> float:
@@ -56,7 +57,7 @@ class ActionWork:
         """The parts as computing sees them: of a collective that was started before, what is left to wait for. Last,
         what the device waits for the host."""
         found = self._timed[0]
-        waits = self.host - self.device
+        waits = self.seconds - self.device
         return (*found, WorkPart(waits)) if waits > 0 else found
 
     @property
