@@ -164,8 +164,9 @@ class Slices:
 def stage_work(
     stage: Sequence[StageUnit], first: bool, slices: Slices, way: tuple[int, int] = (0, 1), sent: int = 0
 ) -> StageWork:
-    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3, or for the host. ``first``: nothing is sent to it; ``way``: see
-    :func:`send_seconds`; ``sent``: bytes that another rank gets, which are kept until their gradient is there."""
+    """One microbatch of a stage, with what it waits for slices of ZeRO 2 and 3, or for the host. ``first``:
+    nothing is sent to it; ``way``: see :func:`send_seconds`; ``sent``: bytes that another rank gets, which are kept
+    until their gradient is there."""
     costs, (ahead, back) = slices.costs, slices.each_use(stage)
     send = 0.0 if first else send_seconds(stage[0], costs, slices.mesh, way)
     busy = 0.0 if costs.overlaps else send  # a stage waits for what it receives; gradients go back the same way
