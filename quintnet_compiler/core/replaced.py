@@ -34,6 +34,19 @@ def new_garbage_only() -> Iterator[None]:
         gc.unfreeze()
 
 
+def all_objects() -> list[Any]:
+    """What the garbage collector knows of, and what it does not look at for now, be it inside of
+    :func:`new_garbage_only` or because a program has frozen objects: these are frozen again, with those made since."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    gc.collect()  # no garbage is frozen
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
+
+
 def for_this_thread(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
     """A function that is ``ours`` where the calling thread calls it, and ``theirs`` in the program's other threads.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.pytorch_utils import compile_compatible_method_lru_cache
 
 import quintnet
 from quintnet import Mesh
+from quintnet_compiler.capture.changes import cached_results
 from quintnet_compiler.capture.changes.cached_results import CachedResults
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).double()
@@ -97,6 +99,53 @@ def test_only_functions_that_a_trace_called_are_cleared() -> None:
     CachedResults.of_process().kept_from(trace)()
     assert own.cache_info().currsize == 0
     assert other.cache_info().currsize == 1
+
+
+def test_an_estimate_leaves_none_of_its_trace() -> None:
+    positions.cache_clear()
+    model = Net(TABLES["cache"])
+    quintnet.estimate(model, quintnet.Cluster("h100"), (X,), {"mesh": {"dp": 2}})
+    assert type(positions(6)) is Tensor
+    assert type(model(X)) is Tensor
+
+
+@pytest.fixture
+def frozen() -> Iterator[list[object]]:
+    """An object that the garbage collector does not look at."""
+    made = list[object]()
+    gc.freeze()
+    yield made
+    gc.unfreeze()
+
+
+def test_functions_are_found_that_a_program_has_frozen(frozen: list[object]) -> None:
+    @functools.cache
+    def own(size: int) -> Tensor:
+        return torch.zeros(size)
+
+    assert {own, positions} <= CachedResults.of_process().missed.keys()
+    assert not any(x is frozen for x in gc.get_objects())
+
+
+def test_all_objects_are_looked_at_again_only_where_a_function_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[int]()
+
+    def looked() -> list[object]:
+        looks.append(1)
+        return gc.get_objects()
+
+    CachedResults.of_process()
+    monkeypatch.setattr(cached_results, "all_objects", looked)
+    before = CachedResults.of_process().missed
+    assert not looks
+    first, second = functools.cache(positions), functools.lru_cache(4)(waves)
+    assert CachedResults.of_process().missed.keys() == {*before, first, second}
+    assert len(looks) == 1
+    first(3)
+    assert CachedResults.of_process().missed[first] == 1
+    del second
+    assert CachedResults.of_process().missed.keys() == {*before, first}
+    assert len(looks) == 1
 
 
 class Keeps(nn.Module):

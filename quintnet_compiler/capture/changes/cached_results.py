@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from torch import SymBool, SymFloat, SymInt, nn
 
 from ...compat.torch import FakeTensor, FunctionalTensor, pytree
+from ...core.replaced import all_objects
 
 _Cached = functools._lru_cache_wrapper
 _OF_TRACES = (FakeTensor, FunctionalTensor, SymInt, SymFloat, SymBool)
@@ -30,7 +34,7 @@ class CachedResults:
 
     @classmethod
     def of_process(cls) -> CachedResults:
-        return cls({x: x.cache_info().misses for x in gc.get_objects() if type(x) is _Cached})
+        return cls({x: x.cache_info().misses for x in _FOUND.now()})
 
     def kept_from(self, trace: Callable[[], Made]) -> Callable[[], Made]:
         """``trace``, after which functions that keep some of its results are as if they had never been called."""
@@ -44,6 +48,39 @@ class CachedResults:
                         function.cache_clear()
 
         return traced
+
+
+class _CachedFunctions:
+    """The functions of this process that keep their results. A look at all objects takes a tenth of a small compilation
+    or more, so there is none where no function was made since the last: each refers to its type, and so ``others``, how
+    often anything else refers to it, is what it was."""
+
+    def __init__(self) -> None:
+        self.functions: WeakSet[_Cached[Any]] = WeakSet()
+        self.others, self.turn = -1, threading.Lock()
+
+    def now(self) -> list[_Cached[Any]]:
+        with self.turn:
+            before = _references()
+            if before - len(self.functions) != self.others or not _counted():
+                self.functions = WeakSet(x for x in all_objects() if type(x) is _Cached)
+                alone = _references() == before  # no other thread makes or drops some meanwhile
+                self.others = before - len(self.functions) if alone else -1
+            return list(self.functions)
+
+
+_FOUND = _CachedFunctions()  # one for the process, as its objects are
+
+
+def _references() -> int:
+    return sys.getrefcount(_Cached)
+
+
+def _counted() -> bool:
+    """Whether functions count as references to their type: not in a Python without a global lock."""
+    before = _references()
+    made = functools.lru_cache(_references)
+    return made.__wrapped__() == before + 1
 
 
 def _of_a_trace(x: Any, *, inside: bool = False) -> bool:
