@@ -47,8 +47,8 @@ class Roofline:
     def send_seconds(self, num_bytes: float, apart: int = 1) -> float:
         return collective_seconds("send", self._group((0, apart)), num_bytes)
 
-    def meeting_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
-        return collective_seconds(name, self._group(tuple(range(ranks))), num_bytes)
+    def meeting_seconds(self, name: str, num_bytes: float, ranks: int, apart: int = 1) -> float:
+        return collective_seconds(name, self._group(tuple(range(0, ranks * apart, apart))), num_bytes)
 
     def _group(self, ranks: tuple[int, ...]) -> Group:
         """Of ranks of as many full nodes as they need."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import fx
 
-from ...core.annotations import facts, leaf, needs_grad, tensor_inputs, values
-from ...core.sharding import AxisType, I, P, R, Shard
+from ...core.annotations import facts, leaf, needs_grad, shape, tensor_inputs, values
+from ...core.sharding import AxisType, I, P, R, S, Shard
 from ...ir.program import Strategy
+from ...ops.expert_linear import expert_linear
 from ...ops.rules.notation import Dims, Factors
 from ...ops.user_derivatives import declare_gradient, with_tangent
 from .tables import bare
@@ -42,12 +43,18 @@ class Reading:
     whole: set[str] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)
     padded: set[str] = field(default_factory=set)  # factors of which some ranks have padding
+    travels: bool = False  # whether an axis so far brings rows and weights together
 
     def __post_init__(self) -> None:
         self.sizes, self.whole = dict(self.rule.sizes), set(self.rule.whole)
 
     def axis(self, chosen: Strategy, ranks: int) -> tuple[str, frozenset[str]]:
         """What is wrong with ``chosen`` over an axis of ``ranks`` (empty: nothing), and the factors that it splits."""
+        if chosen.inside is not None:
+            if why := self._slices(chosen, ranks):
+                return why, frozenset()
+            read, made = chosen.inside
+            chosen = replace(chosen, inputs=(read, *chosen.inputs[1:]), outputs=(made,), inside=None)
         kinds = (*chosen.inputs, *chosen.outputs)
         dims = (*self.rule.inputs, *self.rule.outputs)
         if len(chosen.inputs) != len(self.rule.inputs) or len(chosen.outputs) != len(self.rule.outputs):
@@ -64,7 +71,24 @@ class Reading:
             why = self._leaf(chosen)
         else:
             why = self._types(chosen, splits) or self._together(chosen, splits)
+        self.travels |= len(splits) > 1
         return why or self._take(splits, ranks), frozenset(splits)
+
+    def _slices(self, chosen: Strategy, ranks: int) -> str:
+        """Of rows that travel to their experts and are the same on all ranks of this axis, each may send a slice of the
+        features, which are gathered there; and of terms of results that return, each may get a slice of the sum."""
+        assert chosen.inside is not None
+        if self.node.target is not expert_linear or not self.travels:
+            return "its rows do not travel"
+        if isinstance(weights := chosen.inputs[2], Shard) and weights.dim == 0:
+            return "each rank orders rows by experts of its own"
+        rows = tensor_inputs(self.node)[0]
+        for kind, there, whole, x in (
+            (chosen.inputs[0], chosen.inside[0], (I, R), rows), (chosen.outputs[0], chosen.inside[1], (P,), self.node),
+        ):  # fmt: skip
+            if kind != there and (kind != S(1) or there not in whole or shape(x)[1] % ranks):
+                return f"{there} does not travel as {kind}"
+        return ""
 
     def _split(self, place: Dims, kind: Shard, ranks: int) -> tuple[str, Way] | None:
         """The factor of which ``kind`` takes a part: the factors outside it are its runs' repetitions, and those inside

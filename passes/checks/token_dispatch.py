@@ -18,10 +18,10 @@ from torch import fx
 
 from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
 from ...core.errors import REPORT, CompileError
-from ...core.sharding import Shard
+from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, Strategy
 from ...ir.value_numbers import ValueNumbers
-from ...ops.collectives import combine, dispatch, dispatch_plan
+from ...ops.collectives import combine, convert, dispatch, dispatch_plan
 from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import local_experts
 from ...ops.rules.notation import Rule
@@ -102,6 +102,7 @@ class _OrderedRows:
 # -- rows on their way to experts
 
 Plan = tuple[fx.Node, fx.Node]  # the two parts of a plan
+Move = tuple[str, AxisType, AxisType]  # an axis, and the types before and after
 
 
 def travels(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:
@@ -116,11 +117,23 @@ def travels(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis
     return found
 
 
+def moved_there(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> tuple[list[Move], list[Move]]:
+    """The moves of rows between their arrival and the product, and of its result before that returns."""
+    found = list[Move](), list[Move]()
+    for axis, one in zip(axes, chosen, strict=True):
+        if one.inside is not None:
+            ends = (one.inputs[0], one.inside[0]), (one.inside[1], one.outputs[0])
+            for side, (before, after) in zip(found, ends, strict=True):
+                side += [(axis.name, before, after)] if before != after else []
+    return found
+
+
 def wrong_way(
-    made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], experts: int, transposed: bool
-) -> str:
+    made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], there: tuple[list[Move], list[Move]],
+    experts: int, transposed: bool,
+) -> str:  # fmt: skip
     """What is wrong with rows that travel to a linear layer of so many experts, and back as ``made``; empty where
-    nothing is."""
+    nothing is. ``there``: see :func:`moved_there`."""
     rows, ids = reads[:2]
     plans, counts = list[tuple[fx.Node, Plan]](), None
     for axis, ways in way:
@@ -139,10 +152,15 @@ def wrong_way(
         if made.target is not combine or made.args[1:] != (*planned.args[1:3], *plan):
             return f"rows do not return over {planned.args[1]} as they went"
         made = made.args[0]  # type: ignore[assignment]
-    product = made.args[0]
-    if made.target is not ungroup_rows or not isinstance(product, fx.Node) or product.target is not grouped_linear:
+    if made.target is not ungroup_rows or not isinstance(made.args[0], fx.Node):
         return f"{made.name} is no product of grouped rows"
+    product, leaving = _unmoved(made.args[0])
+    if product.target is not grouped_linear or leaving != there[1]:
+        return f"{made.name} is no product of grouped rows, moved by {there[1]}"
     grouped, ends = tensor_inputs(product)[:2]
+    grouped, arriving = _unmoved(grouped)
+    if arriving != there[0]:
+        return f"{product.name} reads rows that {arriving} moved, and not {there[0]}"
     if grouped.target is not group_rows or grouped.args != (rows, *made.args[1:]) or ends is not made.args[2]:
         return f"{product.name} reads rows in another order than {made.name} gives back"
     planned, weights = origin(ends)[0], list(reads[2:])
@@ -162,6 +180,16 @@ def wrong_way(
     if told is not None and (told is not counts or elsewhere):
         return f"{planned.name} takes the counts of other rows"
     return ""
+
+
+def _unmoved(node: fx.Node) -> tuple[fx.Node, list[Move]]:
+    """What moves between types carry to ``node``, and these, first one first."""
+    found = list[Move]()
+    while node.target is convert:
+        axis, _, before, after = node.args[1:]
+        found.append((str(axis), parse_type(str(before)), parse_type(str(after))))
+        node = node.all_input_nodes[0]
+    return node, found[::-1]
 
 
 def _parts(planned: fx.Node) -> Plan | None:

@@ -28,7 +28,7 @@ from ...core.annotations import (
 )
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
-from ...ir.program import Axis, LocalProgram, ShardedProgram, Strategy, outputs
+from ...ir.program import Axis, LocalProgram, ShardedProgram, outputs
 from ...ops.collectives import COMMUNICATION, convert, share
 from ...ops.expert_linear import expert_linear
 from ...ops.rank_local import microbatch
@@ -36,7 +36,7 @@ from ...ops.rules.notation import Factors
 from .padding import peel, without_fill
 from .strategies import Reading, Rules
 from .tables import bare
-from .token_dispatch import travels, wrong_way
+from .token_dispatch import moved_there, travels, wrong_way
 
 Value = tuple[fx.Node, int]
 _MOVES = COMMUNICATION | {convert}
@@ -81,13 +81,13 @@ def _check_strategies(sharded: ShardedProgram, node: fx.Node, rule: Factors) -> 
     for axis, chosen in zip(sharded.axes, sharded.strategies[node], strict=True):
         why, split = reading.axis(chosen, axis.size)
         if why:
-            raise _fail(f"no rule lets {node.name} run as {_signature(chosen)} over {axis.name}: {why}", node)
+            raise _fail(f"no rule lets {node.name} run as {chosen.signature} over {axis.name}: {why}", node)
         exchanges = len(split) > 1
         if exchanges is not chosen.exchanges:
             raise _fail(f"{node.name} is told to exchange what it has, or not to, over {axis.name}", node)
         if exchanges and axis.role == "time":
             raise _fail(f"{node.name} would communicate between microbatches", node)
-        if exchanges or split & rule.settled:
+        if exchanges or chosen.inside is not None or split & rule.settled:
             own.add(axis.name)
     return frozenset(own)
 
@@ -96,10 +96,6 @@ def _leaf_rule(node: fx.Node) -> Factors:
     """Each dim of a leaf is a factor of its own."""
     names = [f"dim{i}" for i in range(len(shape(node)))]
     return Factors((), (tuple((name,) for name in names),), dict(zip(names, shape(node), strict=True)))
-
-
-def _signature(strategy: Strategy) -> str:
-    return f"{', '.join(map(str, strategy.inputs))} -> {', '.join(map(str, strategy.outputs))}"
 
 
 def _check_leaf(sharded: ShardedProgram, node: fx.Node) -> None:
@@ -173,8 +169,9 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
         return None
     reads, todo, seen = local.reads[node], list(made), set[fx.Node]()
     if node.target is expert_linear:
-        way = travels(local.staged.sharded.axes, local.staged.sharded.strategies[node])
-        if why := wrong_way(made[0], reads, way, shape(tensor_inputs(node)[2])[0], bool(node.args[4])):
+        axes, chosen = local.staged.sharded.axes, local.staged.sharded.strategies[node]
+        way, there = travels(axes, chosen), moved_there(axes, chosen)
+        if why := wrong_way(made[0], reads, way, there, shape(tensor_inputs(node)[2])[0], bool(node.args[4])):
             raise _fail(f"{node.name}: {why}", node)
     while todo:
         here = todo.pop()

@@ -33,7 +33,7 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
-from ..strategies.expert_axes import hops
+from ..strategies.expert_axes import hops, moved_there
 from ..strategies.rule_book import RuleBook
 from .lower_attention import LowerAttention
 from .padding import Mixed, Padding, mixed, padded_dims
@@ -291,7 +291,13 @@ class _CommunicationLowering:
             rows = call(dispatch, rows, axis.name, axis.size, *plan)
             way.append((axis, plan))
         grouped = self._group_plan(node, ids, way, on_host=counts_on_host(value(rows), value(weight)))
-        rows = call(grouped_linear, call(group_rows, rows, *grouped), grouped[1], weight, bias, transposed)
+        rows = call(group_rows, rows, *grouped)
+        arriving, leaving = moved_there(self.axes, self.sharded.strategies[node])
+        for move in arriving:
+            rows = call(convert, rows, *move)
+        rows = call(grouped_linear, rows, grouped[1], weight, bias, transposed)
+        for move in leaving:
+            rows = call(convert, rows, *move)
         rows = call(ungroup_rows, rows, *grouped)
         for axis, plan in reversed(way):
             rows = call(combine, rows, axis.name, axis.size, *plan)

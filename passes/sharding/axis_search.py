@@ -23,6 +23,7 @@ from .axis_view import AxisView, OperandEdge, refusal
 from .candidates import Candidates
 from .conversion_prices import ConversionPrices, leaves_as_is
 from .integer_program import FORBIDDEN, IntegerProgram
+from .row_travel import RowTravel
 
 User = tuple[Hashable, int]  # the class of an operator, and the position among its inputs (or outputs)
 Together = tuple[tuple[User, int], ...]  # who uses a value, each with how often it is repeated
@@ -35,6 +36,7 @@ class AxisSearch:
     def __init__(self, view: AxisView, same: Mapping[fx.Node, Hashable]) -> None:
         self.view, self.axis, self.factors = view, view.axis, view.factors
         self.candidates, self.conversion = Candidates(view), ConversionPrices(view)
+        self.travels = RowTravel(view)
         self.model = IntegerProgram()
         self.first: dict[Hashable, fx.Node] = {}
         self.count: Counter[Hashable] = Counter()
@@ -92,7 +94,8 @@ class AxisSearch:
     def _work(self, node: fx.Node, strategy: Strategy) -> float:
         found, part = leaf(node), strategy.part
         if found is None:
-            return self.view.cost.operator_seconds(node) * self.view.share(node) * part + self._masks(node, strategy)
+            work = self.view.cost.operator_seconds(node) * self.view.share(node) * part
+            return work + self._masks(node, strategy) + self.travels(node, strategy)
         if found.kind != "parameter" or self.axis.role != "model":
             return 0.0
         size = num_bytes(values(node)[0]) * self.view.share(node)

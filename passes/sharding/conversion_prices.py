@@ -83,9 +83,8 @@ class ConversionPrices:
             return FORBIDDEN if source is not None and source.kind == "parameter" and isinstance(b, Shard) else price
         if source is not None and source.kind == "parameter" and isinstance(a, Shard):
             return FORBIDDEN
-        if not self.view.constraints.sequence_parallel and edge.grad and _residual(a, b):
-            return price * DISCOURAGED
-        return price
+        kept = edge.grad and _residual(a, b) and not (self.view.travels(edge.source) or self.view.travels(edge.user))
+        return price * DISCOURAGED if kept and not self.view.constraints.sequence_parallel else price
 
 
 def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node, *, carried: bool = False) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from ...core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, values
 from ...core.errors import CompileError
-from ...core.sharding import Shard
+from ...core.sharding import AxisType, I, P, S, Shard, plain
 from ...ir.program import Axis, Strategy
 from ...ops.expert_linear import expert_linear
 
@@ -59,6 +61,26 @@ def travelling(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[
     return found
 
 
+def sliced(node: fx.Node, options: Iterable[Strategy], axis: Axis) -> tuple[Strategy, ...]:
+    """For rows that travel over another axis, and that all ranks of ``axis`` have: the strategies in which each of
+    these sends a slice of their features, which are gathered where they arrive; and those in which terms of results are
+    added up and scattered there, before they return (after Singh et al. 2023, "A Hybrid Tensor-Expert-Data Parallelism
+    Approach to Optimize Mixture-of-Experts Training"). Not where ranks of ``axis`` have other experts, as each orders
+    rows by its own."""
+    wide = shape(tensor_inputs(node)[0])[1] % axis.size == 0, shape(node)[1] % axis.size == 0
+    found = list[Strategy]()
+    for one in options:
+        if not one.splits or one.uneven or splits_experts(one):
+            continue
+        read, made = one.inputs[0], one.outputs[0]
+        arriving: list[AxisType] = [read, *([S(1)] if wide[0] and plain(read) is I else [])]
+        leaving: list[AxisType] = [made, *([S(1)] if wide[1] and made is P else [])]
+        for a, b in itertools.product(arriving, leaving):
+            if (a, b) != (read, made):
+                found.append(replace(one, inputs=(a, *one.inputs[1:]), outputs=(b,), inside=(read, made)))
+    return tuple(found)
+
+
 def hops(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, int]]:
     """The axes on which the rows of an ``expert_linear`` travel, and in how many ways the axes before each split the
     experts."""
@@ -69,6 +91,22 @@ def hops(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> list[tuple[Axis, i
         if splits_experts(strategy):
             ways *= axis.size
     return found
+
+
+Move = tuple[str, int, str, str]  # an axis, its size, and the types before and after
+
+
+def moved_there(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> tuple[list[Move], list[Move]]:
+    """How the rows of an ``expert_linear`` are moved where they arrive, and what is made of them before it returns."""
+    arriving, leaving = list[Move](), list[Move]()
+    for axis, one in zip(axes, chosen, strict=True):
+        if one.inside is None:
+            continue
+        read, made = one.inside
+        for found, before, after in ((arriving, one.inputs[0], read), (leaving, made, one.outputs[0])):
+            if before != after:
+                found.append((axis.name, axis.size, str(before), str(after)))
+    return arriving, leaving
 
 
 def splits_experts(strategy: Strategy) -> bool:

@@ -181,7 +181,7 @@ def _users(key: Value) -> list[fx.Node]:
 def _culprit(sharded: ShardedProgram, direction: str, nodes: list[fx.Node], error: float) -> Culprit:
     names = tuple(dict.fromkeys(str(node.target) for node in nodes))
     runs = "; ".join(
-        f"{axis.name}: {', '.join(map(str, s.inputs))} -> {', '.join(map(str, s.outputs))} ({s.label})"
+        f"{axis.name}: {s.signature} ({s.label})"
         for axis, s in zip(sharded.axes, sharded.strategies[nodes[0]], strict=True)
     )
     return Culprit(direction, names, str(facts(nodes[0]).where), runs, error, _splits(sharded, nodes))

@@ -32,8 +32,9 @@ class CostModel(Protocol):
         """Time of sending a value from one stage to another, ``apart`` ranks away, with what starting that takes."""
         ...
 
-    def meeting_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
-        """As :meth:`collective_seconds`, with what starting a collective takes, however small it is."""
+    def meeting_seconds(self, name: str, num_bytes: float, ranks: int, apart: int = 1) -> float:
+        """As :meth:`collective_seconds`, with what starting a collective takes, however small it is, over the links
+        between ranks that lie so far ``apart``."""
         ...
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:

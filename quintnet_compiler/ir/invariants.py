@@ -62,7 +62,8 @@ def _(program: ShardedProgram) -> None:
                 left = local_shape(left, (kind,), (axis.size,))
         for strategy in strategies:
             if P in strategy.inputs and node.target is not declare_gradient:
-                _require(P in strategy.outputs, lambda: f"{node} loses a partial sum", node)  # noqa: B023
+                makes = strategy.outputs if strategy.inside is None else strategy.inside[1:]
+                _require(P in makes, lambda: f"{node} loses a partial sum", node)  # noqa: B023
 
 
 @verify.register

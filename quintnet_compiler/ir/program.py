@@ -115,12 +115,14 @@ class Axis:
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """How one operator runs on one axis: the types it takes and the types it makes. ``part``: of the work that the
-    earlier axes leave, what a rank does; more than a fair share where a size does not divide."""
+    earlier axes leave, what a rank does; more than a fair share where a size does not divide. ``inside``: where rows
+    travel over another axis as slices, the types of the rows that arrive and of what is made of them there."""
 
     inputs: tuple[AxisType, ...]
     outputs: tuple[AxisType, ...]
     label: str = ""
     part: float = field(default=1.0, compare=False)
+    inside: tuple[AxisType, AxisType] | None = None
 
     @property
     def splits(self) -> bool:
@@ -146,6 +148,12 @@ class Strategy:
     def uneven(self) -> bool:
         """Whether ranks have padding of what is split."""
         return any(unit for _, unit in self.units)
+
+    @property
+    def signature(self) -> str:
+        """The types, as reports say them."""
+        inside = f" ({' -> '.join(map(str, self.inside))} inside)" if self.inside is not None else ""
+        return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}{inside}"
 
     @property
     def exchanges(self) -> bool:

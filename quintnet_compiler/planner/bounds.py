@@ -91,7 +91,10 @@ class LessSplit:
         size = sum(unit.received for unit in self.build(self._whole(layout.recompute)) if unit.begin)
         moved = 2 * self._group("all_reduce", size, layout, ("tp",))
         moved += 2 * self._group("all_gather", size, layout, ("cp",))
-        moved += ranks * self._group("all_to_all", self.routed, layout, over)  # sizes are those of all ranks together
+        # sizes are those of all ranks together; rows travel whole, or in slices that are gathered over tp
+        slices = ranks * self._group("all_to_all", self.routed // layout.tp, layout, over)
+        slices += self._group("all_gather", self.routed, layout, ("tp",))
+        moved += min(ranks * self._group("all_to_all", self.routed, layout, over), slices)
         passes = (3 if layout.recompute == "full" else 2) * layout.microbatches / layout.pp
         few = self._few(layout.rows * ranks / layout.tp)  # as many rows as an expert sees, in equal shares
         return few * self.seconds(layout) + passes * layout.rows / (self.batch * layout.cp) * moved

@@ -174,8 +174,7 @@ class Explain:
                         f"    {found.name} {list(shape(source))}, on a rank {list(here)}: {self._kinds(kinds)}"
                     )
             for axis, strategy in zip(sharded.axes, sharded.strategies[node], strict=True):
-                types = f"{', '.join(map(str, strategy.inputs))} -> {', '.join(map(str, strategy.outputs))}"
-                lines.append(f"    {axis.name}={axis.size}: {strategy.label}: {types}")
+                lines.append(f"    {axis.name}={axis.size}: {strategy.label}: {strategy.signature}")
         return "\n".join([*lines, *self._prices({facts(node).where.module for node in operators})])
 
     def _kinds(self, kinds: Any) -> str:

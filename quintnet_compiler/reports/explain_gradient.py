@@ -85,8 +85,8 @@ def _use(local: LocalProgram, use: Use) -> list[str]:
         back = [str(gradient(k)) for k in strategy.outputs]
         term = gradient(strategy.inputs[position])
         lines.append(
-            f"  {axis.name}: {strategy.label}: {', '.join(map(str, strategy.inputs))} -> "
-            f"{', '.join(map(str, strategy.outputs))}; a gradient {', '.join(back)} of the result gives {term} here"
+            f"  {axis.name}: {strategy.label}: {strategy.signature}; a gradient {', '.join(back)} of the result gives "
+            f"{term} here"
         )
     lines += [f"  {line}" for line in _moves(local, use)]
     return lines

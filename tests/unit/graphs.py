@@ -79,7 +79,7 @@ class Prices:
     def send_seconds(self, num_bytes: float, apart: int = 1) -> float:
         return self.collective
 
-    def meeting_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
+    def meeting_seconds(self, name: str, num_bytes: float, ranks: int, apart: int = 1) -> float:
         return self.collective_seconds(name, num_bytes, ranks)
 
     def collective_seconds(self, name: str, num_bytes: float, ranks: int) -> float:
