@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...core.errors import CompileError
 from ...core.mesh import Mesh
 from ...core.sharding import Sharding
 from ...ir.distributed_program import DistributedProgram, Piece, Slice, StageProgram, StateSpec, Transfer, ValueSpec
+from ...ir.generated import GeneratedModule, UnwrittenModule
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
 from ...ops.collectives import COMMUNICATION, SIZED, share
 from ...ops.rank_local import RANKED, microbatch
@@ -25,6 +26,8 @@ from ...schedules.schedule import Op, Schedule, StageEdge, with_transfers
 from .python_ops import SPELLING
 from .source_lines import WIDTH, in_lines, written
 
+Made = Callable[[fx.Graph], GeneratedModule]
+
 
 @dataclass(frozen=True)
 class GenerateRanks:
@@ -32,7 +35,8 @@ class GenerateRanks:
 
     ``schedule``: compute actions alone. Where it splits a stage's backwards, so is the function: the first half has
     what values that other stages wait for depend on, the second the rest. ``checked``: whether the schedule is verified
-    (where it only says which functions there are, it need not be complete).
+    and code written; not so for a program that is only priced, whose schedule says no more than which functions there
+    are.
 
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
     its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib``: see
@@ -55,7 +59,8 @@ class GenerateRanks:
             sends[transfer.source].update(transfer.forward)
             sends[transfer.target].update(transfer.backward)
         split = {action.stage for row in self.schedule.actions for action in row if action.op is Op.BACKWARD_WEIGHT}
-        built = tuple(cut.build(sends[cut.index], sites, split=cut.index in split) for cut in cuts)
+        made = _module if self.checked else UnwrittenModule
+        built = tuple(cut.build(sends[cut.index], sites, made, split=cut.index in split) for cut in cuts)
         sites.append("the program's outputs")
         edges = [StageEdge(t.source, t.target, bool(t.backward)) for t in transfers]
         schedule = with_transfers(self.schedule, edges)
@@ -174,7 +179,7 @@ class _Cut:
             if self.program.stage.get(node, last) == self.index
         }
 
-    def build(self, sends: set[str], sites: list[str], *, split: bool) -> StageProgram:
+    def build(self, sends: set[str], sites: list[str], made: Made, *, split: bool) -> StageProgram:
         # two parameters may have one gradient: those of a + b
         gradients: dict[fx.Node, list[str]] = defaultdict(list)
         for (name, stage), node in self.program.gradients.items():
@@ -205,16 +210,16 @@ class _Cut:
         used = _leaves([*self.once, *self.forward, *self.backward, *self.slices, *results])
         return StageProgram(
             self.index,
-            _piece(self.once, once_out, static, {}, sites),
-            _piece(self.forward, forward_out, static, {}, sites),
-            _piece(first, backward_out, static, early, sites),
+            _piece(self.once, once_out, static, {}, sites, made),
+            _piece(self.forward, forward_out, static, {}, sites, made),
+            _piece(first, backward_out, static, early, sites, made),
             {n.name: found.name for n in used if (found := leaf(n)) is not None and found.kind != "input"},
             {n.name: _position(self.program, n) for n in used if (f := leaf(n)) is not None and f.kind == "input"},
             {n.name: Slice(n.args[0].name, n.args[2], n.args[3]) for n in self.slices},  # type: ignore[union-attr,arg-type]
             {position: n.name for position, n in places.items()},
             tuple(n.name for n in saved),
             {ids[name]: name for n in [*self.received, *first, *second] for name in gradients.get(n, ())},
-            _piece(second, [], static, late, sites) if split else None,
+            _piece(second, [], static, late, sites, made) if split else None,
             {n.name: new.name for n, new in self.carried.items()},
         )
 
@@ -276,6 +281,7 @@ def _piece(
     static: set[fx.Node],
     gradients: Mapping[fx.Node, list[str]],
     sites: list[str],
+    made: Made,
 ) -> Piece:
     """A function of ``nodes``. A parameter's gradient is handed over as soon as it exists, not returned; at once if it
     is what another stage sent, as it came."""
@@ -303,16 +309,19 @@ def _piece(
         for name in parameters:
             graph.call_method("accumulate", (comm, env[node], name))
     graph.output(tuple(env[n] for n in returned))
-    graph.set_codegen(_Boxed())
-    graph.on_generate_code(lambda _: written)
-    module = goes_with_its_text(fx.GraphModule({}, graph))
     names = {n for n in ordered if n in static}
     return Piece(
-        module,
+        made(graph),
         tuple(n.name for n in ordered if n in names),
         tuple(n.name for n in ordered if n not in names),
         tuple(n.name for n in returned),
     )
+
+
+def _module(graph: fx.Graph) -> GeneratedModule:
+    graph.set_codegen(_Boxed())
+    graph.on_generate_code(lambda _: written)
+    return goes_with_its_text(fx.GraphModule({}, graph))
 
 
 def _taken_apart(nodes: list[fx.Node]) -> list[fx.Node]:

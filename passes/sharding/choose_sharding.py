@@ -6,7 +6,7 @@ A plan is constraints: a fixed type for a leaf. There is no other mechanism.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -22,6 +22,8 @@ from .axis_view import AxisView, Wishes
 from .conversion_prices import leaves_as_is
 from .follow_sharding import KnownSharding
 
+Solved = dict[Hashable, Mapping[fx.Node, Strategy]]
+
 
 @dataclass(frozen=True)
 class ChooseSharding:
@@ -33,7 +35,8 @@ class ChooseSharding:
 
     ``axes``: outermost first. ``constraints``: what the plan asks. ``repeats``: how many operators one
     stands for, see :class:`~quintnet_compiler.passes.sharding.fold_blocks.FoldBlocks`. ``known``: a program for other
-    sizes of the batch, which is followed where that is legal.
+    sizes of the batch, which is followed where that is legal. ``solved``: what was chosen before on outer axes, which
+    inner ones do not change: for callers that shard one program in many ways, by the same rules and prices.
 
     Raises:
         CompileError: QN104 if a value would have to be exchanged between microbatches, QN203 if a fixed type does
@@ -46,6 +49,7 @@ class ChooseSharding:
     constraints: Wishes = Wishes()
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
     known: ShardedProgram | None = None
+    solved: Solved = field(default_factory=dict)
 
     def __call__(self, program: Program, /) -> ShardedProgram:
         factors = self.rules.factors(program.graph)
@@ -60,13 +64,25 @@ class ChooseSharding:
                 program, axis, self.axes[:position], factors, chosen, self.cost, self.constraints, self.repeats
             )
             followed = known.choice(view) if known is not None else None
-            for node, strategy in (followed or AxisSearch(view, same).solve()).items():
+            for node, strategy in (followed or self._solved(view, same)).items():
                 chosen[node] += (strategy,)
                 factors[node] = refine(factors[node], strategy, axis.size)
         for node in program.graph.nodes:
             if node.op == "output":
                 chosen[node] = self._leaving(node, chosen, program)
         return ShardedProgram(program, self.axes, chosen)
+
+    def _solved(self, view: AxisView, same: Mapping[fx.Node, Hashable]) -> Mapping[fx.Node, Strategy]:
+        """The best choices on one axis. They depend on the axes outside of it, and on wishes about these."""
+        axes, wishes = (*view.before, view.axis), self.constraints
+        names = {axis.name for axis in axes}
+        context = wishes.context if any(axis.role == "context" for axis in axes) else ""
+        experts = tuple(name for name in wishes.experts if name in names)
+        fixed = frozenset(wishes.fixed.items())
+        key = view.program.graph, axes, fixed, wishes.sequence_parallel, context, experts
+        if key not in self.solved:
+            self.solved[key] = AxisSearch(view, same).solve()
+        return self.solved[key]
 
     def _leaving(
         self, node: fx.Node, chosen: Mapping[fx.Node, tuple[Strategy, ...]], program: Program

@@ -55,7 +55,7 @@ from ..passes.overlap.async_tp import FuseCollectiveMatmuls
 from ..passes.overlap.gather_early import GatherEarly
 from ..passes.overlap.overlap import Overlap
 from ..passes.sharding.axis_view import Wishes
-from ..passes.sharding.choose_sharding import ChooseSharding
+from ..passes.sharding.choose_sharding import ChooseSharding, Solved
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
 from ..passes.strategies.expert_axes import check_experts
@@ -103,7 +103,7 @@ class PassSetting:
 
     ``node_seconds``: the time of a node of a rank's graph. ``differentiate``: says whether there is a backward, too.
     ``cut``: how stages are cut, where it is not for the first time. ``schedule``: known after stages are cut.
-    ``repeats``: how many operators a node of a folded program stands for.
+    ``repeats``: how many operators a node of a folded program stands for. ``solved``: see :class:`ChooseSharding`.
     """
 
     request: Request
@@ -114,6 +114,7 @@ class PassSetting:
     repeats: Mapping[fx.Node, int] = field(default_factory=dict)
     cut: Pass | None = None
     schedule: Schedule | None = None
+    solved: Solved = field(default_factory=dict)
 
     @property
     def plan(self) -> Plan:
@@ -188,7 +189,7 @@ def _choose(s: PassSetting, program: Any) -> Pass:
     constraints = Wishes(fixed(s, program), plan.sequence_parallel, plan.context, expert_axes(plan))
     known = s.request.known
     sharded = None if known is None else known.source.local.staged.sharded
-    return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, sharded)
+    return _planned(ChooseSharding, s, s.axes, s.book, s.cost, constraints, s.repeats, sharded, s.solved)
 
 
 def _store(s: PassSetting, sharded: Any) -> Pass:

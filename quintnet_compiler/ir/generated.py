@@ -54,3 +54,18 @@ class StoredModule:
     @property
     def graph(self) -> fx.Graph:
         return self.made().graph
+
+
+@dataclass(frozen=True, eq=False)
+class UnwrittenModule:
+    """A function of a program that is priced and never run: code is not written for it."""
+
+    graph: fx.Graph
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        raise AssertionError("a program that is only priced does not run")
+
+    @property
+    def code(self) -> str:
+        raise AssertionError("a program that is only priced has no code")

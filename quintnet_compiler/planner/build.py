@@ -25,6 +25,7 @@ from ..passes.autodiff.recompute import Recompute
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.lowering.sum_in_place import SumInPlace
+from ..passes.sharding.choose_sharding import Solved
 from ..passes.sharding.fold_blocks import Folded
 from ..passes.sharding.shard_parameters import ShardParameters
 from ..passes.stages.cut_stages import CutStages
@@ -52,6 +53,7 @@ class Builder:
     differentiate: Differentiate = field(default_factory=Differentiate)
     found: dict[Hashable, Any] = field(default_factory=dict)
     guessed: set[str] = field(default_factory=set)
+    solved: Solved = field(default_factory=dict)
     work: float = 0.0
 
     def __call__(self, layout: Layout, costs: RankCosts | None = None, kind: Hashable = None) -> tuple[StageUnit, ...]:
@@ -133,7 +135,9 @@ class Builder:
         program = self.folded.program
         request = Request(mesh, plan, program.batch_size, device_of(program.absent), self.rules, absent=program.absent)
         seconds = node_seconds(self.cost, self.costs)
-        return PassSetting(request, microbatches, self.cost, seconds, self.differentiate, self.folded.repeats)
+        return PassSetting(
+            request, microbatches, self.cost, seconds, self.differentiate, self.folded.repeats, solved=self.solved
+        )
 
     def _passed(self, setting: PassSetting) -> DifferentiatedProgram:
         """The folded model behind the compiler's passes. What slices of ZeRO cost is priced without a graph, from the

@@ -86,8 +86,8 @@ class Layout:
     @property
     def sharded(self) -> Layout:
         """The layout for all that have its functions, but for recomputing: ranks of dp, stages and microbatches only
-        say how often they run."""
-        same = replace(self, pp=1, schedule="1f1b", virtual_stages=1, recompute="none", zero=0)
+        say how often they run, and slices of parameters are priced beside them."""
+        same = replace(self, pp=1, schedule="1f1b", virtual_stages=1, recompute="none", zero=0, zero_axes=("dp",))
         if self.microbatches == 1 or "dp" in self.experts:
             return same
         fewest = min((n for n in divisors(self.dp) if n > 1), default=1)

@@ -21,6 +21,7 @@ from ..ops.collectives import COLLECTIVES
 from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm
 from ..runtime.transport.local import LocalTransport, LocalWorld
+from .known_functions import KnownFunctions
 
 # What these take while they run, beside what they return
 WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
@@ -106,7 +107,11 @@ class Footprints:
         given = [known[name] if name in known else self._received(name) for name in names]
         kept = later | set(piece.static)
         lent = [x for name, x in zip(names, given, strict=True) if name in kept or storage(x) in self.lasting]
-        made, working, releases = interpret(piece.module, given, _comm(self.program, stage), lent, self.device)
+        comm = _comm(self.program, stage)
+        made, working, releases = self._functions(comm).run(
+            piece.module.graph, given, lent, self.device,
+            lambda: interpret(piece.module, given, comm, lent, self.device),
+        )  # fmt: skip
         places = {storage(x): index for index, x in reversed(list(enumerate(given)))}
         fresh: dict[int, int] = {}
         outputs = []
@@ -118,6 +123,11 @@ class Footprints:
             self.crossing[name] = x
         self.calls[stage.index, label] = FunctionMemory(tuple(outputs), working, releases)
         return dict(zip(piece.outputs, made, strict=True))
+
+    def _functions(self, comm: Comm) -> KnownFunctions:
+        sizes = tuple((name, size) for name, size in comm.mesh.axes if name != "pp")
+        place = tuple((name, at) for name, at in comm.coordinate.items() if name != "pp")
+        return KnownFunctions(self.mode.results, (sizes, place), OPAQUE)
 
     def _received(self, name: str) -> Tensor:
         """From another stage: as that one made it, in memory of its own."""
