@@ -121,6 +121,47 @@ def test_the_plan_is_the_best_of_all_layouts(model: str, cluster: str) -> None:
     assert [one.seconds for one in found.ranked] == [one.seconds for one in best]
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster"),
+    [
+        ("gpt", "2 of a node"),
+        *(pytest.param(model, "two nodes of 2", marks=pytest.mark.slow) for model in MODELS),
+    ],
+)
+def test_no_layout_costs_less_than_its_bounds(model: str, cluster: str) -> None:
+    """Of all that the planner searches, for bounds by as many rows as any layout has, and by all rows."""
+    planner = _planner(model, cluster)
+    pricing, everything = planner.pricing(), list(layouts(planner.limits()))
+    for narrowed in (True, False):
+        bounds = planner.bounds(pricing.build, planner.limits(), math.inf)
+        if narrowed:
+            bounds.narrow(everything)
+        tight = 0
+        for layout in everything:
+            try:
+                ways = [pricing(one) for one in slicings(layout, planner.limits())]
+            except quintnet.CompileError:
+                continue
+            seconds, size = min(one.seconds for one in ways), min(one.memory_bytes for one in ways)
+            steps = range(bounds.steps)
+            assert max(bounds.seconds(layout), *(bounds.closer(layout, step) for step in steps)) <= seconds
+            assert max(bounds.bytes(layout), *(bounds.closer_bytes(layout, step) for step in steps)) <= size
+            tight += bounds.closer(layout, steps[-1]) > 0.5 * seconds
+        assert tight > len(everything) / 4
+
+
+def test_what_layouts_have_in_common_changes_no_price() -> None:
+    """Choices on outer axes, and functions that were run on fake tensors, are known from layouts before."""
+    planner = _planner("gpt", "two nodes of 2")
+    some = sorted({layout.inside for layout in layouts(planner.limits())})[::5]
+    shared = planner.builder()
+    together = [shared(one) for one in some]
+    assert len(some) > 4 and len(shared.solved) < sum(len(one.mesh.axes) + (one.microbatches > 1) for one in some)
+    for one, units in zip(some, together, strict=True):
+        planner.folded.program.mode.results.clear()
+        assert planner.builder()(one) == units
+
+
 def test_slices_that_cannot_fit_are_not_priced() -> None:
     """Each takes a compilation: two slices with two copies of all state are half of it, which is too much."""
     pinned = Plan(mesh={"tp": 1, "cp": 1, "pp": 1}, zero=3)

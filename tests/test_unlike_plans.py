@@ -111,10 +111,13 @@ def test_no_layout_costs_less_than_its_bounds() -> None:
     routed, rows = 0, planner.workload.rows
     bounds = LessSplit(slower.least, planner.machine.fastest, planner.parameter_bytes(), routed, rows, slower)
     best, most = math.inf, 0.92 * planner.machine.memory_bytes
-    for layout in layouts(planner.limits()):
+    everything = list(layouts(planner.limits()))
+    bounds.narrow(everything)
+    for layout in everything:
         one = pricing(layout)
-        assert max(bounds.seconds(layout), bounds.closer(layout)) <= one.seconds
-        assert max(bounds.bytes(layout), bounds.closer_bytes(layout)) <= one.claimed_bytes
+        for step in range(bounds.steps):
+            assert max(bounds.seconds(layout), bounds.closer(layout, step)) <= one.seconds
+            assert max(bounds.bytes(layout), bounds.closer_bytes(layout, step)) <= one.claimed_bytes
         best = min(best, one.seconds if one.claimed_bytes <= most else math.inf)
     assert found.found.ranked[0].seconds == best
 

@@ -3,9 +3,11 @@ than its share."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import log, prod
 
 from ..core.errors import CompileError
@@ -13,23 +15,48 @@ from ..ir.cost_protocol import RankCosts
 from .estimate import MOMENTS
 from .layouts import Again, Layout
 from .pipeline import StageWork, least_seconds, min_saved
+from .places import placement
 from .stage_units import StageUnit
-from .stages import Slices, cut, stage_work
+from .stages import Slices, Stages, cut, held_by, stage_work
 
 # What of its share a split model may lack. SLACK: stages are cut elsewhere, and a few values are saved only where they
 # are whole. NEAR: of time, where stages share all work evenly, as no cut does better.
 SLACK, NEAR = 0.95, 0.99
+STEPS = range(5)  # of closer bounds
+LAST = STEPS[-1]
 FEW = (1, 8)  # rows of a microbatch that are priced; what they cost more than their share, others cost, too
 
 
 @dataclass(frozen=True)
 class Least:
-    """Seconds of a step; bytes that the fullest rank saves, that every rank works with, and of a block's parameters."""
+    """Seconds of a step; bytes that every rank works with, and of a block's parameters. ``ranks``: of some, the bytes
+    that one saves, and its share of the state, in times of the mean; the fullest holds no less than any."""
 
     seconds: float = 0.0
-    saved: float = 0.0
     working: float = 0.0
     block: float = 0.0
+    ranks: tuple[tuple[float, float], ...] = ()
+
+    def parts(self, number: int) -> Least:
+        """Of a model that is split over so many more ranks."""
+        ranks = tuple((saved / number, share) for saved, share in self.ranks)
+        return Least(self.seconds / number, self.working / number, self.block / number, ranks)
+
+    def bytes(self, state: float) -> float:
+        """Of the fullest rank, where a rank holds ``state`` on average."""
+        return self.working + max((saved + share * state for saved, share in self.ranks), default=state)
+
+
+@dataclass(frozen=True)
+class StagesLeast:
+    """What stages do, and the least that any has of what it works with, of its largest block's parameters, and of
+    messages that it gets and sends. ``shares``: of the parameters, that each place has, in times of the mean."""
+
+    work: list[StageWork]
+    working: float
+    block: float
+    sent: float
+    shares: list[float]
 
 
 class LessSplit:
@@ -46,24 +73,47 @@ class LessSplit:
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
         self.experts, self.ways = experts, ways
         self.known: dict[Hashable, Least] = {}
-        self.stages: dict[Hashable, tuple[list[StageWork], float, float]] = {}
+        self.stages: dict[Hashable, StagesLeast] = {}
         self.moved: dict[Hashable, float] = {}
         self.more: dict[int, float] = {}
+        self.widest: dict[Hashable, Layout] = {}
+        self.compiled: set[Layout] = set()  # of the widest
+
+    @property
+    def steps(self) -> int:
+        return len(STEPS)
+
+    def narrow(self, layouts: Iterable[Layout]) -> None:
+        """Bounds need only be true of these from now on: rows that no layout has in one microbatch bound none."""
+        for layout in layouts:
+            for step in STEPS[2:LAST]:
+                key = self._kind(found := self._functions(layout, step))
+                if key not in self.widest or found.rows > self.widest[key].rows:
+                    self.widest[key] = found
 
     def alike(self, layout: Layout) -> tuple[Hashable, ...]:
-        """One pipeline of one build, as deep as it may be; one build; one split; that whatever is computed again."""
-        split = layout.tp, layout.cp, layout.ep, layout.context, layout.experts, layout.dp if layout.experts else 0
+        """One pipeline of one build, as deep as it may be; one build; one split; that whatever is computed again. A
+        model in one stage is like no pipeline: it holds one microbatch, and nothing waits."""
+        split = self._split_of(layout)
         build = *split, layout.recompute, layout.rows
         pipeline = layout.schedule, layout.virtual_stages, layout.microbatches / layout.pp
         return (*build, *pipeline), build, (*split, layout.recompute), split
+
+    @staticmethod
+    def _split_of(layout: Layout) -> tuple[Hashable, ...]:
+        experts = layout.experts, layout.dp if layout.experts else 0
+        return layout.tp, layout.cp, layout.ep, layout.context, *experts, layout.pp == 1
 
     def seconds(self, layout: Layout) -> float:
         """The unsplit model's share, in as many stages, and what slices of its state move."""
         return self._with(self._unsplit(layout).seconds / (layout.tp * layout.cp), NEAR * self._sliced(layout))
 
-    def closer(self, layout: Layout) -> float:
-        """The share of the model that is split as it is, but not over cp: with the communication of tp and ep."""
-        return self._with(self._uncut(layout).seconds / layout.cp, NEAR * self._sliced(layout))
+    def closer(self, layout: Layout, step: int) -> float:
+        """The share of the model that is split as it is, with the communication of splits, in as many rows as any
+        layout with these splits has: one compilation bounds all of them. First without cp and without recomputing,
+        which costs only time; then without recomputing, if that was compiled; without cp; as it is; and last with the
+        rows of ``layout``."""
+        return self._with(self._nearer(layout, step).seconds, NEAR * self._sliced(layout))
 
     def _with(self, work: float, moved: float) -> float:
         """At least, if the two may run beside each other."""
@@ -73,13 +123,14 @@ class LessSplit:
         """The state, and the unsplit model's share of what is saved and worked with."""
         found, parts = self._unsplit(layout), layout.tp * layout.cp
         whole = found.block * layout.pp / self._split(layout) if layout.zero == 3 else 0.0
-        return self._state(layout) + SLACK * ((found.saved + found.working) / parts + whole)
+        return found.parts(parts).bytes(self._state(layout)) + whole
 
-    def closer_bytes(self, layout: Layout) -> float:
-        """The state, and the share of what is saved and worked with by the model that is not split over cp."""
-        found = self._uncut(layout)
-        whole = found.block if layout.zero == 3 else 0.0
-        return self._state(layout) + SLACK * (found.saved + found.working + whole) / layout.cp
+    def closer_bytes(self, layout: Layout, step: int) -> float:
+        """The state, and the share of what is saved and worked with by the model that is split as it is."""
+        if step < 2 and layout.recompute != "none":  # which takes less memory
+            return self.bytes(layout)
+        found = self._nearer(layout, step)
+        return found.bytes(self._state(layout)) + (found.block if layout.zero == 3 else 0.0)
 
     def guess(self, layout: Layout) -> float:
         """With what splits move, roughly: a block's input, added up over tp and gathered over cp twice, and the rows of
@@ -167,10 +218,42 @@ class LessSplit:
         key = layout.recompute, *self._often(layout)
         return self._kept(key, lambda: replace(self._whole(layout.recompute), pp=layout.pp), layout)
 
-    def _uncut(self, layout: Layout) -> Least:
-        experts = tuple(axis for axis in layout.experts if axis != "cp")
-        key = self.alike(layout)[1], layout.dp, *self._often(layout)
-        return self._kept(key, lambda: replace(layout, cp=1, context="all_gather", experts=experts, zero=0), layout)
+    def _nearer(self, layout: Layout, step: int) -> Least:
+        """See :meth:`closer`; zeros where nothing is known."""
+        less = self._functions(layout, step)
+        if step < LAST:
+            less = self._widest(less)
+            if less.rows < layout.rows or (step == 1 and less.inside not in self.compiled):
+                return Least()
+            self.compiled.add(less.inside)
+        found = self._kept((less.inside, *self._often(layout)), lambda: less, layout)
+        return found if less.cp == layout.cp else found.parts(layout.cp)
+
+    @staticmethod
+    def _functions(layout: Layout, step: int) -> Layout:
+        """What of ``layout`` a step of the closer bounds splits. But for the last, backwards are in one piece, which
+        communicates beside more."""
+        found = replace(layout, zero=0, zero_axes=("dp",))
+        if step == LAST:
+            return found
+        found = replace(found, schedule="1f1b", virtual_stages=1)
+        if step in (0, 2):
+            experts = tuple(axis for axis in layout.experts if axis != "cp")
+            found = replace(found, cp=1, context="all_gather", experts=experts)
+        return replace(found, recompute="none") if step < 2 else found
+
+    @staticmethod
+    def _kind(layout: Layout) -> Hashable:
+        dp = layout.dp if "dp" in layout.experts else 0
+        return layout.tp, layout.cp, layout.ep, layout.context, layout.experts, dp, layout.recompute
+
+    def _widest(self, layout: Layout) -> Layout:
+        """With as many rows in a microbatch as any layout with its splits, or all of them."""
+        found = self.widest.get(self._kind(layout))
+        if found is None:
+            dp = layout.dp if "dp" in layout.experts else 1
+            return replace(layout, dp=dp, microbatches=1, rows=self.batch // (dp * layout.ep))
+        return replace(layout, dp=found.dp, microbatches=found.microbatches, rows=found.rows)
 
     @staticmethod
     def _often(layout: Layout) -> tuple[Hashable, ...]:
@@ -186,28 +269,56 @@ class LessSplit:
         return self.known[key]
 
     def _least(self, less: Layout, layout: Layout) -> Least:
-        """Of stages for more rows than ``layout`` has, its share of the time and memory."""
-        work, working, block = self._stages(replace(less, virtual_stages=layout.virtual_stages))
+        """Of stages for more rows than ``layout`` has, or less split than it, its share of the time and memory."""
+        found = self._stages(less, layout)
         share, often = layout.rows / less.rows, (layout.schedule, layout.pp, layout.microbatches)
-        even = layout.microbatches * sum(stage.seconds for stage in work) / layout.pp
-        seconds, saved = max(NEAR * even, SLACK * least_seconds(*often, work)), min_saved(*often, work)
+        same = less == self._functions(layout, LAST) and not self.slower  # cut in the same places, too
+        slack, near = (1.0, 1.0) if same else (SLACK, NEAR)
+        even = layout.microbatches * sum(stage.seconds for stage in found.work) / layout.pp
+        seconds, saved = max(near * even, slack * least_seconds(*often, found.work)), min_saved(*often, found.work)
+        shares = found.shares if same else [min(1.0, slack * one) for one in found.shares]
+        mean = sum(saved) / layout.pp, 1.0  # wherever stages are cut
         if self.slower:
-            saved = sum(stage.saved for stage in work) / len(work)
+            mean, saved = (sum(stage.saved for stage in found.work) / len(found.work), 1.0), []
             devices = sum(unit.forward + unit.backward for unit in self.build(less))  # no host is slower for them
             even = layout.microbatches * devices / layout.pp
             seconds = max(seconds, SLACK * even * self.slower(less, layout.pp))
-        return Least(share * seconds, share * saved, share * working, block)
+        ranks = [mean, *zip(saved, shares, strict=False)]
+        working = found.working + min(2, layout.microbatches) * found.sent
+        return Least(
+            share * seconds, slack * share * working, slack * found.block,
+            tuple((slack * share * bytes, state) for bytes, state in ranks),
+        )  # fmt: skip
 
-    def _stages(self, less: Layout) -> tuple[list[StageWork], float, float]:
-        """What stages do, and the least of what they work with, and of their largest block's parameters."""
-        key = replace(less.inside, pp=less.pp), less.virtual_stages
+    def _stages(self, less: Layout, layout: Layout) -> StagesLeast:
+        """Of the functions of ``less`` in the stages of ``layout``."""
+        less = replace(less, pp=layout.pp, virtual_stages=layout.virtual_stages)
+        built = self.build(less)
+        less = replace(less, schedule=layout.schedule)
+        key = less.inside, *placement(less), id(built)
         if key not in self.stages:
-            slices = Slices(less, self.costs, less.mesh)
-            stages = cut(self.build(less), less, self.costs)
-            least = min if self.slower else max
-            self.stages[key] = (
-                [stage_work(stage, True, slices) for stage in stages],
-                min(least(unit.working for unit in stage) for stage in stages),
-                min(least(sum(held.read for held in unit.parameters) for unit in stage) for stage in stages),
+            self.stages[key] = _stages_least(
+                cut(built, less, self.costs), Slices(less, self.costs, less.mesh), min if self.slower else max
             )
         return self.stages[key]
+
+
+def _stages_least(stages: Stages, slices: Slices, most: Callable[[Iterable[int]], int]) -> StagesLeast:
+    """``most``: of a stage's blocks, the one that counts."""
+    home = placement(slices.layout)
+    apart = [a != b for a, b in pairwise(home)]
+    sent = [stage[0].crossing if other else 0 for other, stage in zip(apart, stages[1:], strict=True)]
+    parts: list[list[StageUnit]] = [[] for _ in range(slices.layout.pp)]
+    for rank, stage in zip(home, stages, strict=True):
+        parts[rank] += stage
+    held = [sum(one.bytes for one in held_by(part, Counter())) for part in parts]
+    messages = [0] * slices.layout.pp
+    for rank, before, after in zip(home, [0, *sent], [*sent, 0], strict=True):
+        messages[rank] += before + after
+    return StagesLeast(
+        [stage_work(stage, True, slices, sent=after) for stage, after in zip(stages, [*sent, 0], strict=True)],
+        min(most(unit.working for unit in stage) for stage in stages),
+        min(most(sum(held.read for held in unit.parameters) for unit in stage) for stage in stages),
+        min(messages),
+        [len(held) * one / max(1, sum(held)) for one in held],
+    )

@@ -64,15 +64,17 @@ class LayoutHeuristic(Generic[L]):
         self._order()
 
     def next(self, worst: float) -> L | None:
-        """The most promising layout that may cost less than ``worst``; None if no other is likely to fit. As long as
-        too few fit, what is unlikely is tried, too."""
+        """The most promising layout that may cost less than ``worst``; None if no other is likely to fit, or promises
+        to cost less. As long as none fits, what is unlikely is tried, too."""
         while self.queue or self._forget(worst):
             promised, layout, place, kind = heapq.heappop(self.queue)
             if layout in self.left and self.least[layout] < worst:
                 promises = self._guess(layout) * self.cost.factor(self.kinds[kind])
-                if promises > promised:
+                if promised < promises or promises >= worst:
                     heapq.heappush(self.queue, (promises, layout, place, kind))
-                    continue
+                    if promised < promises:
+                        continue
+                    return None
                 self._push(kind, place + 1)
                 return layout
             self._push(kind, place + 1)

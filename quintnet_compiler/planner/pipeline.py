@@ -132,8 +132,8 @@ def least_seconds(name: str, ranks: int, microbatches: int, stages: Sequence[Sta
     return found
 
 
-def min_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> float:
-    """Bytes that the fullest rank holds at least."""
+def min_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWork]) -> list[int]:
+    """Bytes that each rank holds at least."""
 
     def held(rank: int) -> Iterator[tuple[int, int]]:
         """Stages, and how many microbatches of each are on the rank at once."""
@@ -150,9 +150,7 @@ def min_saved(name: str, ranks: int, microbatches: int, stages: Sequence[StageWo
             most = {"gpipe": microbatches, "zb-h1": ranks, SYNTHESIZED: 1}
             yield from ((stage, most.get(name, ranks - rank)) for stage in range(rank, len(stages), ranks))
 
-    return max(
-        sum(min(count, microbatches) * stages[stage].saved for stage, count in held(rank)) for rank in range(ranks)
-    )
+    return [sum(min(count, microbatches) * stages[stage].saved for stage, count in held(rank)) for rank in range(ranks)]
 
 
 def _run(schedule: Schedule, stages: Sequence[StageWork]) -> tuple[float, tuple[int, ...]]:

@@ -259,18 +259,10 @@ class Planner:
             CompileError: QN210 if an operator has no price.
         """
         price = pricing or self.pricing()
-        costs: RankCosts = self.machine.fastest if self.machine.unlike else self.machine.costs
         build, before = price.build, price.build.work
         memory = min(memory_bytes, self.machine.memory_bytes * (1 - self.machine.reserve))
-        limits, program = self.limits(objective), self.folded.program
-        routed = dispatched_bytes(program.graph, self.folded.repeats)
-        slower = Slowdown(build, self.machine.cluster, self.machine.fastest) if self.machine.unlike else None
-        least = slower.least if slower else build
-        experts = expert_parameters(program.graph)
-        bounds = LessSplit(
-            least, costs, self.parameter_bytes(), routed, program.batch_size, slower, self.parameter_bytes(experts),
-            lambda layout: slicings(layout, limits),
-        )  # fmt: skip
+        limits = self.limits(objective)
+        bounds = self.bounds(build, limits, memory)
 
         def best(layout: Layout) -> Estimate:
             first, *others = slicings(layout, limits)
@@ -296,6 +288,20 @@ class Planner:
             ),
             progress or (lambda done, total: None),
         )  # fmt: skip
+
+    def bounds(self, build: Builder, limits: Limits, memory: float) -> LessSplit:
+        """What layouts cost at least, of which each may slice its parameters as fits in ``memory``."""
+        machine, program = self.machine, self.folded.program
+        costs: RankCosts = machine.fastest if machine.unlike else machine.costs
+        slower = Slowdown(build, machine.cluster, machine.fastest) if machine.unlike else None
+        experts = expert_parameters(program.graph)
+        bounds = LessSplit(
+            slower.least if slower else build, costs, self.parameter_bytes(),
+            dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slower,
+            self.parameter_bytes(experts),
+            lambda layout: [one for one in slicings(layout, limits) if bounds.bytes(one) <= memory] or [layout],
+        )  # fmt: skip
+        return bounds
 
     def parameter_bytes(self, some: Container[fx.Node] | None = None) -> int:
         """Of all parameters, or of ``some``, as ranks hold them."""

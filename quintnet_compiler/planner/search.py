@@ -70,8 +70,17 @@ class SearchBounds(Protocol[L_contra]):
         """Of a step; cheap to ask."""
         ...
 
-    def closer(self, layout: L_contra, /) -> float:
-        """The same, nearer to the truth, and dearer to ask; 0 where nothing more is known."""
+    def narrow(self, layouts: Iterable[L_contra], /) -> None:
+        """From now on bounds need only be true of these."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """How many closer bounds there are, each nearer to the truth and dearer to ask than the one before."""
+        ...
+
+    def closer(self, layout: L_contra, step: int, /) -> float:
+        """The same, by a closer bound; 0 where nothing more is known."""
         ...
 
     def guess(self, layout: L_contra, /) -> float:
@@ -86,8 +95,8 @@ class SearchBounds(Protocol[L_contra]):
         """On the fullest rank; cheap to ask."""
         ...
 
-    def closer_bytes(self, layout: L_contra, /) -> float:
-        """The same, nearer to the truth, and dearer to ask."""
+    def closer_bytes(self, layout: L_contra, step: int, /) -> float:
+        """The same, by a closer bound."""
         ...
 
 
@@ -142,8 +151,9 @@ def search(
 
     Most of the work is for what is :class:`.heuristic.LayoutHeuristic`, so that good layouts are found early. The
     rest is for
-    those that cost least at least, which proves that no other is better: such a layout gets its closer bound first, and
-    waits again with that.
+    those that cost least at least, which proves that no other is better: such a layout gets its closer bounds first,
+    and waits again with each. If the last of them took work, the layout is evaluated at once: what it is priced from is
+    known by then, and others learn from it.
     """
     return _Search(evaluate, bounds, wanted).run(layouts, progress)
 
@@ -163,13 +173,14 @@ class _Search(Generic[L, E]):
             size = self.bounds.bytes(layout)
             if not self._too_large(layout, size):
                 self.sizes[layout] = size
+        self.bounds.narrow(self.sizes)
         least = {layout: self._least(layout) for layout in self.sizes}
         self.promising = self._promising(least)
-        waiting = sorted((bound, False, layout) for layout, bound in least.items())
+        waiting = sorted((bound, 0, layout) for layout, bound in least.items())
         total = len(waiting)
         while waiting:
             progress(total - len(self.sizes), total)
-            bound, near, layout = waiting[0]
+            bound, step, layout = waiting[0]
             if layout not in self.sizes:
                 heapq.heappop(waiting)
             elif ended := self._ended(bound):
@@ -177,10 +188,14 @@ class _Search(Generic[L, E]):
             elif self.proving <= 0 or not self._try():
                 heapq.heappop(waiting)
                 before = self.wanted.spent()
-                if near:
+                if step == self.bounds.steps:
                     self._settle(layout)
-                elif (closer := self._closer(layout)) is not None:
-                    heapq.heappush(waiting, (max(bound, closer), True, layout))
+                elif (closer := self._closer(layout, step)) is not None:
+                    last = step + 1 == self.bounds.steps and self.wanted.spent() > before
+                    if last and closer <= self._worst():
+                        self._settle(layout)
+                    else:
+                        heapq.heappush(waiting, (max(bound, closer), step + 1, layout))
                 self.proving += 1 + self.wanted.spent() - before
         progress(total, total)
         return self._found("proof", math.inf)
@@ -219,26 +234,35 @@ class _Search(Generic[L, E]):
             return self.sizes[layout]
         return self.wanted.weighed(layout, self.bounds.seconds(layout))
 
-    def _closer(self, layout: L) -> float | None:
+    def _closer(self, layout: L, step: int) -> float | None:
         """The closer bound; None for what cannot be."""
         try:
-            size = self.bounds.closer_bytes(layout)
+            size = self.bounds.closer_bytes(layout, step)
             if not self._too_large(layout, size):
                 memory = self.wanted.objective == "memory"
-                return size if memory else self.wanted.weighed(layout, self.bounds.closer(layout))
+                return size if memory else self.wanted.weighed(layout, self.bounds.closer(layout, step))
         except CompileError as error:
             self._reject(layout, f"{error.code} {error.message}")
         return None
 
     def _try(self) -> bool:
         """Settle the most promising layout; False if there is none."""
-        layout = self.promising.next(self._worst()) if self.promising else None
+        best = self.wanted.value(self.ranked[0]) if self.ranked else math.inf
+        layout = self.promising.next(best) if self.promising else None
         if layout is None:
-            self.promising = None
             return False
         before = self.wanted.spent()
-        self._settle(layout)
+        if self._may_be(layout, best):
+            self._settle(layout)
         self.proving -= PROOF * (1 + self.wanted.spent() - before)
+        return True
+
+    def _may_be(self, layout: L, best: float) -> bool:
+        """Whether no bound but the last says that the layout cannot cost less than ``best``."""
+        for step in range(self.bounds.steps - 1):
+            closer = self._closer(layout, step)
+            if closer is None or closer > best:
+                return False
         return True
 
     def _settle(self, layout: L) -> None:

@@ -42,9 +42,9 @@ def test_seconds_and_bytes_are_those_of_the_whole_schedule(name: str, virtual: i
         assert found.seconds == pytest.approx(whole, rel=5e-3 if microbatches > 4 * ranks else 1e-9)
         assert least_seconds(name, ranks, microbatches, stages) <= whole * (1 + 1e-9)
         assert found.saved == most_held(schedule, lambda stage, s=stages: s[stage].saved)
-        assert min_saved(name, ranks, microbatches, stages) <= max(found.saved)
+        assert max(min_saved(name, ranks, microbatches, stages)) <= max(found.saved)
         if name in ("gpipe", "1f1b", "zb-h1"):  # the others have several moments, of which one is taken
-            assert min_saved(name, ranks, microbatches, stages) == max(found.saved)
+            assert max(min_saved(name, ranks, microbatches, stages)) == max(found.saved)
 
 
 def test_sends_take_their_time_where_nothing_hides_them() -> None:
