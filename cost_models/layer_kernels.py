@@ -360,10 +360,8 @@ def _context(s: Shapes) -> tuple[tuple[Communication, ...], tuple[Communication,
     back = (replace(hop, beside=gradients.beside),) * (cp - 1) + (gradients,) * cp
     if s.layout.balanced and s.kernels.own_ring:  # half of what attention is given and makes, before and after
         result = e * s.tokens * s.heads * m.value
-        ahead += tuple(Communication("send", "cp", size / 2) for size in (keys + queries - result, result))
-        back += tuple(
-            Communication("send", "cp", size / 2) for size in (keys + queries + result, keys + queries - result)
-        )
+        halves = tuple(Communication("send", "cp", size / 2) for size in (keys + queries - result, result))
+        ahead, back = ahead + halves, back + halves
     return ahead, back
 
 

@@ -62,7 +62,8 @@ def test_all_gather_moves_keys_and_values_and_ulysses_exchanges_heads() -> None:
 def test_a_ring_gathers_nothing() -> None:
     case = CASES["gpt"]
     assert _calls(quintnet.compile(build("gpt"), quintnet.Mesh(cp=2), case.batch(4), context="ring")) == {
-        "ring_attention": 3
+        "ring_attention": 3,
+        "mirror_halves": 12,
     }
 
 

@@ -118,7 +118,7 @@ def _sent(monkeypatch: pytest.MonkeyPatch, program: quintnet.CompiledProgram, ba
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     """Forward, keys and values go n - 1 steps; backward, they do so again, and their gradients go n. With balance,
-    half of q, k, v and the output change places, and half of each and of its gradient in the backward."""
+    half of q, k, v and the output change places, and half of each one's gradient."""
     batch = (torch.randn(4, 8, 32, dtype=torch.float64), torch.randint(0, 6, (4,)))
     loss = CASES["encoder"].loss_fn
     program = quintnet.compile(Encoder().double(), quintnet.Mesh(cp=ranks), batch, loss_fn=loss, context="ring")
@@ -133,7 +133,7 @@ def test_a_step_sends_what_the_closed_form_says(monkeypatch: pytest.MonkeyPatch,
     assert program.verify().ok
     monkeypatch.undo()
     program = quintnet.compile(GPT().double(), quintnet.Mesh(cp=ranks), case.batch(4), context="ring")
-    swapped = 4 + 8
+    swapped = 4 + 4
     expected = 3 * (6 * ranks - 4 + swapped / 2) * one  # three layers
     assert set(_sent(monkeypatch, program, case.batch(4)).values()) == {math.floor(expected)}
 

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from ...compat.torch import schema
-from ...core.annotations import facts, origin, shape, value
+from ...core.annotations import facts, origin, shape, tensor_inputs, value
 from ...core.errors import REPORT, CompileError
 from ...core.sharding import Shard
-from ...ir.program import LocalProgram
+from ...ir.program import Axis, LocalProgram
 from ...ops.attention import attention
-from ...ops.collectives import ring_attention
+from ...ops.collectives import mirror_halves, ring_attention
 from ...ops.rank_local import dropout, keep_mask, local_noise, noise
 from ...ops.tiled_attention import tiled_attention
 
@@ -27,11 +27,16 @@ def check_positions(local: LocalProgram) -> None:
     for node in local.staged.sharded.program.graph.nodes:
         if node.target not in (attention, dropout, noise) or (node, 0) not in local.parts:
             continue
-        made, _ = origin(local.parts[node, 0])
+        made, _ = origin(_unmirrored(node, local.parts[node, 0]))
         if made.target is ring_attention or made.target is tiled_attention:
             _compare(node, made, _attention(local, node, made))
         elif node.target is not attention:
             _random(local, node, made)
+
+
+def _unmirrored(node: fx.Node, x: fx.Node) -> fx.Node:
+    """What ranks have before they exchange halves of it with their mirror images."""
+    return x.all_input_nodes[0] if x.target is mirror_halves and node.target is attention else x
 
 
 def _attention(local: LocalProgram, node: fx.Node, made: fx.Node) -> dict[str, Any]:
@@ -41,13 +46,27 @@ def _attention(local: LocalProgram, node: fx.Node, made: fx.Node) -> dict[str, A
     found = {name: next(reads) if isinstance(given, fx.Node) else given for name, given in own.items()}
     if made.target is ring_attention:
         (axis,) = (a for a, s in zip(sharded.axes, sharded.strategies[node], strict=True) if s.exchanges)
-        return found | {"axis": axis.name, "size": axis.size}
+        return found | _mirrored(local, node, made, axis) | {"axis": axis.name, "size": axis.size}
     places = _places(local, node)
     queries = [i for i, dim in enumerate(places.pop("dims")) if dim == 2]
     del places["units"]  # tiles count on behind the last position
     queries_here = shape(local.reads[node][0])[2]
     count = queries_here * math.prod(places["sizes"][i] for i in queries)
     return found | {"whole": count} | {name: [x[i] for i in queries] for name, x in places.items()}
+
+
+def _mirrored(local: LocalProgram, node: fx.Node, made: fx.Node, axis: Axis) -> dict[str, fx.Node]:
+    """What a ring reads. Where its work is balanced, these are halves of mirror images, and so is what it makes."""
+    balanced, how = _arguments(made)["balance"], (axis.name, axis.size, 2)
+    result, read = local.parts[node, 0], dict(zip("qkv", tensor_inputs(made), strict=False))
+    for x in (result, *read.values()):
+        if (x.target is mirror_halves) is not balanced or (balanced and x.args[1:] != how):
+            raise _fail(node, f"{x.name} does not have the positions that {made.name} takes it for")
+    inside = {name: _unmirrored(node, x) for name, x in read.items()} if balanced else read
+    for (name, x), wanted in zip(inside.items(), local.reads[node], strict=False):
+        if x is not wanted:
+            raise _fail(node, f"{made.name} has {name}={x} where {node.name} has {wanted}")
+    return read
 
 
 def _random(local: LocalProgram, node: fx.Node, made: fx.Node) -> None:

@@ -15,7 +15,7 @@ from ...core.errors import CompileError
 from ...core.sharding import Shard
 from ...ir.builder import GraphBuilder
 from ...ir.program import TILE_BYTES, Axis, Strategy
-from ...ops.collectives import ring_attention
+from ...ops.collectives import mirror_halves, ring_attention
 from ...ops.rank_local import rows_of
 from ...ops.rules.node_factors import argument
 from ...ops.tiled_attention import tiled_attention
@@ -54,7 +54,10 @@ class LowerAttention:
                 raise CompileError("QN104", "keys cannot travel between microbatches", where=self.builder.where)
             even = self.balance and causal and not window and shape(q)[QUERIES] % 2 == 0
             options = [found.get("padding"), found.get("segments"), scale, causal, window, even, self.tile_bytes]
-            return self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
+            mirrored = axis.name, axis.size, QUERIES
+            q, k, v = (call(mirror_halves, x, *mirrored) if even else x for x in (q, k, v))
+            made = self.builder.getitem(call(ring_attention, q, axis.name, axis.size, k, v, *options), 0)
+            return call(mirror_halves, made, *mirrored) if even else made
         grouped: dict[str, Any] = {"enable_gqa": True} if shape(q)[1] != shape(k)[1] else {}
         cuts = [
             (axis.name, axis.size, kind.parts, kind.unit)

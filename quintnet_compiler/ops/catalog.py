@@ -150,6 +150,7 @@ OPERATORS = _read(
     loss_scale                                            memory     -   -
     mean                                                  memory     -   -
     microbatch                                            memory     -   -
+    mirror_halves                                         memory     -   -
     native_batch_norm                                     memory     -   -
     native_batch_norm_backward                            memory     -   -
     native_dropout                                        memory     -   -

@@ -106,6 +106,11 @@ dispatch = define_operator("dispatch(Tensor x, str axis, int size, Tensor order,
 combine = define_operator("combine(Tensor x, str axis, int size, Tensor order, Tensor counts) -> Tensor", _same)
 
 
+# A rank's second half of a dim for that of its mirror image, the rank that is as far from the other end: each then has
+# a run near the beginning and one near the end. Its own inverse, and transpose.
+mirror_halves = define_operator("mirror_halves(Tensor x, str axis, int size, int dim) -> Tensor", _same)
+
+
 def _ring_shape(q: Tensor, axis: str, size: int, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows = q.shape[:3]
     return q.new_empty([*rows, v.shape[3]]), q.new_empty(rows, dtype=widened(q.dtype))
@@ -118,8 +123,9 @@ def _ring_gradients(
 
 
 # attention of this rank's run of positions to all positions: keys and values (and what says which of them may be seen)
-# travel around ``axis``. Returns each query's log of its sum of exponentials too, for the backward. ``balance``: while
-# it runs, ranks hold a run from the beginning and one from the end, so that causality leaves all of them equal work.
+# travel around ``axis``. Returns each query's log of its sum of exponentials too, for the backward. ``balance``: ranks
+# hold a run from the beginning and one from the end (``mirror_halves`` of q, k and v), so that causality leaves all of
+# them equal work.
 # ``tile_bytes``: about the most that a mask, or scores, may take.
 ring_attention = define_operator(
     "ring_attention(Tensor q, str axis, int size, Tensor k, Tensor v, Tensor? padding, Tensor? segments, float scale, "
@@ -175,7 +181,7 @@ def _moved_slices(xs: Sequence[Tensor], place: int, dim: int, parts: int, to_dim
     return slices.take(slices.join(xs, dim, parts), to_dim, to_parts, len(xs), place)
 
 
-Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring", "matmul"]
+Price = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "ring", "matmul"]
 
 
 @dataclass(frozen=True)
@@ -218,6 +224,7 @@ _TABLE = (
     CollectiveSpec(dispatch_plan, "all_to_all", opaque=True),
     CollectiveSpec(dispatch, "all_to_all", _start_of(dispatch), opaque=True, transpose=combine),
     CollectiveSpec(combine, "all_to_all", _start_of(combine), opaque=True, transpose=dispatch),
+    CollectiveSpec(mirror_halves, "send", _start_of(mirror_halves), opaque=True, transpose=mirror_halves),
     CollectiveSpec(ring_attention, "ring", opaque=True),
     CollectiveSpec(ring_attention_backward, "ring", opaque=True),
     CollectiveSpec(all_gather_matmul, "matmul", opaque=True),

@@ -17,8 +17,7 @@ from ..core.annotations import num_bytes, tensor_inputs, values
 from ..core.precision import widened
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram
-from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan
-from ..ops.rules.node_factors import argument
+from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan, mirror_halves
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
@@ -175,8 +174,7 @@ class ProgramPrices:
 
     def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...], costs: RankCosts) -> NodeTime:
         """Keys and values travel while the blocks before them are computed; gradients travel with them in 32 bits, and
-        home. Where work is balanced, half of what is given and made is exchanged with another rank, before and
-        after."""
+        home."""
 
         def send(moved: float) -> float:
             return costs.send_seconds(moved, ranks[0], ranks[-1])
@@ -189,14 +187,10 @@ class ProgramPrices:
         if backward:
             wide = sum(x.numel() * widened(x.dtype).itemsize for x in keys)
             travelling += len(ranks) * send(wide)
-        exchanged = 0.0
-        if argument(source, "balance"):
-            made = [values(source)[0]] if not backward else [x for x in values(source) if isinstance(x, torch.Tensor)]
-            exchanged = send(sum(map(num_bytes, given)) / 2) + send(sum(map(num_bytes, made)) / 2)
         if not self.overlaps:
-            return NodeTime(node, computing, travelling + exchanged, axis)
+            return NodeTime(node, computing, travelling, axis)
         lost = costs.lost_seconds(min(travelling, computing), ranks)
-        return NodeTime(node, computing + lost, max(0.0, travelling - computing - lost) + exchanged, axis)
+        return NodeTime(node, computing + lost, max(0.0, travelling - computing - lost), axis)
 
     def _fused(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...], costs: RankCosts) -> NodeTime:
         """Each slice but one travels while another is multiplied; the longer of the two decides. Sums are added up on
@@ -319,6 +313,8 @@ def whole_bytes(source: fx.Node, known: CollectiveSpec, ranks: int) -> int:
     if known.price == "all_gather":
         return sum(map(num_bytes, values(source)))
     given = sum(num_bytes(values(x)[0]) for x in _moved(source))
+    if known.op is mirror_halves:
+        return given // 2
     if known.op is dispatch_plan:
         given = num_bytes(values(source)[1]) // 2  # how many rows go to each rank
     return given * ranks if known.price == "all_to_all" else given

@@ -30,12 +30,12 @@ GATHERED = Strategy((S(2), *KEYS, I), (S(2),), "split s 1")
 RING = Strategy((S(2), S(2), S(2), S(1)), (S(2),), "split s+t 1")
 
 
-def _lowered(strategy: Strategy) -> LocalProgram:
+def _lowered(strategy: Strategy, window: int = 3) -> LocalProgram:
     """Attention with documents, of which each rank has half of the queries."""
     to = builder()
     given = [leaf(to, "input", name, 1, 2, 8, 4) for name in "qkv"]
     given.append(leaf(to, "input", "segments", 1, 8, dtype=torch.int64))
-    node = to.call(attention, *given[:3], None, given[3], scale=0.5, causal=True, window=3)
+    node = to.call(attention, *given[:3], None, given[3], scale=0.5, causal=True, window=window)
     to.output((node,))
     program = as_program(to)
     strategies: dict[fx.Node, Any] = {
@@ -75,6 +75,30 @@ def test_each_argument_that_is_another_one_is_told(strategy: Strategy, name: str
     given = dict(zip(names, made.args, strict=True))
     made.args = tuple((given | {name: given.get(value, value) if isinstance(value, str) else value}).values())
     with pytest.raises(CompileError, match=rf"QN209[^!]*{name}="):
+        check_positions(local)
+
+
+@pytest.mark.parametrize("change", ["", "q", "v", "out", "balance", "axis", "dim"])
+def test_a_balanced_ring_reads_and_makes_halves_of_mirror_images(change: str) -> None:
+    local = _lowered(RING, window=0)
+    made = _made(local)
+    names = [one.name for one in made.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, made.args, strict=True))
+    assert given["balance"] is True
+    if change in ("q", "v"):
+        made.args = tuple((given | {change: given[change].args[0]}).values())  # type: ignore[union-attr]
+    elif change == "balance":
+        made.args = tuple((given | {"balance": False}).values())
+    elif change in ("axis", "dim"):
+        x, axis, size, dim = given["k"].args  # type: ignore[union-attr]
+        given["k"].args = (x, "tp", size, dim) if change == "axis" else (x, axis, size, 1)  # type: ignore[union-attr]
+    elif change == "out":
+        node = next(key for key in local.parts if key[0].target is attention)
+        local.parts[node] = local.parts[node].all_input_nodes[0]  # type: ignore[index]
+    if not change:
+        check_positions(local)
+        return
+    with pytest.raises(CompileError, match="does not have the positions"):
         check_positions(local)
 
 

@@ -193,6 +193,16 @@ class Comm:
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
         return slices.positions([whole], kinds, sizes, places, device)[0] < 0
 
+    def mirror_halves(self, x: Tensor, axis: str, dim: int, at: int) -> Tensor:
+        """``x`` with its second half exchanged for that of the rank's mirror image."""
+        made: Tensor = self.start_mirror_halves(x, axis, dim, at)()
+        return made
+
+    def start_mirror_halves(self, x: Tensor, axis: str, dim: int, at: int) -> Pending:
+        first, second = x.chunk(2, dim)
+        arriving = self.transport.permute(second, axis, tuple(reversed(range(self.mesh[axis]))), at)
+        return lambda: torch.cat([first, arriving()], dim)
+
     def ring_attention(
         self, q: Tensor, axis: str, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None, *how: Any
     ) -> tuple[Tensor, Tensor]:

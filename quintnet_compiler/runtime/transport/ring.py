@@ -1,6 +1,7 @@
 """Attention to sequences that a ring of ranks holds: keys and values travel, queries stay (Liu et al. 2023).
 
-A rank holds one run of positions, or two (``balance``): then the first has its mirror image's distance from the end,
+A rank holds one run of positions, or two (``balance``, by ``mirror_halves``): then the first has its mirror image's
+distance from the end,
 so that each rank's queries see equally many keys, at every step (Brandon et al. 2023). Every pair of a run of queries
 and one of keys is a block, of which only those that are seen at all are computed.
 """
@@ -82,19 +83,19 @@ class Ring(Circle):
         """``x`` by runs."""
         return list(x.chunk(2, dim)) if self.balance else [x]
 
-    def mirrored(self, x: Tensor, dim: int = POSITIONS) -> Tensor:
-        """``x`` with its second half exchanged for that of the mirror image; its own inverse."""
+    def mirrored(self, x: Tensor) -> Tensor:
+        """What belongs to each of this rank's positions [B, T], in the order of its runs."""
         if not self.balance:
             return x
-        first, second = x.chunk(2, dim)
+        first, second = x.chunk(2, 1)
         sources = tuple(reversed(range(self.size)))
-        return torch.cat([first, self.transport.permute(second, self.axis, sources, self.at)()], dim)
+        return torch.cat([first, self.transport.permute(second, self.axis, sources, self.at)()], 1)
 
 
 def ring_forward(ring: Ring, given: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The attention of this rank's queries, and each one's log of its sum of exponentials (in the runs' order)."""
     length = given.q.shape[POSITIONS]
-    q, k, v = (ring.mirrored(x) for x in (given.q, given.k, given.v))
+    q, k, v = given.q, given.k, given.v
     ids = _RingIds(ring, given.padding, given.segments)
     travelling = [k, v, *ids.travelling]
     queries = ring.parts(q)
@@ -108,7 +109,7 @@ def ring_forward(ring: Ring, given: AttentionInputs) -> tuple[Tensor, Tensor]:
         if coming is not None:
             travelling = coming()
     outs, logs = zip(*(total.finished() for total in totals), strict=True)
-    return ring.mirrored(torch.cat(outs, POSITIONS)), torch.cat(logs, POSITIONS)
+    return torch.cat(outs, POSITIONS), torch.cat(logs, POSITIONS)
 
 
 def ring_backward(
@@ -116,7 +117,7 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Those of keys and values travel with them, and at last home."""
     length, wide = given.q.shape[POSITIONS], widened(given.q.dtype)
-    grad, q, k, v, out = (ring.mirrored(x) for x in (grad, given.q, given.k, given.v, out))
+    q, k, v = given.q, given.k, given.v
     ids = _RingIds(ring, given.padding, given.segments)
     travelling = [k, v, *ids.travelling]
     asked = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
@@ -141,9 +142,8 @@ def ring_backward(
         if coming is not None:
             travelling = coming()
     assert arriving is not None
-    dk, dv = (ring.mirrored(x.to(k.dtype)) for x in arriving())
-    dq = torch.cat(for_queries, POSITIONS).to(q.dtype)
-    return ring.mirrored(dq), dk, dv
+    dk, dv = (x.to(k.dtype) for x in arriving())
+    return torch.cat(for_queries, POSITIONS).to(q.dtype), dk, dv
 
 
 class _RingIds:
@@ -152,7 +152,7 @@ class _RingIds:
     def __init__(self, ring: Ring, padding: Tensor | None, segments: Tensor | None) -> None:
         self.ring = ring
         given = (None if padding is None else padding.to(torch.uint8), segments)
-        moved = [None if x is None else ring.mirrored(x, 1) for x in given]
+        moved = [None if x is None else ring.mirrored(x) for x in given]
         self.has = [x is not None for x in moved]
         self.travelling = [x for x in moved if x is not None]
         self.documents = None if moved[1] is None else ring.parts(moved[1], 1)
