@@ -75,8 +75,8 @@ class _Tape:
         self.stage: dict[fx.Node, int] = {}
         self.once: set[fx.Node] = set()
         self.pullbacks: list[tuple[fx.Node, Pullback]] = []
-        # gradients that arrived: value -> stage of the user -> terms
-        self.arrived: dict[Value, dict[int, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+        # gradients that arrived: value -> stage of the user -> their sum
+        self.arrived: dict[Value, dict[int, fx.Node]] = defaultdict(dict)
         self.gradients: dict[tuple[str, int], fx.Node] = {}
         self.cotangents: dict[Value, fx.Node] = {}
         self.several: dict[fx.Node, fx.Node] = {}  # operators of a user's backward that have several outputs
@@ -209,7 +209,7 @@ class _Tape:
             seed = seed_of(self.builder, x, self.precision)
         self._settle(source, before)
         stage = self.local.stage.get(source, 0)
-        self.arrived[source, index][stage].append(seed)
+        self.arrived[source, index][stage] = seed
         first_users = _first_users(self.local)
         for node, pullback in reversed(self.pullbacks):
             stage = self.local.stage[node]
@@ -221,16 +221,14 @@ class _Tape:
                     terms = pullback(tangents)
                     for given, term in zip(tensor_inputs(node), terms, strict=True):
                         if term is not None:
-                            self.arrived[origin(given)][stage].append(term)
+                            self._arrive(origin(given), stage, term)
                 self._settle(node, before)
                 for parameter in first_users.get((node, stage), ()):
-                    before = len(self.builder.made)
-                    terms_here = self.arrived[parameter, 0].pop(stage, [])
-                    if terms_here:
+                    total = self.arrived[parameter, 0].pop(stage, None)
+                    if total is not None:
                         found = leaf(self.local.deferred.get(parameter, parameter))
                         assert found is not None
-                        self.gradients[found.name, stage] = self._add(terms_here)
-                    self._settle(node, before)
+                        self.gradients[found.name, stage] = total
 
     def _declared(self, node: fx.Node) -> fx.Node | None:
         """The gradient that the user's backward makes of those that arrived; None if there are none."""
@@ -285,13 +283,7 @@ class _Tape:
 
     def _sum(self, value: Value, stage: int) -> fx.Node | None:
         """All gradients of ``value``: added up where they arose, then at home in ``stage``."""
-        sums = []
-        for other, terms in sorted(self.arrived.pop(value, {}).items(), reverse=True):
-            before = len(self.builder.made)
-            self.builder.scope = other
-            sums.append(self._add(terms))
-            for new in self.builder.made[before:]:
-                self.stage[new] = other
+        sums = [total for _, total in sorted(self.arrived.pop(value, {}).items(), reverse=True)]
         before = len(self.builder.made)
         self.builder.scope = stage
         total = self._add(sums) if sums else None
@@ -300,6 +292,11 @@ class _Tape:
         if total is not None:
             self.cotangents[value] = total
         return total
+
+    def _arrive(self, value: Value, stage: int, term: fx.Node) -> None:
+        """Added at once, so that no more than two terms are held."""
+        before = self.arrived[value].get(stage)
+        self.arrived[value][stage] = term if before is None else self._add([before, term])
 
     def _add(self, terms: list[fx.Node]) -> fx.Node:
         total = terms[0]
