@@ -1,4 +1,4 @@
-"""core.absent_gpu, ops.cuda_attention, passes.checks.device_kernels, runtime.backends.absent and whole_state: programs
+"""core.absent_gpu, ops.cuda_attention, passes.checks.derivatives.device_kernels, runtime.backends.absent and whole_state: programs
 for a GPU that is not here."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.cuda_attention import CudaAttention, on_gpu
 from quintnet_compiler.passes.autodiff.vector_jacobian import VectorJacobian
 from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall
+from quintnet_compiler.passes.checks.derivatives.device_kernels import on_cpu
 from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
-from quintnet_compiler.passes.checks.device_kernels import on_cpu
 from quintnet_compiler.runtime.backends.absent import AbsentBackend
 from quintnet_compiler.runtime.backends.whole_state import WholeState
 from quintnet_compiler.runtime.launch import world

@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 from ....core.absent_gpu import CPU, on_device
 from ....ops.grouped_rows import group_rows, grouped_linear, ungroup_rows
-from ..device_kernels import on_cpu
 from .calls import INVALID, OperatorCall, Pattern, wrong
+from .device_kernels import on_cpu
 from .operands import drawn
 
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}  # of what is largest; 5e-2 for dtypes of 16 bits

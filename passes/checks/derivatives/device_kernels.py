@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.torch import schema
+from ....compat.torch import schema
 
 aten = torch.ops.aten
 
