@@ -35,10 +35,12 @@ from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
+from quintnet_compiler.passes.checks.chunked import check_chunked
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.padding import check_padding
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
+from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
 from quintnet_compiler.passes.lowering.insert_communication import InsertCommunication
 from quintnet_compiler.passes.sharding.shard_parameters import ShardParameters
 from quintnet_compiler.passes.stages.cut_stages import staged_operators
@@ -155,9 +157,14 @@ def random_program(
     local = run(InsertCommunication(dict(RULES)), staged)
     check_types(local, RuleBook(RULES))
     check_padding(local, RuleBook(RULES))
-    differentiated = run(Differentiate(), local)
+    chunked = run(ChunkLosses(random.Random(f"chunks {seed}").randint(1, 3)), local)
+    if chunked is not local:
+        check_chunked(local, chunked)
+    differentiated = run(Differentiate(), chunked)
     if dice.random() < 0.5:
         differentiated = run(Recompute(dice.choice(["selective", "full"])), differentiated)
+    elif differentiated.again:
+        differentiated = run(Recompute("none", reshard_after_forward=False), differentiated)
     check_backward(differentiated)
     program = run(GenerateRanks(mesh, schedule), differentiated)
     check_code(program)

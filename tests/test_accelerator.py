@@ -60,6 +60,7 @@ MORE_JOBS = (
     Job("cnn", {"tp": 2}),
     Job("vit", {"dp": 2}, {"recompute": "full"}),
     Job("encoder", {"tp": 2}, {"recompute": "selective"}),
+    Job("gpt", {"tp": 2}, {"loss_chunks": 3}),
 )
 
 

@@ -77,6 +77,7 @@ def drawn(dice: random.Random, precision: str) -> Point:
         options: dict[str, Any] = {
             "microbatches": dice.choice([n for n in (1, 2, 4) if n * axes.get("dp", 1) * axes.get("ep", 1) <= ROWS]),
             "recompute": dice.choice(["none", "selective", "full", "auto"]),
+            "loss_chunks": dice.choice([1, 1, 3]),
         }
         if "pp" in axes:
             options["schedule"] = dice.choice(sorted(STAGES))

@@ -82,6 +82,7 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt", {"dp": 2, "tp": 2}, {"microbatches": 2, "precision": "bf16", "sum_dtype": "float32"}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 1, "schedule": "zb-h1"}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 3, "recompute": "full"}),
+    ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 4, "loss_chunks": 3}),
 ]
 
 

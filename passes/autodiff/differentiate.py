@@ -74,6 +74,7 @@ class _Tape:
         self.value: dict[Value, fx.Node] = {}
         self.stage: dict[fx.Node, int] = {}
         self.once: set[fx.Node] = set()
+        self.again: set[fx.Node] = set()
         self.pullbacks: list[tuple[fx.Node, Pullback]] = []
         # gradients that arrived: value -> stage of the user -> their sum
         self.arrived: dict[Value, dict[int, fx.Node]] = defaultdict(dict)
@@ -102,6 +103,7 @@ class _Tape:
             dict(ordered),
             {key: n for key, n in self.value.items() if n in alive},
             {key: n for key, n in self.cotangents.items() if n in alive},
+            again=frozenset(self.again & alive),
         )
 
     # -- forward
@@ -181,8 +183,9 @@ class _Tape:
         for new in self.builder.made[before:]:
             if stage is not None:
                 self.stage[new] = stage
-            if node in self.local.once and facts(new).phase == "forward":
-                self.once.add(new)
+            if facts(new).phase == "forward":
+                self.once |= {new} if node in self.local.once else set()
+                self.again |= {new} if node in self.local.again else set()
 
     def _convert(self, x: Any, axis: Any, size: Any, source: Any, target: Any, *, stored: bool) -> fx.Node:
         a, b = parse_type(source), parse_type(target)

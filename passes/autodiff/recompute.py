@@ -32,6 +32,7 @@ class Recompute:
     ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
     ``"auto"`` for what makes the rest fit a ``budget``, ``"fused"`` for what costs next to nothing where pointwise
     operators are fused with those that read them (as TorchInductor does), or ``"none"``.
+    Always computed again: what the program says (``again``, parts of losses).
     ``reshard_after_forward``: whether what each microbatch
     gathers is gathered again, too, wherever it is used: parameters (if not, they are kept), and values, of which ranks
     then keep their slices (Korthikanti et al. 2022).
@@ -55,7 +56,7 @@ class Recompute:
         inside -= parameters | again
         if self.budget is not None:
             inside = within_budget(program, inside, again, self.budget)
-        copied = inside | again
+        copied = inside | again | program.again
         return _Copying(program, copied).run() if copied else program
 
 

@@ -52,7 +52,7 @@ def cross_entropy(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs:
     if len(dims) == 1:
         logits = builder.reshape(logits, [1, classes])
     elif len(dims) > 2:
-        logits = call(aten.permute.default, logits, [0, *range(2, len(dims)), 1])
+        logits = _classes_last(builder, logits)
     rows = shape(logits)[:-1]
     count = 1
     for size in rows:
@@ -94,10 +94,21 @@ def nll(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str,
     logp, target, weight, reduction, ignore = filled
     dims = shape(logp)
     if len(dims) > 2:
-        logp = builder.call(aten.permute.default, logp, [0, *range(2, len(dims)), 1])
+        logp = _classes_last(builder, logp)
     rows, classes = shape(logp)[:-1], shape(logp)[-1]
     logp = builder.reshape(logp, [math.prod(rows), classes])
     return _labelled(builder, logp, target, weight, reduction, ignore, 0.0, list(rows))
+
+
+def _classes_last(builder: GraphBuilder, x: fx.Node) -> fx.Node:
+    """[N, C, ...] as [N, ..., C]: what was exchanged to make the former, where that is all."""
+    rank = len(shape(x))
+    if rank == 3 and x.target is aten.transpose.int and {d % rank for d in x.args[1:]} == {1, 2}:  # type: ignore[operator]
+        return x.all_input_nodes[0]
+    order = [0, *range(2, rank), 1]
+    if x.target is aten.permute.default and [x.args[1][d] % rank for d in order] == list(range(rank)):  # type: ignore[index, operator]
+        return x.all_input_nodes[0]
+    return builder.call(aten.permute.default, x, order)
 
 
 def _labelled(

@@ -28,6 +28,7 @@ from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.recompute import Blocks, Recompute
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
+from ..passes.checks.chunked import check_chunked
 from ..passes.checks.code import check_code
 from ..passes.checks.early import check_early
 from ..passes.checks.fused import check_fused
@@ -45,6 +46,7 @@ from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
+from ..passes.lowering.chunk_losses import ChunkLosses
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.lowering.fuse_norms import FuseNorms
 from ..passes.lowering.fuse_token_dispatch import FuseTokenDispatch
@@ -214,7 +216,8 @@ def _cut(s: PassSetting) -> Pass:
 def _recompute(s: PassSetting, program: Any) -> Pass | None:
     plan = s.plan
     blocks: Blocks = "fused" if plan.recompute == "none" and s.request.fused else plan.recompute
-    if not s.differentiate.training or (blocks == "none" and not plan.reshard_after_forward):
+    asked = blocks != "none" or plan.reshard_after_forward or program.again
+    if not s.differentiate.training or not asked:
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
@@ -299,6 +302,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         FuseNorms, "LocalProgram", "which operators are one RMS norm, for which GPUs have a kernel",
         lambda s, p: _on_cuda(s, FuseNorms()),
         lambda s, before, after: [(check_norms, (before, after))] if after is not before else [],
+    ),
+    PassSpec(
+        ChunkLosses, "LocalProgram", "which rows of logits a loss reads at a time",
+        lambda s, p: _planned(ChunkLosses, s) if s.plan.loss_chunks > 1 else None,
+        lambda s, before, after: [(check_chunked, (before, after))] if after is not before else [],
     ),
     PassSpec(
         Differentiate, "DifferentiatedProgram", "the backward as nodes; each conversion transposed by its types",

@@ -37,6 +37,16 @@ class GraphBuilder:
         self.results: dict[Hashable, Value] = mode.results
         self.where = Where()
         self.backward = False
+        self.prefix = ""
+
+    @contextmanager
+    def named(self, prefix: str) -> Iterator[None]:
+        """Names of new nodes begin with ``prefix``."""
+        before, self.prefix = self.prefix, prefix
+        try:
+            yield
+        finally:
+            self.prefix = before
 
     @contextmanager
     def at(self, node: fx.Node, *, backward: bool = False) -> Iterator[None]:
@@ -70,7 +80,7 @@ class GraphBuilder:
             and any(facts(s).needs_grad for s in sources)
             and (target is declare_gradient or any(isinstance(o, Tensor) and is_float(o) for o in outputs))
         )
-        name = getattr(target, "overloadpacket", target).__name__
+        name = self.prefix + getattr(target, "overloadpacket", target).__name__
         node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         self.made.append(node)
         self.shared[key] = node
@@ -103,9 +113,8 @@ class GraphBuilder:
         known = facts(source)
         assert isinstance(known.value, tuple)
         part = known.value[index]
-        node = self.graph.create_node(
-            "call_function", operator.getitem, (source, index), name=_part_name(source, index)
-        )
+        name = _part_name(source, index) or (f"{self.prefix}getitem" if self.prefix else None)
+        node = self.graph.create_node("call_function", operator.getitem, (source, index), name=name)
         self.made.append(node)
         grad = known.needs_grad and isinstance(part, Tensor) and is_float(part) and not is_tangent(node)
         return annotate(node, Facts(part, where=known.where, needs_grad=grad, phase=known.phase))

@@ -83,6 +83,8 @@ class Plan(BaseModel):
             ``"auto"``: what the cost model finds cheapest within ``activation_memory_budget``. With
             ``backend="inductor"``, ``"none"`` makes again what fused kernels make in passing.
         activation_memory_budget: for ``recompute="auto"``: how many GiB of saved values a rank may hold at once.
+        loss_chunks: in how many parts of its rows a loss over many classes computes logits: one part is in memory at a
+            time, and the backward computes it again. 1: all rows at once.
         precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
             scaled loss: mixed precision, with 16-bit copies of float32 parameters; the optimizer sees float32. See
             :mod:`..passes.frontend.lower_precision`.
@@ -122,6 +124,7 @@ class Plan(BaseModel):
     async_tp: bool = False
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
+    loss_chunks: int = Field(default=1, ge=1, le=2**20)
     precision: Literal["model", "bf16", "fp16"] = "model"
     loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
@@ -199,6 +202,7 @@ class PlanOptions(TypedDict, total=False):
     async_tp: bool | None
     recompute: Literal["none", "selective", "full", "auto"] | None
     activation_memory_budget: float | None
+    loss_chunks: int | None
     precision: Literal["model", "bf16", "fp16"] | None
     loss_scale: float | None
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] | None

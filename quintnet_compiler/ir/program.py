@@ -219,7 +219,7 @@ class LocalProgram:
     gathered once, or copied to another dtype, to its leaf, if the transpose of that is part of settling its gradient at
     the end of the step. ``parts`` maps an output of the
     program's operators to the node that makes this rank's part of it; ``reads`` an operator to the nodes that stand for
-    its tensor inputs.
+    its tensor inputs. ``again``: nodes whose values are not kept for the backward, which computes them again.
     """
 
     staged: StagedProgram
@@ -231,6 +231,7 @@ class LocalProgram:
     parts: Mapping[tuple[fx.Node, int], fx.Node]
     reads: Mapping[fx.Node, tuple[fx.Node, ...]]
     deferred: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    again: frozenset[fx.Node] = frozenset()
 
     @property
     def at_start(self) -> frozenset[fx.Node]:
@@ -252,6 +253,7 @@ class LocalProgram:
             parts={key: typed[n] for key, n in self.parts.items() if n in typed},
             reads={key: tuple(typed[n] for n in ns) for key, ns in self.reads.items() if all(n in typed for n in ns)},
             deferred={new[n]: new[start] for n, start in self.deferred.items() if n in new},
+            again=frozenset(new[n] for n in self.again if n in new),
         )
 
 
@@ -263,7 +265,8 @@ class DifferentiatedProgram:
     which the parameter (or what it is gathered to, see :class:`Gathered`) is R, over microbatches, and over the stages
     that share it. Empty for inference.
     ``values`` and ``cotangents`` map an output of the local program's operators to the node that computes it, and to
-    the node of its gradient; ``copies`` maps a node that is computed again in the backward to its original.
+    the node of its gradient; ``copies`` maps a node that is computed again in the backward to its original. ``again``:
+    see :class:`LocalProgram`.
     Invariants: typed conversions are lowered to plain communication; every backward node has a stage.
     """
 
@@ -276,6 +279,7 @@ class DifferentiatedProgram:
     values: Mapping[tuple[fx.Node, int], fx.Node]
     cotangents: Mapping[tuple[fx.Node, int], fx.Node]
     copies: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+    again: frozenset[fx.Node] = frozenset()
 
     def moved(
         self, graph: fx.Graph, new: Mapping[fx.Node, fx.Node], stage: Mapping[fx.Node, int]
@@ -291,4 +295,5 @@ class DifferentiatedProgram:
             values={key: new[n] for key, n in self.values.items()},
             cotangents={key: new[n] for key, n in self.cotangents.items()},
             copies={new[copy]: new[n] for copy, n in self.copies.items()},
+            again=frozenset(new[n] for n in self.again),
         )

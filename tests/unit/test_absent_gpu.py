@@ -1,5 +1,5 @@
-"""core.absent_gpu, ops.cuda_attention, passes.checks.derivatives.device_kernels, runtime.backends.absent and whole_state: programs
-for a GPU that is not here."""
+"""core.absent_gpu, ops.cuda_attention, passes.checks.derivatives.device_kernels, runtime.backends.absent and
+whole_state: programs for a GPU that is not here."""
 
 from __future__ import annotations
 

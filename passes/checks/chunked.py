@@ -1,0 +1,154 @@
+"""Check of losses that are computed in parts: both graphs make the same of the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...core.absent_gpu import CPU, on_device
+from ...core.annotations import facts, is_getitem, shape, value
+from ...core.errors import REPORT, CompileError
+from ...ir.program import LocalProgram
+from ...ops.cross_entropy import nll_terms
+
+aten = torch.ops.aten
+CLASSES, FEATURES = 5, 3  # numbers are drawn for so many, as columns do not meet but in the product and its loss
+TOLERANCE = 1e-12
+
+
+def check_chunked(before: LocalProgram, after: LocalProgram) -> None:
+    """Each operator of ``after`` is that of the same name of ``before``, or part of what makes a value of ``before``.
+
+    Raises:
+        CompileError: QN209 with what differs.
+    """
+    known = {node.name: node for node in before.graph.nodes}
+    same: dict[fx.Node, fx.Node] = {node: known[node.name] for node in after.graph.nodes if node.name in known}
+    replaced: dict[fx.Node, fx.Node] = {}
+    for node, source in same.items():
+        if (node.op, node.target) != (source.op, source.target):
+            raise _fail(f"{node.name} is another call than before", source)
+        _pair(node, source, same, replaced)
+        if after.stage.get(node) != before.stage.get(source) or (node in after.once) != (source in before.once):
+            raise _fail(f"{node.name} runs elsewhere than before", source)
+    stands = {**same, **replaced}
+    typed = {stands.get(node): kind for node, kind in after.sharding.items()}
+    if typed != {source: kind for source, kind in before.sharding.items() if source in {*stands.values()}}:
+        raise _fail("values have other types", None)
+    kept = set(same.values())
+    for made, source in replaced.items():
+        _check_value(made, source, same, kept)
+    new = [node for node in after.graph.nodes if node not in same]
+    if any(node.op != "call_function" or node not in after.stage for node in new):
+        raise _fail("what computes parts has no stage", None)
+
+
+def _pair(node: fx.Node, source: fx.Node, same: Mapping[fx.Node, fx.Node], replaced: dict[fx.Node, fx.Node]) -> None:
+    """Reads the same as before, or a value that stands for what was read then."""
+    read: list[fx.Node] = []
+    fx.map_arg((source.args, source.kwargs), read.append)
+    due = iter(read)
+
+    def expected(given: fx.Node) -> fx.Node:
+        then = next(due, None)
+        if then is None or (given in same and same[given] is not then) or replaced.get(given, then) is not then:
+            raise _fail(f"{node.name} reads another value than before", source)
+        if given not in same:
+            replaced[given] = then
+        return then
+
+    if fx.map_arg((node.args, node.kwargs), expected) != (source.args, source.kwargs):
+        raise _fail(f"{node.name} has other arguments than before", source)
+
+
+def _check_value(made: fx.Node, source: fx.Node, same: Mapping[fx.Node, fx.Node], kept: set[fx.Node]) -> None:
+    """``made`` of the new graph is ``source`` of the old one, for numbers in what both graphs have."""
+    if (shape(made), value(made).dtype) != (shape(source), value(source).dtype):
+        raise _fail(f"{made.name} is of another shape or dtype than {source.name}", source)
+    old, given = _between(source, kept)
+    new, also = _between(made, set(same))
+    products = [node for node in old if node.target in _TABLES]
+    if len(products) != 1 or not {same[node] for node in also} <= given:
+        raise _fail(f"{made.name} is not a loss of one product", source)
+    sizes = _Sizes(products[0])
+    dice = torch.Generator().manual_seed(0)
+    drawn = {node: sizes.draw(node, dice) for node in given}
+    expected = _run(old, dict(drawn))[source]
+    found = _run(new, {node: drawn[same[node]] for node in also})[made]
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE):
+        raise _fail(f"{made.name} is not what {source.name} was", source)
+
+
+# products with a table, where rows are and which of its dims has the classes
+_TABLES: Mapping[Any, tuple[int, int, int]] = {
+    aten.linear.default: (0, 1, 0), aten.mm.default: (0, 1, 1), aten.matmul.default: (0, 1, 1),
+    aten.addmm.default: (1, 2, 1),
+}  # fmt: skip
+
+
+class _Sizes:
+    """Numbers for fewer classes and features than there are."""
+
+    def __init__(self, product: fx.Node) -> None:
+        rows, table, dim = _TABLES[product.target]
+        self.rows, self.table, self.by_class = product.args[rows], product.args[table], dim == 0
+        self.classes = shape(product)[-1]
+
+    def draw(self, node: fx.Node, dice: torch.Generator) -> Tensor:
+        x, size = value(node), list(shape(node))
+        if node is self.table:
+            size = [CLASSES, FEATURES] if self.by_class else [FEATURES, CLASSES]
+        elif node is self.rows:
+            size[-1] = FEATURES
+        elif size and size[-1] == self.classes and (x.is_floating_point() or x.dtype == torch.bool):
+            size[-1] = CLASSES
+        if x.dtype == torch.bool:
+            return torch.rand(size, generator=dice) < 0.3
+        if not x.is_floating_point():  # labels: one for each row
+            return torch.randint(CLASSES, size, generator=dice)
+        return torch.randn(size, generator=dice, dtype=torch.float64)
+
+
+def _between(end: fx.Node, given: set[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+    """What computes ``end``, in order, and what of ``given`` that reads."""
+    inside, read, todo = set[fx.Node](), set[fx.Node](), [end]
+    while todo:
+        here = todo.pop()
+        if here in given:
+            read.add(here)
+        elif here not in inside:
+            inside.add(here)
+            todo += here.all_input_nodes
+    return [node for node in end.graph.nodes if node in inside], read
+
+
+def _run(nodes: list[fx.Node], env: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """In float64, whatever the dtype: how it is rounded is another matter."""
+    for node in nodes:
+        args, kwargs = on_device(fx.map_arg((node.args, node.kwargs), env.__getitem__), CPU)
+        if is_getitem(node):
+            env[node] = args[0][args[1]]
+        elif node.target is aten._to_copy.default:
+            env[node] = args[0]
+        elif node.target is nll_terms:
+            env[node] = _terms(*args[:2])
+        elif node.target is aten.reshape.default:
+            kept = shape(node)[-1:] == shape(node.all_input_nodes[0])[-1:]  # of fewer columns than the graph has
+            env[node] = args[0].reshape([*args[1][:-1], args[0].shape[-1]] if kept else args[1])
+        else:
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return env
+
+
+def _terms(logits: Tensor, labels: Tensor) -> Tensor:
+    """``nll_terms`` of a rank that has all classes: the largest, exponentials less that added up, and the label's."""
+    top = logits.max(1).values
+    return torch.stack([top, logits.sub(top[:, None]).exp().sum(1), logits[torch.arange(len(top)), labels]])[None]
+
+
+def _fail(what: str, node: fx.Node | None) -> CompileError:
+    where = facts(node).where if node is not None else None
+    return CompileError("QN209", f"check of losses in parts: {what}", where=where, fix=REPORT)

@@ -1,0 +1,128 @@
+"""LocalProgram -> LocalProgram: losses that read all classes of a row are computed for some of the rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
+from ...ir.builder import GraphBuilder
+from ...ir.program import LocalProgram
+from .loss_heads import LossHead, loss_heads
+
+aten = torch.ops.aten
+Parts = dict[tuple[fx.Node, int], list[fx.Node]]  # (end of a head, output) -> what each part of the rows made
+
+
+@dataclass(frozen=True)
+class ChunkLosses:
+    """Compute logits, and what a loss makes of them, in ``loss_chunks`` parts of the rows, one after the other.
+
+    Before: %y = linear(%h, %w);  %s = log_softmax(%y, 1);  %l = nll_loss(%s, %labels)
+    After:  %h_0 = slice(%h, 0, 0, 8);  %y_0 = linear(%h_0, %w);  ...;  %l_0 = nll_loss(%s_0, %labels_0);
+            %h_1 = slice(%h, 0, 8, 16);  ...;  %l = cat([%l_0, %l_1])
+    Ensures: each row's result is computed from the same numbers as before; what has all classes of a row is read
+    inside its part alone, and is computed again by the backward (``again``), so that one part of the logits is held at
+    a time, forward and backward. Gradients of the table are the sum of those of the parts.
+
+    A product whose rows meet, are exchanged between ranks, or are returned stays as it is (Wijmans et al. 2024, "Cut
+    your losses in large-vocabulary language models", and Liger Kernel do the same in kernels of their own).
+    """
+
+    loss_chunks: int
+
+    def __call__(self, program: LocalProgram, /) -> LocalProgram:
+        found = {head.at: head for head in loss_heads(program)} if self.loss_chunks > 1 else {}
+        return _Chunking(program, found, self.loss_chunks).run() if found else program
+
+
+class _Chunking:
+    def __init__(self, program: LocalProgram, heads: Mapping[fx.Node, LossHead], chunks: int) -> None:
+        self.program, self.heads, self.chunks = program, heads, chunks
+        self.builder = GraphBuilder(program.mode)
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.stage: dict[fx.Node, int] = {}
+        self.again: set[fx.Node] = set()
+
+    def run(self) -> LocalProgram:
+        inside = {node for head in self.heads.values() for node in head.nodes}
+        for node in self.program.graph.nodes:
+            if node.op == "output":
+                self.builder.graph.output(fx.map_arg(node.args[0], lambda n: self.new[n]))
+                continue
+            if node not in inside:
+                self.new[node] = self.builder.graph.node_copy(node, lambda n: self.new[n])
+            if node in self.heads:
+                self._emit(self.heads[node])
+        self.builder.graph.lint()
+        made = self.program.moved(self.builder.graph, self.new)
+        return replace(made, stage={**made.stage, **self.stage}, again=frozenset(self.again))
+
+    def _emit(self, head: LossHead) -> None:
+        before = len(self.builder.made)
+        with self.builder.named("chunk_"):
+            rows = self._rows(head)
+            each = math.ceil(shape(rows)[0] / self.chunks)
+            parts: Parts = defaultdict(list)
+            for start in range(0, shape(rows)[0], each):
+                self._part(head, rows, start, min(start + each, shape(rows)[0]), parts)
+            for node, dims in head.ends.items():
+                with self.builder.at(node):
+                    whole = {i: self.builder.call(aten.cat.default, parts[node, i], dim) for i, dim in dims.items()}
+                items = [user for user in node.users if is_getitem(user)] if _in_items(node) else [node]
+                self.new |= {item: whole[origin(item)[1]] for item in items}
+        self.stage |= dict.fromkeys(self.builder.made[before:], head.stage)
+
+    def _rows(self, head: LossHead) -> fx.Node:
+        """The rows of which the product is made, in the order in which the loss reads them, [rows, features]."""
+        made = self.new[head.rows]
+        with self.builder.at(head.product):
+            for node in head.leading:
+                if node.target is aten.reshape.default:
+                    made = self.builder.reshape(made, [*node.meta["val"].shape[:-1], shape(made)[-1]])
+                else:
+                    made = self.builder.call(node.target, made, *node.args[1:])  # type: ignore[arg-type]
+        return made
+
+    def _part(self, head: LossHead, rows: fx.Node, start: int, stop: int, parts: Parts) -> None:
+        env: dict[fx.Node, fx.Node] = {}
+
+        def read(node: fx.Node, source: fx.Node, dim: int | None) -> fx.Node:
+            if source in env:
+                return env[source]
+            whole = rows if node is head.product and source is head.rows else self.new[source]
+            return whole if dim is None else self.builder.call(aten.slice.Tensor, whole, dim, start, stop)
+
+        for node in head.nodes:
+            if is_getitem(node):
+                continue
+            if node in head.leading:
+                env[node] = env[tensor_inputs(node)[0]]
+                continue
+            with self.builder.at(node):
+                given = [
+                    read(node, source, dim) for source, dim in zip(tensor_inputs(node), head.dims[node], strict=True)
+                ]
+                args, kwargs = _reading(node, given)
+                made = self.builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+                for index in head.ends.get(node, ()):
+                    parts[node, index].append(self.builder.getitem(made, index) if _in_items(node) else made)
+            if node not in head.ends:
+                env[node] = made
+                self.again.add(made)
+
+
+def _reading(node: fx.Node, given: Iterable[fx.Node]) -> Any:
+    """The arguments of a call, with other tensors."""
+    due = iter(given)
+    return fx.map_arg((node.args, node.kwargs), lambda _: next(due))
+
+
+def _in_items(node: fx.Node) -> bool:
+    return isinstance(facts(node).value, tuple)

@@ -1,0 +1,102 @@
+"""passes.lowering.loss_heads, passes.lowering.chunk_losses, passes.checks.chunked: which losses are computed in parts
+of their rows, and the proof of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from quintnet import CompileError
+from quintnet_compiler.core.annotations import shape
+from quintnet_compiler.ir.program import LocalProgram
+from quintnet_compiler.passes.checks.chunked import check_chunked
+from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
+from quintnet_compiler.passes.lowering.loss_heads import loss_heads
+
+from ..language import CLASSES, Loss, compiled, products, shifted
+
+aten = torch.ops.aten
+
+
+def test_a_head_is_what_lies_between_rows_and_losses() -> None:
+    (head,) = loss_heads(_local())
+    assert head.product.target is aten.linear.default and shape(head.product)[-1] == CLASSES
+    assert [node.target for node in head.leading] == [aten.slice.Tensor, aten.reshape.default]
+    ((end, outputs),) = head.ends.items()
+    assert end.target is aten.nll_loss_forward.default and outputs == {0: 0}
+    assert head.dims[end] == (0, 0) and head.dims[head.product] == (0, None)
+
+
+STAY: dict[str, Loss] = {
+    "rows meet before the loss": lambda logits, labels: F.cross_entropy(logits.mean(1), labels[:, 0]),
+    "rows meet in the loss": lambda logits, labels: torch.softmax(logits.flatten(0, 1), 0).square().sum(),
+    "all classes are kept": lambda logits, labels: torch.softmax(logits.flatten(0, 1), 1).cumsum(0).mean(),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_what_stays_whole(name: str) -> None:
+    program = compiled(STAY[name], {"dp": 1}, loss_chunks=4)
+    assert products(program) == [] and program.verify().ok
+
+
+def test_logits_that_are_returned_stay_whole() -> None:
+    local = _local()
+    products = local.graph.find_nodes(op="call_function", target=aten.linear.default)
+    (product,) = (node for node in products if shape(node)[-1] == CLASSES)
+    graph = product.graph
+    output = graph.output_node()
+    output.args = ((*output.args[0], product),)  # type: ignore[misc]
+    assert ChunkLosses(4)(local) is local
+
+
+# -- the proof
+
+
+def _local() -> LocalProgram:
+    """A graph before its loss is cut."""
+    return compiled(shifted, {"dp": 1})._primary().program.source.local
+
+
+def _wrong(graph: fx.Graph) -> list[Callable[[], object]]:
+    """Ways to break the second part."""
+    named = {node.name: node for node in graph.nodes}
+    slices = [n for n in graph.nodes if n.target is aten.slice.Tensor and n.name.startswith("chunk") and n.args[1] == 0]
+    rows, labels = slices[2], slices[3]
+    (cat,) = (node for node in graph.nodes if node.target is aten.cat.default)
+    parts = list(cat.args[0])
+    first, second = (named[name] for name in ("chunk_linear", "chunk_linear_1"))
+    return [
+        lambda: rows.update_arg(2, rows.args[2] - 1),
+        lambda: labels.update_arg(2, labels.args[2] - 1),
+        lambda: labels.update_arg(0, named["batch_ids"]),
+        lambda: cat.update_arg(0, [parts[1], parts[0], *parts[2:]]),
+        lambda: cat.update_arg(0, [parts[0], parts[0], *parts[2:]]),
+        lambda: second.replace_all_uses_with(first),
+        lambda: named["sum_1"].update_arg(0, parts[0]),
+    ]
+
+
+@pytest.mark.parametrize("position", range(7))
+def test_a_wrong_part_is_found(position: int) -> None:
+    before = _local()
+    after = ChunkLosses(4)(before)
+    check_chunked(before, after)
+    _wrong(after.graph)[position]()
+    with pytest.raises((CompileError, RuntimeError, IndexError), match=r"QN209|must match|size|index"):
+        check_chunked(before, after)
+
+
+def test_a_part_elsewhere_is_found() -> None:
+    before = _local()
+    after = ChunkLosses(4)(before)
+    kept = {node: stage for node, stage in after.stage.items() if node.name != "chunk_linear_1"}
+    for stray in ({"stage": kept}, {"sharding": {}}, {"once": frozenset(itertools.islice(after.graph.nodes, 3))}):
+        with pytest.raises(CompileError, match="QN209"):
+            check_chunked(before, replace(after, **stray))
