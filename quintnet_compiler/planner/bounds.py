@@ -62,17 +62,19 @@ class StagesLeast:
 class LessSplit:
     """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them, ``experts``: of those of experts;
     ``routed``: bytes of what a batch sends to experts and gets back; ``ways``: how else a layout may slice its
-    parameters; ``slower``: see :class:`.places.Slowdown`; then stages may have any number of units."""
+    parameters; ``known``: whether functions were compiled; ``slower``: see :class:`.places.Slowdown`; then stages may
+    have any number of units."""
 
     def __init__(
         self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int,
         batch: int, slower: Callable[[Layout, int], float] | None = None, experts: int = 0,
         ways: Callable[[Layout], Iterable[Layout]] = lambda layout: (layout,),
+        known: Callable[[Layout], bool] = lambda functions: False,
     ) -> None:  # fmt: skip
         self.slower = slower
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
-        self.experts, self.ways = experts, ways
-        self.known: dict[Hashable, Least] = {}
+        self.experts, self.ways, self.known = experts, ways, known
+        self.least: dict[Hashable, Least] = {}
         self.stages: dict[Hashable, StagesLeast] = {}
         self.moved: dict[Hashable, float] = {}
         self.more: dict[int, float] = {}
@@ -98,6 +100,9 @@ class LessSplit:
         build = *split, layout.recompute, layout.rows
         pipeline = layout.schedule, layout.virtual_stages, layout.microbatches / layout.pp
         return (*build, *pipeline), build, (*split, layout.recompute), split
+
+    def functions(self, layout: Layout) -> Layout:
+        return layout.inside
 
     @staticmethod
     def _split_of(layout: Layout) -> tuple[Hashable, ...]:
@@ -262,11 +267,11 @@ class LessSplit:
     def _kept(self, key: Hashable, less: Callable[[], Layout], layout: Layout) -> Least:
         """Of ``less`` with as many microbatches of as many rows as ``layout``; zeros where the model cannot be split
         so."""
-        if key not in self.known:
-            self.known[key] = Least()
+        if key not in self.least:
+            self.least[key] = Least()
             with suppress(CompileError):
-                self.known[key] = self._least(less(), layout)
-        return self.known[key]
+                self.least[key] = self._least(less(), layout)
+        return self.least[key]
 
     def _least(self, less: Layout, layout: Layout) -> Least:
         """Of stages for more rows than ``layout`` has, or less split than it, its share of the time and memory."""

@@ -77,6 +77,10 @@ class Builder:
 
         return self._kept(("units", inside, kind), priced)
 
+    def knows(self, inside: Layout) -> bool:
+        """Whether units of such functions are known, or why there are none."""
+        return ("units", inside) in self.found
+
     @cached_property
     def has_experts(self) -> bool:
         return bool(expert_parameters(self.folded.program.graph))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -30,6 +31,7 @@ class PricedLayout(Protocol):
 
 
 PROOF = 1 / 7  # of the work for promising layouts goes into the proof that no other is better
+HARVEST = 4  # layouts of the same functions that are evaluated as soon as these are known
 SOONER = "the same fits with less computed or gathered again, and is faster"
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
@@ -82,6 +84,13 @@ class SearchBounds(Protocol[L_contra]):
     def closer(self, layout: L_contra, step: int, /) -> float:
         """The same, by a closer bound; 0 where nothing more is known."""
         ...
+
+    def functions(self, layout: L_contra, /) -> Hashable:
+        """What layouts have in common of which all can be evaluated where one can: for next to nothing, if they are
+        ``known``."""
+        ...
+
+    def known(self, functions: Any, /) -> bool: ...
 
     def guess(self, layout: L_contra, /) -> float:
         """What a step takes, roughly: for the order in which layouts are tried, not for leaving one out."""
@@ -152,8 +161,8 @@ def search(
     Most of the work is for what is :class:`.heuristic.LayoutHeuristic`, so that good layouts are found early. The
     rest is for
     those that cost least at least, which proves that no other is better: such a layout gets its closer bounds first,
-    and waits again with each. If the last of them took work, the layout is evaluated at once: what it is priced from is
-    known by then, and others learn from it.
+    and waits again with each. Where work, also that for a bound, made functions known, layouts of these functions are
+    evaluated at once, those that may be the best: it takes next to nothing, and others learn from it.
     """
     return _Search(evaluate, bounds, wanted).run(layouts, progress)
 
@@ -166,6 +175,7 @@ class _Search(Generic[L, E]):
         self.sizes: dict[L, float] = {}  # what each layout that is open takes at least
         self.promising: LayoutHeuristic[L] | None = None
         self.better = 0.0  # the work that was done when the best was found
+        self.unknown: dict[Hashable, list[L]] = defaultdict(list)  # layouts by functions that are not known yet
         self.proving = 1.0  # what was done for the proof, less its part of all else
 
     def run(self, layouts: Iterable[L], progress: Callable[[int, int], None]) -> SearchResult[L, E]:
@@ -174,6 +184,8 @@ class _Search(Generic[L, E]):
             if not self._too_large(layout, size):
                 self.sizes[layout] = size
         self.bounds.narrow(self.sizes)
+        for layout in self.sizes:
+            self.unknown[self.bounds.functions(layout)].append(layout)
         least = {layout: self._least(layout) for layout in self.sizes}
         self.promising = self._promising(least)
         waiting = sorted((bound, 0, layout) for layout, bound in least.items())
@@ -191,12 +203,9 @@ class _Search(Generic[L, E]):
                 if step == self.bounds.steps:
                     self._settle(layout)
                 elif (closer := self._closer(layout, step)) is not None:
-                    last = step + 1 == self.bounds.steps and self.wanted.spent() > before
-                    if last and closer <= self._worst():
-                        self._settle(layout)
-                    else:
-                        heapq.heappush(waiting, (max(bound, closer), step + 1, layout))
+                    heapq.heappush(waiting, (max(bound, closer), step + 1, layout))
                 self.proving += 1 + self.wanted.spent() - before
+            self._harvest()
         progress(total, total)
         return self._found("proof", math.inf)
 
@@ -247,7 +256,7 @@ class _Search(Generic[L, E]):
 
     def _try(self) -> bool:
         """Settle the most promising layout; False if there is none."""
-        best = self.wanted.value(self.ranked[0]) if self.ranked else math.inf
+        best = self._best()
         layout = self.promising.next(best) if self.promising else None
         if layout is None:
             return False
@@ -256,6 +265,18 @@ class _Search(Generic[L, E]):
             self._settle(layout)
         self.proving -= PROOF * (1 + self.wanted.spent() - before)
         return True
+
+    def _harvest(self) -> None:
+        """Evaluate layouts of functions that have become known, if they may be the best: a few, the most promising."""
+        for functions in [one for one in self.unknown if self.bounds.known(one)]:
+            found = [layout for layout in self.unknown.pop(functions) if layout in self.sizes]
+            near = [(closer, one) for one in found if (closer := self._closer(one, self.bounds.steps - 1)) is not None]
+            for closer, layout in sorted(near)[:HARVEST]:
+                if layout in self.sizes and closer < self._best():
+                    self._settle(layout)
+
+    def _best(self) -> float:
+        return self.wanted.value(self.ranked[0]) if self.ranked else math.inf
 
     def _may_be(self, layout: L, best: float) -> bool:
         """Whether no bound but the last says that the layout cannot cost less than ``best``."""

@@ -24,13 +24,15 @@ class One:
 
 @dataclass
 class Space:
-    """Layouts by number. Seconds, bytes, and what of them the bounds and the guess say."""
+    """Layouts by number. Seconds, bytes, and what of them the bounds and the guess say. ``shared``: whether a group's
+    layouts have their functions in common."""
 
     seconds_of: list[float]
     bytes_of: list[float]
     bound: list[float]
     guesses: list[float]
     group: int
+    shared: bool = False
     tried: list[int] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[int]:
@@ -50,6 +52,12 @@ class Space:
 
     def closer(self, layout: int, step: int, /) -> float:
         return (0.75, 1.0)[step] * self.bound[layout] * self.seconds_of[layout]
+
+    def functions(self, layout: int, /) -> int:
+        return layout // self.group
+
+    def known(self, functions: int, /) -> bool:
+        return self.shared and any(layout // self.group == functions for layout in self.tried)
 
     def guess(self, layout: int, /) -> float:
         return self.guesses[layout]
@@ -85,7 +93,9 @@ def spaces(draw: st.DrawFn) -> Space:
     def numbers(low: float, high: float) -> list[float]:
         return draw(st.lists(st.floats(low, high), min_size=count, max_size=count))
 
-    return Space(numbers(1, 10), numbers(50, 130), numbers(0, 1), numbers(0, 20), draw(st.integers(1, 4)))
+    return Space(
+        numbers(1, 10), numbers(50, 130), numbers(0, 1), numbers(0, 20), draw(st.integers(1, 4)), draw(st.booleans())
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -111,6 +121,15 @@ def test_what_one_layout_takes_is_learned_for_those_like_it() -> None:
     groups = [layout // 10 for layout in space.tried]
     # guessed to be faster than the last, and not believed again; what then promises less than is known is not tried
     assert groups.count(0) == 10 and groups.count(1) == 1 and groups.count(2) == 0
+
+
+def test_layouts_whose_functions_are_known_are_tried_at_once() -> None:
+    alone, shared = _misjudged(), _misjudged()
+    shared.shared = True
+    for space in (alone, shared):
+        space.search(1, work=0)
+    # four more of the group of the first, by their bounds
+    assert alone.tried == [0] and shared.tried == [0, 1, 2, 3, 4]
 
 
 def test_work_ends_a_search_where_time_does_not() -> None:
