@@ -59,6 +59,7 @@ def test_the_sample_has_every_kind_of_layout() -> None:
     [
         pytest.param(_few_layers("IEVO-tp2-zall-8", 4), id="tp"),
         pytest.param(_few_layers(LLAMA, 4), id="cp"),
+        pytest.param(_few_layers("DGXC-24.11-Grok1_314B-bf16-H100-32", 2), id="experts"),
         pytest.param(_few_layers(MPT, 4), id="zero 3"),
         pytest.param(_few_layers(NEMOTRON, 4), id="squared ReLU"),
         pytest.param(_few_layers("DGXC-24.11-Llama_3.1_70B-bf16-H100-64", 16, vpp=2), id="interleaved"),
