@@ -42,7 +42,16 @@ LONGEST_TEXT = 20_000  # characters of an error and its traceback
 LOST = 60.0  # seconds in which the launching process answers, however busy; if it ends, ranks know at once
 LOOPBACK = "127.0.0.1"
 NO_CODE = 255  # what multiprocessing says of a process whose fork server is gone
-PRELOADED = ("torch", "torch.distributed.tensor", "quintnet_compiler.api.compile")  # what the fork server has imported
+# what the fork server has imported, and each rank would import otherwise: at once, or when it first traces and solves
+# for a layout
+PRELOADED = (
+    "torch",
+    "torch.distributed.tensor",
+    "quintnet_compiler.api.compile",
+    "torch.export._trace",
+    "scipy.sparse",
+    "scipy.optimize",
+)
 
 
 @dataclass(frozen=True)
