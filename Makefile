@@ -2,7 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 # one thread in each worker, and a worker for each core: more threads than cores spend their time waiting for each other
 WORKERS ?= logical
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+# bytecode is kept, whatever the environment says: else each worker rewrites the assertions of all files, each time, and
+# each process that a test starts compiles this package
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: setup demo smoke golden test first-gpu test-all matrix check docs screenshots
 

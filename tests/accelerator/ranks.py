@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
 import os
 import pickle
 import socket
@@ -24,6 +25,7 @@ import quintnet
 from quintnet_compiler.api import compiled_program
 from quintnet_compiler.compat.torch import pytree
 from quintnet_compiler.runtime.backends import backends
+from quintnet_compiler.runtime.launch.attempt import PRELOADED
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh
 
 from ..models import CASES, build, reference, worst_error
@@ -65,12 +67,13 @@ def run(work: Callable[..., Any], world: World, *args: Any, limit: float = 300.0
         RuntimeError: what a rank raised, or that one was not done after ``limit`` seconds.
     """
     install()  # built once, before the ranks need it
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         ranks = mp.start_processes(
-            _rank, (world, port, folder, work, args), nprocs=world.size, join=False, start_method="spawn"
+            _rank, (world, port, folder, work, args), nprocs=world.size, join=False, start_method="forkserver"
         )
         end, found = time.monotonic() + limit, {}
         try:
