@@ -77,6 +77,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return made
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_length_is_that_of_the_module(layout: str, captures: list[bool]) -> None:
     axes, options = LAYOUTS[layout]
@@ -113,8 +114,16 @@ def test_one_compilation_for_many_lengths(layout: str, monkeypatch: pytest.Monke
     assert len(usual) == 4 + len(lengths)
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("kind", ["hf_llama", "hf_gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("hf_llama", {"dp": 2, "tp": 2}),
+        ("hf_gpt2", {"pp": 2}),
+        pytest.param("hf_llama", {"pp": 2}, marks=pytest.mark.slow),
+        pytest.param("hf_gpt2", {"dp": 2, "tp": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_padded_batches_of_a_transformer(kind: str, axes: dict[str, int], captures: list[bool]) -> None:
     pytest.importorskip("transformers")
     model = build(kind)
@@ -241,7 +250,11 @@ def _in_process(axes: dict[str, int], options: dict[str, Any], lengths: Sequence
 
 @pytest.mark.parametrize(
     ("axes", "options"),
-    [({"dp": 2}, {"zero": 2}), ({"tp": 2}, {}), ({"pp": 2}, {"microbatches": 2})],
+    [
+        ({"dp": 2}, {"zero": 2}),
+        pytest.param({"tp": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, {"microbatches": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_lengths_on_processes(axes: dict[str, int], options: dict[str, Any]) -> None:
