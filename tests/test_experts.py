@@ -284,3 +284,27 @@ def test_a_list_of_experts_behind_masks() -> None:
 def test_a_list_of_experts_that_pick_their_rows() -> None:
     program = quintnet.compile(Listed(dense=False).double(), quintnet.Mesh(dp=2, tp=2), _batch(), microbatches=2)
     assert program.verify().ok
+
+
+class Gated(nn.Module):
+    """Two layers of experts read the same rows, and a third one what both make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.gate, self.up = (nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) * 0.2) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) * 0.2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x, ids = torch.tanh(self.first(x)), labels % EXPERTS
+        made = F.silu(quintnet.expert_linear(x, ids, self.gate)) * quintnet.expert_linear(x, ids, self.up)
+        return F.cross_entropy(x + quintnet.expert_linear(made, ids, self.down), labels)
+
+
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 2, "tp": 2}], ids=str)
+def test_rows_that_several_layers_read_travel_once(axes: dict[str, int]) -> None:
+    program = quintnet.compile(Gated().double(), quintnet.Mesh(**axes), _batch(), microbatches=2)
+    calls = _calls(program)
+    assert calls["dispatch"] == 2 and calls["combine"] == 1  # experts' numbers, rows; rows
+    report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)

@@ -279,22 +279,22 @@ class _CommunicationLowering:
         self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool
     ) -> fx.Node:
         """Rows go to the ranks of their experts, axis by axis, and are grouped there; what became of them returns.
-        Layers of the same ids share these plans."""
+        Layers of the same ids share these plans, and those of the same rows what arrives."""
         call, experts, stage = self.builder.call, shape(tensor_inputs(node)[2])[0], self.staged.stage.get(node)
         way: list[tuple[Axis, tuple[fx.Node, ...]]] = []
         for axis, ways in hops(self.axes, self.sharded.strategies[node]):
-            known = (ids, axis.name, stage)
+            known = (ids, axis.name, experts, ways, stage)
             if known not in self.planned:
                 plan = self._parts(call(dispatch_plan, ids, axis.name, axis.size, experts, ways))
                 self.planned[known] = *plan, call(dispatch, ids, axis.name, axis.size, *plan)
             plan, ids = self.planned[known][:-1], self.planned[known][-1]
-            rows = call(dispatch, rows, axis.name, axis.size, *plan)
+            rows = self._shared(stage, dispatch, rows, axis.name, axis.size, *plan)
             way.append((axis, plan))
         grouped = self._group_plan(node, ids, way, on_host=counts_on_host(value(rows), value(weight)))
-        rows = call(group_rows, rows, *grouped)
+        rows = self._shared(stage, group_rows, rows, *grouped)
         arriving, leaving = moved_there(self.axes, self.sharded.strategies[node])
         for move in arriving:
-            rows = call(convert, rows, *move)
+            rows = self._shared(stage, convert, rows, *move)
         rows = call(grouped_linear, rows, grouped[1], weight, bias, transposed)
         for move in leaving:
             rows = call(convert, rows, *move)
@@ -302,6 +302,13 @@ class _CommunicationLowering:
         for axis, plan in reversed(way):
             rows = call(combine, rows, axis.name, axis.size, *plan)
         return rows
+
+    def _shared(self, stage: int | None, target: Any, *args: Any) -> fx.Node:
+        """A call that layers of a mixture have in common."""
+        known = (stage, target, *args)
+        if known not in self.planned:
+            self.planned[known] = (self.builder.call(target, *args),)
+        return self.planned[known][0]
 
     def _group_plan(
         self, node: fx.Node, ids: fx.Node, way: Sequence[tuple[Axis, tuple[fx.Node, ...]]], *, on_host: bool

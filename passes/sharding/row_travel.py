@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from torch import fx
 
@@ -27,6 +28,8 @@ class RowTravel:
         layers = [n for n in view.factors if n.target is expert_linear] if view.axis.role == "model" else []
         self.ways = {n: found for n in layers if (found := hops(view.before, view.chosen[n]))}
         self.follows = {n: _layers_before(n) for n in self.ways}
+        alike = Counter(_reads(node) for node in self.ways)  # what arrives is shared
+        self.part = {node: 1 / alike[_reads(node)] for node in self.ways}
         self.followed = frozenset(layer for found in self.follows.values() for layer in found)
 
     def __call__(self, node: fx.Node, strategy: Strategy) -> float:
@@ -38,14 +41,14 @@ class RowTravel:
         leaving = num_bytes(values(node)[0]) * self.view.left(node, 0)
         gathered, scattered = moved_there((self.axis,), (strategy,))
         total = 0.0
-        for travelling, size, kind, moved, name in (
-            (not self.follows[node], arriving, strategy.inputs[0], gathered, "all_gather"),
-            (node not in self.followed, leaving, strategy.outputs[0], scattered, "reduce_scatter"),
+        for part, travelling, size, kind, moved, name in (
+            (self.part[node], not self.follows[node], arriving, strategy.inputs[0], gathered, "all_gather"),
+            (1.0, node not in self.followed, leaving, strategy.outputs[0], scattered, "reduce_scatter"),
         ):
             split = isinstance(kind, Shard)
             if travelling or moved or not split:  # terms, or what is the same on all ranks, is converted in between
-                total += self._sent(node, size / (self.axis.size if split else 1))
-            total += self.view.cost.meeting_seconds(name, size, self.axis.size) if moved else 0.0
+                total += part * self._sent(node, size / (self.axis.size if split else 1))
+            total += part * self.view.cost.meeting_seconds(name, size, self.axis.size) if moved else 0.0
         return total * (2 if needs_grad(node) else 1)  # gradients take the opposite way
 
     def _sent(self, node: fx.Node, num_bytes: float) -> float:
@@ -59,6 +62,11 @@ class RowTravel:
         """How far neighbours along an axis lie apart: a model axis is the innermost."""
         within = self.view.before[[axis.name for axis in self.view.before].index(name) + 1 :]
         return math.prod(axis.size for axis in (*within, self.axis) if axis.role != "time")
+
+
+def _reads(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The rows of a layer and their experts."""
+    return tuple(tensor_inputs(node)[:2])
 
 
 def _layers_before(node: fx.Node) -> frozenset[fx.Node]:

@@ -80,6 +80,13 @@ def _first(travel: RowTravel) -> fx.Node:
     return next(iter(travel.ways))
 
 
+def test_layers_of_the_same_rows_share_what_arrives() -> None:
+    travel, first, _ = _travel()
+    alone = travel(first, SLICED_IN)
+    travel.part[first] = 0.5
+    assert travel(first, SLICED_IN) == alone / 2
+
+
 def test_nothing_else_travels() -> None:
     travel, first, _ = _travel()
     view = travel.view
