@@ -115,7 +115,7 @@ class SearchEffort:
     on every machine (in operators that were compiled, for all layouts together), or two thirds of it since it last
     found anything better; or after so many ``seconds``."""
 
-    work: float = 6_500
+    work: float = 8_000
     seconds: float = 90.0
 
     @property
