@@ -35,9 +35,9 @@ from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
-from quintnet_compiler.passes.checks.chunked import check_chunked
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.padding import check_padding
+from quintnet_compiler.passes.checks.rewrites.chunked import check_chunked
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses

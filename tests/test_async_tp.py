@@ -21,7 +21,7 @@ from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ir.program import DifferentiatedProgram
 from quintnet_compiler.ops.collectives import all_gather_matmul, matmul_reduce_scatter
-from quintnet_compiler.passes.checks.fused import check_fused
+from quintnet_compiler.passes.checks.rewrites.fused import check_fused
 from quintnet_compiler.runtime.execute.comm import Comm
 from quintnet_compiler.runtime.transport.async_matmul import factors
 from quintnet_compiler.runtime.transport.distributed import DistributedTransport, device_mesh

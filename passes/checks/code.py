@@ -22,7 +22,7 @@ from ...ops.collectives import SIZED, share
 from ...ops.rank_local import DRAWS, RANKED, microbatch
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op
-from .overlap import check_pairs
+from .rewrites.overlap import check_pairs
 from .source import check_source_slices
 from .tables import dtypes_of_gradient, spellings
 

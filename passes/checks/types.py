@@ -34,9 +34,9 @@ from ...ops.expert_linear import expert_linear
 from ...ops.rank_local import microbatch
 from ...ops.rules.notation import Factors
 from .padding import peel, without_fill
+from .rewrites.token_dispatch import moved_there, travels, wrong_way
 from .strategies import Reading, Rules
 from .tables import bare
-from .token_dispatch import moved_there, travels, wrong_way
 
 Value = tuple[fx.Node, int]
 _MOVES = COMMUNICATION | {convert}

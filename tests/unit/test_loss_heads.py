@@ -1,5 +1,5 @@
-"""passes.lowering.loss_heads, passes.lowering.chunk_losses, passes.checks.chunked: which losses are computed in parts
-of their rows, and the proof of it."""
+"""passes.lowering.loss_heads, passes.lowering.chunk_losses, passes.checks.rewrites.chunked: which losses are computed
+in parts of their rows, and the proof of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import fx
 from quintnet import CompileError
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.ir.program import LocalProgram
-from quintnet_compiler.passes.checks.chunked import check_chunked
+from quintnet_compiler.passes.checks.rewrites.chunked import check_chunked
 from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
 from quintnet_compiler.passes.lowering.loss_heads import loss_heads
 

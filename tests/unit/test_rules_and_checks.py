@@ -24,9 +24,9 @@ from quintnet_compiler.passes.checks.derivatives import proven
 from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall, Pattern
 from quintnet_compiler.passes.checks.derivatives.numbers import check_numbers
 from quintnet_compiler.passes.checks.derivatives.proven import Derivatives
+from quintnet_compiler.passes.checks.rewrites.token_dispatch import travels
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.tables import CONVERSIONS
-from quintnet_compiler.passes.checks.token_dispatch import travels
 from quintnet_compiler.passes.strategies.expert_axes import check_experts, expert_parameters, travelling
 from quintnet_compiler.passes.strategies.rule_book import RuleBook, strategies
 

@@ -29,10 +29,10 @@ from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
-from quintnet_compiler.passes.checks.fused import check_fused
 from quintnet_compiler.passes.checks.notation import check_notation
-from quintnet_compiler.passes.checks.overlap import check_overlap
 from quintnet_compiler.passes.checks.reductions import check_reductions
+from quintnet_compiler.passes.checks.rewrites.fused import check_fused
+from quintnet_compiler.passes.checks.rewrites.overlap import check_overlap
 from quintnet_compiler.passes.checks.slices import check_slices
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks

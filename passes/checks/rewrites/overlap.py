@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from ...core.annotations import facts
-from ...core.errors import REPORT, CompileError
-from ...ir.program import DifferentiatedProgram
-from ...ops.collectives import STARTS, wait
+from ....core.annotations import facts
+from ....core.errors import REPORT, CompileError
+from ....ir.program import DifferentiatedProgram
+from ....ops.collectives import STARTS, wait
 
 BEGINS = frozenset(STARTS.values())
 

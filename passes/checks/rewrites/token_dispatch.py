@@ -16,15 +16,15 @@ from typing import Any
 
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, origin, shape, tensor_inputs
-from ...core.errors import REPORT, CompileError
-from ...core.sharding import AxisType, Shard, parse_type
-from ...ir.program import Axis, LocalProgram, Strategy
-from ...ir.value_numbers import ValueNumbers
-from ...ops.collectives import combine, convert, dispatch, dispatch_plan
-from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
-from ...ops.rank_local import local_experts
-from ...ops.rules.notation import Rule
+from ....core.annotations import facts, is_getitem, origin, shape, tensor_inputs
+from ....core.errors import REPORT, CompileError
+from ....core.sharding import AxisType, Shard, parse_type
+from ....ir.program import Axis, LocalProgram, Strategy
+from ....ir.value_numbers import ValueNumbers
+from ....ops.collectives import combine, convert, dispatch, dispatch_plan
+from ....ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
+from ....ops.rank_local import local_experts
+from ....ops.rules.notation import Rule
 
 Order = tuple[tuple[Any, int], ...]  # how the rows of a value are ordered: what would bring them back, last one first
 Number = tuple[int, Order]

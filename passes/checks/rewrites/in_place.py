@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from ...compat.torch import composite_in_cpp, schema_or_none
-from ...core.annotations import facts, is_getitem
-from ...core.errors import REPORT, CompileError
-from ...ir.program import DifferentiatedProgram
-from ...ops.collectives import STARTS, all_reduce_
-from ...ops.rank_local import LOOKUPS, RANKED, embedding_rows_backward
+from ....compat.torch import composite_in_cpp, schema_or_none
+from ....core.annotations import facts, is_getitem
+from ....core.errors import REPORT, CompileError
+from ....ir.program import DifferentiatedProgram
+from ....ops.collectives import STARTS, all_reduce_
+from ....ops.rank_local import LOOKUPS, RANKED, embedding_rows_backward
 
 _WRITES = frozenset({all_reduce_, STARTS[all_reduce_]})
 _COMPUTES = frozenset({torch.ops.aten.linear.default, *LOOKUPS, embedding_rows_backward})

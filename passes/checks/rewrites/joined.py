@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...core.annotations import facts
-from ...core.errors import REPORT, CompileError
-from ...ir.program import DifferentiatedProgram
-from ...ir.value_numbers import ValueNumbers
+from ....core.annotations import facts
+from ....core.errors import REPORT, CompileError
+from ....ir.program import DifferentiatedProgram
+from ....ir.value_numbers import ValueNumbers
 
 aten = torch.ops.aten
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...core.absent_gpu import CPU, on_device
-from ...core.annotations import facts, shape, value
-from ...core.errors import REPORT, CompileError
-from ...ir.program import LocalProgram, outputs
+from ....core.absent_gpu import CPU, on_device
+from ....core.annotations import facts, shape, value
+from ....core.errors import REPORT, CompileError
+from ....ir.program import LocalProgram, outputs
 
 aten = torch.ops.aten
 ROWS, TOLERANCE = 3, 1e-9

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...core.absent_gpu import CPU, on_device
-from ...core.annotations import facts, is_getitem, shape, value
-from ...core.errors import REPORT, CompileError
-from ...ir.program import LocalProgram
-from ...ops.cross_entropy import nll_terms
+from ....core.absent_gpu import CPU, on_device
+from ....core.annotations import facts, is_getitem, shape, value
+from ....core.errors import REPORT, CompileError
+from ....ir.program import LocalProgram
+from ....ops.cross_entropy import nll_terms
 
 aten = torch.ops.aten
 CLASSES, FEATURES = 5, 3  # numbers are drawn for so many, as columns do not meet but in the product and its loss

@@ -6,11 +6,11 @@ import operator
 
 from torch import fx
 
-from ...core.annotations import facts
-from ...core.errors import REPORT, CompileError
-from ...ir.program import DifferentiatedProgram
-from ...ops.collectives import gather_early
-from ...ops.rank_local import arrived
+from ....core.annotations import facts
+from ....core.errors import REPORT, CompileError
+from ....ir.program import DifferentiatedProgram
+from ....ops.collectives import gather_early
+from ....ops.rank_local import arrived
 
 
 def check_early(program: DifferentiatedProgram) -> None:

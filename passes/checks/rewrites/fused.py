@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...core.annotations import facts, is_getitem, shape, values
-from ...core.errors import REPORT, CompileError
-from ...ir.program import DifferentiatedProgram
-from ...ir.value_numbers import NumberRead, ValueNumbers
-from ...ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
+from ....core.annotations import facts, is_getitem, shape, values
+from ....core.errors import REPORT, CompileError
+from ....ir.program import DifferentiatedProgram
+from ....ir.value_numbers import NumberRead, ValueNumbers
+from ....ops.collectives import all_gather, all_gather_matmul, matmul_reduce_scatter, reduce_scatter
 
 aten = torch.ops.aten
 # what may become part of another node

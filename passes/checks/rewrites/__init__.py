@@ -1,0 +1,1 @@
+"""Checks of rewrites: a graph computes what the one before it computed."""
