@@ -19,12 +19,13 @@ from ..equivalence.dry_run import check_ranks
 from ..ir.cost_protocol import CostModel, RankCosts
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
-from ..ir.program import Axis, Program
+from ..ir.program import Axis, DifferentiatedProgram, Program
 from ..ops.collectives import COMMUNICATION, all_reduce
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
+from ..passes.autodiff.early_loss_gradients import EarlyLossGradients
 from ..passes.autodiff.recompute import Blocks, Recompute
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
@@ -35,6 +36,7 @@ from ..passes.checks.positions import check_positions
 from ..passes.checks.reductions import check_reductions
 from ..passes.checks.rewrites.chunked import check_chunked
 from ..passes.checks.rewrites.early import check_early
+from ..passes.checks.rewrites.early_loss_gradients import check_early_loss_gradients
 from ..passes.checks.rewrites.fused import check_fused
 from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
@@ -246,6 +248,21 @@ def _overlap(s: PassSetting, program: Any) -> Pass | None:
     return _planned(Overlap, s, s.node_seconds, frozenset(halves))
 
 
+def _one_at_a_time(s: PassSetting, program: DifferentiatedProgram) -> bool:
+    """Whether the backward of a microbatch follows its forward in the stages that compute losses in parts."""
+    if not s.differentiate.training:
+        return False
+    schedule = _scheduled(s)
+    for stage in {program.stage[node] for node in program.again}:
+        live = 0
+        for action in schedule.actions[schedule.placement[stage]]:
+            if action.stage == stage and action.op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+                live += 1 if action.op is Op.FORWARD else -1
+                if live > 1:
+                    return False
+    return True
+
+
 def _scheduled(s: PassSetting) -> Schedule:
     if s.schedule is None:
         raise AssertionError("passes behind the cut of stages need a schedule")
@@ -318,6 +335,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         lambda s, before, after: [
             (check_backward, (after, s.differentiate.training, s.differentiate.templates, s.request.proven))
         ],
+    ),
+    PassSpec(
+        EarlyLossGradients, "DifferentiatedProgram", "which gradients of logits are computed in the forward",
+        lambda s, p: EarlyLossGradients() if p.again and _one_at_a_time(s, p) else None,
+        lambda s, before, after: [(check_early_loss_gradients, (before, after))] if after is not before else [],
     ),
     PassSpec(
         JoinSlices, "DifferentiatedProgram", "which gradients of slices are joined instead of added up",

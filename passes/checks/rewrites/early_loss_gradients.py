@@ -1,0 +1,88 @@
+"""Check of gradients that are computed in the forward: they are those that the backward computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....core.annotations import facts
+from ....core.errors import REPORT, CompileError
+from ....ir.program import DifferentiatedProgram
+from ....ir.value_numbers import ValueNumbers
+
+aten = torch.ops.aten
+
+
+def check_early_loss_gradients(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
+    """Every value is computed by the same operators from the same values, in whichever order terms are added up; the
+    forward reads nothing of the backward.
+
+    Raises:
+        CompileError: QN209 with the first value that is another one.
+    """
+    numbers = ValueNumbers()
+    old, new = _Numbered(before, numbers), _Numbered(after, numbers)
+    pairs: list[tuple[str, dict[Any, fx.Node], dict[Any, fx.Node]]] = [
+        ("output", dict(enumerate(before.outputs)), dict(enumerate(after.outputs))),
+        ("gradient", dict(before.gradients), dict(after.gradients)),
+        ("gradient of a value", dict(before.cotangents), dict(after.cotangents)),
+        ("value", dict(before.values), dict(after.values)),
+    ]
+    for what, left, right in pairs:
+        if left.keys() != right.keys():
+            raise _fail(f"there is another {what} than before", None)
+        for key, node in left.items():
+            if old.of[node] != new.of[right[key]]:
+                raise _fail(f"{right[key].name} is not the {what} that {node.name} is", right[key])
+    if old.leaves != new.leaves:
+        raise _fail("the graph has other leaves", None)
+    if old.calls != new.calls:
+        raise _fail("other calls are made, or elsewhere", None)
+    for node in after.graph.nodes:
+        if node.op == "call_function" and facts(node).phase == "forward":
+            late = [n for n in node.all_input_nodes if n.op == "call_function" and facts(n).phase == "backward"]
+            if late:
+                raise _fail(f"{node.name} reads {late[0].name}, which the backward makes", node)
+    if any(facts(node).phase != "backward" for node in after.gradients.values() if node.op == "call_function"):
+        raise _fail("a gradient is handed over in the forward", None)
+
+
+@dataclass
+class _Numbered:
+    """``of``: the number of each node; ``calls``: those of calls but sums and views, with where they run."""
+
+    program: DifferentiatedProgram
+    numbers: ValueNumbers
+    of: dict[fx.Node, int] = field(default_factory=dict)
+    terms: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    calls: set[tuple[int, int | None, bool]] = field(default_factory=set)
+    leaves: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self.of[node] = self.numbers.number("leaf", node.name)
+                self.leaves.append(node.name)
+            elif node.op == "call_function":
+                self.of[node] = self._call(node)
+
+    def _call(self, node: fx.Node) -> int:
+        args: Any = node.args
+        if node.target is aten.alias.default:
+            return self.of[args[0]]
+        if node.target is aten.add.Tensor and not node.kwargs and all(isinstance(x, fx.Node) for x in args):
+            added = tuple(sorted(term for x in args for term in self.terms.get(self.of[x], (self.of[x],))))
+            found = self.numbers.number("sum", added)
+            self.terms[found] = added
+            return found
+        found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
+        self.calls.add((found, self.program.stage.get(node), node in self.program.once))
+        return found
+
+
+def _fail(what: str, node: fx.Node | None) -> CompileError:
+    where = facts(node).where if node is not None and node.op == "call_function" else None
+    return CompileError("QN209", f"early gradients check: {what}", where=where, fix=REPORT)
