@@ -82,7 +82,7 @@ def _sample(name: str, count: int) -> list[tuple[str, Layout]]:
     return [(name, layout) for layout in random.Random(name).sample(_layouts(), count)]
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("name", "layout"), [pair for name in sorted(CASES) for pair in _sample(name, 4)], ids=str)
 def test_layout_equals_the_unsplit_model(name: str, layout: Layout) -> None:
     _check(name, layout)
