@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,12 +38,12 @@ class ChunkLosses:
     loss_chunks: int
 
     def __call__(self, program: LocalProgram, /) -> LocalProgram:
-        found = {head.at: head for head in loss_heads(program)} if self.loss_chunks > 1 else {}
+        found = list(loss_heads(program)) if self.loss_chunks > 1 else []
         return _Chunking(program, found, self.loss_chunks).run() if found else program
 
 
 class _Chunking:
-    def __init__(self, program: LocalProgram, heads: Mapping[fx.Node, LossHead], chunks: int) -> None:
+    def __init__(self, program: LocalProgram, heads: Sequence[LossHead], chunks: int) -> None:
         self.program, self.heads, self.chunks = program, heads, chunks
         self.builder = GraphBuilder(program.mode)
         self.new: dict[fx.Node, fx.Node] = {}
@@ -51,15 +51,17 @@ class _Chunking:
         self.again: set[fx.Node] = set()
 
     def run(self) -> LocalProgram:
-        inside = {node for head in self.heads.values() for node in head.nodes}
+        inside, due = {node for head in self.heads for node in head.nodes}, defaultdict[fx.Node, list[LossHead]](list)
+        for head in self.heads:
+            due[head.at].append(head)
         for node in self.program.graph.nodes:
             if node.op == "output":
                 self.builder.graph.output(fx.map_arg(node.args[0], lambda n: self.new[n]))
                 continue
             if node not in inside:
                 self.new[node] = self.builder.graph.node_copy(node, lambda n: self.new[n])
-            if node in self.heads:
-                self._emit(self.heads[node])
+            for head in due[node]:
+                self._emit(head)
         self.builder.graph.lint()
         made = self.program.moved(self.builder.graph, self.new)
         return replace(made, stage={**made.stage, **self.stage}, again=frozenset(self.again))

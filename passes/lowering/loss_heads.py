@@ -48,13 +48,19 @@ class LossHead:
 
 
 def loss_heads(program: LocalProgram) -> Iterator[LossHead]:
-    """The heads of losses in a rank's graph; none shares a node with another."""
-    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    """The heads of losses in a rank's graph; none shares a node with another, or reads one of it."""
+    order, taken = {node: i for i, node in enumerate(program.graph.nodes)}, set[fx.Node]()
     for node in program.graph.nodes:
         if node.target in _PRODUCTS and node in program.stage and node not in program.once:
             found = _Head(program, node, order).found()
-            if found is not None:
+            if found is not None and taken.isdisjoint(_near(found)):
+                taken |= {*found.nodes}
                 yield found
+
+
+def _near(head: LossHead) -> set[fx.Node]:
+    """The nodes of a head, what they read, and what reads them."""
+    return {near for node in head.nodes for near in (node, *node.all_input_nodes, *node.users)}
 
 
 class _NoHead(Exception):

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx, nn
 
+import quintnet
 from quintnet import CompileError
 from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.ir.program import LocalProgram
@@ -19,7 +20,7 @@ from quintnet_compiler.passes.checks.rewrites.chunked import check_chunked
 from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
 from quintnet_compiler.passes.lowering.loss_heads import loss_heads
 
-from ..language import CLASSES, Loss, compiled, products, shifted
+from ..language import CLASSES, WIDTH, Loss, batch, compiled, products, shifted
 
 aten = torch.ops.aten
 
@@ -100,3 +101,38 @@ def test_a_part_elsewhere_is_found() -> None:
     for stray in ({"stage": kept}, {"sharding": {}}, {"once": frozenset(itertools.islice(after.graph.nodes, 3))}):
         with pytest.raises(CompileError, match="QN209"):
             check_chunked(before, replace(after, **stray))
+
+
+class TwoTables(nn.Module):
+    """Logits that are the sum of two products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, WIDTH)
+        self.one, self.other = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        rows = self.tokens(ids).flatten(0, 1)
+        return F.cross_entropy(self.one(rows) + self.other(rows.tanh()), labels.flatten())
+
+
+def test_of_two_products_in_one_loss_one_is_cut() -> None:
+    torch.manual_seed(0)
+    program = quintnet.compile(TwoTables().double(), quintnet.Mesh(dp=2), batch(), loss_chunks=3)
+    assert len(products(program)) == 3 and program.verify().ok
+
+
+class TwoLosses(TwoTables):
+    """As models that predict further tokens have them."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        rows = self.tokens(ids).flatten(0, 1)
+        one, other = self.one(rows), self.other(rows.tanh())
+        labels = labels.flatten() % 7
+        return F.cross_entropy(one, labels) + 0.3 * F.cross_entropy(other, labels)
+
+
+def test_two_losses_are_cut() -> None:
+    torch.manual_seed(0)
+    program = quintnet.compile(TwoLosses().double(), quintnet.Mesh(dp=2), batch(), loss_chunks=3)
+    assert len(products(program)) == 6 and program.verify().ok
