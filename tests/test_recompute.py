@@ -133,6 +133,18 @@ def test_a_budget_that_cannot_be_kept_is_refused_with_one_that_can(mesh: Mesh) -
         _compiled("gpt", "auto", Mesh(tp=2))
 
 
+def test_a_budget_counts_no_parts_of_losses_and_keeps_no_gradients_for_them() -> None:
+    least = {}
+    for chunks in (1, 3):
+        with pytest.raises(quintnet.CompileError) as caught:
+            _compiled("gpt", "auto", Mesh(dp=2), plan={"activation_memory_budget": 1e-6}, loss_chunks=chunks)
+        least[chunks] = float(str(caught.value.fix).split()[1])
+        plan = {"activation_memory_budget": least[chunks]}
+        program, batch = _compiled("gpt", "auto", Mesh(dp=2), plan=plan, loss_chunks=chunks)
+        assert _saved(program) <= least[chunks] * 2**30 and program.verify(batch).ok
+    assert least[3] < least[1]
+
+
 def _saved(program: quintnet.CompiledProgram) -> int:
     """Bytes that the fullest rank's forwards leave for its backwards, as the planner's units count them."""
     found = program._primary().program
@@ -140,9 +152,8 @@ def _saved(program: quintnet.CompiledProgram) -> int:
     size = {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in found.values.items()}
 
     def of(stage: int) -> int:
-        came = {name for t in found.transfers if t.target == stage for name in t.forward}
-        here = found.stages[stage]
-        return _saved_by(here, memory) + sum(size[name] for name in came & set(here.saved))
+        came = {name: size[name] for t in found.transfers if t.target == stage for name in t.forward}
+        return _saved_by(found.stages[stage], memory, came, frozenset())[0]
 
     return max(most_held(found.schedule, of))
 

@@ -48,7 +48,7 @@ class Recompute:
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         inside = set[fx.Node]() if self.blocks == "none" else _in_blocks(program)
         parameters, gathered = _gathered(program)
-        again = frozenset(gathered if self.reshard_after_forward else ())
+        again = program.again | (gathered if self.reshard_after_forward else set())
         if self.blocks == "selective":
             inside = cheap_values(program, inside)
         elif self.blocks == "fused":
@@ -56,7 +56,7 @@ class Recompute:
         inside -= parameters | again
         if self.budget is not None:
             inside = within_budget(program, inside, again, self.budget)
-        copied = inside | again | program.again
+        copied = inside | again
         return _Copying(program, copied).run() if copied else program
 
 

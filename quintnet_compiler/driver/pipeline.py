@@ -249,8 +249,9 @@ def _overlap(s: PassSetting, program: Any) -> Pass | None:
 
 
 def _one_at_a_time(s: PassSetting, program: DifferentiatedProgram) -> bool:
-    """Whether the backward of a microbatch follows its forward in the stages that compute losses in parts."""
-    if not s.differentiate.training:
+    """Whether the backward of a microbatch follows its forward in the stages that compute losses in parts. Not asked
+    where saved values have a budget, which does not count gradients that the forward keeps."""
+    if not s.differentiate.training or s.plan.activation_memory_budget is not None:
         return False
     schedule = _scheduled(s)
     for stage in {program.stage[node] for node in program.again}:
