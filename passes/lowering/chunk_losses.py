@@ -28,8 +28,8 @@ class ChunkLosses:
     After:  %h_0 = slice(%h, 0, 0, 8);  %y_0 = linear(%h_0, %w);  ...;  %l_0 = nll_loss(%s_0, %labels_0);
             %h_1 = slice(%h, 0, 8, 16);  ...;  %l = cat([%l_0, %l_1])
     Ensures: each row's result is computed from the same numbers as before; what has all classes of a row is read
-    inside its part alone, and is computed again by the backward (``again``), so that one part of the logits is held at
-    a time, forward and backward. Gradients of the table are the sum of those of the parts.
+    inside its part alone, and is not kept for the backward (``again``), so that one part of the logits is held at a
+    time, forward and backward. Gradients of the table are the sum of those of the parts.
 
     A product whose rows meet, are exchanged between ranks, or are returned stays as it is (Wijmans et al. 2024, "Cut
     your losses in large-vocabulary language models", and Liger Kernel do the same in kernels of their own).
@@ -87,7 +87,7 @@ class _Chunking:
         with self.builder.at(head.product):
             for node in head.leading:
                 if node.target is aten.reshape.default:
-                    made = self.builder.reshape(made, [*node.meta["val"].shape[:-1], shape(made)[-1]])
+                    made = self.builder.reshape(made, [*shape(node)[:-1], shape(made)[-1]])
                 else:
                     made = self.builder.call(node.target, made, *node.args[1:])  # type: ignore[arg-type]
         return made

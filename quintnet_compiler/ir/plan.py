@@ -83,8 +83,8 @@ class Plan(BaseModel):
             ``"auto"``: what the cost model finds cheapest within ``activation_memory_budget``. With
             ``backend="inductor"``, ``"none"`` makes again what fused kernels make in passing.
         activation_memory_budget: for ``recompute="auto"``: how many GiB of saved values a rank may hold at once.
-        loss_chunks: in how many parts of its rows a loss over many classes computes logits: one part is in memory at a
-            time, and the backward computes it again. 1: all rows at once.
+        loss_chunks: in how many parts of its rows a loss over many classes computes logits, so that one part is in
+            memory at a time. 1: all rows at once.
         precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
             scaled loss: mixed precision, with 16-bit copies of float32 parameters; the optimizer sees float32. See
             :mod:`..passes.frontend.lower_precision`.

@@ -17,6 +17,7 @@ from quintnet_compiler.driver import pipeline
 from quintnet_compiler.ir.program import DifferentiatedProgram
 from quintnet_compiler.passes.autodiff.early_loss_gradients import EarlyLossGradients
 from quintnet_compiler.passes.checks.rewrites.early_loss_gradients import check_early_loss_gradients
+from quintnet_compiler.passes.checks.rewrites.results import check_results
 
 from ..language import CLASSES, LOSSES, Loss, compiled, flat, shifted
 
@@ -114,3 +115,21 @@ def test_gradients_are_handed_over_in_the_backward() -> None:
         check_early_loss_gradients(before, replace(after, gradients=early))
     with pytest.raises(CompileError, match="QN209"):
         check_early_loss_gradients(before, replace(after, stage={}))
+
+
+def test_what_a_program_hands_on_is_compared() -> None:
+    before = _before()
+    after = EarlyLossGradients()(before)
+    same = dict.fromkeys((*before.graph.nodes, *after.graph.nodes), 0)
+
+    def fail(what: str, node: fx.Node | None) -> Exception:
+        return ValueError(what)
+
+    check_results(before, after, same, same, fail)
+    with pytest.raises(ValueError, match="another gradient than before"):
+        check_results(before, replace(after, gradients={}), same, same, fail)
+    with pytest.raises(ValueError, match="is not the output that"):
+        check_results(before, after, same, {**same, after.outputs[0]: 1}, fail)
+    after.graph.placeholder("more")
+    with pytest.raises(ValueError, match="other leaves"):
+        check_results(before, after, same, same, fail)

@@ -12,6 +12,7 @@ from ....core.annotations import facts
 from ....core.errors import REPORT, CompileError
 from ....ir.program import DifferentiatedProgram
 from ....ir.value_numbers import ValueNumbers
+from .results import check_results
 
 aten = torch.ops.aten
 
@@ -25,20 +26,7 @@ def check_early_loss_gradients(before: DifferentiatedProgram, after: Differentia
     """
     numbers = ValueNumbers()
     old, new = _Numbered(before, numbers), _Numbered(after, numbers)
-    pairs: list[tuple[str, dict[Any, fx.Node], dict[Any, fx.Node]]] = [
-        ("output", dict(enumerate(before.outputs)), dict(enumerate(after.outputs))),
-        ("gradient", dict(before.gradients), dict(after.gradients)),
-        ("gradient of a value", dict(before.cotangents), dict(after.cotangents)),
-        ("value", dict(before.values), dict(after.values)),
-    ]
-    for what, left, right in pairs:
-        if left.keys() != right.keys():
-            raise _fail(f"there is another {what} than before", None)
-        for key, node in left.items():
-            if old.of[node] != new.of[right[key]]:
-                raise _fail(f"{right[key].name} is not the {what} that {node.name} is", right[key])
-    if old.leaves != new.leaves:
-        raise _fail("the graph has other leaves", None)
+    check_results(before, after, old.of, new.of, _fail)
     if old.calls != new.calls:
         raise _fail("other calls are made, or elsewhere", None)
     for node in after.graph.nodes:
@@ -59,13 +47,11 @@ class _Numbered:
     of: dict[fx.Node, int] = field(default_factory=dict)
     terms: dict[int, tuple[int, ...]] = field(default_factory=dict)
     calls: set[tuple[int, int | None, bool]] = field(default_factory=set)
-    leaves: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 self.of[node] = self.numbers.number("leaf", node.name)
-                self.leaves.append(node.name)
             elif node.op == "call_function":
                 self.of[node] = self._call(node)
 

@@ -1,9 +1,8 @@
 """Attention to sequences that a ring of ranks holds: keys and values travel, queries stay (Liu et al. 2023).
 
-A rank holds one run of positions, or two (``balance``, by ``mirror_halves``): then the first has its mirror image's
-distance from the end,
-so that each rank's queries see equally many keys, at every step (Brandon et al. 2023). Every pair of a run of queries
-and one of keys is a block, of which only those that are seen at all are computed.
+A rank holds one run of positions, or two (``balance``, by ``mirror_halves``): then the second is as far from the end
+as the first is from the beginning, so that each rank's queries see equally many keys, at every step (Brandon et al.
+2023). Every pair of a run of queries and one of keys is a block, of which only those that are seen at all are computed.
 """
 
 from __future__ import annotations
