@@ -60,6 +60,8 @@ class Job:
     rounds: int
     builders: Mapping[str, Builder]
     timeout: float
+    model: Callable[[Size], Any] = build_model
+    """Makes the model that all peers train; a top-level function."""
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,13 @@ def _rank_main(job: Job, rank: int, store: str, pipe: Connection) -> None:
 def _measure_rank(job: Job, enter: Callable[[str], None]) -> RankResult:
     result = RankResult()
     batches = [make_batch(job.size, job.rows, index) for index in range(BATCHES)]
-    expected, gradients = _reference(job.size, batches)
+    expected, gradients = _reference(job, batches)
     peers: dict[str, Peer] = {}
     for name, build in job.builders.items():
         enter(name)
         gc.collect()
         before = allocated_bytes() or 0
-        peers[name] = build(build_model(job.size), batches[0])
+        peers[name] = build(job.model(job.size), batches[0])
         result.checks[name] = _check(peers[name], batches[0], expected[0], gradients)
         for index in range(1, WARMUP):
             _timed_step(peers[name], batches[index % BATCHES])
@@ -321,9 +323,9 @@ def _timed_step(peer: Peer, batch: Batch) -> tuple[float, float, float | None]:
 # -- the unsplit model
 
 
-def _reference(size: Size, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
+def _reference(job: Job, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor]]:
     """The unsplit model's loss of every batch and its gradients of the first."""
-    model = build_model(size)
+    model = job.model(job.size)
     losses = []
     for index, (tokens, targets) in enumerate(batches):
         with torch.set_grad_enabled(index == 0):

@@ -43,6 +43,7 @@ from .training.run import TrainTask
 from .training.time_report import RunTime
 from .training.trainer import History, Trainer
 from .weights.initialize import Constant, Normal, Uniform
+from .weights.quantized import unpack_quantized
 
 __all__ = [
     "BackendWarning",
@@ -97,5 +98,6 @@ __all__ = [
     "rule",
     "visualize",
     "simulate",
+    "unpack_quantized",
     "textbook",
 ]

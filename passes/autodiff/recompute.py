@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import fx
 
-from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of, origin
+from ...core.annotations import annotate, copied_from, facts, is_getitem, leaf, memory_of, origin, value
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.catalog import facts_of
@@ -32,7 +33,8 @@ class Recompute:
     ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
     ``"auto"`` for what makes the rest fit a ``budget``, ``"fused"`` for what costs next to nothing where pointwise
     operators are fused with those that read them (as TorchInductor does), or ``"none"``.
-    Always computed again: what the program says (``again``, parts of losses).
+    Always computed again: what the program says (``again``, parts of losses), and weights that are computed from
+    integers, which take several times as much memory.
     ``reshard_after_forward``: whether what each microbatch
     gathers is gathered again, too, wherever it is used: parameters (if not, they are kept), and values, of which ranks
     then keep their slices (Korthikanti et al. 2022).
@@ -48,7 +50,7 @@ class Recompute:
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         inside = set[fx.Node]() if self.blocks == "none" else _in_blocks(program)
         parameters, gathered = _gathered(program)
-        again = program.again | (gathered if self.reshard_after_forward else set())
+        again = program.again | dequantised(program) | (gathered if self.reshard_after_forward else set())
         if self.blocks == "selective":
             inside = cheap_values(program, inside)
         elif self.blocks == "fused":
@@ -135,6 +137,23 @@ def _gathered(program: DifferentiatedProgram) -> tuple[set[fx.Node], set[fx.Node
         elif node.target is all_gather or (gathers and memory_of(node) is not node and not is_getitem(node)):
             found.add(node)
     return parameters, found
+
+
+def dequantised(program: DifferentiatedProgram) -> set[fx.Node]:
+    """Forward nodes that are computed from parameters alone, some of which are bytes: quantised weights."""
+    alone, found = set[fx.Node](), set[fx.Node]()
+    for node in program.graph.nodes:
+        if node.op != "output" and _parameter(node):
+            alone.add(node)
+            if value(node).dtype in (torch.int8, torch.uint8):
+                found.add(node)
+        elif node.op == "call_function" and not _backward(node) and node.all_input_nodes:
+            same = all(program.stage.get(user) == program.stage.get(node) for user in node.users if user.op != "output")
+            if same and node not in program.outputs and alone.issuperset(node.all_input_nodes):
+                alone.add(node)
+                if not found.isdisjoint(node.all_input_nodes):
+                    found.add(node)
+    return {node for node in found if node.op == "call_function" and node not in program.once}
 
 
 def _parameter(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.adapters import has_adapters, load_adapters, save_adapters, save_merged
 from ..checkpoint.background import Background
 from ..checkpoint.lock import FolderLocks
 from ..checkpoint.pretrained import Allowed, load_weights
@@ -34,6 +35,7 @@ from ..runtime.launch.heartbeat import current
 from ..runtime.launch.preemption import SIGNALS, Preemption, handling
 from ..runtime.state.state import without_offset
 from ..runtime.state.whole_optimizer import Make, WholeOptimizer
+from ..weights.adapters import is_peft
 from .initial_values import InitialValues, give_values
 
 
@@ -150,6 +152,7 @@ class ProgramState(abc.ABC):
 
         Names are those of the model, or what transformers converts to them (other prefixes, experts one by one).
         Values are exact: a wider floating dtype than the stored one is fine, a narrower one is refused.
+        A folder with PEFT's adapters is read into those of a ``peft.PeftModel``; all else keeps its values.
 
         Args:
             folder: has ``model.safetensors``, or several files and ``model.safetensors.index.json``.
@@ -161,24 +164,34 @@ class ProgramState(abc.ABC):
                 shape and dtype that does not fit. No parameter was changed, on any rank.
             RunError: QN403 if ranks see different files.
         """
+        if has_adapters(Path(folder), self._task.model):
+            load_adapters(self._pretrained(), Path(folder))
+            return
         load_weights(self._pretrained(), Path(folder), Allowed(tuple(missing), tuple(unexpected)))
 
     @collective
-    def save_pretrained(self, folder: str | Path, *, max_file_bytes: int = 5 * 10**9) -> None:
+    def save_pretrained(self, folder: str | Path, *, merged: bool = False, max_file_bytes: int = 5 * 10**9) -> None:
         """Write a folder that ``transformers``' ``from_pretrained`` loads: config.json and safetensors (for a module
-        that is not Hugging Face's, safetensors alone).
+        that is not Hugging Face's, safetensors alone). Of a ``peft.PeftModel`` only its adapters, in PEFT's format.
 
         Every rank calls this; tensors are gathered one at a time, and rank 0 writes them. The folder appears when it is
         complete.
 
         Args:
             folder: a new (or empty) folder.
+            merged: of a ``peft.PeftModel``: the whole model instead, as ``merge_and_unload`` makes it. Rank 0 holds all
+                of it on the host.
             max_file_bytes: the size beyond which a further file is started.
 
         Raises:
             CheckpointError: QN603 if it cannot be written, QN604 if a tensor has no values; on every rank.
         """
-        save_weights(self._pretrained(), Path(folder), max_file_bytes)
+        if merged:
+            save_merged(self._pretrained(), Path(folder))
+        elif is_peft(self._task.model):
+            save_adapters(self._pretrained(), Path(folder))
+        else:
+            save_weights(self._pretrained(), Path(folder), max_file_bytes)
 
     def _pretrained(self) -> Pretrained:
         program, aliases = self._primary().program, self._programs.captured[self._task.primary_kind].aliases

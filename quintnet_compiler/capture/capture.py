@@ -33,6 +33,7 @@ from ..core.replaced import for_this_thread, new_garbage_only, one_thread
 from ..huggingface.registries import traced_as_few_nodes
 from ..ir.batch_form import ROWS, BatchForm, TensorForm, batch_size_of, plain_batch
 from ..ir.program import Captured
+from ..weights.quantized import check_quantized
 from .batch_norms import cumulative_averages, one_process
 from .block_reuse import Skipped, Unseen, UnseenUsed, blocks_once
 from .canonical import canonical, module_of
@@ -123,6 +124,7 @@ def _capture(
     for module in (model, loss_fn):
         if isinstance(module, nn.Module):
             check_shapes(module)
+            check_quantized(module)
     device = device_of(model)
     form = form or BatchForm.of(batch, size)
     sample = _sample(form, batch, device)

@@ -53,14 +53,20 @@ def load_weights(subject: WeightsSubject, folder: Path, allowed: Allowed) -> Non
             weights = stack.enter_context(open_weights(folder))
             sources = _checked(subject, folder, weights, allowed)
         backend.agree({"weights": weights.text})
-        names = {name for name in sources if name in subject.program.state}
-        with everywhere(backend, "QN601"), torch.no_grad():
-            backend.unset |= names  # until all are read: what fails half-way must not run
-            for spec, part, positions in backend.parts(subject.program, ("parameter", "buffer")):
-                if spec.name in sources:
-                    sources[spec.name][0].read([runs_of(p) for p in positions], part)
-            _unused_buffers(subject, sources)
-        backend.unset -= names
+        read_parts(subject, sources)
+
+
+def read_parts(subject: WeightsSubject, sources: Mapping[str, Sequence[Source]]) -> None:
+    """Read this rank's parts. ``sources``: of each tensor, by its name."""
+    backend = subject.backend
+    names = {name for name in sources if name in subject.program.state}
+    with everywhere(backend, "QN601"), torch.no_grad():
+        backend.unset |= names  # until all are read: what fails half-way must not run
+        for spec, part, positions in backend.parts(subject.program, ("parameter", "buffer")):
+            if spec.name in sources:
+                sources[spec.name][0].read([runs_of(p) for p in positions], part)
+        _unused_buffers(subject, sources)
+    backend.unset -= names
 
 
 @contextlib.contextmanager
@@ -94,7 +100,7 @@ def _checked(subject: WeightsSubject, folder: Path, weights: Weights, allowed: A
     state = {name: x for name, x in subject.model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
     sources: dict[str, list[Source]] = {}
     for name, source in found.sources.items():
-        problem = _misfit(source, state[name])
+        problem = misfit(source, state[name])
         if problem:
             problems.append(f"{name}: {problem}")
         else:
@@ -116,7 +122,7 @@ def _checked(subject: WeightsSubject, folder: Path, weights: Weights, allowed: A
     return sources
 
 
-def _misfit(source: Source, wanted: Tensor) -> str:
+def misfit(source: Source, wanted: Tensor) -> str:
     if source.shape != tuple(wanted.shape):
         return f"{tuple(wanted.shape)} in the model, {source.shape} from {source}"
     if source.dtype != wanted.dtype and not _holds(wanted.dtype, source.dtype):

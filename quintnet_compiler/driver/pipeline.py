@@ -26,7 +26,7 @@ from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.early_loss_gradients import EarlyLossGradients
-from ..passes.autodiff.recompute import Blocks, Recompute
+from ..passes.autodiff.recompute import Blocks, Recompute, dequantised
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
 from ..passes.checks.code import check_code
@@ -218,7 +218,7 @@ def _cut(s: PassSetting) -> Pass:
 def _recompute(s: PassSetting, program: Any) -> Pass | None:
     plan = s.plan
     blocks: Blocks = "fused" if plan.recompute == "none" and s.request.fused else plan.recompute
-    asked = blocks != "none" or plan.reshard_after_forward or program.again
+    asked = blocks != "none" or plan.reshard_after_forward or program.again or dequantised(program)
     if not s.differentiate.training or not asked:
         return None
     gib, budget = plan.activation_memory_budget, None

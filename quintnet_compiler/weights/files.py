@@ -69,8 +69,8 @@ class Weights:
 
 
 @contextlib.contextmanager
-def open_weights(folder: Path) -> Iterator[Weights]:
-    """The tensors of ``folder``; none is read yet.
+def open_weights(folder: Path, single: str = SINGLE) -> Iterator[Weights]:
+    """The tensors of ``folder``; none is read yet. ``single``: the file that may hold all of them.
 
     Raises:
         CheckpointError: QN601 with every file that is missing, damaged, pickled, or outside the folder.
@@ -80,7 +80,7 @@ def open_weights(folder: Path) -> Iterator[Weights]:
     problems: list[str] = []
     lines: list[str] = []
     with contextlib.ExitStack() as stack:
-        for file, promised in sorted(_files(folder, problems).items()):
+        for file, promised in sorted(_files(folder, single, problems).items()):
             try:
                 handle = stack.enter_context(safe_open(str(folder / file), framework="pt"))
                 names = list(handle.keys())
@@ -141,14 +141,14 @@ def _safetensors() -> Any:
     return safe_open
 
 
-def _files(folder: Path, problems: list[str]) -> dict[str, set[str]]:
+def _files(folder: Path, single: str, problems: list[str]) -> dict[str, set[str]]:
     """File name -> the tensors that the index promises to be in it."""
     if not folder.is_dir():
         raise CheckpointError(
             "QN601", f"there is no folder {shown(str(folder))!r}", fix="download the model, and pass its local folder"
         )
-    if (folder / SINGLE).is_file():
-        return {SINGLE: set()}
+    if (folder / single).is_file():
+        return {single: set()}
     if (folder / INDEX).is_file():
         return _indexed(folder, problems)
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
@@ -161,7 +161,7 @@ def _files(folder: Path, problems: list[str]) -> dict[str, set[str]]:
     fix = "pass the folder that has them"
     if (folder / METADATA).is_file():
         fix = f"torch.distributed.checkpoint wrote it: {conversion(folder, 'safetensors')}; then load NEW_FOLDER"
-    raise CheckpointError("QN601", f"{shown(str(folder))}: there is no {SINGLE} and no {INDEX}", fix=fix)
+    raise CheckpointError("QN601", f"{shown(str(folder))}: there is no {single} and no {INDEX}", fix=fix)
 
 
 def _indexed(folder: Path, problems: list[str]) -> dict[str, set[str]]:
