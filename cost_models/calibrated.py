@@ -162,6 +162,9 @@ class CalibratedCosts:
     def _collectives(self) -> Mapping[tuple[str, int], tuple[Point, ...]]:
         return {(one.name, one.ranks): one.points for one in self.calibration.collectives}
 
+    def copy_seconds(self, num_bytes: float) -> float:
+        return self._curve("copy", 2 * num_bytes)
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         return 2 * self.accumulate_seconds(num_bytes)  # it reads and writes about twice as much
 

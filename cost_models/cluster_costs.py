@@ -99,6 +99,12 @@ class ClusterCosts:
     def accumulate_seconds(self, num_bytes: float) -> float:
         return self._traffic(3 * num_bytes)
 
+    def copy_seconds(self, num_bytes: float) -> float:
+        return max(
+            device.launch_seconds + num_bytes / (device.host_bytes_per_second * device.efficiency.host)
+            for device in self.kinds
+        )
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         return self._traffic(7 * num_bytes)
 
@@ -185,6 +191,9 @@ class FastestCosts:
 
     def accumulate_seconds(self, num_bytes: float) -> float:
         return self._least(lambda one: one.accumulate_seconds(num_bytes))
+
+    def copy_seconds(self, num_bytes: float) -> float:
+        return self._least(lambda one: one.copy_seconds(num_bytes))
 
     def optimizer_seconds(self, num_bytes: float) -> float:
         return self._least(lambda one: one.optimizer_seconds(num_bytes))

@@ -17,13 +17,13 @@ from .hardware import GB, TFLOPS, Efficiency, Hardware, hardware
 
 Positive = Annotated[float, Field(gt=0)]
 Dtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
-Share = Literal["matmul", "attention", "memory", "link", "network", "low_precision"]
+Share = Literal["matmul", "attention", "memory", "link", "network", "host", "low_precision"]
 
 
 class _HardwareDocument(BaseModel):
     """``tflops``: dense, by dtype; ``memory_gb``: 1e9 bytes; bandwidths: 1e9 bytes a second, one way, per device;
-    ``bridge`` and ``domain``: see :class:`.hardware.Hardware`. ``multiprocessors``: by default as many as usual GPUs
-    have, which matters for small products. ``efficiency``: shares that differ from those of
+    ``host``, ``bridge`` and ``domain``: see :class:`.hardware.Hardware`. ``multiprocessors``: by default as many as
+    usual GPUs have, which matters for small products. ``efficiency``: shares that differ from those of
     :class:`.hardware.Efficiency`, which are typical of GPUs. ``capability``: of CUDA, by which PyTorch chooses kernels.
     """
 
@@ -35,6 +35,7 @@ class _HardwareDocument(BaseModel):
     memory_gb_per_second: Positive
     link_gb_per_second: Positive
     network_gb_per_second: Positive
+    host_gb_per_second: Positive = 32.0
     bridge_gb_per_second: float = Field(default=0.0, ge=0)
     domain: int = Field(default=8, ge=1)
     multiprocessors: int = Field(default=100, ge=1)
@@ -53,7 +54,8 @@ class _HardwareDocument(BaseModel):
             self.memory_gb_per_second * GB, self.link_gb_per_second * GB, self.network_gb_per_second * GB,
             self.multiprocessors, domain=self.domain, efficiency=Efficiency(**self.efficiency),
             gpu=AbsentGpu(self.capability, cudnn=False), link=self.link,
-            bridge_bytes_per_second=self.bridge_gb_per_second * GB, watts=self.watts,
+            bridge_bytes_per_second=self.bridge_gb_per_second * GB,
+            host_bytes_per_second=self.host_gb_per_second * GB, watts=self.watts,
         )  # fmt: skip
 
 

@@ -33,11 +33,13 @@ from quintnet_compiler.ir.distributed_program import DistributedProgram
 from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedProgram, Strategy, outputs
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
+from quintnet_compiler.passes.autodiff.offload import OffloadActivations
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.padding import check_padding
 from quintnet_compiler.passes.checks.rewrites.chunked import check_chunked
+from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
@@ -166,6 +168,10 @@ def random_program(
     elif differentiated.again:
         differentiated = run(Recompute("none", reshard_after_forward=False), differentiated)
     check_backward(differentiated)
+    if random.Random(f"offload {seed}").random() < 0.5:
+        outside = run(OffloadActivations(lambda node: 1e-6), differentiated)
+        check_offload(differentiated, outside)
+        differentiated = outside
     program = run(GenerateRanks(mesh, schedule), differentiated)
     check_code(program)
     check_ranks(program)

@@ -23,7 +23,18 @@ from quintnet_compiler.ops.grouped_rows import (
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
-from .accelerator.ranks import Job, World, count_all, fail, run, sequences, train_all, train_alone, train_with
+from .accelerator.ranks import (
+    Job,
+    World,
+    count_all,
+    fail,
+    measure_all,
+    run,
+    sequences,
+    train_all,
+    train_alone,
+    train_with,
+)
 from .models import CASES, WIDTH, build, reference, worst_error
 from .test_experts import Capacity
 
@@ -61,6 +72,8 @@ MORE_JOBS = (
     Job("vit", {"dp": 2}, {"recompute": "full"}),
     Job("encoder", {"tp": 2}, {"recompute": "selective"}),
     Job("gpt", {"tp": 2}, {"loss_chunks": 3}),
+    Job("gpt", {"pp": 2}, {"microbatches": 4, "offload": ("activations",)}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "offload": ("activations",)}),
 )
 
 
@@ -187,12 +200,37 @@ def test_a_checkpoint_makes_the_host_wait_once(device: Emulated, tmp_path: Path)
             assert torch.equal(p.detach().full_tensor().cpu(), expected[name])  # type: ignore[attr-defined]
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("offload", [(), ("activations",)], ids=["plain", "offload"])
+@pytest.mark.parametrize(("name", "microbatches"), [("cnn", 2), ("gpt", 1), ("vit", 1)])
+def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
+    device: Emulated, name: str, microbatches: int, offload: tuple[str, ...]
+) -> None:
+    device.set_device(0)
+    case, where = CASES[name], torch.device("emulated", 0)
+    batch = tuple(x.to(where) for x in case.batch(8))
+    program = quintnet.compile(
+        build(name), quintnet.Mesh(dp=1), batch, loss_fn=case.loss_fn, device=where, microbatches=microbatches,
+        offload=offload,  # type: ignore[arg-type]
+    )  # fmt: skip
+    device.delay(1, share=0.1)
+    for _ in range(3):
+        program.zero_grad()
+        with device.measuring(0) as found:
+            program.step(batch)
+    device.delay(0, share=0.0)
+    (row,) = program.simulate().rows
+    print(name, microbatches, offload, found)
+    assert (found.device, found.host) == (row.peak.values, row.host_bytes)
+    assert bool(found.host) is bool(offload)
+
+
 # -- a process for each rank
 
 
 def test_the_page_counts_what_there_is() -> None:
     page = " ".join((Path(__file__).parent.parent / "docs" / "verification.md").read_text().split())
-    words = {6: "six"}
+    words = {7: "seven"}
     told = f"adds {len(MORE_JOBS)} layouts with {SEEDS} seeds of delays, and puts {words[len(FAULTS)]} faults back"
     assert told in page
 
@@ -205,6 +243,21 @@ def test_the_page_counts_what_there_is() -> None:
 def test_a_sample_on_two_devices(eager: bool, jobs: Sequence[Job]) -> None:
     for found in run(train_all, World(2, eager=eager, seed=1), jobs):
         assert found == dict.fromkeys(map(str, jobs), "")
+
+
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_leaves_two_devices_comes_back(eager: bool) -> None:
+    """With the bits of a program in which nothing moves. Of the step before, a few numbers are still there when a step
+    begins, and go then."""
+    options = {"microbatches": 2}
+    plain, outside = (Job("gpt", {"tp": 2}, {**options, "offload": what}) for what in ((), ("activations",)))
+    for found in run(measure_all, World(2, eager=eager, seed=1), (plain, outside)):
+        for bytes_, predicted, _ in found.values():
+            assert bytes_[1] == predicted[1]
+            assert 0 <= predicted[0] - bytes_[0] <= 64
+        assert found[str(outside)][0][0] < found[str(plain)][0][0] / 3
+        ours, theirs = found[str(outside)][2], found[str(plain)][2]
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.sample(1)
@@ -348,7 +401,13 @@ def test_all_on_two_devices(eager: bool, part: int) -> None:
 def test_faults_are_seen(fault: str) -> None:
     """In at least one of the modes of communicators, by an error or by wrong numbers."""
     interleaved = {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 3}
-    jobs = (Job("gpt", {"tp": 2}), Job("gpt", {"pp": 2}), Job("gpt", {"pp": 2}, interleaved))
+    outside = {"microbatches": 2, "offload": ("activations",)}
+    jobs = (
+        Job("gpt", {"tp": 2}),
+        Job("gpt", {"pp": 2}),
+        Job("gpt", {"pp": 2}, interleaved),
+        Job("cnn", {"dp": 2}, outside),
+    )
     seen = []
     for job in jobs:
         for eager in (False, True):

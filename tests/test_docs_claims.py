@@ -67,11 +67,11 @@ def _everything() -> quintnet.CompiledProgram:
     """A program for which every pass runs, and every check but those of tokens and of early gradients."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(Written(), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2)]
-    batch = torch.randn(16, 16), torch.randint(0, 64, (16,))
+    batch = torch.randn(256, 16), torch.randint(0, 64, (256,))
     return quintnet.compile(
         nn.Sequential(*blocks, nn.Linear(16, 64)), quintnet.Mesh(pp=2, dp=2, tp=2), batch, loss_fn=F.cross_entropy,
         microbatches=2, zero=3, loss_chunks=2, precision="bf16", recompute="selective", async_tp=True, check="off",
-        device="cuda",
+        device="cuda", offload=("activations",),
     )  # fmt: skip
 
 

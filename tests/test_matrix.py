@@ -78,6 +78,7 @@ def drawn(dice: random.Random, precision: str) -> Point:
             "microbatches": dice.choice([n for n in (1, 2, 4) if n * axes.get("dp", 1) * axes.get("ep", 1) <= ROWS]),
             "recompute": dice.choice(["none", "selective", "full", "auto"]),
             "loss_chunks": dice.choice([1, 1, 3]),
+            "offload": dice.choice([(), ("activations",)]),
         }
         if "pp" in axes:
             options["schedule"] = dice.choice(sorted(STAGES))

@@ -83,6 +83,8 @@ PROGRAMS: list[tuple[str, dict[str, int], dict[str, Any]]] = [
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 1, "schedule": "zb-h1"}),
     ("gpt", {"pp": 2, "dp": 2}, {"microbatches": 4, "precision": "bf16", "zero": 3, "recompute": "full"}),
     ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 4, "loss_chunks": 3}),
+    ("gpt", {"pp": 2, "tp": 2}, {"microbatches": 4, "offload": ("activations",)}),
+    ("cnn", {"pp": 3}, {"microbatches": 8, "schedule": "zb-h1", "offload": ("activations",)}),
 ]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate, chain, groupby
 
 from torch import fx
@@ -12,21 +11,10 @@ from torch import fx
 from ...core.annotations import copied_from, is_getitem, leaf
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
-from ...ops.collectives import STARTS, all_gather, gather_together, reduce_scatter, scatter_together
+from ...ops.collectives import COMMUNICATION, STARTS, all_gather, gather_together, reduce_scatter, scatter_together
 from ..autodiff.recompute_cut import takes_long
-
-Seconds = Callable[[fx.Node], float]
-MARGIN = 2.0  # prices are estimates: what is to hide a collective may take so many times as long
-
-
-@dataclass(frozen=True)
-class Start:
-    """The beginning of a collective; the node itself then is its end."""
-
-    node: fx.Node
-
-
-Item = fx.Node | Start
+from .copies import with_copies
+from .items import MARGIN, Item, Seconds, Start, node_of, source_of
 
 
 class Order:
@@ -39,7 +27,7 @@ class Order:
       attention) hide it, and no earlier. Where too few lie between its input and its first use, independent ones
       change places with it: those before it wait until it has started, those behind its wait come first.
 
-    A collective with no product beside it stays whole.
+    A collective with no product beside it stays whole. Copies to and from the host come last, see :mod:`.copies`.
     """
 
     def __init__(self, program: DifferentiatedProgram, nodes: Sequence[fx.Node], seconds: Seconds) -> None:
@@ -47,9 +35,9 @@ class Order:
         settled = set(program.gradients.values())
         self.picks: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # of several results: with what makes them
         for node in nodes:
-            if is_getitem(node) and _source(node) is not node:
-                self.picks[_source(node)].append(node)
-        self.nodes = [node for node in nodes if _source(node) is node]
+            if is_getitem(node) and source_of(node) is not node:
+                self.picks[source_of(node)].append(node)
+        self.nodes = [node for node in nodes if source_of(node) is node]
         self.gathers = [n for n in self.nodes if _gathers_state(n)]
         self.scatters = [n for n in self.nodes if _scatters(n, settled)]
         self.busy: set[Item] = set()  # what hides a collective already
@@ -59,9 +47,9 @@ class Order:
         moved = {*self.gathers, *self.scatters}
         runs = [list[Item](run) for _, run in groupby(self.nodes, key=block_of)]
         for run in runs:
-            for node in [n for n in run if isinstance(n, fx.Node) and n.target in STARTS and n not in moved]:
+            for node in [n for n in run if isinstance(n, fx.Node) and _splits(n) and n not in moved]:
                 run[:] = self._beside(run, node)
-        order = self._state(list(chain(*runs)))
+        order = with_copies(self._state(list(chain(*runs))), self.seconds)
         return [each for item in order for each in (item, *(self.picks[item] if isinstance(item, fx.Node) else ()))]
 
     # -- between operators
@@ -70,10 +58,10 @@ class Order:
         here = run.index(node)
         users, inputs = _users([node]), _inputs(node)
         first = 1 + max((i for i, item in enumerate(run[:here]) if item in inputs), default=-1)
-        last = next((i for i in range(here + 1, len(run)) if _node(run[i]) in users), len(run))
+        last = next((i for i in range(here + 1, len(run)) if node_of(run[i]) in users), len(run))
         head, early, late, rest = run[:first], run[first:here], run[here + 1 : last], run[last:]
         needed = MARGIN * self.seconds(node) - self._hides([*early, *late])
-        put_off = self._independent_before(head, {node, *map(_node, run[:last])}, needed)
+        put_off = self._independent_before(head, {node, *map(node_of, run[:last])}, needed)
         brought = self._independent_after(node, rest, needed - self._hides(put_off))
         while early and needed + self._hides(early[:1]) <= 0:  # more than enough: it may start later
             needed += self._hides(early[:1])
@@ -90,7 +78,7 @@ class Order:
         for item in reversed(head):
             if needed <= 0:
                 break
-            if _takes_long(item) and item not in self.busy and not _users([_node(item)]) & known:
+            if _takes_long(item) and item not in self.busy and not _users([node_of(item)]) & known:
                 found.insert(0, item)
                 needed -= self._hides([item])
         return found
@@ -103,7 +91,7 @@ class Order:
             if needed <= 0:
                 break
             free = not isinstance(item, Start) and item.target not in STARTS and item not in self.busy
-            if free and not behind.intersection(_inputs(_node(item))):
+            if free and not behind.intersection(_inputs(node_of(item))):
                 found.append(item)
                 needed -= self._hides([item])
             else:
@@ -113,7 +101,7 @@ class Order:
         return found
 
     def _hides(self, items: Iterable[Item]) -> float:
-        return sum(self.seconds(_node(item)) for item in items if _takes_long(item))
+        return sum(self.seconds(node_of(item)) for item in items if _takes_long(item))
 
     # -- parameters and their gradients
 
@@ -159,7 +147,7 @@ def _a_block_ahead(order: Sequence[Item], place: int, own: set[Block | None]) ->
     """The first index from which on there is one other block at most before ``place``."""
     seen: set[Hashable] = set()
     for i in range(place - 1, -1, -1):
-        block = block_of(_node(order[i]))
+        block = block_of(node_of(order[i]))
         if block is not None and block not in own:
             seen.add(block)
         if len(seen) > 1:
@@ -167,8 +155,9 @@ def _a_block_ahead(order: Sequence[Item], place: int, own: set[Block | None]) ->
     return 0
 
 
-def _node(item: Item) -> fx.Node:
-    return item.node if isinstance(item, Start) else item
+def _splits(node: fx.Node) -> bool:
+    """Whether this is a collective that can be started ahead."""
+    return node.target in STARTS and node.target in COMMUNICATION
 
 
 def _first(place: dict[Item, int], node: fx.Node) -> int:
@@ -176,19 +165,13 @@ def _first(place: dict[Item, int], node: fx.Node) -> int:
     return place.get(Start(node), place.get(node, -1))
 
 
-def _source(node: fx.Node) -> fx.Node:
-    """The collective of whose results ``node`` is one; else itself."""
-    made = node.args[0] if is_getitem(node) else node
-    return made if isinstance(made, fx.Node) and made.target in STARTS else node
-
-
 def _inputs(node: fx.Node) -> set[fx.Node]:
-    return {_source(n) for n in node.all_input_nodes}
+    return {source_of(n) for n in node.all_input_nodes}
 
 
 def _users(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Who reads them, or one of their results."""
-    return {user for n in nodes for pick in n.users for user in (pick.users if _source(pick) is n else (pick,))}
+    return {user for n in nodes for pick in n.users for user in (pick.users if source_of(pick) is n else (pick,))}
 
 
 def _without(items: Iterable[Item], others: Sequence[Item]) -> list[Item]:

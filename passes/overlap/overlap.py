@@ -13,7 +13,8 @@ from ...ir.program import DifferentiatedProgram
 from ...ops.collectives import STARTS, wait
 from ...ops.rank_local import microbatch
 from ..codegen.generate_ranks import before_others
-from .order import Item, Order, Seconds, Start
+from .items import Item, Seconds, Start
+from .order import Order
 
 
 @dataclass(frozen=True)

@@ -140,14 +140,20 @@ def copies(node: fx.Node) -> bool:
     return storage_key(given.reshape(value(node).shape)) != storage_key(given)
 
 
+def viewed(node: fx.Node) -> fx.Node | None:
+    """What ``node`` is a view of, if it is one."""
+    made = origin(node)[0]
+    returns = getattr(schema_or_none(made.target), "returns", ())
+    if not any(r.alias_info is not None for r in returns) or not made.all_input_nodes or copies(made):
+        return None
+    return made.all_input_nodes[0]
+
+
 def memory_of(node: fx.Node) -> fx.Node:
     """The node in whose memory ``node``'s value lies: itself, or what it is a view of."""
-    while True:
-        made = origin(node)[0]
-        returns = getattr(schema_or_none(made.target), "returns", ())
-        if not any(r.alias_info is not None for r in returns) or not made.all_input_nodes or copies(made):
-            return node
-        node = made.all_input_nodes[0]
+    while (whole := viewed(node)) is not None:
+        node = whole
+    return node
 
 
 def is_float(x: Tensor) -> bool:

@@ -21,11 +21,13 @@ from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan, fixed_types, precision_of
 from ..ir.program import Axis, DifferentiatedProgram, Program
 from ..ops.collectives import COMMUNICATION, all_reduce
+from ..ops.copies import COPIES
 from ..ops.rank_local import MICROBATCHES
 from ..ops.rules.notation import Rule
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.early_loss_gradients import EarlyLossGradients
+from ..passes.autodiff.offload import OffloadActivations
 from ..passes.autodiff.recompute import Blocks, Recompute, dequantised
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
@@ -41,6 +43,7 @@ from ..passes.checks.rewrites.fused import check_fused
 from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
 from ..passes.checks.rewrites.norms import check_norms
+from ..passes.checks.rewrites.offload import check_offload
 from ..passes.checks.rewrites.overlap import check_overlap
 from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
 from ..passes.checks.slices import check_slices
@@ -65,7 +68,7 @@ from ..passes.stages.cut_stages import CutStages
 from ..passes.strategies.expert_axes import check_experts
 from ..passes.strategies.rule_book import RuleBook
 from ..schedules.kinds import SCHEDULES, forward_only
-from ..schedules.schedule import Op, Schedule
+from ..schedules.schedule import COMPUTE, Op, Schedule
 from ..schedules.synthesis import SYNTHESIZED
 
 T = TypeVar("T")
@@ -228,9 +231,11 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
 
 
 def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], float]:
-    """What a node of a rank's graph takes; collectives by what they move."""
+    """What a node of a rank's graph takes; collectives and copies by what they move."""
 
     def seconds(node: fx.Node) -> float:
+        if node.target in COPIES:
+            return costs.copy_seconds(num_bytes(values(node)[0]))
         if node.target not in COMMUNICATION:
             return costs.node_seconds(node)
         most = max(num_bytes(x) for n in (node, *node.all_input_nodes) for x in values(n) if isinstance(x, Tensor))
@@ -238,6 +243,24 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
         return passes * prices.collective_seconds("all_gather", most, node.args[2])  # type: ignore[arg-type]
 
     return seconds
+
+
+def _offload(s: PassSetting, program: Any) -> Pass | None:
+    if "activations" not in s.plan.offload or not s.differentiate.training:
+        return None
+    return OffloadActivations(s.node_seconds, _alone(_scheduled(s)))
+
+
+def _alone(schedule: Schedule) -> frozenset[int]:
+    """The stages in which each microbatch's backward is what its rank computes next after its forward."""
+    found = set(range(len(schedule.placement)))
+    for row in schedule.actions:
+        computing = [action for action in row if action.op in COMPUTE]
+        for action, following in zip(computing, [*computing[1:], None], strict=True):
+            here = action.stage, action.microbatch
+            if action.op is Op.FORWARD and (following is None or (following.stage, following.microbatch) != here):
+                found.discard(action.stage)
+    return frozenset(found)
 
 
 def _overlap(s: PassSetting, program: Any) -> Pass | None:
@@ -350,6 +373,11 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         CoalesceCollectives, "DifferentiatedProgram", "which slices of parameters travel as one message",
         lambda s, p: _planned(CoalesceCollectives, s) if p.local.staged.sharded.gathered else None,
+    ),
+    PassSpec(
+        OffloadActivations, "DifferentiatedProgram", "which saved values wait for the backward in host memory",
+        _offload,
+        lambda s, before, after: [(check_offload, (before, after))] if after is not before else [],
     ),
     PassSpec(
         Overlap, "DifferentiatedProgram", "when communication starts, and what is computed until it is waited for",

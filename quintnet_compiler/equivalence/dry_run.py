@@ -17,6 +17,7 @@ from ..core.sharding import Sharding
 from ..core.slices import take_all
 from ..ir.distributed_program import DistributedProgram, Piece, RankProgram, StageProgram
 from ..ops.collectives import collective_of
+from ..ops.copies import WAYS
 from ..runtime.execute.comm import Comm
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.gradients import GradientStore
@@ -157,7 +158,7 @@ def _several(made: Any) -> tuple[Any, ...]:
 
 def _matters(node: fx.Node) -> bool:
     method = str(node.target) if node.op == "call_method" else ""
-    return _repeats(node) or collective_of(method) is not None or method == "wait"
+    return _repeats(node) or collective_of(method) is not None or method in WAYS or method == "wait"
 
 
 def _repeats(node: fx.Node) -> bool:

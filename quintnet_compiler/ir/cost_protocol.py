@@ -95,6 +95,10 @@ class RankCosts(Protocol):
         """Adding a gradient of so many bytes to those of earlier microbatches."""
         ...
 
+    def copy_seconds(self, num_bytes: float) -> float:
+        """A copy between a device and its host, one way. Each way has a link of its own."""
+        ...
+
     def optimizer_seconds(self, num_bytes: float) -> float:
         """The optimizer's pass over parameters of so many bytes."""
         ...

@@ -24,6 +24,7 @@ from ..schedules.synthesis import check_schedule
 from .program import BUCKET_MIB, TILE_BYTES
 
 LARGEST_FILE = 16 * 2**20
+Offloaded = Literal["activations"]  # what host memory can hold for a device
 
 
 def _printable(text: str) -> str:
@@ -83,6 +84,8 @@ class Plan(BaseModel):
             ``"auto"``: what the cost model finds cheapest within ``activation_memory_budget``. With
             ``backend="inductor"``, ``"none"`` makes again what fused kernels make in passing.
         activation_memory_budget: for ``recompute="auto"``: how many GiB of saved values a rank may hold at once.
+        offload: what waits in host memory while the device has no use for it: ``"activations"``, values that a forward
+            saves for its backward.
         loss_chunks: in how many parts of its rows a loss over many classes computes logits, so that one part is in
             memory at a time. 1: all rows at once.
         precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
@@ -124,6 +127,7 @@ class Plan(BaseModel):
     async_tp: bool = False
     recompute: Literal["none", "selective", "full", "auto"] = "none"
     activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
+    offload: tuple[Offloaded, ...] = ()
     loss_chunks: int = Field(default=1, ge=1, le=2**20)
     precision: Literal["model", "bf16", "fp16"] = "model"
     loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
@@ -202,6 +206,7 @@ class PlanOptions(TypedDict, total=False):
     async_tp: bool | None
     recompute: Literal["none", "selective", "full", "auto"] | None
     activation_memory_budget: float | None
+    offload: Sequence[Offloaded] | None
     loss_chunks: int | None
     precision: Literal["model", "bf16", "fp16"] | None
     loss_scale: float | None

@@ -20,6 +20,7 @@ from ..compat.torch import OpOverload, schema
 from ..core import slices
 from ..core.precision import widened
 from ..core.sharding import AxisType, P, Shard, parse_type, plain
+from .copies import COPIES
 from .define import define_operator, resized
 
 
@@ -238,12 +239,12 @@ def collective_of(called: str) -> CollectiveSpec | None:
     return COLLECTIVES.get(called.removeprefix("start_"))
 
 
-STARTS: Mapping[OpOverload, OpOverload] = MappingProxyType(
-    {one.op: one.start for one in _TABLE if one.start is not None}
-)
+_BEGUN = {one.op: one.start for one in _TABLE if one.start is not None}
+COMMUNICATION = frozenset({*_BEGUN.values(), *(one.op for one in _TABLE)})
+# what begins an operator that can run beside other work until ``wait``: collectives, and copies
+STARTS: Mapping[OpOverload, OpOverload] = MappingProxyType({**_BEGUN, **COPIES})
 wait = define_operator("wait(Tensor x) -> Tensor", _same)
 
-COMMUNICATION = frozenset({*STARTS.values(), *(one.op for one in _TABLE)})
 SIZED = COMMUNICATION | {shard_slice, shard_pad}  # take (x, axis, size, ...)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .collectives import COMMUNICATION, shard_pad, shard_slice, wait
+from .copies import COPIES
 from .cross_entropy import nll_terms, nll_terms_backward
 from .define import define_operator, resized
 from .kv_cache_attention import cached_attention
@@ -80,4 +81,4 @@ LOCAL = frozenset(
         loss_scale, arrived,
     }
 )  # fmt: skip
-RANKED = COMMUNICATION | LOCAL | {wait}
+RANKED = COMMUNICATION | LOCAL | {wait, *COPIES, *COPIES.values()}

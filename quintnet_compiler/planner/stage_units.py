@@ -205,6 +205,8 @@ def _saved(stage: StageProgram, memory: Footprints, arrived: Mapping[str, int], 
         given = [*piece.static, *piece.dynamic]
         for name, made in zip(piece.outputs, memory.calls[stage.index, label].outputs, strict=True):
             new = made.fresh >= 0
+            if made.host:
+                continue
             owners[name] = ((label, made.fresh), made.bytes) if new else owners.get(given[made.argument])
 
     def pieces(names: Iterable[str]) -> dict[Hashable, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..core.mesh import Mesh
 from ..ir.distributed_program import DistributedProgram, RankProgram, StageProgram
 from ..ir.generated import GeneratedModule
 from ..ops.collectives import COLLECTIVES
+from ..ops.copies import WAYS
 from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm
 from ..runtime.transport.local import LocalTransport, LocalWorld
@@ -28,23 +29,28 @@ WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
     {"tiled_attention": working_bytes, "tiled_attention_backward": backward_working_bytes}
 )
 # What these return is new, whatever it is; their values depend on data, or take long.
-OPAQUE = frozenset({"keep_mask", "local_noise", *WORKING, *(name for name, one in COLLECTIVES.items() if one.opaque)})
+OPAQUE = frozenset(
+    {"keep_mask", "local_noise", *WORKING, *WAYS, *(name for name, one in COLLECTIVES.items() if one.opaque)}
+)
+TO_HOST = frozenset(name for name, way in WAYS.items() if way == "to host")
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a value lies: in the memory of an argument (its position), or in the ``fresh``-th piece of new memory."""
+    """Where a value lies: in the memory of an argument (its position), or in the ``fresh``-th piece of new memory.
+    ``host``: that is of the host."""
 
     argument: int
     fresh: int
     bytes: int
     contiguous: bool
+    host: bool = False
 
 
 @dataclass(frozen=True)
 class FunctionMemory:
     """Memory of one function: its outputs, and how much its own values take at most while it runs, beyond its
-    arguments. ``releases``: the same where arguments are free after their last use."""
+    arguments, of the device. ``releases``: the same where arguments are free after their last use."""
 
     outputs: tuple[Output, ...]
     working: int
@@ -71,6 +77,7 @@ class Footprints:
         self.device = None if program.source.local.staged.sharded.program.absent is None else CPU
         self.crossing: dict[str, Tensor] = {}
         self.lasting: dict[int, Tensor] = {}  # what stays for the whole step, by its memory: views free nothing
+        self.outside: dict[int, Tensor] = {}  # what lies in memory of the host
         known: dict[int, dict[str, Tensor]] = {}
         with torch.no_grad(), self.mode:
             for stage in program.stages:
@@ -108,10 +115,13 @@ class Footprints:
         kept = later | set(piece.static)
         lent = [x for name, x in zip(names, given, strict=True) if name in kept or storage(x) in self.lasting]
         comm = _comm(self.program, stage)
+        away = [x for x in given if storage(x) in self.outside]
         made, working, releases = self._functions(comm).run(
-            piece.module.graph, given, lent, self.device,
-            lambda: interpret(piece.module, given, comm, lent, self.device),
+            piece.module.graph, given, lent, away, self.device,
+            lambda: interpret(piece.module, given, comm, lent, away, self.device),
         )  # fmt: skip
+        left = {node.name for node in piece.module.graph.nodes if _leaves(node)}
+        self.outside |= {storage(x): x for name, x in zip(piece.outputs, made, strict=True) if name in left}
         places = {storage(x): index for index, x in reversed(list(enumerate(given)))}
         fresh: dict[int, int] = {}
         outputs = []
@@ -119,7 +129,7 @@ class Footprints:
             where = storage(x)
             argument = places.get(where, -1)
             number = fresh.setdefault(where, len(fresh)) if argument < 0 else -1
-            outputs.append(_output(x, argument, number))
+            outputs.append(replace(_output(x, argument, number), host=where in self.outside))
             self.crossing[name] = x
         self.calls[stage.index, label] = FunctionMemory(tuple(outputs), working, releases)
         return dict(zip(piece.outputs, made, strict=True))
@@ -185,10 +195,12 @@ def interpret(
     given: Sequence[Tensor],
     comm: Comm,
     lent: Sequence[Tensor],
+    away: Sequence[Tensor] = (),
     device: torch.device | None = None,
 ) -> tuple[tuple[Tensor, ...], int, int]:
     """The outputs, and the two peaks of :class:`FunctionMemory`. Values die at their last use, as in generated code;
-    ``lent``: arguments that the caller keeps; ``device``: in the place of those that the code names."""
+    ``lent``: arguments that the caller keeps; ``away``: those on the host; ``device``: in the place of those that the
+    code names."""
     last: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         for source in node.all_input_nodes:
@@ -201,7 +213,7 @@ def interpret(
     uses: dict[int, int] = {}
     sizes: dict[int, int] = {}
     own = {storage(x) for x in given}
-    dynamic = own - {storage(x) for x in lent}
+    dynamic = own - {storage(x) for x in (*lent, *away)}
     fresh = released = working = releases = 0
     for node in module.graph.nodes:
         if node.op == "placeholder":
@@ -213,6 +225,8 @@ def interpret(
             if device is not None:
                 args, kwargs = on_device((args, kwargs), device)
             env[node] = _evaluate(node, args, kwargs, device)
+            if node.target in TO_HOST:
+                own.add(storage(_tensors(env[node])[0]))  # of the host: nothing of the device's
         for x in _tensors(env[node]):
             where = storage(x)
             if not uses.get(where) and where not in own:
@@ -233,6 +247,12 @@ def interpret(
                     elif where not in own:
                         fresh -= sizes[where]
     raise AssertionError("a generated function returns")
+
+
+def _leaves(node: fx.Node) -> bool:
+    """Whether this is a value in memory of the host, at last."""
+    made = node.all_input_nodes[-1] if node.target == "wait" else node
+    return made.op == "call_method" and made.target in TO_HOST
 
 
 def _tensors(made: Any) -> list[Tensor]:

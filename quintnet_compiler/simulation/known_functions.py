@@ -44,21 +44,23 @@ class KnownFunctions:
     opaque: Container[str]
 
     def run(
-        self, graph: fx.Graph, given: Sequence[Tensor], lent: Iterable[Tensor], device: torch.device | None,
+        self, graph: fx.Graph, given: Sequence[Tensor], lent: Iterable[Tensor], away: Iterable[Tensor],
+        device: torch.device | None,
         run: Callable[[], tuple[tuple[Tensor, ...], int, int]],
     ) -> tuple[tuple[Tensor, ...], int, int]:  # fmt: skip
-        """What ``run`` returns, for a function of ``given``, of which the caller keeps what is ``lent``: its outputs
-        and two peaks. Where a function that does the same with arguments that look the same is known, it is not run."""
+        """What ``run`` returns, for a function of ``given``, of which the caller keeps what is ``lent``, and what is
+        ``away`` lies on the host: its outputs and two peaks. Where a function that does the same with arguments that
+        look the same is known, it is not run."""
         numbers: dict[int, int] = {}
-        kept = {storage_key(x) for x in lent}
-        looks = tuple((_look(x, numbers), storage_key(x) in kept) for x in given)
+        kept, host = {storage_key(x) for x in lent}, {storage_key(x) for x in away}
+        looks = tuple((_look(x, numbers), storage_key(x) in kept, storage_key(x) in host) for x in given)
         key = ("function", self.where, device, looks, tuple(self._steps(graph)))
         found: _Results | None = self.known.get(key)
         if found is not None:
             return tuple(_again(found.outputs, given, looks)), *found.peaks
         made, *peaks = run()
         outputs = tuple(_look(x, numbers) for x in made)
-        if _repeatable(outputs, [look for look, _ in looks]):
+        if _repeatable(outputs, [look for look, *_ in looks]):
             self.known[key] = _Results(outputs, (peaks[0], peaks[1]))
         return made, peaks[0], peaks[1]
 
@@ -94,10 +96,12 @@ def _repeatable(outputs: Sequence[_Look], given: Sequence[_Look]) -> bool:
     return all(dtypes.setdefault(one.memory, one.dtype) == one.dtype for one in (*given, *outputs))
 
 
-def _again(outputs: Iterable[_Look], given: Sequence[Tensor], looks: Sequence[tuple[_Look, bool]]) -> Iterator[Tensor]:
+def _again(
+    outputs: Iterable[_Look], given: Sequence[Tensor], looks: Sequence[tuple[_Look, bool, bool]]
+) -> Iterator[Tensor]:
     whole: dict[int, Tensor] = {}
-    same: Mapping[_Look, Tensor] = {look: x for (look, _), x in zip(looks, given, strict=True)}
-    for (look, _), x in zip(looks, given, strict=True):
+    same: Mapping[_Look, Tensor] = {look: x for (look, *_), x in zip(looks, given, strict=True)}
+    for (look, *_), x in zip(looks, given, strict=True):
         whole.setdefault(look.memory, x)
     for look in outputs:
         if look in same:

@@ -18,6 +18,7 @@ from ..core.precision import widened
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan, mirror_halves
+from ..ops.copies import WAYS
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
@@ -92,10 +93,11 @@ class ProgramPrices:
         return self.places[self.program.schedule.placement[stage.index]]
 
     def _lost(self, work: ActionWork, costs: RankCosts) -> float:
-        """What computing loses to collectives beside it."""
+        """What computing loses to collectives beside it. Copies to and from the host take no multiprocessors."""
         hidden: dict[str, float] = defaultdict(float)
         for whole, waited in zip(work.parts, work.waited, strict=True):
-            hidden[whole.axis] += whole.seconds - waited.seconds if whole.axis else 0.0
+            if whole.axis in self.program.mesh.names:
+                hidden[whole.axis] += whole.seconds - waited.seconds
         return sum(costs.lost_seconds(seconds, self._peers(axis)) for axis, seconds in hidden.items() if seconds > 0)
 
     def _peers(self, axis: str) -> tuple[int, ...]:
@@ -152,15 +154,19 @@ class ProgramPrices:
     def _started(self, node: fx.Node, source: fx.Node | None, costs: RankCosts) -> float:
         """Seconds of the host for what a rank calls: a message, with the kernels of what computes beside its own, or
         what depends on where a rank stands."""
+        if str(node.target) in WAYS:
+            return costs.host_seconds(None)
         known = collective_of(str(node.target).removeprefix("start_"))
         messages = costs.host_seconds(None) if known is not None else 0.0
         computes = known is None or known.price in ("ring", "matmul")
         return messages + (costs.host_seconds(source) if computes and source is not None else 0.0)
 
     def _collective(self, node: fx.Node, costs: RankCosts) -> NodeTime:
-        """Whatever else a rank calls: a collective, or what depends on where a rank stands."""
+        """Whatever else a rank calls: a collective, a copy, or what depends on where a rank stands."""
         known = collective_of(str(node.target))
         source = self.source[node.name]
+        if str(node.target) in WAYS:
+            return NodeTime(node, 0.0, costs.copy_seconds(num_bytes(values(source)[0])), WAYS[str(node.target)])
         if known is None:
             return NodeTime(node, costs.node_seconds(source))
         axis = str(node.args[2])

@@ -28,7 +28,7 @@ META = torch.device("meta")
 
 
 class Ledger:
-    """Bytes of a rank's values that are alive."""
+    """Bytes of a rank's values that are alive, on its device or on its host."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -105,7 +105,7 @@ class Rehearsal(Executor):
         store: GradientStore | None,
     ) -> None:
         super().__init__(program, part, transport, META, store)
-        self.footprints, self.ledger = footprints, transport.ledger
+        self.footprints, self.ledger, self.outside = footprints, transport.ledger, Ledger()
         self.points: dict[Action, tuple[int, int]] = {}
         self.in_place = _in_place(program) if transport.processes else frozenset()
         self.work = [(self._noted(handle), action) for handle, action in self.work]
@@ -127,6 +127,7 @@ class Rehearsal(Executor):
         fresh: dict[int, Allocation] = {}
         piece = stage.pieces[label]
         made = [self._stand(name, out, given, fresh) for name, out in zip(piece.outputs, found.outputs, strict=True)]
+        self.outside.peak = max(self.outside.peak, self.outside.bytes)
         return tuple(made)  # type: ignore[arg-type]
 
     def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Allocation]) -> Stand:
@@ -136,7 +137,7 @@ class Rehearsal(Executor):
             memory = Allocation(None, out.bytes)  # the state's own
         else:
             if out.fresh not in fresh:
-                fresh[out.fresh] = Allocation(self.ledger, out.bytes)
+                fresh[out.fresh] = Allocation(self.outside if out.host else self.ledger, out.bytes)
             memory = fresh[out.fresh]
         shape, dtype = self.program.values.get(name, ((), torch.float32))
         return Stand(memory, shape, dtype, out.contiguous)
@@ -179,7 +180,7 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         points = [before := held.get(action, (before[0], before[0])) for action in part.actions]
         gradients = store.nbytes if store else 0
         state_bytes = _state_bytes(program, part, processes)
-        found[part.rank] = Footprint(state_bytes, gradients, tuple(points), rehearsal.peak_live)
+        found[part.rank] = Footprint(state_bytes, gradients, tuple(points), rehearsal.peak_live, rehearsal.outside.peak)
 
     with torch.no_grad():
         world.run(dict.fromkeys(ranks, work))

@@ -17,12 +17,13 @@ from .work import Durations, GradientSum, WorkPart, last_releases
 @dataclass(frozen=True)
 class Footprint:
     """Memory of the rank at a pipeline place, in bytes: ``points[i]`` after and during its i-th action, and what
-    stays."""
+    stays. ``host``: the most that it keeps in memory of the host."""
 
     parameters: int
     gradients: int
     points: tuple[tuple[int, int], ...]
     peak_live: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -184,5 +185,6 @@ def _with_memory(row: RankTimeline, line: SimulatedRank, memory: Footprint) -> R
         peak_live=memory.peak_live,
         parameter_bytes=memory.parameters,
         gradient_bytes=memory.gradients,
+        host_bytes=memory.host,
         memory=tuple(points),
     )

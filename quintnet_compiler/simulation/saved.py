@@ -29,6 +29,7 @@ class _Row(BaseModel):
     peak_live: int
     parameter_bytes: int
     gradient_bytes: int
+    host_bytes: int = 0
     memory: list[MemorySample]
     peak: Any
 

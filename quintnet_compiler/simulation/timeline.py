@@ -66,7 +66,8 @@ class Peak:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """A rank, which stands for ``count`` ranks that do the very same. Byte counts stay the same all step."""
+    """A rank, which stands for ``count`` ranks that do the very same. Byte counts stay the same all step, but
+    ``host_bytes``: the most that it keeps in memory of the host."""
 
     rank: int
     coordinate: Mapping[str, int]
@@ -78,6 +79,7 @@ class RankTimeline:
     peak_live: int = 0
     parameter_bytes: int = 0
     gradient_bytes: int = 0
+    host_bytes: int = 0
     memory: tuple[MemorySample, ...] = ()
 
     @property
@@ -182,6 +184,8 @@ class Timeline:
         ]
         if any(row.memory for row in self.rows):
             lines.append(f"peak memory {self.peak}")
+        if most := max(row.host_bytes for row in self.rows):
+            lines.append(f"memory of the host {size(most)} a rank")
         names = [row.name for row in self.rows[:MOST_ROWS]]
         width = max(map(len, names))
         memory = any(row.memory for row in self.rows)

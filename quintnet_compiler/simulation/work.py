@@ -14,7 +14,8 @@ from ..schedules.schedule import RELEASES, Action, Op
 
 @dataclass(frozen=True, slots=True)
 class WorkPart:
-    """A run of seconds within an action: computing, or (with an ``axis``) a collective that computing waits for.
+    """A run of seconds within an action: computing, or (with an ``axis``, which may be a way of the link to the host) a
+    collective or copy that computing waits for.
 
     ``ahead``: how many parts before this one the collective was started; it runs beside those.
     """

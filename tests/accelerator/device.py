@@ -26,6 +26,14 @@ class Counted:
     waits: Mapping[str, int]
 
 
+@dataclass
+class Peaks:
+    """Bytes of a device, and of pinned memory of its host."""
+
+    device: int = 0
+    host: int = 0
+
+
 class Emulated(ModuleType):
     """``torch.emulated``: what ``torch.cuda`` is for CUDA."""
 
@@ -99,6 +107,18 @@ class Emulated(ModuleType):
     def delay(self, seed: int, share: float = 0.2, microseconds: int = 2000) -> None:
         """Delay a share of all tasks by up to ``microseconds``, drawn from ``seed``; 0 for none."""
         self.extension.delay(seed, share, microseconds)
+
+    @contextmanager
+    def measuring(self, index: int) -> Iterator[Peaks]:
+        """The most bytes that are asked for at once until the block ends, beyond those that are there now."""
+        found = Peaks()
+        self.extension.reset_peak(index)
+        device, _, host, _ = self.extension.requested(index)
+        try:
+            yield found
+        finally:
+            _, most, _, pinned = self.extension.requested(index)
+            found.device, found.host = most - device, pinned - host
 
     @contextmanager
     def counting(self) -> Iterator[Counted]:

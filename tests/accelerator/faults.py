@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quintnet_compiler.ir.builder import GraphBuilder
 from quintnet_compiler.runtime.backends import local, processes
+from quintnet_compiler.runtime.execute.host_copies import HostCopies
 from quintnet_compiler.runtime.transport import collectives, distributed
 from quintnet_compiler.runtime.transport.connections import Connection, Connections
 
@@ -88,6 +89,17 @@ class _Unmoved(Tensor):
         return self.as_subclass(Tensor)
 
 
+def _copies_not_awaited() -> None:
+    """What comes back from the host is read before it is there."""
+    plain = HostCopies._copied
+
+    def copied(self: HostCopies, to: Tensor, *rest: Any) -> Callable[[], Any]:
+        kept = plain(self, to, *rest)
+        return lambda: (to, kept)[0]
+
+    HostCopies._copied = copied  # type: ignore[method-assign]
+
+
 FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
         "device index in code": _index_in_code,
@@ -96,5 +108,6 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "missing wait": _no_wait,
         "freed while under way": _freed,
         "batch not moved": _not_moved,
+        "copies not waited for": _copies_not_awaited,
     }
 )

@@ -200,6 +200,28 @@ def count_all(jobs: Sequence[Job]) -> dict[str, Counted]:
     return {str(job): count(job) for job in jobs}
 
 
+def measure(job: Job) -> tuple[tuple[int, int], tuple[int, int], dict[str, Tensor]]:
+    """The most bytes of values that the third step has at once, on this rank's device and on its host, as measured and
+    as simulated; and what it makes."""
+    case, here = CASES[job.model], torch.device(NAME, dist.get_rank())
+    batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
+    options = {"loss_fn": case.loss_fn, "device": here, **job.options}
+    program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
+    for _ in range(3):
+        program.zero_grad()
+        with install().measuring(here.index) as found:
+            loss = program.step(batch)
+    made = {n: p.grad.to_local().cpu() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    rows = {tuple(row.coordinate.items()): row for row in program.simulate().rows}
+    row = next(rows[key] for key in rows if dict(key).get("pp", 0) == dist.get_rank() % program.mesh["pp"])
+    return (found.device, found.host), (row.peak.values, row.host_bytes), {"loss": loss.cpu(), **made}
+
+
+def measure_all(jobs: Sequence[Job]) -> dict[str, tuple[tuple[int, int], tuple[int, int], dict[str, Tensor]]]:
+    """Of each job what :func:`measure` says."""
+    return {str(job): measure(job) for job in jobs}
+
+
 def train_alone(job: Job) -> tuple[str, str]:
     """What :func:`train` says of a job of one rank, and the class of what ran its program."""
     made: list[str] = []

@@ -24,6 +24,7 @@ from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_s
 from ..transport.ring import Circle, Ring, ring_backward, ring_forward
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
+from .host_copies import HostCopies
 
 
 class Comm:
@@ -49,6 +50,9 @@ class Comm:
                     setattr(self, f"start_{name}", partial(transport.start, name))
         self.dispatch_plan, self.dispatch, self.combine = router.dispatch_plan, router.dispatch, router.combine
         self.start_dispatch, self.start_combine = router.start_dispatch, router.start_combine
+        copies = HostCopies()
+        self.copy_out, self.start_copy_out = copies.copy_out, copies.start_copy_out
+        self.copy_in, self.start_copy_in = copies.copy_in, copies.start_copy_in
         if gradients is not None:
             self.accumulate = gradients.accumulate
             self.accumulate_matmul = gradients.accumulate_matmul

@@ -39,6 +39,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto found = memory_statistics(static_cast<c10::DeviceIndex>(device));
     return py::make_tuple(found.allocated, found.peak);
   });
+  m.def("requested", [](int device) {
+    auto found = requested_statistics(static_cast<c10::DeviceIndex>(device)), host = pinned_statistics();
+    return py::make_tuple(found.allocated, found.peak, host.allocated, host.peak);
+  });
   m.def("reset_peak", [](int device) { reset_peak(static_cast<c10::DeviceIndex>(device)); });
   m.def("count", &count);
   m.def("counted", [] {

@@ -20,17 +20,22 @@ constexpr int POISON = 0xff;
 
 struct Block {
   void* pointer;
-  size_t bytes;
+  size_t bytes, requested;
   c10::Stream stream;                 // where it was allocated
   std::set<int64_t> others = {};      // streams that also use it
+};
+
+struct PinnedBlock {
+  size_t bytes;
+  std::set<std::pair<c10::DeviceIndex, int64_t>> streams = {};  // that copy to it or from it
 };
 
 struct Pool {
   std::mutex mutex;
   std::map<void*, Block> used;
   std::map<std::tuple<int, int64_t, size_t>, std::vector<void*>> free;  // by device, stream, bytes
-  MemoryStatistics statistics[DEVICES];
-  std::map<const char*, size_t> pinned;
+  MemoryStatistics statistics[DEVICES], requested[DEVICES], host;
+  std::map<const char*, PinnedBlock> pinned;
 };
 
 Pool& pool() {
@@ -52,7 +57,8 @@ void release(void* pointer) {
   if (found == p.used.end()) return;
   Block block = found->second;
   p.used.erase(found);
-  p.statistics[block.stream.device_index()].allocated -= static_cast<int64_t>(block.bytes);
+  p.statistics[block.stream.device_index()].add(-static_cast<int64_t>(block.bytes));
+  p.requested[block.stream.device_index()].add(-static_cast<int64_t>(block.requested));
   auto& queue = queue_of(block.stream);
   for (auto id : block.others)
     queue.await(queue_of(c10::Stream(c10::Stream::UNSAFE, block.stream.device(), id)).mark());
@@ -65,6 +71,7 @@ struct DeviceAllocator final : c10::Allocator {
     auto stream = current_stream(-1);
     auto device = stream.device();
     if (bytes == 0) return {nullptr, device};
+    auto requested = bytes;
     bytes = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     auto& p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
@@ -77,10 +84,9 @@ struct DeviceAllocator final : c10::Allocator {
       pointer = reusable.back();
       reusable.pop_back();
     }
-    p.used.emplace(pointer, Block{pointer, bytes, stream});
-    auto& now = p.statistics[device.index()];
-    now.allocated += static_cast<int64_t>(bytes);
-    now.peak = std::max(now.peak, now.allocated);
+    p.used.emplace(pointer, Block{pointer, bytes, requested, stream});
+    p.statistics[device.index()].add(static_cast<int64_t>(bytes));
+    p.requested[device.index()].add(static_cast<int64_t>(requested));
     return {pointer, pointer, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -89,13 +95,25 @@ struct DeviceAllocator final : c10::Allocator {
   }
 };
 
+// As PyTorch's caching allocator of pinned memory: the host may free what copies still use; somebody else has it later.
 void release_pinned(void* pointer) {
   auto& p = pool();
-  {
-    std::lock_guard<std::mutex> lock(p.mutex);
-    p.pinned.erase(static_cast<const char*>(pointer));
+  std::lock_guard<std::mutex> lock(p.mutex);
+  auto found = p.pinned.find(static_cast<const char*>(pointer));
+  PinnedBlock block = found->second;
+  p.pinned.erase(found);
+  p.host.add(-static_cast<int64_t>(block.bytes));
+  Queue* last = nullptr;
+  for (auto [device, id] : block.streams) {
+    auto& queue = queue_of(c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::PrivateUse1, device), id));
+    if (last != nullptr) queue.await(last->mark());
+    last = &queue;
   }
-  free(pointer);
+  if (last == nullptr) return free(pointer);
+  last->launch([pointer, bytes = block.bytes] {
+    memset(pointer, POISON, bytes);
+    free(pointer);
+  });
 }
 
 struct PinnedAllocator final : c10::Allocator {
@@ -103,7 +121,8 @@ struct PinnedAllocator final : c10::Allocator {
     void* pointer = aligned(std::max(bytes, ALIGNMENT));
     auto& p = pool();
     std::lock_guard<std::mutex> lock(p.mutex);
-    p.pinned[static_cast<const char*>(pointer)] = bytes;
+    p.pinned[static_cast<const char*>(pointer)] = PinnedBlock{bytes};
+    p.host.add(static_cast<int64_t>(bytes));
     return {pointer, pointer, &release_pinned, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
@@ -125,7 +144,14 @@ bool is_pinned(const void* pointer) {
   auto after = p.pinned.upper_bound(static_cast<const char*>(pointer));
   if (after == p.pinned.begin()) return false;
   auto found = std::prev(after);
-  return static_cast<const char*>(pointer) < found->first + std::max<size_t>(found->second, 1);
+  return static_cast<const char*>(pointer) < found->first + std::max<size_t>(found->second.bytes, 1);
+}
+
+void copied_by(const void* pointer, c10::Stream stream) {
+  auto& p = pool();
+  std::lock_guard<std::mutex> lock(p.mutex);
+  auto after = p.pinned.upper_bound(static_cast<const char*>(pointer));
+  if (after != p.pinned.begin()) std::prev(after)->second.streams.insert({stream.device_index(), stream.id()});
 }
 
 void used_by(const void* pointer, c10::Stream stream) {
@@ -142,9 +168,19 @@ MemoryStatistics memory_statistics(c10::DeviceIndex device) {
   return pool().statistics[device];
 }
 
+MemoryStatistics requested_statistics(c10::DeviceIndex device) {
+  std::lock_guard<std::mutex> lock(pool().mutex);
+  return pool().requested[device];
+}
+
+MemoryStatistics pinned_statistics() {
+  std::lock_guard<std::mutex> lock(pool().mutex);
+  return pool().host;
+}
+
 void reset_peak(c10::DeviceIndex device) {
   std::lock_guard<std::mutex> lock(pool().mutex);
-  pool().statistics[device].peak = pool().statistics[device].allocated;
+  for (auto* one : {&pool().statistics[device], &pool().requested[device], &pool().host}) one->peak = one->allocated;
 }
 
 }  // namespace emulated

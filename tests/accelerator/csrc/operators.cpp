@@ -329,6 +329,11 @@ void record_stream(Tensor& x, at::Stream stream) { used_by(x.storage().data(), s
 
 // ---- copies between devices
 
+// The same memory, of the host, which may be freed: see copied_by.
+Tensor unowned(const Tensor& x) {
+  return at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().requires_grad(false));
+}
+
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
   if (target.numel() == 0) return target;
   bool from_device = on_device(source), to_device = on_device(target);
@@ -342,13 +347,19 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   } else if (to_device) {
     count_copy(true);
     // pageable memory is staged before the call returns; pinned memory is read when the copy runs
-    Tensor read = non_blocking && source.is_pinned() ? source : source.detach().clone();
-    current_queue(target.device().index()).launch([read, to = host_view(target)] { to.copy_(read); });
+    bool later = non_blocking && source.is_pinned();
+    auto stream = current_stream(target.device().index());
+    if (later) copied_by(source.data_ptr(), stream);
+    Tensor read = later ? unowned(source) : source.detach().clone();
+    queue_of(stream).launch([read, to = host_view(target)] { to.copy_(read); });
   } else {
     count_copy(false);
-    auto& queue = current_queue(source.device().index());
-    queue.launch([from = host_view(source), target] { target.copy_(from); });
-    if (!(non_blocking && target.is_pinned())) {
+    auto stream = current_stream(source.device().index());
+    auto& queue = queue_of(stream);
+    bool later = non_blocking && target.is_pinned();
+    if (later) copied_by(target.data_ptr(), stream);
+    queue.launch([from = host_view(source), to = later ? unowned(target) : target] { to.copy_(from); });
+    if (!later) {
       count_wait("copy to the host");
       queue.synchronize();
     }

@@ -1,0 +1,200 @@
+"""DifferentiatedProgram -> DifferentiatedProgram: saved values wait for their backward in host memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor, fx
+
+from ...core.annotations import Facts, annotate, facts, leaf, num_bytes, origin, value, viewed
+from ...ir.program import DifferentiatedProgram
+from ...ops.catalog import facts_of
+from ...ops.copies import copy_in, copy_out
+from ...ops.rank_local import microbatch
+
+SMALLEST = 1024  # bytes: starting the copy of fewer takes longer than they are worth (torchtune has the same)
+HOST = torch.device("cpu")
+Key = tuple[int, fx.Node]  # a stage, and a value whose memory its functions share
+
+
+@dataclass(frozen=True)
+class OffloadActivations:
+    """What a backward reads of its forward is copied to the host, and comes back before it is read (Rhu et al. 2016,
+    vDNN).
+
+    Before: %h = linear(%x, %w);  %y = gelu(%h);  ...;  %g = gelu_backward(%gy, %h)
+    After:  %h = linear(%x, %w);  %y = gelu(%h);  %o = copy_out(%h);  ...
+            %i = copy_in(%o);  %g = gelu_backward(%gy, %i)
+    Ensures: the same values: a copy has the bits of what it is a copy of. Of a value that is copied nothing is kept on
+    the device, under whatever name: views of it are taken of the copy again. Leaves, what is made once a step, results,
+    and parts of the batch stay where they are; so do values of less than a kilobyte, and those that are read again
+    before they could be there and back. A value comes back before its first reader, once.
+
+    ``seconds``: of a node, copies too. ``alone``: the stages in which the backward of a microbatch follows its forward;
+    in others there is time enough between the two.
+    """
+
+    seconds: Callable[[fx.Node], float]
+    alone: frozenset[int] = frozenset()
+
+    def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
+        memory = _Memory(program)
+        moved = {key for key in _saved(program, memory) if self._pays(program, memory, key)}
+        return _Rewriting(program, memory, moved).run() if moved else program
+
+    def _pays(self, program: DifferentiatedProgram, memory: _Memory, key: Key) -> bool:
+        stage, root = key
+        if num_bytes(value(root)) < SMALLEST:
+            return False
+        if stage not in self.alone:
+            return True
+        there, back = (self.seconds(_copy(root, target)) for target in (copy_out, copy_in))
+        return memory.between(key, self.seconds) >= there + back
+
+
+@dataclass
+class _Memory:
+    """Where values of each stage lie, and when they are read: ``last`` in its forward, ``first`` in its backward."""
+
+    program: DifferentiatedProgram
+    own: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    last: dict[Key, int] = field(default_factory=dict)
+    first: dict[Key, int] = field(default_factory=dict)
+    nodes: list[fx.Node] = field(default_factory=list)
+    clocks: dict[int, list[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.program.graph.nodes)
+        for place, node in enumerate(self.nodes):
+            stage = self.program.stage.get(node)
+            if stage is None:
+                continue
+            whole = viewed(node)
+            self.own[node] = node if whole is None else self.root(stage, whole)
+            for source in node.all_input_nodes:
+                key = stage, self.root(stage, source)
+                if facts(node).phase == "backward":
+                    self.first.setdefault(key, place)
+                else:
+                    self.last[key] = place
+
+    def root(self, stage: int, node: fx.Node) -> fx.Node:
+        """In whose memory a value lies on a stage: what another stage has sent lies in memory of its own."""
+        return self.own[node] if self.program.stage.get(node) == stage else node
+
+    def behind(self, key: Key) -> fx.Node:
+        """The last node of the forward that makes or reads a value."""
+        return self.nodes[self.last[key]] if key in self.last else key[1]
+
+    def between(self, key: Key, seconds: Callable[[fx.Node], float]) -> float:
+        """Seconds that a stage computes from the last reader in the forward to the first in the backward."""
+        stage = key[0]
+        if stage not in self.clocks:
+            times = (seconds(n) if self._runs(n, stage) else 0.0 for n in self.nodes)
+            self.clocks[stage] = list(accumulate(times, initial=0.0))
+        clock, end = self.clocks[stage], self.first[key]
+        start = self.last.get(key, self.nodes.index(key[1]))
+        return clock[end] - clock[start + 1]
+
+    def _runs(self, node: fx.Node, stage: int) -> bool:
+        return node.op == "call_function" and self.program.stage.get(node) == stage and node not in self.program.once
+
+
+def _saved(program: DifferentiatedProgram, memory: _Memory) -> list[Key]:
+    """What each stage keeps from forward to backward, and nothing else does."""
+    results = {memory.root(program.stage[n], n) for n in program.outputs if n in program.stage}
+    return [key for key in memory.first if _kept(program, key[1]) and key[1] not in results]
+
+
+def _kept(program: DifferentiatedProgram, root: fx.Node) -> bool:
+    if root.op != "call_function" or leaf(root) is not None or root in program.once or root not in program.stage:
+        return False
+    if facts(root).phase != "forward" or root.target is microbatch or facts_of(origin(root)[0].target).save:
+        return False
+    return isinstance(facts(root).value, Tensor) and _dense(value(root))
+
+
+def _dense(x: Tensor) -> bool:
+    """Whether a value fills its memory, in whatever order."""
+    places = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    filled = 1
+    for stride, size in places:
+        if stride != filled:
+            return False
+        filled *= size
+    return x.numel() > 0
+
+
+def _copy(root: fx.Node, target: object) -> fx.Node:
+    """A copy of a value, to ask for its price."""
+    graph = fx.Graph()
+    return annotate(graph.create_node("call_function", target, (graph.placeholder("x"),)), facts(root))  # type: ignore[arg-type]
+
+
+@dataclass
+class _Rewriting:
+    program: DifferentiatedProgram
+    memory: _Memory
+    moved: set[Key]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    there: dict[Key, fx.Node] = field(default_factory=dict)  # what a backward reads in the place of a value
+    outside: dict[Key, fx.Node] = field(default_factory=dict)
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+
+    def run(self) -> DifferentiatedProgram:
+        leaving: dict[fx.Node, list[Key]] = defaultdict(list)
+        for key in self.memory.first:
+            if key in self.moved:
+                leaving[self.memory.behind(key)].append(key)
+        for node in self.program.graph.nodes:
+            stage = self.program.stage.get(node)
+            if stage is not None and facts(node).phase == "backward":
+                for source in node.all_input_nodes:
+                    self._return(stage, source)
+            self._emit(node, stage)
+            for key in leaving[node]:
+                self._leave(key)
+        self.graph.lint()
+        made = self.program.moved(self.graph, self.new, self.stage)
+        again = {copy: self.new[node] for (_, node), copy in self.there.items() if copy.target is not copy_in}
+        return replace(made, copies={**made.copies, **again})
+
+    def _emit(self, node: fx.Node, stage: int | None) -> None:
+        back = stage is not None and facts(node).phase == "backward"
+        self.new[node] = self.graph.node_copy(
+            node, lambda n: self.there.get((stage, n), self.new[n]) if back and stage is not None else self.new[n]
+        )
+        if stage is not None:
+            self.stage[self.new[node]] = stage
+
+    def _leave(self, key: Key) -> None:
+        root = key[1]
+        x = value(root)
+        with self.program.local.mode:
+            host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=HOST)
+        self.outside[key] = self._put(key, copy_out, (self.new[root],), "out", replace(facts(root), value=host))
+
+    def _return(self, stage: int, node: fx.Node) -> None:
+        """Have ``node`` for the backward of a stage, if its memory has left."""
+        root = self.memory.root(stage, node)
+        if (stage, root) not in self.moved or (stage, node) in self.there or facts(node).phase == "backward":
+            return
+        known = replace(facts(node), phase="backward")
+        if node is root:
+            given = self.outside[stage, root], torch.device(value(root).device.type)
+            self.there[stage, node] = self._put((stage, node), copy_in, given, "in", known)
+            return
+        for source in node.all_input_nodes:  # a view
+            self._return(stage, source)
+        made = self.graph.node_copy(node, lambda n: self.there.get((stage, n), self.new.get(n)))
+        self.there[stage, node], self.stage[annotate(made, known)] = made, stage
+
+    def _put(self, key: Key, target: object, args: tuple[object, ...], way: str, known: Facts) -> fx.Node:
+        made = self.graph.create_node("call_function", target, args, name=f"{key[1].name}_{way}")  # type: ignore[arg-type]
+        self.stage[annotate(made, known)] = key[0]
+        return made

@@ -1,0 +1,100 @@
+"""Check of values that wait in host memory: what comes back is what left, and nothing of it stays on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ....compat.torch import schema_or_none
+from ....core.annotations import facts, origin
+from ....core.errors import REPORT, CompileError
+from ....ir.program import DifferentiatedProgram
+from ....ir.value_numbers import ValueNumbers
+from ....ops.copies import COPIES, copy_in, copy_out
+from .results import check_results
+
+
+def check_offload(before: DifferentiatedProgram, after: DifferentiatedProgram) -> None:
+    """Every value is computed by the same operators from the same values, where a value that went to the host and came
+    back is what it was; each that left in a forward comes back in the backward of the same stage, which reads nothing
+    else of it.
+
+    Raises:
+        CompileError: QN209 with the first value that is another one, or is kept after all.
+    """
+    numbers = ValueNumbers()
+    old, new = _NumberedCopies(before, numbers), _NumberedCopies(after, numbers)
+    check_results(before, after, old.of, new.of, _fail)
+    for call, node in new.calls.items():
+        if call not in old.calls:
+            raise _fail(f"{node.name} is another call than any there was", node)
+    if missing := old.calls.keys() - new.calls.keys():
+        raise _fail(f"{old.calls[min(missing, key=str)].name} is called no more", None)
+    known = {node.name for node in before.graph.nodes}
+    for node in after.graph.nodes:
+        if node.target is copy_out:
+            _check_pair(after, node)
+        if node.op == "call_function" and not node.users and node.name not in known:
+            raise _fail(f"nothing reads {node.name}", node)
+    left = {(after.stage[n], n.all_input_nodes[0]) for n in after.graph.nodes if n.target is copy_out}
+    for node in after.graph.nodes:
+        if node.op == "call_function" and facts(node).phase == "backward":
+            for source in node.all_input_nodes:
+                if kept := _kept(after, after.stage[node], source, left):
+                    raise _fail(f"{node.name} reads {source.name} of the forward, though {kept.name} has left", node)
+
+
+def _check_pair(program: DifferentiatedProgram, node: fx.Node) -> None:
+    readers = list(node.users)
+    if len(readers) != 1 or readers[0].target is not copy_in:
+        raise _fail(f"{node.name} does not come back once", node)
+    places = [(program.stage.get(n), facts(n).phase, n in program.once) for n in (node, *readers)]
+    stage = program.stage.get(node)
+    if stage is None or places != [(stage, "forward", False), (stage, "backward", False)]:
+        raise _fail(f"{node.name} does not go from a forward to the backward of its stage", node)
+
+
+def _kept(program: DifferentiatedProgram, stage: int, node: fx.Node, left: set[tuple[int, fx.Node]]) -> fx.Node | None:
+    """The value that has left a stage and in whose memory a value of its forward may lie."""
+    while facts(node).phase == "forward":
+        if (stage, node) in left:
+            return node
+        made = origin(node)[0]
+        views = any(r.alias_info is not None for r in getattr(schema_or_none(made.target), "returns", ()))
+        if program.stage.get(node) != stage or not (views and made.all_input_nodes):
+            return None
+        node = made.all_input_nodes[0]
+    return None
+
+
+@dataclass
+class _NumberedCopies:
+    """``of``: the number of each node, a copy's that of what it is a copy of; ``calls``: those of all others, with the
+    stage in which each runs (a view may run once more), and a node that makes it."""
+
+    program: DifferentiatedProgram
+    numbers: ValueNumbers
+    of: dict[fx.Node, int] = field(default_factory=dict)
+    calls: dict[tuple[int, int | None, bool], fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                self.of[node] = self.numbers.number("leaf", node.name)
+            elif node.op == "call_function":
+                self.of[node] = self._call(node)
+
+    def _call(self, node: fx.Node) -> int:
+        args: Any = node.args
+        if node.target in COPIES:
+            return self.of[args[0]]
+        found = self.numbers.call(None, node.target, (args, node.kwargs), self.of.__getitem__)
+        self.calls.setdefault((found, self.program.stage.get(node), node in self.program.once), node)
+        return found
+
+
+def _fail(what: str, node: fx.Node | None) -> CompileError:
+    where = facts(node).where if node is not None and node.op == "call_function" else None
+    return CompileError("QN209", f"offload check: {what}", where=where, fix=REPORT)

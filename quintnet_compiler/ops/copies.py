@@ -1,0 +1,37 @@
+"""Copies between a rank's device and its host, as operators: every move of data is a node of the graph.
+
+Each can be started early and waited for late, as collectives can (see :mod:`.collectives`). What is on the host is read
+by ``copy_in`` alone. On a device that is the host itself they are plain copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from ..compat.torch import OpOverload
+from .define import define_operator
+
+# a value of the device, in pinned host memory
+copy_out = define_operator("copy_out(Tensor x) -> Tensor", lambda x: torch.empty_like(x, device="cpu"))
+# what ``copy_out`` made, on the device again
+copy_in = define_operator(
+    "copy_in(Tensor x, Device device) -> Tensor", lambda x, device: torch.empty_like(x, device=device)
+)
+
+COPIES: Mapping[OpOverload, OpOverload] = MappingProxyType(
+    {
+        copy_out: define_operator("start_copy_out(Tensor x) -> Tensor", copy_out),
+        copy_in: define_operator("start_copy_in(Tensor x, Device device) -> Tensor", copy_in),
+    }
+)
+# what generated code calls -> the link that it takes, of which each way is one of its own
+WAYS: Mapping[str, str] = MappingProxyType(
+    {
+        f"{start}{name}": way
+        for name, way in (("copy_out", "to host"), ("copy_in", "from host"))
+        for start in ("", "start_")
+    }
+)
