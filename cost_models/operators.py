@@ -12,6 +12,7 @@ from torch import fx
 
 from ..core.annotations import facts, is_getitem, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
+from ..ops.attention_blocks import Sight
 from ..ops.catalog import work_of
 from ..ops.collectives import (
     all_gather_matmul,
@@ -223,13 +224,12 @@ def _merged(node: fx.Node) -> float:
 def _keys_of_a_query(node: fx.Node, queries: int, keys: int) -> float:
     """How many it sees on average: on the rank that has the last positions, for which all others wait. What documents
     hide is known when a program runs."""
-    if not _causal(node):
-        return keys
-    return min(keys - queries / 2, float(argument(node, "window") or keys))
+    return Sight.parse(str(argument(node, "mask"))).keys(queries, keys)
 
 
 def _causal(node: fx.Node) -> bool:
-    return bool(argument(node, "causal") or argument(node, "is_causal"))
+    mask = argument(node, "mask")
+    return Sight.parse(mask).causal if isinstance(mask, str) else bool(argument(node, "is_causal"))
 
 
 def product_size(node: fx.Node) -> ProductSize | None:

@@ -157,8 +157,8 @@ def _attention(program: Any) -> Iterator[Change]:
         wrong: dict[str, dict[str, Any]] = {
             "swap keys and values": {"k": given["v"], "v": given["k"]},
             "change a scale": {"scale": given["scale"] * 2},
-            "see keys that come later": {"causal": not given["causal"]},
-            "see fewer keys": {"window": 2},
+            "see other keys": {"mask": "all" if given["mask"] == "causal" else "causal"},
+            "see fewer keys": {"mask": "chunk_2" if given["mask"] != "chunk_2" else "chunk_3"},
             "attend from other positions": {"axes": [], "sizes": [], "parts": []},
         }
         for kind, changes in wrong.items():

@@ -297,17 +297,18 @@ def _cached_attention() -> list[Sample]:
 
 def _masked_attention() -> list[Sample]:
     q, few, k, v = f(2, 4, 6, 4), f(2, 2, 6, 4), f(2, 4, 12, 4), f(2, 4, 12, 2)
-    causal, whole = {"scale": 0.5, "causal": True}, {"scale": 0.5, "causal": False, "window": 0}
+    causal, whole = {"scale": 0.5, "mask": "causal"}, {"scale": 0.5, "mask": "all"}
     return [
-        call(attention, q, q, q, **causal, window=0),
-        call(attention, q, few, few, **causal, window=0),
+        call(attention, q, q, q, **causal),
+        call(attention, q, few, few, **causal),
         call(attention, q, k, v, **whole),
-        call(attention, q, k, v, **causal, window=3),
-        call(attention, q, few, few, **causal, window=2),
+        call(attention, q, k, v, scale=0.5, mask="causal_window_3"),
+        call(attention, q, few, few, scale=0.5, mask="causal_window_2_chunk_4"),
         call(attention, f(2, 4, 12, 4), k, f(2, 4, 12, 6), bools(2, 12), **whole),
-        call(attention, q, few, few, bools(2, 6), **causal, window=0),  # the first queries may see nothing
-        call(attention, q, few, few, None, ints(2, 2, 6), **causal, window=0),
-        call(attention, q, q, q, bools(2, 6), ints(3, 2, 6), **causal, window=4),
+        call(attention, q, few, few, bools(2, 6), **causal),  # the first queries may see nothing
+        call(attention, q, few, few, None, ints(2, 2, 6), **causal),
+        call(attention, q, few, few, None, None, ints(2, 2, 6), **causal),
+        call(attention, q, q, q, bools(2, 6), ints(3, 2, 6), ints(2, 2, 6), scale=0.5, mask="causal_window_4"),
     ]
 
 

@@ -95,6 +95,26 @@ def _gpt_oss() -> nn.Module:
     return Called(_in_double(model), "input_ids")
 
 
+def _llama4(*names: str) -> nn.Module:
+    """Chunks in one layer, all positions in the other."""
+    config = transformers.Llama4TextConfig(
+        **SMALL, head_dim=8, intermediate_size_mlp=64, attention_chunk_size=4, no_rope_layers=[1, 0], moe_layers=[]
+    )
+    return Called(_in_double(transformers.Llama4ForCausalLM(config)), "input_ids", *names)
+
+
+def _paligemma() -> nn.Module:
+    """Tokens of type 0 are a prefix whose positions see each other."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.PaliGemmaConfig(
+        text_config={**SMALL, "model_type": "gemma", "head_dim": 8},
+        vision_config={**sizes, "image_size": 8, "patch_size": 4},
+        image_token_index=31,
+        projection_dim=32,
+    )
+    return Called(transformers.PaliGemmaForConditionalGeneration(config).double(), "input_ids", "token_type_ids")
+
+
 def _loss(out: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
@@ -106,6 +126,9 @@ def _batch(which: str) -> tuple[Tensor, ...]:
         mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
         mask[0, 5:], mask[1, :3], mask[3, 7:] = 0, 0, 0
         return ids, mask, labels.masked_fill(mask == 0, -100)
+    if which == "prefix":
+        length = torch.tensor([[3], [5], [8], [1]])
+        return ids.clamp(max=30), (torch.arange(LENGTH) >= length).long(), labels
     if which == "packed":
         first = (3, 5, 8, 1)
         places = torch.stack([torch.cat([torch.arange(n), torch.arange(LENGTH - n)]) for n in first])
@@ -119,6 +142,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, bool, float]] = {
     "llama padded": (lambda: _llama("attention_mask"), "padded", True, 1e-12),
     "llama packed": (lambda: _llama("position_ids"), "packed", True, 1e-12),
     "mistral": (_mistral, "plain", True, 1e-12),
+    "llama4 chunks": (_llama4, "plain", True, 1e-5),  # its norms compute in float32
+    "llama4 packed": (lambda: _llama4("position_ids"), "packed", True, 1e-5),
+    "llama4 padded": (lambda: _llama4("attention_mask"), "padded", True, 1e-5),
+    "paligemma prefix": (_paligemma, "prefix", True, 1e-5),
     "bert": (_bert, "padded", True, 1e-12),
     "gemma3": (_gemma3, "plain", True, 1e-5),  # its norms compute in float32
     "gemma2 softcap": (_gemma2, "plain", False, 1e-5),
@@ -142,7 +169,7 @@ def test_what_becomes_one_operator(name: str) -> None:
     assert count == (2 if MODELS[name][2] else 0)
 
 
-FAST = ("llama padded", "gemma3", "gpt_oss sinks")
+FAST = ("llama padded", "gemma3", "gpt_oss sinks", "llama4 packed", "paligemma prefix")
 
 
 @pytest.mark.slow
@@ -173,6 +200,13 @@ def test_dropout_in_attention_is_drawn_as_elsewhere() -> None:
     torch.manual_seed(0)
     program = quintnet.compile(_llama(attention_dropout=0.1), MESHES[0], _batch("plain"), loss_fn=_loss, context="ring")
     assert program.verify().ok
+
+
+def test_chunks_of_the_models_own_positions_are_no_ids() -> None:
+    """What the operator is told of positions that the model makes itself is a word."""
+    program = quintnet.compile(_llama4(), MESHES[0], _batch("plain"), loss_fn=_loss, context="ring")
+    code = program.ranks[0].forward.code
+    assert "None, None, None, " in code and "'causal_chunk_4'" in code and "cumsum" not in code
 
 
 def test_positions_of_the_model_itself_are_one_document() -> None:

@@ -42,7 +42,7 @@ def _work(ranks: int, length: int, balance: bool) -> list[list[int]]:
     """By rank and step, the work of causal attention."""
     rings = [_ring(ranks, i, balance) for i in range(ranks)]
     return [
-        [sum(_cells(r, b) for _, _, b in r.blocks((r.index - step) % ranks, length)) for step in range(ranks)]
+        [sum(_cells(r, b) for _, _, b in r.blocks((r.index - step) % ranks, length, Ids())) for step in range(ranks)]
         for r in rings
     ]
 
@@ -61,10 +61,10 @@ def test_ranks_do_equal_work_at_every_step(ranks: int) -> None:
 @pytest.mark.parametrize(
     "sample",
     [
-        call(attention, f(1, 2, 16, 4), f(1, 1, 16, 4), f(1, 1, 16, 2), scale=0.5, causal=True, window=0),
-        call(attention, f(1, 2, 16, 4), f(1, 2, 16, 4), f(1, 2, 16, 4), scale=0.5, causal=True, window=3),
-        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), ints(2, 2, 16), scale=0.5, causal=True, window=0),
-        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), scale=0.5, causal=False, window=0),
+        call(attention, f(1, 2, 16, 4), f(1, 1, 16, 4), f(1, 1, 16, 2), scale=0.5, mask="causal"),
+        call(attention, f(1, 2, 16, 4), f(1, 2, 16, 4), f(1, 2, 16, 4), scale=0.5, mask="causal_window_3"),
+        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), ints(2, 2, 16), scale=0.5, mask="causal"),
+        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), scale=0.5, mask="all"),
     ],
     ids=["grouped", "window", "documents", "padding"],
 )
@@ -142,18 +142,18 @@ def test_a_window_ends_the_journey() -> None:
     ring = _ring(8, 0, balance=False)
     for window in range(1, 40):
         rings = [_ring(8, i, balance=False, window=window) for i in range(8)]
-        seen = [any(True for r in rings for _ in r.blocks((r.index - step) % 8, 4)) for step in range(8)]
-        assert rings[0].steps(4) == sum(seen) and all(seen[: sum(seen)])
-    assert ring.steps(4) == 8
+        seen = [any(True for r in rings for _ in r.blocks((r.index - step) % 8, 4, Ids())) for step in range(8)]
+        assert rings[0].steps(4, Ids()) == sum(seen) and all(seen[: sum(seen)])
+    assert ring.steps(4, Ids()) == 8
 
 
 def test_packed_documents_equal_separate_ones() -> None:
     q, k, v = (torch.randn(1, 2, 12, 4, dtype=torch.float64) for _ in range(3))
     segments = torch.tensor([[0] * 5 + [1] * 7])
     for causal in (True, False):
-        found = attention(q, k, v, None, segments, scale=0.5, causal=causal, window=0)
+        found = attention(q, k, v, None, segments, scale=0.5, mask="causal" if causal else "all")
         parts = [
-            attention(q[:, :, cut], k[:, :, cut], v[:, :, cut], scale=0.5, causal=causal, window=0)
+            attention(q[:, :, cut], k[:, :, cut], v[:, :, cut], scale=0.5, mask="causal" if causal else "all")
             for cut in (slice(0, 5), slice(5, 12))
         ]
         torch.testing.assert_close(found, torch.cat(parts, 2), rtol=1e-12, atol=1e-12)

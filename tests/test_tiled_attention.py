@@ -43,27 +43,33 @@ MASKS: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "documents": {"packed": True},
     "padding": {"padded": True},
-    "all": {"window": 5, "packed": True, "padded": True},
+    "chunks": {"chunk": 6},
+    "groups": {"grouped": True, "window": 3},
+    "all": {"window": 5, "packed": True, "padded": True, "grouped": True},
 }
 
 
 class Text(nn.Module):
     """Two layers of attention with groups of heads."""
 
-    def __init__(self, window: int = 0, padded: bool = False, packed: bool = False) -> None:
+    def __init__(
+        self, window: int = 0, chunk: int = 0, padded: bool = False, packed: bool = False, grouped: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(32, 32), nn.Linear(32, 32)
         self.qkv, self.out = (nn.ModuleList(nn.Linear(32, n) for _ in range(2)) for n in (64, 32))
-        self.window, self.padded, self.packed = window, padded, packed
+        self.mask = str(Sight(True, window, chunk))
+        self.padded, self.packed, self.grouped = padded, packed, grouped
 
     def forward(self, ids: Tensor, seen: Tensor, documents: Tensor) -> Tensor:
         x = self.tokens(ids)
         padding, segments = seen if self.padded else None, documents if self.packed else None
+        groups = documents // 2 - 1 if self.grouped else None
         for qkv, out in zip(self.qkv, self.out, strict=True):
             rows, length, _ = x.shape
             q, k, v = qkv(x).split([32, 16, 16], -1)
             q, k, v = (y.view(rows, length, -1, 8).transpose(1, 2) for y in (q, k, v))
-            y = attention(q, k, v, padding, segments, scale=0.3, causal=True, window=self.window)
+            y = attention(q, k, v, padding, segments, groups, scale=0.3, mask=self.mask)
             x = x + out(y.transpose(1, 2).reshape(rows, length, -1))
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
@@ -121,9 +127,9 @@ def test_tiles_equal_the_model_on_other_layouts(mask: str, context: str, options
 @pytest.mark.parametrize(
     "sample",
     [
-        call(attention, f(1, 4, 16, 4), f(1, 2, 16, 4), f(1, 2, 16, 2), scale=0.5, causal=True, window=0),
-        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), ints(2, 2, 16), scale=0.5, causal=True, window=3),
-        call(attention, *[f(2, 2, 16, 4)] * 3, None, ints(2, 2, 16), scale=0.5, causal=False, window=0),
+        call(attention, f(1, 4, 16, 4), f(1, 2, 16, 4), f(1, 2, 16, 2), scale=0.5, mask="causal"),
+        call(attention, *[f(2, 2, 16, 4)] * 3, bools(2, 16), ints(2, 2, 16), scale=0.5, mask="causal_window_3"),
+        call(attention, *[f(2, 2, 16, 4)] * 3, None, ints(2, 2, 16), scale=0.5, mask="all"),
     ],
     ids=["grouped", "all", "documents"],
 )
@@ -204,7 +210,7 @@ def test_memory_of_tiles_is_what_the_simulation_says(dtype: torch.dtype, packed:
     q, k = (torch.randn(1, 4, n, 64).to(dtype) for n in (512, 1024))
     segments = torch.zeros(1, 1024, dtype=torch.int64) if packed else None
     tiles, given = AttentionTiles(0.1, Sight(True, 0), 2**16), AttentionInputs(q, k, k, None, segments)
-    rest = (None, segments, 0.1, True, 0, 2**16)
+    rest = (None, segments, None, 0.1, "causal", 2**16)
     with torch.no_grad():
         with _LiveBytes(q, k) as forward:
             out, lse = attend_runs(tiles, [(512, 512)], given)

@@ -206,15 +206,15 @@ class VectorJacobian:
         """Attention whose backward needs its output and logs. ``places``: how many arguments between q and k say where
         it runs."""
         q, *rest = args
-        place, (k, v, padding, segments, *options) = rest[:places], rest[places:]
+        place, (k, v, *options) = rest[:places], rest[places:]
         made = self.builder.call(target, *args)
         out, lse = (self.builder.getitem(made, i) for i in range(2))
 
         def pullback(tangents: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-            saved = (q, k, v, out, lse, padding, segments)
+            saved = (q, k, v, out, lse)
             found = self.builder.call(back, tangents[0], *place, *saved, *options)
             terms = [self.builder.getitem(found, i) if facts(x).needs_grad else None for i, x in enumerate((q, k, v))]
-            return [*terms, *(None for x in (padding, segments) if x is not None)]
+            return [*terms, *(None for x in options if isinstance(x, fx.Node))]
 
         return [out, lse], pullback
 

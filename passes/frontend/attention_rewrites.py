@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,14 +11,15 @@ from torch import Tensor, fx
 
 from ...core.annotations import shape, value
 from ...ir.builder import GraphBuilder
-from ...ops.attention import attention
+from ...ops.attention import IDS, attention
+from ...ops.attention_blocks import Sight
 from ...ops.rank_local import dropout
 from .random_rewrites import random_calls
 
 aten = torch.ops.aten
 
 
-ONE_DOCUMENT = "one_document"  # in a node's meta: whether these ids of documents are the same everywhere
+CHUNKS = "chunks"  # in a node's meta: how many positions each of these documents has, or 0
 
 
 def scaled_dot_product(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
@@ -63,41 +66,59 @@ def _plain_attention(builder: GraphBuilder, given: dict[str, Any]) -> fx.Node | 
         return None
     scale = given.get("scale")
     scale = q[-1] ** -0.5 if scale is None else scale
-    return builder.call(attention, *tensors, scale=scale, causal=bool(given.get("is_causal")), window=0)
+    return builder.call(attention, *tensors, scale=scale, mask=str(Sight(causal=bool(given.get("is_causal")))))
 
 
 def masked_attention(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
-    """A window as long as the sequence is none; documents that the model's constants say are one are none."""
-    given = dict(zip(("q", "k", "v", "padding", "segments"), args, strict=False)) | kwargs
-    if given.get("segments") is not None and _one_document(given["segments"]):
+    """Windows and chunks as long as the sequence are none. Documents that the model's constants say are equally long
+    are chunks, and one document is none."""
+    given = dict(zip(("q", "k", "v", *IDS), args, strict=False)) | kwargs
+    length = shape(given["q"])[2]
+    sight = Sight.parse(given["mask"]).within(length)
+    if given.get("segments") is not None and not sight.chunk and (chunk := _chunks(given["segments"])):
         del given["segments"]
-    window = given["window"] if given["window"] < shape(given["q"])[2] else 0
-    tensors = [given.get(name) for name in ("q", "k", "v", "padding", "segments")]
-    return builder.call(attention, *tensors, scale=given["scale"], causal=given["causal"], window=window)
+        sight = replace(sight, chunk=chunk).within(length)
+    tensors = [given.get(name) for name in ("q", "k", "v", *IDS)]
+    while tensors[-1] is None:
+        tensors.pop()
+    return builder.call(attention, *tensors, scale=given["scale"], mask=str(sight))
 
 
-def _one_document(segments: fx.Node) -> bool:
-    """Whether ids are equal in every row, for any batch: Hugging Face models derive them from positions, which they
-    make themselves where the user gives none."""
-    if ONE_DOCUMENT not in segments.meta:  # all blocks ask for the same
-        segments.meta[ONE_DOCUMENT] = _equal_in_rows(segments)
-    return bool(segments.meta[ONE_DOCUMENT])
+def _chunks(segments: fx.Node) -> int:
+    """How many positions each document has, where that is the same for any batch: Hugging Face models derive ids from
+    positions, which they make themselves where the user gives none. 0: it is not."""
+    if CHUNKS not in segments.meta:  # all blocks ask for the same
+        found = _known(segments)
+        segments.meta[CHUNKS] = 0 if found is None else _equal_documents(found)
+    return int(segments.meta[CHUNKS])
 
 
-def _equal_in_rows(segments: fx.Node) -> bool:
-    needed, todo = set[fx.Node](), [segments]
+def _equal_documents(ids: Tensor) -> int:
+    """The length of each of the documents, the last of which may be shorter; 0 where they are not equal."""
+    first, length = ids[0], ids.shape[1]
+    if not bool((ids == first).all()) or not length:
+        return 0
+    changes = [0, *((first[1:] != first[:-1]).nonzero().flatten() + 1).tolist(), length]
+    sizes = [end - begin for begin, end in pairwise(changes)]
+    begins = first[changes[:-1]].tolist()
+    return sizes[0] if {sizes[0]} >= {*sizes[:-1]} and sizes[-1] <= sizes[0] and len({*begins}) == len(begins) else 0
+
+
+def _known(ids: fx.Node) -> Tensor | None:
+    """Their values, where they depend on no input."""
+    needed, todo = set[fx.Node](), [ids]
     while todo:
         node = todo.pop()
         if node.op == "placeholder":
-            return False
+            return None
         if node not in needed:
             needed.add(node)
             todo += node.all_input_nodes
     env: dict[fx.Node, Any] = {}
-    for node in segments.graph.nodes:
+    for node in ids.graph.nodes:
         if node in needed:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             options = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
             env[node] = node.target(*args, **options)
-    found: Tensor = env[segments]
-    return bool((found == found[:, :1]).all())
+    found: Tensor = env[ids]
+    return found

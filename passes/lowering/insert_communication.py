@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,7 +222,8 @@ class _CommunicationLowering:
             new = self.builder.call(embedding_rows, args[0], args[1], padding, names, sizes)
         elif target is attention:
             chosen = self.sharded.strategies[node]
-            new = LowerAttention(self.builder, self.axes, chosen, self.balance, self.tile_bytes)(
+            on_host = partial(self._on_host, self.staged.stage.get(node))
+            new = LowerAttention(self.builder, self.axes, chosen, self.balance, self.tile_bytes, on_host)(
                 node, list(given.values())
             )
         elif target is expert_linear:
@@ -302,6 +304,16 @@ class _CommunicationLowering:
         for axis, plan in reversed(way):
             rows = call(combine, rows, axis.name, axis.size, *plan)
         return rows
+
+    def _on_host(self, stage: int | None, ids: fx.Node) -> fx.Node:
+        """A value in the host's memory: it waits for that once a microbatch, whatever reads it."""
+        if value(ids).device.type == "cpu":
+            return ids
+        known = (ids, "host", stage)
+        if known not in self.planned:
+            copied = self.builder.call(aten._to_copy.default, ids, device=torch.device("cpu"))
+            self.planned[known] = (copied,)
+        return self.planned[known][0]
 
     def _shared(self, stage: int | None, target: Any, *args: Any) -> fx.Node:
         """A call that layers of a mixture have in common."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..compat.torch import FakeTensorMode
-from ..compat.transformers import attention_registries, mask_parts
+from ..compat.transformers import MaskPart, attention_registries, mask_parts
 from ..core.annotations import Leaf
 from ..core.empty_storage import device_of, hollow_parameters
 from ..core.errors import CompileError
@@ -192,12 +192,24 @@ def _window_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Tensor:
         call = bind(*args, **kwargs)
         call.apply_defaults()
-        parts = dict(mask_parts(call.arguments["mask_function"]) or [])
-        made = torch.empty(0)
-        setattr(made, _WINDOW, parts.get("window", 0) if "causal" in parts or "window" in parts else None)
+        made, part = torch.empty(0), mask_parts(call.arguments["mask_function"])
+        parts = {} if part is None else dict(_terms(part))
+        known = parts.keys() <= {"causal", "window", "all", "segments"}
+        setattr(made, _WINDOW, parts.get("window", 0) if known and parts.keys() & {"causal", "window"} else None)
         return made
 
     return mask
+
+
+def _terms(part: MaskPart) -> Iterator[tuple[str, Any]]:
+    """What must hold, all of it; positions count on within a document, so distances are the same."""
+    if part[0] == "and":
+        for one in part[1]:
+            yield from _terms(one)
+    elif part[0] == "at":
+        yield from _terms(part[2])
+    else:
+        yield part[0], part[-1]
 
 
 def _hugging_faces(attend: Attend) -> Callable[..., Any]:

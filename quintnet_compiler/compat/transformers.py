@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 __all__ = [
-    "EXPERTS_CHOICE", "apply_gate", "attention_registries", "built_on_meta", "causal_class", "conversions",
+    "EXPERTS_CHOICE", "MaskPart", "apply_gate", "attention_registries", "built_on_meta", "causal_class", "conversions",
     "experts_run_by", "ignored_on_load", "ignored_on_save", "initialize", "initialize_again", "is_conversion",
     "mask_parts", "norm_after_experts", "parallel_rules", "renamed", "sort_key", "without_method_caches",
     "without_packed_documents",
@@ -62,25 +62,39 @@ def norm_after_experts(experts: Any) -> Any | None:
     return experts.post_expert_norm if getattr(experts, "has_post_expert_norm", False) else None
 
 
-def mask_parts(function: Any) -> list[tuple[str, Any]] | None:
-    """The terms of a mask function, all of which must hold; None where one is not known. They are closures, known by
-    their names; instead: evaluating masks, which costs the square of the sequence."""
+# Of a mask: its name, then what it is made of; instead: nothing, it is our own.
+MaskPart = tuple[Any, ...]
+
+
+def mask_parts(function: Any) -> MaskPart | None:
+    """What a mask function is made of; None where a part is not known. Functions are closures, known by their names;
+    instead: evaluating masks, which costs the square of the sequence.
+
+    ("causal",), ("all",), ("window", size), ("chunk", size, padding on the left of each row), ("segments", ids),
+    ("groups", ids), ("at", positions, part): of these positions; ("and", parts), ("or", parts)
+    """
     if getattr(function, "__module__", "") != _MASKS:
         return None
-    name = function.__qualname__.removesuffix(".<locals>.inner_mask").removesuffix(".<locals>.and_mask")
+    name = function.__qualname__
+    for suffix in (".<locals>.inner_mask", ".<locals>.and_mask", ".<locals>.or_mask"):
+        name = name.removesuffix(suffix)
     inside = inspect.getclosurevars(function).nonlocals
     if name in ("causal_mask_function", "bidirectional_mask_function"):
-        return [("causal" if name.startswith("causal") else "any", True)]
+        return ("causal",) if name.startswith("causal") else ("all",)
     if name == "sliding_window_overlay":
-        return [("window", inside["sliding_window"])]
+        return "window", inside["sliding_window"]
+    if name == "chunked_overlay":
+        return "chunk", inside["chunk_size"], inside["left_padding"]
     if name == "packed_sequence_mask_function":
-        return [("segments", inside["packed_sequence_mask"])]
-    if name == "remap_positions_for_packed_sequence":  # positions count on within a document, so distances are the same
+        return "segments", inside["packed_sequence_mask"]
+    if name == "blockwise_overlay":
+        return "groups", inside["block_sequence_ids"]
+    if name == "remap_positions_for_packed_sequence":
         found = mask_parts(inside["mask_function"])
-        return found and [*found, ("positions", True)]
-    if name == "and_masks":
+        return found and ("at", inside["position_ids"], found)
+    if name in ("and_masks", "or_masks"):
         several = [mask_parts(one) for one in inside["mask_functions"]]
-        return None if any(one is None for one in several) else [part for one in several for part in one or ()]
+        return None if any(one is None for one in several) else ("and" if name == "and_masks" else "or", several)
     return None
 
 

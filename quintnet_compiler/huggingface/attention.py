@@ -1,7 +1,8 @@
 """Attention of Hugging Face models as one operator.
 
 While a model is captured, the registries' entries for ``sdpa`` are replaced by functions of this file. They know masks
-that are made of causality, a window, padding and packed documents; whatever else a model asks for (a bias, a soft cap,
+that are made of causality, a window, chunks, padding, packed documents and groups whose members see each other;
+whatever else a model asks for (a bias, a soft cap,
 a mask of its own, dropout) goes to the function that was there, whose operators have rules of their own. So do models
 that are configured for another implementation.
 """
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,19 +21,11 @@ from torch import Tensor
 from ..compat.transformers import attention_registries, mask_parts
 from ..core.replaced import for_this_thread
 from ..ops.attention import attention
+from ..ops.attention_blocks import Sight
+from .masks import KnownMask, known_mask
 
 _NAME = "sdpa"
 _KNOWN = "quintnet_known"  # attribute of a mask that says what it is made of; a mask computed from it has none
-
-
-@dataclass(frozen=True)
-class KnownMask:
-    """What a 4-D mask is made of; see :data:`quintnet_compiler.ops.attention.attention`."""
-
-    causal: bool = False
-    window: int = 0
-    padding: Tensor | None = None
-    segments: Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -71,18 +64,16 @@ def _known(call: inspect.BoundArguments) -> KnownMask | None:
     lengths = [given[name] for name in ("q_length", "kv_length", "q_offset", "kv_offset")]
     if not all(isinstance(n, int) for n in lengths) or lengths[2:] != [0, 0]:
         return None
-    parts = mask_parts(given["mask_function"])
-    if parts is None:
+    part = mask_parts(given["mask_function"])
+    if part is None:
         return None
     padding = given["attention_mask"]
     if padding is not None and (padding.dim() != 2 or padding.shape[1] != lengths[1]):
         return None
-    by_distance = {name: found for name, found in parts if name != "any"}
-    if len(by_distance) != sum(name != "any" for name, _ in parts) or (by_distance and lengths[0] != lengths[1]):
+    known = known_mask(part, lengths[1], given.get("device"))
+    if known is None or (not known.everything and lengths[0] != lengths[1]):
         return None
-    if "positions" in by_distance and "segments" not in by_distance:
-        return None
-    return KnownMask("causal" in by_distance, by_distance.get("window", 0), padding, by_distance.get("segments"))
+    return replace(known, padding=padding)
 
 
 def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +88,7 @@ def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        known = KnownMask(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal))
+        known = KnownMask(Sight(bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)))
         if attention_mask is not None:
             known = getattr(attention_mask, _KNOWN, None)  # type: ignore[assignment]
         groups = getattr(module, "num_key_value_groups", 1)
@@ -107,8 +98,8 @@ def _attend(original: Callable[..., Any]) -> Callable[..., Any]:
             made: tuple[Tensor, None] = original(module, query, key, value, attention_mask, **options)
             return made
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        given = (query, key, value, known.padding, known.segments)
-        out = attention(*given, scale=scale, causal=known.causal, window=known.window)
+        ids = (None if x is None else x.expand(query.shape[0], -1) for x in (known.segments, known.groups))
+        out = attention(query, key, value, known.padding, *ids, scale=scale, mask=str(known.sight))
         return out.transpose(1, 2).contiguous(), None
 
     return attend
@@ -120,4 +111,4 @@ def _fits(query: Tensor, key: Tensor, value: Tensor, groups: int, known: KnownMa
         return False
     if len({str(x.shape[0]) for x in (query, key, value)}) > 1:  # comparing would fix the number of rows
         return False
-    return not known.causal or query.shape[2] == key.shape[2]
+    return not known.sight.causal or query.shape[2] == key.shape[2]

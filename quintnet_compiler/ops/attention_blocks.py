@@ -4,12 +4,14 @@ diagonal, partly, or not at all."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 Seen = Literal["all", "diagonal", "some"]
+_WORD = re.compile(r"all|(causal)?(?:(?:^|_)window_([1-9]\d*))?(?:(?:^|_)chunk_([1-9]\d*))?")
 FEWEST = 256  # queries of a strip where a window is shorter: fewer leave a device idle
 
 
@@ -39,10 +41,44 @@ class Block:
 
 @dataclass(frozen=True)
 class Sight:
-    """A query at position i sees the key at j if: j <= i (``causal``); i - j < ``window`` (where that is not 0)."""
+    """A query at position i sees the key at j if: j <= i (``causal``); i - j < ``window``; both are in one of the
+    chunks of so many positions into which ``chunk`` cuts them (each where it is not 0)."""
 
-    causal: bool
-    window: int
+    causal: bool = False
+    window: int = 0
+    chunk: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Sight:
+        """What operators say, as one word: "causal", "window_N" and "chunk_N", in this order; "all": no condition.
+
+        Raises:
+            ValueError: for any other word.
+
+        >>> Sight.parse("causal_chunk_8"), str(Sight(True, 4)), str(Sight())
+        (Sight(causal=True, window=0, chunk=8), 'causal_window_4', 'all')
+        """
+        found = _WORD.fullmatch(text)
+        if not text or found is None:
+            raise ValueError(
+                f"{text!r} is no mask: say 'all', 'causal', 'window_4', 'chunk_8' or 'causal_window_4_chunk_8'"
+            )
+        return cls(bool(found[1]), int(found[2] or 0), int(found[3] or 0))
+
+    def __str__(self) -> str:
+        sizes = [f"{name}_{size}" for name, size in (("window", self.window), ("chunk", self.chunk)) if size]
+        return "_".join([*(["causal"] if self.causal else []), *sizes]) or "all"
+
+    def within(self, length: int) -> Sight:
+        """The same for ``length`` positions: windows and chunks that hold all of them are none."""
+        window, chunk = (size if size < length else 0 for size in (self.window, self.chunk))
+        return Sight(self.causal, window, chunk)
+
+    def keys(self, queries: int, keys: int) -> float:
+        """How many keys a query sees on average, of the last ``queries`` of so many positions: those that see most."""
+        if not self.causal:
+            return self.chunk or keys
+        return min(keys - queries / 2, self.window or keys, self.chunk / 2 or keys)
 
     def seen(self, block: Block) -> Seen | None:
         """How much of a block is seen: ``all`` of it, up to its ``diagonal``, or ``some``; None: nothing.
@@ -54,6 +90,13 @@ class Sight:
         least, most = block.row - (col_end - 1), row_end - 1 - block.col  # of i - j
         if (self.causal and most < 0) or (self.window and least >= self.window):
             return None
+        if self.chunk:
+            rows, cols = (range(first // self.chunk, (end - 1) // self.chunk + 1)
+                          for first, end in zip((block.row, block.col), block.ends, strict=True))  # fmt: skip
+            if rows.start >= cols.stop or cols.start >= rows.stop:
+                return None
+            if len(rows) > 1 or len(cols) > 1:
+                return "some"
         if self.window and most >= self.window:
             return "some"
         if not self.causal or least >= 0:
@@ -86,6 +129,9 @@ class Sight:
             cuts = [*range(block.row, block.ends[0], step)]
         else:  # those of the diagonal, and those before and behind it
             cuts = [block.col, block.ends[1]] if self.causal else []
+        if self.chunk:  # several short ones at once
+            step = self.chunk * max(1, min(FEWEST, math.isqrt(cells)) // self.chunk)
+            cuts += range(block.row // step * step, block.ends[0], step)
         for row, end in _ranges(block.row, block.ends[0], cuts):
             yield Block(row, end - row, block.col, block.cols)
 
@@ -96,6 +142,9 @@ class Sight:
             first = max(first, strip.row - self.window + 1)
         if self.causal:
             col_end = min(col_end, row_end)
+        if self.chunk:
+            first = max(first, strip.row // self.chunk * self.chunk)
+            col_end = min(col_end, -(-row_end // self.chunk) * self.chunk)
         cuts = []
         if not tiled and not (self.window and self.window < strip.rows):
             cuts = [strip.row] if self.causal else []

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..core.precision import widened
 from .attention import visible
 from .attention_blocks import Block, Seen, Sight
+from .attention_ids import FEW, Row
 from .attention_kernels import Gradients, Operands, kernel_for
 
 FEATURES = 8  # of a head: kernels of GPUs take multiples of so many
@@ -25,38 +26,62 @@ NONE = float("-inf")  # the log of a sum of no exponentials
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What attention reads: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; ``padding`` [B, T] (True: seen) and
-    ``segments`` [B, T], the documents of positions."""
+    """What attention reads: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; and what says of all positions [B, length],
+    on the host, which are seen (see :data:`.attention.attention`)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     padding: Tensor | None = None
     segments: Tensor | None = None
+    groups: Tensor | None = None
+    few: int = FEW
+
+    @cached_property
+    def ids(self) -> Ids:
+        return Ids(self.padding, self.segments, self.groups, self.few)
 
 
 @dataclass(frozen=True)
 class Ids:
-    """What hides keys beside positions: ``padding`` [B, keys] (True: seen), ``documents`` of queries and of keys."""
+    """What says of positions [B, length] which are seen, beside what follows from their places: on the host."""
 
     padding: Tensor | None = None
-    documents: tuple[Tensor, Tensor] | None = None
+    segments: Tensor | None = None
+    groups: Tensor | None = None
+    few: int = FEW
 
-    @property
-    def empty(self) -> bool:
-        return self.padding is None and self.documents is None
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Of each row of the batch; none where nothing is said, or nothing has values."""
+        given = (self.padding, self.segments, self.groups)
+        count = next((0 if x.is_meta else len(x) for x in given if x is not None), 0)
+        padding, segments, groups = (
+            [None] * count if x is None or not count else list(x.cpu().unbind()) for x in given
+        )
+        return [Row(*row, self.few) for row in zip(padding, segments, groups, strict=True)]
 
-    @property
-    def batch(self) -> int:
-        """How many rows of a batch have masks of their own."""
-        given = self.padding if self.documents is None else self.documents[0]
-        return 1 if given is None else given.shape[0]
+    def sees(self, sight: Sight, block: Block) -> bool:
+        """Whether any query of a block may see any of its keys, in any row of the batch."""
+        if not self.rows:
+            return sight.seen(block) is not None
+        return any(row.sees(sight, block) for row in self.rows)
 
-    def part(self, rows: slice, cols: slice) -> Ids:
-        """Those of some queries and keys."""
-        padding = None if self.padding is None else self.padding[:, cols]
-        documents = None if self.documents is None else (self.documents[0][:, rows], self.documents[1][:, cols])
-        return Ids(padding, documents)
+    def mask(self, sight: Sight, row: int, part: Block, device: torch.device) -> Tensor:
+        """[1, 1, queries, keys]: which are seen in one row of the batch."""
+        rows, cols = (
+            torch.arange(first, end, device=device) for first, end in zip((part.row, part.col), part.ends, strict=True)
+        )
+        at = slice(row, row + 1)
+
+        def both(ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+            places = (slice(first, end) for first, end in zip((part.row, part.col), part.ends, strict=True))
+            mine, theirs = (None if ids is None else ids[at, place].to(device) for place in places)
+            return None if mine is None or theirs is None else (mine, theirs)
+
+        padding = None if self.padding is None else self.padding[at, part.col : part.ends[1]].to(device)
+        mask = visible(rows, cols, sight, padding=padding, segments=both(self.segments), groups=both(self.groups))
+        return mask if mask.dim() == 4 else mask[None, None]
 
 
 class Total:
@@ -68,9 +93,9 @@ class Total:
         self.out = torch.zeros([*q.shape[:3], width], dtype=wide, device=q.device)
         self.lse = torch.full(q.shape[:3], NONE, dtype=wide, device=q.device)
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+    def add(self, batch: slice, rows: slice, out: Tensor, lse: Tensor) -> None:
         """The attention of some of the queries to other keys; the log of a query that sees none of them is -inf."""
-        mine, before = self.out[:, :, rows], self.lse[:, :, rows]
+        mine, before = self.out[batch, :, rows], self.lse[batch, :, rows]
         after = torch.logaddexp(before, lse)
         base = after.masked_fill(after == NONE, 0.0)  # -inf less -inf is not a number
         mine.mul_((before - base).exp_().unsqueeze(-1)).add_(out * (lse - base).exp_().unsqueeze(-1))
@@ -83,13 +108,14 @@ class Total:
 
 @dataclass(frozen=True)
 class _Part:
-    """Queries and keys of a block of which some are seen: up to the diagonal (``causal``), or as ``mask`` says
-    ([B or 1, 1, queries, keys]; True: seen).
+    """Queries and keys of a block of which some are seen, in some rows of the batch: up to the diagonal (``causal``),
+    or as ``mask`` says ([1, 1, queries, keys]; True: seen).
 
     Kernels differ in what they make of a query that sees nothing. None is given any: such a query (``blind``,
-    [B or 1, 1, queries]) sees all keys, and the log of its sum says afterwards that it saw none.
+    [1, 1, queries]) sees all keys, and the log of its sum says afterwards that it saw none.
     """
 
+    batch: slice
     rows: slice
     cols: slice
     causal: bool
@@ -105,7 +131,8 @@ class _Part:
         if self.mask is not None and self.blind is not None:
             shown = self.mask | self.blind.unsqueeze(-1)
             bias = torch.zeros(shown.shape, dtype=q.dtype, device=q.device).masked_fill_(~shown, NONE)
-        return Operands(q[:, :, self.rows], k[:, :, self.cols], v[:, :, self.cols], bias, self.causal)
+        q, k, v = (x[self.batch, :, at] for x, at in ((q, self.rows), (k, self.cols), (v, self.cols)))
+        return Operands(q, k, v, bias, self.causal)
 
     def log(self, lse: Tensor, of_blind: float) -> Tensor:
         """``lse`` with another value for queries that see nothing."""
@@ -127,10 +154,10 @@ class AttentionTiles:
         width = v.shape[-1]
         q, k, v = _same_width(q, k, v)
         kernel = kernel_for(q, k, v)
-        for part in self._parts(block, q, k, ids, kernel.fused):
+        for part in self._parts(block, q, ids, kernel.fused):
             given = part.operands(q, k, v)
             out, lse = kernel.forward(given, self.scale)
-            into.add(part.rows, out[..., :width], part.log(lse, NONE))
+            into.add(part.batch, part.rows, out[..., :width], part.log(lse, NONE))
             del part, given, out, lse  # before the next ones are made
 
     def backward(
@@ -153,35 +180,33 @@ class AttentionTiles:
         lse = lse.masked_fill(lse == NONE, -NONE)  # every weight of a query that sees nothing is 0
         q, k, v, grad, out = _same_width(q, k, v, grad, out)
         kernel = kernel_for(q, k, v)
-        for part in self._parts(block, q, k, ids, kernel.fused):
-            given, rows, cols = part.operands(q, k, v), part.rows, part.cols
-            logs = part.log(lse[:, :, rows], -NONE)
-            found = kernel.backward(grad[:, :, rows], out[:, :, rows], logs, given, self.scale)
+        for part in self._parts(block, q, ids, kernel.fused):
+            given, batch, rows, cols = part.operands(q, k, v), part.batch, part.rows, part.cols
+            logs = part.log(lse[batch, :, rows], -NONE)
+            found = kernel.backward(grad[batch, :, rows], out[batch, :, rows], logs, given, self.scale)
             for total, at, term, width in zip(into, (rows, cols, cols), found, widths, strict=True):
-                total[:, :, at] += term[..., :width]
+                total[batch, :, at] += term[..., :width]
             del part, given, logs, found, term
 
-    def _parts(self, block: Block, q: Tensor, k: Tensor, ids: Ids, fused: bool) -> Iterator[_Part]:
-        if fused:  # what takes memory is the mask
-            masks = ids.batch * (k.shape[1] if ids.batch > 1 and k.shape[1] < q.shape[1] else 1)
-            cells = self.tile_bytes // (masks * q.element_size())
-        else:  # the scores
-            cells = self.tile_bytes // (q.shape[0] * q.shape[1] * widened(q.dtype).itemsize)
-        for part, seen in self.sight.parts(block, cells, tiled=not (fused and ids.empty)):
-            rows, cols = block.places(part)
-            if ids.empty and seen != "some":
-                yield _Part(rows, cols, seen == "diagonal")
+    def _parts(self, block: Block, q: Tensor, ids: Ids, fused: bool) -> Iterator[_Part]:
+        rows = q.shape[0] if not ids.rows else 1
+        # what takes memory is the mask of a fused kernel, which has no rows of the batch, or the scores
+        one = q.element_size() if fused else rows * q.shape[1] * widened(q.dtype).itemsize
+        for row, tile, seen, hidden in self._tiles(block, ids, self.tile_bytes // one, tiled=not fused):
+            batch = slice(None) if row is None else slice(row, row + 1)
+            places = block.places(tile)
+            if seen == "some":
+                told = ids if hidden else Ids()
+                yield _Part(batch, *places, False, told.mask(self.sight, row or 0, tile, q.device))
             else:
-                yield _Part(rows, cols, False, self._mask(part, seen, ids.part(rows, cols), q.device))
+                yield _Part(batch, *places, seen == "diagonal")
 
-    def _mask(self, part: Block, seen: Seen, ids: Ids, device: torch.device) -> Tensor:
-        """[B or 1, 1, queries, keys]: which are seen."""
-        rows, cols = (
-            torch.arange(first, end, device=device) for first, end in zip((part.row, part.col), part.ends, strict=True)
-        )
-        causal, window = (False, 0) if seen == "all" else (self.sight.causal, self.sight.window)
-        mask = visible(rows, cols, causal=causal, window=window, padding=ids.padding, segments=ids.documents)
-        return mask if mask.dim() == 4 else mask[None, None]
+    def _tiles(self, block: Block, ids: Ids, cells: int, tiled: bool) -> Iterator[tuple[int | None, Block, Seen, bool]]:
+        """What is seen of a block: in which row of the batch (None: in all), how much, and whether ids hide some."""
+        if not ids.rows:
+            yield from ((None, tile, seen, False) for tile, seen in self.sight.parts(block, cells, tiled))
+        for i, row in enumerate(ids.rows):
+            yield from ((i, *found) for found in row.parts(self.sight, block, cells, tiled))
 
 
 def _same_width(*given: Tensor) -> list[Tensor]:

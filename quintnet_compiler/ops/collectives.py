@@ -123,19 +123,19 @@ def _ring_gradients(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# attention of this rank's run of positions to all positions: keys and values (and what says which of them may be seen)
-# travel around ``axis``. Returns each query's log of its sum of exponentials too, for the backward. ``balance``: ranks
+# attention of this rank's run of positions to all positions: keys and values travel around ``axis``, ids of all are on
+# every rank. Returns each query's log of its sum of exponentials too, for the backward. ``balance``: ranks
 # hold a run from the beginning and one from the end (``mirror_halves`` of q, k and v), so that causality leaves all of
 # them equal work.
 # ``tile_bytes``: about the most that a mask, or scores, may take.
 ring_attention = define_operator(
-    "ring_attention(Tensor q, str axis, int size, Tensor k, Tensor v, Tensor? padding, Tensor? segments, float scale, "
-    "bool causal, int window, bool balance, int tile_bytes) -> (Tensor, Tensor)",
+    "ring_attention(Tensor q, str axis, int size, Tensor k, Tensor v, Tensor? padding, Tensor? segments, Tensor? "
+    "groups, float scale, str mask, bool balance, int tile_bytes) -> (Tensor, Tensor)",
     _ring_shape,
 )
 ring_attention_backward = define_operator(
     "ring_attention_backward(Tensor grad, str axis, int size, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor? padding, Tensor? segments, float scale, bool causal, int window, bool balance, int tile_bytes) -> "
+    "Tensor? padding, Tensor? segments, Tensor? groups, float scale, str mask, bool balance, int tile_bytes) -> "
     "(Tensor, Tensor, Tensor)",
     _ring_gradients,
 )

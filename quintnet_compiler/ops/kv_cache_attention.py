@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention import visible
+from .attention_blocks import Sight
 from .define import define_operator
 
 
@@ -30,7 +31,7 @@ def attend_kept(
     keys[:, :, start:end] = k
     values[:, :, start:end] = v
     rows, cols = torch.arange(start, end, device=q.device), torch.arange(end, device=q.device)
-    mask = visible(rows, cols, causal=True, window=window, padding=seen[:, :end])
+    mask = visible(rows, cols, Sight(causal=True, window=window), padding=seen[:, :end])
     mask = mask | (rows[:, None] == cols)  # a position without a token needs some number, which nobody reads
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(

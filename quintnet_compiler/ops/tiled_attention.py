@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.precision import widened
 from .attention_blocks import Block
 from .attention_kernels import Gradients
-from .attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
+from .attention_tiles import AttentionInputs, AttentionTiles, Total
 from .define import define_operator
 
 POSITIONS = 2  # the dim of positions in q, k and v
@@ -27,12 +26,12 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Gra
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# As attention: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E], ``padding`` and ``segments`` [B, T]. The queries are
+# As attention: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E], and ids of positions [B, T]. The queries are
 # this rank's part of positions, of which there are ``whole`` and which ``axes`` split in ``parts``. Returns each
 # query's log of its sum of exponentials too, [B, H, S], for the backward.
 _HOW = (
-    "Tensor? padding, Tensor? segments, float scale, bool causal, int window, int tile_bytes, int whole, "
-    "str[] axes, int[] sizes, int[] parts"
+    "Tensor? padding, Tensor? segments, Tensor? groups, float scale, str mask, int tile_bytes, int whole, str[] axes, "
+    "int[] sizes, int[] parts"
 )
 tiled_attention = define_operator(f"tiled_attention(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)", _shapes)
 tiled_attention_backward = define_operator(
@@ -49,7 +48,7 @@ def attend_runs(tiles: AttentionTiles, runs: Runs, given: AttentionInputs) -> tu
     for first, length in runs:
         mine = given.q.narrow(POSITIONS, at, length)
         total = Total(mine, v.shape[3])
-        tiles.forward(Block(first, length, 0, k.shape[POSITIONS]), mine, k, v, _ids(first, length, given), total)
+        tiles.forward(Block(first, length, 0, k.shape[POSITIONS]), mine, k, v, given.ids, total)
         made.append(total.finished())
         at += length
     if len(made) == 1:
@@ -66,25 +65,15 @@ def attend_runs_backward(
     at = 0
     for first, length in runs:
         grad_, q_, out_, lse_, of_q = (x.narrow(POSITIONS, at, length) for x in (grad, q, out, lse, wide[0]))
-        block, ids = Block(first, length, 0, k.shape[POSITIONS]), _ids(first, length, given)
-        tiles.backward(block, grad_, q_, out_, lse_, k, v, ids, (of_q, wide[1], wide[2]))
+        block = Block(first, length, 0, k.shape[POSITIONS])
+        tiles.backward(block, grad_, q_, out_, lse_, k, v, given.ids, (of_q, wide[1], wide[2]))
         at += length
     of_q, of_k, of_v = (x.to(q.dtype) for x in wide)
     return of_q, of_k, of_v
 
 
-def _ids(first: int, length: int, given: AttentionInputs) -> Ids:
-    """For the queries of a run. Where positions do not divide, those of a last rank end in padding, which is of any
-    document: what it sees is not read."""
-    segments = given.segments
-    if segments is None:
-        return Ids(given.padding)
-    mine = segments[:, first : first + length]
-    return Ids(given.padding, (F.pad(mine, (0, length - mine.shape[1])), segments))
-
-
 def working_bytes(
-    q: Tensor, k: Tensor, v: Tensor, padding: object, segments: object, scale: float, causal: bool, window: int,
+    q: Tensor, k: Tensor, v: Tensor, padding: object, segments: object, groups: object, scale: float, mask: str,
     tile_bytes: int, *_: object,
 ) -> int:  # fmt: skip
     """Memory that :data:`tiled_attention` takes while it runs, beyond its result: in a wide dtype, the sum of what was
@@ -94,7 +83,7 @@ def working_bytes(
 
 def backward_working_bytes(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, padding: object, segments: object,
-    scale: float, causal: bool, window: int, tile_bytes: int, *_: object,
+    groups: object, scale: float, mask: str, tile_bytes: int, *_: object,
 ) -> int:  # fmt: skip
     """The same of :data:`tiled_attention_backward`: sums of the three gradients, or terms where those are the result;
     a tile, and its mask."""

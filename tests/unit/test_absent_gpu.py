@@ -142,7 +142,7 @@ def test_a_kernel_and_its_backward_compute_attention(name: str) -> None:
 
 @without_cuda
 def test_attention_with_a_window_for_a_gpu() -> None:
-    how = {"scale": 0.3, "causal": True, "window": 3}
+    how = {"scale": 0.3, "mask": "causal_window_3"}
     found = _templates(attention, _qkv(FP32), (), HOPPER, **how)
     assert found[0] == "_scaled_dot_product_efficient_attention"
     assert _templates(attention, _qkv(FP64), (), HOPPER, **how) == []

@@ -19,6 +19,7 @@ from quintnet_compiler.core.absent_gpu import CUDA
 from quintnet_compiler.core.sharding import Shard
 from quintnet_compiler.ops import attention_blocks, attention_kernels, attention_tiles, tiled_attention
 from quintnet_compiler.ops.attention_blocks import Block, Sight
+from quintnet_compiler.ops.attention_ids import FEW
 from quintnet_compiler.ops.attention_kernels import (
     AttentionKernel,
     CpuKernel,
@@ -39,7 +40,8 @@ RUNS = ([(0, LENGTH)], [(4, 4)], [(2, 2), (8, 2)])
 
 
 def _sees(sight: Sight, row: int, col: int) -> bool:
-    return (not sight.causal or col <= row) and (not sight.window or row - col < sight.window)
+    near = (not sight.causal or col <= row) and (not sight.window or row - col < sight.window)
+    return near and (not sight.chunk or row // sight.chunk == col // sight.chunk)
 
 
 def test_parts_of_a_block_are_what_is_seen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,7 @@ def test_parts_of_a_block_are_what_is_seen_of_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(attention_blocks, "FEWEST", 2)
     dice = random.Random(0)
     for _ in range(4000):
-        sight = Sight(dice.random() < 0.6, dice.choice([0, 0, 1, 2, 3, 5, 9, 30]))
+        sight = Sight(dice.random() < 0.6, dice.choice([0, 0, 1, 2, 3, 5, 9, 30]), dice.choice([0, 0, 1, 3, 4, 7, 40]))
         block = Block(dice.randrange(20), dice.randrange(1, 12), dice.randrange(20), dice.randrange(1, 12))
         cells, tiled = dice.choice([1, 2, 4, 9, 16, 50, 1000]), dice.random() < 0.4
         covered = set[tuple[int, int]]()
@@ -89,7 +91,14 @@ def test_runs_are_the_positions_of_a_rank(parts: tuple[int, int]) -> None:
 
 
 def _at_once(
-    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None, rows: Tensor, sight: Sight
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    padding: Tensor | None,
+    segments: Tensor | None,
+    rows: Tensor,
+    sight: Sight,
+    groups: Tensor | None = None,
 ) -> Tensor:
     """Of queries at ``rows``; those that see nothing give 0."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -97,10 +106,14 @@ def _at_once(
     seen = torch.ones(q.shape[0], 1, *behind.shape, dtype=torch.bool)
     seen &= (behind >= 0) | (not sight.causal)
     seen &= (behind < sight.window) | (not sight.window)
-    if padding is not None:
-        seen &= padding[:, None, None, :]
+    if sight.chunk:
+        seen &= rows[:, None] // sight.chunk == torch.arange(k.shape[2]) // sight.chunk
     if segments is not None:
         seen &= (segments[:, rows].unsqueeze(2) == segments.unsqueeze(1)).unsqueeze(1)
+    if groups is not None:
+        seen |= ((groups[:, rows].unsqueeze(2) == groups.unsqueeze(1)) & (groups >= 0).unsqueeze(1)).unsqueeze(1)
+    if padding is not None:
+        seen &= padding[:, None, None, :]
     scores = (q @ k.mT * 0.3).masked_fill(~seen, float("-inf"))
     return scores.softmax(-1).nan_to_num(0.0) @ v
 
@@ -114,6 +127,8 @@ def _compare(
     widths: tuple[int, int] = (8, 8),
     padded: bool = False,
     packed: bool = False,
+    grouped: bool = False,
+    few: int = FEW,
     dtype: torch.dtype = torch.float64,
     bound: float = 1e-12,
 ) -> None:
@@ -124,13 +139,16 @@ def _compare(
     given = [torch.randn(2, *size, generator=dice, dtype=torch.float64).to(dtype) for size in sizes]
     padding = torch.rand(2, LENGTH, generator=dice) < 0.5 if padded else None
     segments = torch.randint(0, 3, (2, LENGTH), generator=dice) if packed else None
+    if packed and few == 1:  # one row in order, and one in which documents come again
+        segments = torch.tensor([[0] * 5 + [1] * 4 + [4] * 3, [2] * 3 + [0] * 4 + [2] * 5])
+    groups = torch.randint(-1, 2, (2, LENGTH), generator=dice) if grouped else None
     leaves = [x.double().clone().requires_grad_() for x in given]
-    expected = _at_once(leaves[0], leaves[1], leaves[2], padding, segments, rows, sight)
+    expected = _at_once(leaves[0], leaves[1], leaves[2], padding, segments, rows, sight, groups)
     grad = torch.randn(expected.shape, generator=dice, dtype=torch.float64).to(dtype)
     wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, grad.double())]
 
     tiles = AttentionTiles(0.3, sight, tile_bytes)
-    inputs = AttentionInputs(given[0], given[1], given[2], padding, segments)
+    inputs = AttentionInputs(given[0], given[1], given[2], padding, segments, groups, few)
     out, lse = attend_runs(tiles, runs, inputs)
     found = [out, *attend_runs_backward(tiles, runs, inputs, grad, out, lse)]
     for a, b in zip(found, wanted, strict=True):
@@ -139,9 +157,12 @@ def _compare(
 
 
 MASKS = [
-    (causal, window, padded, packed)
+    (Sight(causal, window), {"padded": padded, "packed": packed})
     for causal in (True, False) for window in (0, 1, 3, 7) for padded in (False, True) for packed in (False, True)
 ]  # fmt: skip
+MASKS += [(Sight(True, window, chunk), {"packed": packed, "grouped": packed})
+          for window in (0, 3) for chunk in (0, 5) for packed in (False, True)]  # fmt: skip
+MASKS += [(Sight(False, 0, 5), {"padded": True, "grouped": True})]
 
 
 @pytest.mark.parametrize("kernel", [CpuKernel(), Matmuls()], ids=lambda kernel: type(kernel).__name__)
@@ -149,9 +170,9 @@ MASKS = [
 def test_tiles_add_up_to_attention(monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, tile_bytes: int) -> None:
     """Every kind of mask, for one run of positions, a part of them, and two; with and without groups of heads."""
     monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: kernel)
-    for causal, window, padded, packed in MASKS:
+    for sight, mask in MASKS:
         for runs, heads in itertools.product(RUNS, ((2, 2), (4, 2))):
-            _compare(Sight(causal, window), runs, tile_bytes, heads=heads, padded=padded, packed=packed)
+            _compare(sight, runs, tile_bytes, heads=heads, few=1 if heads[0] == 2 else FEW, **mask)
     for widths in ((4, 8), (8, 4)):
         _compare(Sight(True, 3), RUNS[2], tile_bytes, widths=widths, padded=True)
 
@@ -164,9 +185,8 @@ def test_other_dtypes(
     monkeypatch: pytest.MonkeyPatch, kernel: AttentionKernel, dtype: torch.dtype, bound: float
 ) -> None:
     monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: kernel)
-    for causal, window, padded, packed in MASKS:
-        mask: dict[str, Any] = {"padded": padded, "packed": packed}
-        _compare(Sight(causal, window), RUNS[2], 100, **mask, dtype=dtype, bound=bound)
+    for sight, mask in MASKS:
+        _compare(sight, RUNS[2], 100, **mask, dtype=dtype, bound=bound)
 
 
 def test_a_query_that_sees_nothing_has_no_log() -> None:
@@ -208,13 +228,18 @@ def test_no_mask_is_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(CpuKernel, "forward", seen)
     q, k = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 256, 8)
-    segments = torch.zeros(1, 256, dtype=torch.int64)
     attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(192, 64)], AttentionInputs(q, k, k))
     assert [(x.k.shape[2], x.bias, x.causal) for x in calls] == [(192, None, False), (64, None, True)]
-    calls.clear()
-    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, None, segments))
+    calls.clear()  # documents from 0 to 150 and from 150 on
+    long = (torch.arange(256) >= 150).long()[None]
+    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, None, long))
+    assert [(x.q.shape[2], x.k.shape[2], x.causal) for x in calls] == [(22, 128, False), (22, 22, True), (42, 42, True)]
+    assert all(x.bias is None for x in calls)
+    calls.clear()  # documents of 5 positions: runs of 64 with masks
+    short = (torch.arange(256) // 5)[None]
+    attend_runs(AttentionTiles(1.0, Sight(True, 0), 1024), [(128, 64)], AttentionInputs(q, k, k, None, short))
     assert all(x.bias is not None and x.bias.numel() * 4 <= 1024 for x in calls)
-    assert sum(x.bias.numel() for x in calls if x.bias is not None) == sum(16 * (128 + end) for end in (16, 32, 48, 64))
+    assert sum(x.bias.numel() for x in calls if x.bias is not None) <= 64 * 3 * 70
 
 
 def test_a_backward_may_count_keys_that_its_block_does_not_have() -> None:
@@ -307,8 +332,8 @@ def test_kernels_of_cuda_get_what_they_take(monkeypatch: pytest.MonkeyPatch, fla
     }
     monkeypatch.setattr(attention_kernels, "aten", SimpleNamespace(**stand_ins))
     monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: CudaKernel(flash))
-    for causal, window, padded, packed in MASKS:
-        _compare(Sight(causal, window), RUNS[2], 100, padded=padded, packed=packed)
+    for sight, mask in MASKS:
+        _compare(sight, RUNS[2], 100, **mask)
 
 
 @pytest.mark.parametrize("flash", [True, False])
@@ -334,7 +359,7 @@ def test_which_kernel_a_cpu_has() -> None:
 
 def test_operators_know_the_shapes_of_their_results() -> None:
     q, k, v = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 12, 8), torch.randn(1, 2, 12, 4)
-    how = (None, None, 1.0, True, 0, 64, 12, ["cp"], [2], [1])
+    how = (None, None, None, 1.0, "causal", 64, 12, ["cp"], [2], [1])
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (q, k, v)]
         out, lse = tiled_attention.tiled_attention(*fakes, *how)

@@ -27,15 +27,15 @@ aten = torch.ops.aten
 CP = Axis("cp", 2, "context")
 KEYS = (I, I)
 GATHERED = Strategy((S(2), *KEYS, I), (S(2),), "split s 1")
-RING = Strategy((S(2), S(2), S(2), S(1)), (S(2),), "split s+t 1")
+RING = Strategy((S(2), S(2), S(2), I), (S(2),), "split s+t 1")
 
 
-def _lowered(strategy: Strategy, window: int = 3) -> LocalProgram:
+def _lowered(strategy: Strategy, mask: str = "causal_window_3") -> LocalProgram:
     """Attention with documents, of which each rank has half of the queries."""
     to = builder()
     given = [leaf(to, "input", name, 1, 2, 8, 4) for name in "qkv"]
     given.append(leaf(to, "input", "segments", 1, 8, dtype=torch.int64))
-    node = to.call(attention, *given[:3], None, given[3], scale=0.5, causal=True, window=window)
+    node = to.call(attention, *given[:3], None, given[3], scale=0.5, mask=mask)
     to.output((node,))
     program = as_program(to)
     strategies: dict[fx.Node, Any] = {
@@ -60,8 +60,9 @@ def test_attention_that_is_the_programs_own_passes(strategy: Strategy, target: A
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("k", "v"), ("q", "k"), ("padding", "segments"), ("segments", None), ("scale", 0.25), ("causal", False),
-        ("window", 4), ("whole", 16), ("axes", []), ("axes", ["tp"]), ("sizes", [4]), ("parts", [2]), ("axis", "tp"),
+        ("k", "v"), ("q", "k"), ("padding", "segments"), ("segments", None), ("groups", "segments"), ("scale", 0.25),
+        ("mask", "causal"), ("mask", "causal_window_4"), ("whole", 16), ("axes", []), ("axes", ["tp"]), ("sizes", [4]),
+        ("parts", [2]), ("axis", "tp"),
         ("size", 4),
     ],
 )  # fmt: skip
@@ -80,7 +81,7 @@ def test_each_argument_that_is_another_one_is_told(strategy: Strategy, name: str
 
 @pytest.mark.parametrize("change", ["", "q", "v", "out", "balance", "axis", "dim"])
 def test_a_balanced_ring_reads_and_makes_halves_of_mirror_images(change: str) -> None:
-    local = _lowered(RING, window=0)
+    local = _lowered(RING, "causal")
     made = _made(local)
     names = [one.name for one in made.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, made.args, strict=True))

@@ -107,7 +107,9 @@ def test_closed_forms_equal_a_counted_model(kind: str) -> None:
 
 
 def _causal(node: fx.Node) -> bool:
-    return bool(node.kwargs.get("causal") or node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5]))
+    return bool(
+        node.kwargs.get("mask") == "causal" or node.kwargs.get("is_causal") or (len(node.args) > 5 and node.args[5])
+    )
 
 
 @pytest.mark.parametrize(
@@ -597,7 +599,7 @@ def test_the_last_rank_of_a_ring_sees_all_keys(balance: bool) -> None:
         annotate(graph.placeholder(name), Facts(torch.empty(1, 2, length, 8, dtype=torch.bfloat16, device="meta")))
         for name in "qkv"
     )
-    how = ("cp", ranks, k, v, None, None, 1.0, True, 0, balance, 1 << 20)
+    how = ("cp", ranks, k, v, None, None, None, 1.0, "causal", balance, 1 << 20)
     made = annotate(
         graph.call_function(ring_attention, (q, *how)),
         Facts((torch.empty(1, 2, length, 8, device="meta"), torch.empty(1, 2, length, device="meta"))),

@@ -203,18 +203,17 @@ def test_a_window_as_long_as_the_text_is_none() -> None:
     to = builder()
     q, k, v = (leaf(to, "input", name, 2, 4, 5, 8) for name in "qkv")
     node = fx.Graph().call_function(attention, ())
-    for window, expected in ((5, 0), (4, 4)):
-        made = masked_attention(to, node, [q, k, v], {"scale": 1.0, "causal": True, "window": window})
-        assert made.kwargs["window"] == expected
+    for mask in ("causal_window_4", "causal_chunk_4"):
+        assert masked_attention(to, node, [q, k, v], {"scale": 1.0, "mask": mask}).kwargs["mask"] == mask
+        longer = mask.replace("4", "5")
+        assert masked_attention(to, node, [q, k, v], {"scale": 1.0, "mask": longer}).kwargs["mask"] == "causal"
 
 
 def test_queries_that_a_rank_has_see_what_they_did() -> None:
     to = builder()
     q, k, v = leaf(to, "input", "q", 2, 4, 3, 8), leaf(to, "input", "k", 2, 4, 6, 8), leaf(to, "input", "v", 2, 4, 6, 8)
     whole = builder()
-    node = whole.call(
-        attention, *(leaf(whole, "input", name, 2, 4, 6, 8) for name in "qkv"), scale=1.0, causal=True, window=0
-    )
+    node = whole.call(attention, *(leaf(whole, "input", name, 2, 4, 6, 8) for name in "qkv"), scale=1.0, mask="causal")
     cp = Axis("cp", 2, "context")
     rows = Strategy((S(2), I, I), (S(2),), "split s 1")
     LowerAttention(to, [cp], [rows])(node, [q, k, v])

@@ -38,6 +38,7 @@ from quintnet_compiler.ir.plan_options import decided, lists_options, read_optio
 from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention import attention, visible
+from quintnet_compiler.ops.attention_blocks import Sight
 from quintnet_compiler.ops.kv_cache_attention import attend_kept
 from quintnet_compiler.weights.files import open_weights
 from quintnet_compiler.weights.names import assign, misread_names
@@ -108,11 +109,11 @@ def test_pickled_and_damaged_files_are_refused(tmp_path: Path) -> None:
 
 def test_who_sees_whom() -> None:
     rows = torch.arange(3)
-    assert visible(rows, rows, causal=True, window=0).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert visible(rows, rows, Sight(causal=True)).int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     padding = torch.tensor([[True, False, True]])
-    assert visible(rows, rows, causal=False, window=0, padding=padding)[0, 0, 0].tolist() == [True, False, True]
+    assert visible(rows, rows, Sight(), padding=padding)[0, 0, 0].tolist() == [True, False, True]
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
-    found = attention(q, k, v, padding=None, segments=None, scale=8**-0.5, causal=True, window=0)
+    found = attention(q, k, v, padding=None, segments=None, scale=8**-0.5, mask="causal")
     assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
 
 

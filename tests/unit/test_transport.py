@@ -12,7 +12,7 @@ from torch import Tensor
 from quintnet_compiler.core.errors import RunError
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.attention_tiles import AttentionTiles
+from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids
 from quintnet_compiler.runtime.transport.local import LocalTransport, LocalWorld
 from quintnet_compiler.runtime.transport.ring import Ring
 from quintnet_compiler.runtime.transport.token_dispatch import Router
@@ -81,5 +81,5 @@ def test_positions_of_a_ring(balance: bool) -> None:
     rings = [Ring(None, "cp", 2, rank, 0, tiles, balance) for rank in range(2)]  # type: ignore[arg-type]
     owned = [{at + i for at, count in ring.runs(ring.index, 4) for i in range(count)} for ring in rings]
     assert owned[0] | owned[1] == set(range(8)) and not owned[0] & owned[1]
-    work = [sum(1 for owner in range(2) for _ in ring.blocks(owner, 4)) for ring in rings]
+    work = [sum(1 for owner in range(2) for _ in ring.blocks(owner, 4, Ids())) for ring in rings]
     assert (work[0] == work[1]) is balance  # mirrored halves see equally many blocks

@@ -52,8 +52,8 @@ def _rows_of_table(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:
 
 
 def _ring(args: Any, made: Pattern) -> dict[int, tuple[Any, Any]]:
-    q, axis, size, k, v, padding, segments, *options = args
-    saved = (q, k, v, *made.outputs, padding, segments)
+    q, axis, size, k, v, *options = args
+    saved = (q, k, v, *made.outputs)
     return dict.fromkeys(range(3), (ring_attention_backward, (made.tangents[0], axis, size, *saved, *options)))
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from ...core.annotations import shape, tensor_inputs
+from ..attention import IDS
 from .node_factors import Named, aligned, argument, named, opaque
 from .notation import Dims, Factors, Notation, SpecFn
 
@@ -185,13 +186,14 @@ def masked_attention(node: fx.Node) -> Factors:
     sizes = {"b": q[0], "g": k[1], "r": q[1] // k[1], "s": q[2], "t": k[2], "d": q[3], "e": v[3]}
     heads = ("g", "r") if sizes["r"] > 1 else ("g",)
     keys: Dims = (("b",), ("g",), ("t",))
-    # documents are those of the keys; queries pick theirs
-    ids: list[Dims] = [(("b",), ("t",)) for name in ("padding", "segments") if argument(node, name) is not None]
+    # of all positions on every rank, so that all know which keys are seen where
+    ids: list[Dims] = [(("b",), ("u",)) for name in IDS if argument(node, name) is not None]
+    sizes |= {"u": k[2]} if ids else {}
     return Factors(
         ((("b",), heads, ("s",), ("d",)), (*keys, ("d",)), (*keys, ("e",)), *ids),
         ((("b",), heads, ("s",), ("e",)),),
         sizes,
-        frozenset({"t", "d"}),
+        frozenset({"t", "d", "u"} & sizes.keys()),
         linear=((2,),),
         joint=frozenset({("s", "t")} if q[2] == k[2] else ()),
     )

@@ -14,6 +14,7 @@ from ...core.mesh import Mesh
 from ...core.precision import widened
 from ...core.rng import DISTRIBUTIONS, Key, keep_mask
 from ...core.sharding import Shard
+from ...ops.attention import IDS
 from ...ops.attention_blocks import Sight
 from ...ops.attention_tiles import AttentionInputs, AttentionTiles
 from ...ops.collectives import COLLECTIVES
@@ -207,11 +208,9 @@ class Comm:
         arriving = self.transport.permute(second, axis, tuple(reversed(range(self.mesh[axis]))), at)
         return lambda: torch.cat([first, arriving()], dim)
 
-    def ring_attention(
-        self, q: Tensor, axis: str, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None, *how: Any
-    ) -> tuple[Tensor, Tensor]:
+    def ring_attention(self, q: Tensor, axis: str, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to those of all ranks of ``axis``, see :mod:`..transport.ring`."""
-        return ring_forward(self._ring(axis, *how), AttentionInputs(q, k, v, padding, segments))
+        return ring_forward(self._ring(axis, *how[len(IDS) :]), AttentionInputs(q, k, v, *how[: len(IDS)]))
 
     def ring_attention_backward(
         self,
@@ -222,24 +221,19 @@ class Comm:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        padding: Tensor | None,
-        segments: Tensor | None,
         *how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v of ``ring_attention``."""
-        return ring_backward(self._ring(axis, *how), AttentionInputs(q, k, v, padding, segments), grad, out, lse)
+        given = AttentionInputs(q, k, v, *how[: len(IDS)])
+        return ring_backward(self._ring(axis, *how[len(IDS) :]), given, grad, out, lse)
 
-    def _ring(
-        self, axis: str, scale: float, causal: bool, window: int, balance: bool, tile_bytes: int, at: int
-    ) -> Ring:
-        tiles = AttentionTiles(scale, Sight(causal, window), tile_bytes)
+    def _ring(self, axis: str, scale: float, mask: str, balance: bool, tile_bytes: int, at: int) -> Ring:
+        tiles = AttentionTiles(scale, Sight.parse(mask), tile_bytes)
         return Ring(self.transport, axis, self.mesh[axis], self.coordinate[axis], at, tiles, balance)
 
-    def tiled_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, segments: Tensor | None, *how: Any
-    ) -> tuple[Tensor, Tensor]:
+    def tiled_attention(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
         """Attention of this rank's positions to all, see :mod:`quintnet_compiler.ops.tiled_attention`."""
-        return attend_runs(*self._runs(*how), AttentionInputs(q, k, v, padding, segments))
+        return attend_runs(*self._runs(*how[len(IDS) :]), AttentionInputs(q, k, v, *how[: len(IDS)]))
 
     def tiled_attention_backward(
         self,
@@ -249,18 +243,16 @@ class Comm:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        padding: Tensor | None,
-        segments: Tensor | None,
         *how: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v of ``tiled_attention``."""
-        return attend_runs_backward(*self._runs(*how), AttentionInputs(q, k, v, padding, segments), grad, out, lse)
+        given = AttentionInputs(q, k, v, *how[: len(IDS)])
+        return attend_runs_backward(*self._runs(*how[len(IDS) :]), given, grad, out, lse)
 
     def _runs(
         self,
         scale: float,
-        causal: bool,
-        window: int,
+        mask: str,
         tile_bytes: int,
         whole: int,
         axes: Sequence[str],
@@ -270,7 +262,7 @@ class Comm:
     ) -> tuple[AttentionTiles, list[tuple[int, int]]]:
         """What attention is, and the runs of positions that this rank has."""
         places = [self.coordinate.get(axis, self.microbatch) for axis in axes]
-        return AttentionTiles(scale, Sight(causal, window), tile_bytes), slices.runs(whole, parts, sizes, places)
+        return AttentionTiles(scale, Sight.parse(mask), tile_bytes), slices.runs(whole, parts, sizes, places)
 
     def all_gather_matmul(
         self,

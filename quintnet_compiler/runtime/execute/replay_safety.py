@@ -33,6 +33,8 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return f"{func} draws random numbers"
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             return f"what {func} makes, or how much, is for the host to know"
+        if func is torch.ops.aten._to_copy.default and _leaves(known["self"], known.get("device")):
+            return f"what {func} makes is for the host to read"
         written = [a.name for a in schema(func).arguments if a.alias_info is not None and a.alias_info.is_write]
         for x in pytree.tree_leaves([known.get(name) for name in written]):
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() in self.homes:
@@ -42,3 +44,8 @@ class Observed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _drops(func: Any) -> bool:
     return any(argument.name == "dropout_p" for argument in schema(func).arguments)
+
+
+def _leaves(x: Tensor, to: torch.device | str | None) -> bool:
+    """Whether a copy leaves a device for the host."""
+    return to is not None and torch.device(to).type == "cpu" and x.device.type != "cpu"

@@ -2,7 +2,8 @@
 
 A rank holds one run of positions, or two (``balance``, by ``mirror_halves``): then the second is as far from the end
 as the first is from the beginning, so that each rank's queries see equally many keys, at every step (Brandon et al.
-2023). Every pair of a run of queries and one of keys is a block, of which only those that are seen at all are computed.
+2023). Every pair of a run of queries and one of keys is a block, of which only those that are seen at all are computed;
+ids of all positions, which say so, are on every rank.
 """
 
 from __future__ import annotations
@@ -58,53 +59,47 @@ class Ring(Circle):
         half = length // 2
         return [(2 * owner * half, half), ((2 * self.size - 1 - 2 * owner) * half, half)]
 
-    def blocks(self, owner: int, length: int) -> Iterator[tuple[int, int, Block]]:
-        """The blocks of this rank's queries and ``owner``'s keys that are seen: places of both runs among ours."""
-        for i, (row, count) in enumerate(self.runs(self.index, length)):
+    def blocks(self, owner: int, length: int, ids: Ids, of: int | None = None) -> Iterator[tuple[int, int, Block]]:
+        """The blocks of this rank's queries (or of those of rank ``of``) and ``owner``'s keys that are seen: places of
+        both runs among theirs."""
+        for i, (row, count) in enumerate(self.runs(self.index if of is None else of, length)):
             for j, (col, _) in enumerate(self.runs(owner, length)):
                 block = Block(row, count, col, count)
-                if self.tiles.sight.seen(block) is not None:
+                if ids.sees(self.tiles.sight, block):
                     yield i, j, block
 
-    def steps(self, length: int) -> int:
-        """For how many steps any rank sees anything: all of them, but few where a window is short.
+    def steps(self, length: int, ids: Ids) -> int:
+        """For how many steps any rank sees anything: all of them, but few where a window or documents are short. All
+        ranks find the same.
 
         >>> from quintnet_compiler.ops.attention_blocks import Sight
-        >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), False).steps(4)
+        >>> Ring(None, "cp", 8, 0, 0, AttentionTiles(1.0, Sight(True, 5), 1), False).steps(4, Ids())
         2
         """
-        sight = self.tiles.sight
-        if not (sight.window and sight.causal):
-            return self.size
-        return min(self.size, 1 + (sight.window + length - 2) // length)
+        for step in reversed(range(1, self.size)):
+            if any(True for i in range(self.size) for _ in self.blocks((i - step) % self.size, length, ids, i)):
+                return step + 1
+        return 1
 
     def parts(self, x: Tensor, dim: int = POSITIONS) -> list[Tensor]:
         """``x`` by runs."""
         return list(x.chunk(2, dim)) if self.balance else [x]
-
-    def mirrored(self, x: Tensor) -> Tensor:
-        """What belongs to each of this rank's positions [B, T], in the order of its runs."""
-        if not self.balance:
-            return x
-        first, second = x.chunk(2, 1)
-        sources = tuple(reversed(range(self.size)))
-        return torch.cat([first, self.transport.permute(second, self.axis, sources, self.at)()], 1)
 
 
 def ring_forward(ring: Ring, given: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The attention of this rank's queries, and each one's log of its sum of exponentials (in the runs' order)."""
     length = given.q.shape[POSITIONS]
     q, k, v = given.q, given.k, given.v
-    ids = _RingIds(ring, given.padding, given.segments)
-    travelling = [k, v, *ids.travelling]
+    ids = given.ids
+    travelling = [k, v]
     queries = ring.parts(q)
     totals = [Total(x, v.shape[3]) for x in queries]
-    steps = ring.steps(length)
+    steps = ring.steps(length, ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
         keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
-        for i, j, block in ring.blocks((ring.index - step) % ring.size, length):
-            ring.tiles.forward(block, queries[i], keys[j], values[j], ids.of(i, j, travelling[2:]), totals[i])
+        for i, j, block in ring.blocks((ring.index - step) % ring.size, length, ids):
+            ring.tiles.forward(block, queries[i], keys[j], values[j], ids, totals[i])
         if coming is not None:
             travelling = coming()
     outs, logs = zip(*(total.finished() for total in totals), strict=True)
@@ -117,24 +112,23 @@ def ring_backward(
     """The gradients of q, k and v. Those of keys and values travel with them, and at last home."""
     length, wide = given.q.shape[POSITIONS], widened(given.q.dtype)
     q, k, v = given.q, given.k, given.v
-    ids = _RingIds(ring, given.padding, given.segments)
-    travelling = [k, v, *ids.travelling]
+    ids = given.ids
+    travelling = [k, v]
     asked = list(zip(*(ring.parts(x) for x in (grad, q, out, lse)), strict=True))
     for_queries = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in ring.parts(q)]
     gathered: list[Tensor] = []
     arriving: Callable[[], list[Tensor]] | None = None
-    steps = ring.steps(length)
+    steps = ring.steps(length, ids)
     for step in range(steps):
         coming = ring.passed(travelling) if step < steps - 1 else None
         keys, values = ring.parts(travelling[0]), ring.parts(travelling[1])
         for_keys, for_values = (
             [torch.zeros(x.shape, dtype=wide, device=x.device) for x in xs] for xs in (keys, values)
         )
-        for i, j, block in ring.blocks((ring.index - step) % ring.size, length):
+        for i, j, block in ring.blocks((ring.index - step) % ring.size, length, ids):
             into = for_queries[i], for_keys[j], for_values[j]
             grad_, q_, out_, lse_ = asked[i]
-            here = ids.of(i, j, travelling[2:])
-            ring.tiles.backward(block, grad_, q_, out_, lse_, keys[j], values[j], here, into)
+            ring.tiles.backward(block, grad_, q_, out_, lse_, keys[j], values[j], ids, into)
         terms = [torch.cat(xs, POSITIONS) if len(xs) > 1 else xs[0] for xs in (for_keys, for_values)]
         gathered = terms if arriving is None else [a + b for a, b in zip(arriving(), terms, strict=True)]
         arriving = ring.passed(gathered) if step < steps - 1 else ring.passed(gathered, back=step)
@@ -143,22 +137,3 @@ def ring_backward(
     assert arriving is not None
     dk, dv = (x.to(k.dtype) for x in arriving())
     return torch.cat(for_queries, POSITIONS).to(q.dtype), dk, dv
-
-
-class _RingIds:
-    """Which keys may be seen at all, and the documents of queries and keys, by runs."""
-
-    def __init__(self, ring: Ring, padding: Tensor | None, segments: Tensor | None) -> None:
-        self.ring = ring
-        given = (None if padding is None else padding.to(torch.uint8), segments)
-        moved = [None if x is None else ring.mirrored(x) for x in given]
-        self.has = [x is not None for x in moved]
-        self.travelling = [x for x in moved if x is not None]
-        self.documents = None if moved[1] is None else ring.parts(moved[1], 1)
-
-    def of(self, i: int, j: int, travelling: Sequence[Tensor]) -> Ids:
-        """Those of the queries of run ``i`` and of run ``j`` of the keys that are here."""
-        here = iter(travelling)
-        padding, segments = (self.ring.parts(next(here), 1)[j] if has else None for has in self.has)
-        documents = None if segments is None or self.documents is None else (self.documents[i], segments)
-        return Ids(None if padding is None else padding.bool(), documents)

@@ -1,0 +1,105 @@
+"""Masks of Hugging Face models as what one operator knows: a function of positions, and ids of these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat.transformers import MaskPart
+from ..ops.attention_blocks import Sight
+
+
+@dataclass(frozen=True)
+class KnownMask:
+    """What a 4-D mask is made of; see :data:`quintnet_compiler.ops.attention.attention`. ``segments`` are numbers from
+    0 to below the length; ``alone``: nothing is seen but what groups say."""
+
+    sight: Sight = Sight()
+    padding: Tensor | None = None
+    segments: Tensor | None = None
+    groups: Tensor | None = None
+    alone: bool = False
+
+    @property
+    def everything(self) -> bool:
+        """Whether nothing but padding hides a key."""
+        return self.sight == Sight() and self.segments is None and self.groups is None
+
+
+def known_mask(part: MaskPart, length: int, device: Any) -> KnownMask | None:
+    """What a mask of ``length`` positions consists of; None where that is more than the operator knows."""
+    return _Fold(length, device).of(part, None)
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """``positions``, where given: a mask counts these [B, length] instead of places. They count on within a document,
+    and other documents are hidden beside it, so that distances are the same."""
+
+    length: int
+    device: Any
+
+    def of(self, part: MaskPart, positions: Tensor | None) -> KnownMask | None:
+        name, given = part[0], part[1:]
+        if name in ("causal", "all"):
+            return KnownMask(Sight(causal=name == "causal"))
+        if name == "window":
+            return KnownMask(Sight(window=given[0]))
+        if name == "chunk":
+            size, left = given
+            places = torch.arange(self.length, device=self.device)[None] if positions is None else positions
+            return KnownMask(segments=self._from_zero((places - left[:, None]) // size))
+        if name == "segments":
+            return KnownMask(segments=given[0])
+        if name == "groups":
+            groups = given[0]
+            return KnownMask(groups=groups if positions is None else groups.gather(1, positions), alone=True)
+        if name == "at":
+            return None
+        packed = name == "and" and any(one[0] == "segments" for one in given[0])
+        several = [
+            self.of(one[2], one[1]) if packed and one[0] == "at" and positions is None else self.of(one, positions)
+            for one in given[0]
+        ]
+        found = several[0]
+        for other in several[1:]:
+            if found is None or other is None:
+                return None
+            found = self._both(found, other) if name == "and" else _either(found, other)
+        return found
+
+    def _from_zero(self, chunks: Tensor) -> Tensor:
+        """Numbers of runs instead of numbers of chunks, which begin anywhere."""
+        return (chunks.diff(prepend=chunks[:, :1], dim=1) != 0).cumsum(1)
+
+    def _both(self, a: KnownMask, b: KnownMask) -> KnownMask | None:
+        if a.alone or b.alone or (a.groups is not None and b.groups is not None):
+            return None
+        sights = [getattr(x.sight, name) for name in ("window", "chunk") for x in (a, b)]
+        window, chunk = (max(two) if 0 in two else None for two in (sights[:2], sights[2:]))
+        grouped, other = (a, b) if a.groups is not None else (b, a)
+        if window is None or chunk is None or (grouped.groups is not None and other.sight != Sight()):
+            return None
+        sight = Sight(a.sight.causal or b.sight.causal, window, chunk)
+        groups = grouped.groups
+        if groups is not None and other.segments is not None:  # a group within a document
+            groups = torch.where(groups >= 0, groups * self.length + other.segments, -1)
+        return replace(grouped, sight=sight, segments=self._paired(a.segments, b.segments), groups=groups)
+
+    def _paired(self, a: Tensor | None, b: Tensor | None) -> Tensor | None:
+        """Numbers of runs in which both are the same. No number comes again behind another one, in neither."""
+        if a is None or b is None:
+            return a if b is None else b
+        rows = torch.maximum(*(x.diff(prepend=x[:, :1], dim=1) != 0 for x in (a, b)))
+        return rows.cumsum(1)
+
+
+def _either(a: KnownMask, b: KnownMask) -> KnownMask | None:
+    """Groups beside another mask; a mask of groups alone joins no other groups."""
+    shown, other = (a, b) if b.alone else (b, a)
+    if not other.alone or shown.groups is not None:
+        return None
+    return replace(shown, groups=other.groups)

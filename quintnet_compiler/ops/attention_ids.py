@@ -1,0 +1,133 @@
+"""Which positions of packed sequences see each other, as the host knows from their ids: what no query sees is skipped,
+and what is of one document needs no mask."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .attention_blocks import Block, Seen, Sight
+
+FEW = 64  # positions of a run at least, where shorter documents are neighbours: each run is a call of a kernel
+
+
+@dataclass(frozen=True)
+class IdRun:
+    """Neighbouring positions, from ``first`` to before ``end``: of which documents and groups, and whether all may be
+    seen. ``alike``: all of them have the same ids."""
+
+    first: int
+    end: int
+    documents: frozenset[int]
+    groups: frozenset[int]
+    seen: bool
+    alike: bool
+
+    def cut(self, first: int, end: int) -> IdRun | None:
+        """What of it is from ``first`` to before ``end``."""
+        first, end = max(first, self.first), min(end, self.end)
+        return IdRun(first, end, self.documents, self.groups, self.seen, self.alike) if first < end else None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a batch: ids of its positions [T], in the host's memory. ``few``: see :data:`FEW`."""
+
+    padding: Tensor | None
+    segments: Tensor | None
+    groups: Tensor | None
+    few: int = FEW
+
+    @cached_property
+    def queries(self) -> list[IdRun]:
+        """All positions as runs."""
+        return self._runs([self.segments, self.groups])
+
+    @cached_property
+    def keys(self) -> list[IdRun]:
+        """The positions that may be seen, as runs."""
+        return self.queries if self.padding is None else self._runs([self.segments, self.groups, self.padding])
+
+    def parts(self, sight: Sight, block: Block, cells: int, tiled: bool) -> Iterator[tuple[Block, Seen, bool]]:
+        """What is seen of a block, as :meth:`Sight.parts` has it; and whether ids hide some of it, too (that is always
+        ``some``, in tiles of at most ``cells`` scores)."""
+        for queries, keys in self._pairs(block):
+            part = Block(queries.first, queries.end - queries.first, keys.first, keys.end - keys.first)
+            plain = queries.alike and keys.alike and keys.seen
+            grouped = not queries.groups.isdisjoint(keys.groups)
+            if plain:
+                for tile, seen in (Sight() if grouped else sight).parts(part, cells, tiled):
+                    yield tile, seen, False
+            else:
+                for tile, _ in (Sight() if grouped else sight).parts(part, cells, tiled=True):
+                    yield tile, "some", True
+
+    def sees(self, sight: Sight, block: Block) -> bool:
+        """Whether any of the queries of a block may see any of its keys."""
+        return any(
+            not queries.groups.isdisjoint(keys.groups)
+            or sight.seen(Block(queries.first, queries.end - queries.first, keys.first, keys.end - keys.first))
+            for queries, keys in self._pairs(block)
+        )
+
+    def _pairs(self, block: Block) -> Iterator[tuple[IdRun, IdRun]]:
+        """Runs of queries and of keys of a block that have a document or a group in common."""
+        (row_end, col_end), of_document, of_group = block.ends, *self._places
+        for mine in self.queries[_at(self.queries, block.row) :]:
+            if mine.first >= row_end:
+                break
+            queries = mine.cut(block.row, row_end)
+            found = [of_document[one] for one in mine.documents] + [of_group[one] for one in mine.groups]
+            for place in _within(found, _at(self.keys, block.col), _at(self.keys, col_end - 1)):
+                keys = self.keys[place].cut(block.col, col_end)
+                if queries is not None and keys is not None:
+                    yield queries, keys
+
+    @cached_property
+    def _places(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """In which runs of keys each document is, and each group."""
+        of_document, of_group = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for place, run in enumerate(self.keys):
+            for known, ids in ((of_document, run.documents), (of_group, run.groups)):
+                for one in ids:
+                    known[one].append(place)
+        return of_document, of_group
+
+    def _runs(self, ids: Sequence[Tensor | None]) -> list[IdRun]:
+        """Maximal runs of equal ids, of which neighbours with few positions are one; without those that no one sees."""
+        given = [x for x in ids if x is not None]
+        length = next(len(x) for x in (self.segments, self.groups, self.padding) if x is not None)
+        changes = torch.zeros(max(0, length - 1), dtype=torch.bool)
+        for x in given:
+            changes |= x[1:] != x[:-1]
+        firsts = [0, *(changes.nonzero().flatten() + 1).tolist()]
+        made: list[IdRun] = []
+        columns = [[None] * len(firsts) if x is None else x[firsts].tolist() for x in (*ids, None)[:3]]
+        for i, (first, document, group, seen) in enumerate(zip(firsts, *columns, strict=True)):
+            end = firsts[i + 1] if i + 1 < len(firsts) else length
+            joined = frozenset([group] if group is not None and group >= 0 else [])
+            run = IdRun(first, end, frozenset([document or 0]), joined, seen is not False, True)
+            before = made[-1] if made else None
+            if before is not None and max(before.end - before.first, end - first) < self.few:
+                made[-1] = IdRun(before.first, end, before.documents | run.documents, before.groups | run.groups,
+                               before.seen and run.seen, False)  # fmt: skip
+            else:
+                made.append(run)
+        return [run for run in made if run.seen or not run.alike]
+
+
+def _at(runs: Sequence[IdRun], position: int) -> int:
+    """The first run that ends behind a position."""
+    return bisect_right(runs, position, key=lambda run: run.end)
+
+
+def _within(places: Sequence[Sequence[int]], first: int, last: int) -> list[int]:
+    """Those from ``first`` to ``last``, each once."""
+    near = (x[bisect_left(x, first) : bisect_right(x, last)] for x in places)
+    return sorted({place for some in near for place in some})
