@@ -23,6 +23,7 @@ from quintnet_compiler.ops.grouped_rows import (
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
+from .accelerator.features import update_all, updated
 from .accelerator.ranks import (
     Job,
     World,
@@ -225,6 +226,17 @@ def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
     assert bool(found.host) is bool(offload)
 
 
+def test_an_optimizer_on_the_host_has_nothing_on_the_device(device: Emulated, tmp_path: Path) -> None:
+    """The same bits: the device's kernels are the CPU's. AdamW has two numbers for each element of a parameter."""
+    device.set_device(0)
+    job = Job("mlp", {"dp": 2}, {"zero": 2, "device": "emulated:0"})
+    (found, size), (expected, usual) = (
+        updated(job, str(tmp_path / str(offload)), offload=offload) for offload in (True, False)
+    )
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], x) for name, x in expected.items())
+    assert usual - size == 2 * sum(x.nbytes for x in expected.values())
+
+
 # -- a process for each rank
 
 
@@ -243,6 +255,20 @@ def test_the_page_counts_what_there_is() -> None:
 def test_a_sample_on_two_devices(eager: bool, jobs: Sequence[Job]) -> None:
     for found in run(train_all, World(2, eager=eager, seed=1), jobs):
         assert found == dict.fromkeys(map(str, jobs), "")
+
+
+@pytest.mark.slow
+def test_optimizers_on_the_hosts_of_two_devices(tmp_path: Path) -> None:
+    jobs = [
+        Job("mlp", {"dp": 2}, {"zero": 1}),
+        Job("gpt", {"dp": 2}, {"zero": 3}),
+        Job("gpt", {"tp": 2}),
+        Job("gpt", {"pp": 2}, {"microbatches": 2}),
+    ]
+    for found in run(update_all, World(2, seed=1), jobs, str(tmp_path)):
+        for (expected, usual), (mine, size) in found:
+            assert all(torch.equal(mine[name], x) for name, x in expected.items())
+            assert size < usual
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -219,7 +219,7 @@ def _program(layout: Layout) -> quintnet.CompiledProgram:
     return quintnet.compile(_net(), Mesh(**axes), BATCH, loss_fn=F.mse_loss, check="off", **plan)
 
 
-def _errors(layout: Layout, names: Iterable[str], whole: bool) -> Outcome:
+def _errors(layout: Layout, names: Iterable[str], whole: bool, offload: bool = False) -> Outcome:
     """The largest difference of a parameter after three steps, or the error."""
     torch.set_num_threads(1)
     found: Outcome = {}
@@ -230,7 +230,7 @@ def _errors(layout: Layout, names: Iterable[str], whole: bool) -> Outcome:
         program.zero_grad()
         parameters = [p for p in program.parameters() if p.dim() == 2 or name != "Muon"]
         try:
-            optimizer = program.optimizer(MAKE[name], parameters) if whole else MAKE[name](parameters)
+            optimizer = program.optimizer(MAKE[name], parameters, offload=offload) if whole else MAKE[name](parameters)
             _three_steps(optimizer, lambda: program.step(BATCH))
         except (quintnet.QuintNetError, RuntimeError) as error:
             found[name] = str(error)
@@ -257,21 +257,23 @@ PP: Layout = ({"pp": 2}, {})
 def _in_processes(layouts: list[Layout]) -> list[Outcome]:
     found = []
     for layout in layouts:
-        found += [_errors(layout, SPLIT, whole=False), _errors(layout, WHOLE, whole=True)]
+        found += [_errors(layout, SPLIT, whole=False)]
+        found += [_errors(layout, WHOLE, whole=True, offload=offload) for offload in (False, True)]
     return found
 
 
-def _a_few(layout: Layout) -> tuple[Outcome, Outcome, Outcome]:
+def _a_few(layout: Layout) -> tuple[Outcome, Outcome, Outcome, Outcome]:
     return (
-        _errors(layout, ["Muon", "Soap", "Adafactor", "EightBits"], whole=True),
+        _errors(layout, ["Muon", "Soap"], whole=True),
+        _errors(layout, ["Adafactor", "EightBits", "AdamW"], whole=True, offload=True),
         _errors(layout, ["AdamW", *BLOCKS], whole=False),
         _errors(layout, [name for name in NEED_WHOLE if "transformers" not in name], whole=False),
     )
 
 
 def test_optimizers_of_split_parameters() -> None:
-    for whole, split, refused in quintnet.launch(_a_few, 2, args=(DP3,)):
-        _equal([whole, split])
+    for whole, outside, split, refused in quintnet.launch(_a_few, 2, args=(DP3,)):
+        _equal([whole, outside, split])
         for name, error in refused.items():
             assert isinstance(error, str), name
         for name in ("LambOfNumbers", "Muon"):

@@ -157,10 +157,10 @@ def restored(
         made: dict[str, Tensor] = {}
         for path in paths.get(name, ()):
             meta = saved[f"{name}/{path}"]
-            whole = isinstance(optimizer, WholeOptimizer)
             old = optimizer.state.get(place.parameter, {}).get(unquote(path)) if ":" not in path else None
             free = old if isinstance(old, Tensor) and _memory(old) not in used else None
-            made[path], targets[f"{name}/{path}"] = _room(place, meta, group, free, whole=whole)
+            home = optimizer.home(place.parameter) if isinstance(optimizer, WholeOptimizer) else None
+            made[path], targets[f"{name}/{path}"] = _room(place, meta, group, free, home)
             used.add(_memory(made[path]))
         states[name] = decoded_state(note["values"].get(name, {}), made)
 
@@ -199,16 +199,20 @@ def _named(
 
 
 def _room(
-    place: ParameterPlace, meta: TensorStorageMetadata, group: Mapping[str, Any], old: Tensor | None, *, whole: bool
+    place: ParameterPlace,
+    meta: TensorStorageMetadata,
+    group: Mapping[str, Any],
+    old: Tensor | None,
+    home: torch.device | None,
 ) -> tuple[Tensor, SavedPart]:
     """Where a tensor is read to: what the optimizer has, ``old``, where that is alike, as there may be no memory for
-    both."""
+    both. ``home``: where an optimizer of whole parameters has them."""
     parameter, dtype = place.parameter, meta.properties.dtype
     own = local_of(parameter)
-    if whole or tuple(meta.size) != tuple(place.shape):
+    if home is not None or tuple(meta.size) != tuple(place.shape):
         # a count of steps: torch keeps it beside the parameter only where a kernel reads it there
         there = group.get("capturable") or group.get("fused") or meta.size
-        x = _like(old, meta.size, dtype, own.device if there else torch.device("cpu"))
+        x = _like(old, meta.size, dtype, (home or own.device) if there else torch.device("cpu"))
         return x, SavedPart.whole(x)
     if not isinstance(parameter, DTensor):
         x = _like(old, own.shape, dtype, own.device)

@@ -13,6 +13,7 @@ import quintnet
 from quintnet_compiler.compat.torch import pytree
 
 from ..models import CASES, build, reference
+from .device import install
 from .ranks import Job
 
 STEPS = 3
@@ -81,6 +82,44 @@ def losses(job: Job, device: str | None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return found
+
+
+def updated(job: Job, folder: str, *, offload: bool) -> tuple[dict[str, Tensor], int]:
+    """This rank's parameters after clipped steps of AdamW and a checkpoint that is loaded in between, and the bytes of
+    the device that the optimizer takes. ``offload``: it computes on the host."""
+    case, here = CASES[job.model], install()
+    batch = case.batch(8)
+    program = quintnet.compile(
+        build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, loss_fn=case.loss_fn, **job.options
+    )
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    program.step(batch)
+    program.zero_grad()
+    before = here.extension.requested(here.current_device())[0]
+    optimizer = program.optimizer(make, offload=offload)
+    for step in range(4):
+        program.step(batch)
+        program.clip_grad_norm(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            program.save(Path(folder), step=1, optimizer=optimizer)
+        if step == 2:
+            program.load(Path(folder), optimizer=optimizer)
+    after = here.extension.requested(here.current_device())[0]
+    found = {n: p.detach().to_local().cpu() for n, p in program.named_parameters()}  # type: ignore[attr-defined]
+    return found, after - before
+
+
+def update_all(jobs: list[Job], folder: str) -> list[list[tuple[dict[str, Tensor], int]]]:
+    """Of each job what :func:`updated` says, on the device and on the host."""
+    return [
+        [updated(job, f"{folder}/{index}-{offload}", offload=offload) for offload in (False, True)]
+        for index, job in enumerate(jobs)
+    ]
 
 
 def all_losses(jobs: list[Job]) -> list[list[float]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from quintnet_compiler.core.errors import RunError
-from quintnet_compiler.runtime.backends.whole_parameters import AllHere
+from quintnet_compiler.runtime.backends.whole_parameters import AllHere, AllOnHost
 from quintnet_compiler.runtime.state import split_updates
 from quintnet_compiler.runtime.state.whole_optimizer import Pairs, WholeOptimizer
 
@@ -61,6 +61,21 @@ def test_groups_are_kept() -> None:
     assert not first.any() and torch.equal(second, torch.full((3,), 0.5))
     optimizer.zero_grad()
     assert first.grad is None
+
+
+def test_copies_on_the_host() -> None:
+    """What somebody loads into the program's parameters counts; the copies' gradients do not stay."""
+    given = _parameters()
+    optimizer = WholeOptimizer(given, lambda p: optim.SGD(p, 1.0, momentum=0.5), AllOnHost())
+    copies = [copy for _, copy in optimizer._pairs]
+    assert all(copy is not p and torch.equal(copy, p) for copy, p in zip(copies, given, strict=True))
+    given[1].grad = None
+    with torch.no_grad():
+        given[0].fill_(5.0)
+    optimizer.step()
+    assert torch.equal(given[0], torch.full((2,), 4.0)) and torch.equal(given[1], torch.ones(3))
+    assert all(copy.grad is None for copy in copies)
+    assert optimizer.home(given[0]).type == "cpu" and optimizer.state[given[0]]["momentum_buffer"].shape == (2,)
 
 
 def test_what_it_refuses() -> None:

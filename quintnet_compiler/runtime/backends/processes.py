@@ -301,9 +301,9 @@ class ProcessBackend:
         dist.recv(found, sender)
         return found
 
-    def whole_tensors(self, program: DistributedProgram) -> OneOwnerEach:
+    def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> OneOwnerEach:
         specs = {id(p): program.state[name] for name, p in self.parameters.items()}
-        found = OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label)
+        found = OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label, host)
         self._tune()
         return found
 

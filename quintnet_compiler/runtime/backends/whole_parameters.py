@@ -15,6 +15,7 @@ from ...core.mesh import Mesh
 from ...core.sharding import local_shape
 from ...ir.distributed_program import StateSpec
 from ...ir.program import Axis
+from ..execute.host_copies import PLAIN
 from ..state.module_parameters import local_of
 from ..state.true_part import with_padding, without_padding
 from ..state.whole_optimizer import Pairs
@@ -37,11 +38,55 @@ class AllHere:
         """They have them."""
 
 
+class AllOnHost:
+    """Where all ranks are in this process, copies of parameters in memory of the host."""
+
+    label = ""
+
+    def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
+        made = {id(p): nn.Parameter(host_copy(p.detach(), p.device), requires_grad=p.requires_grad) for p in parameters}
+        await_copies(parameters)
+        return made
+
+    def collect(self, pairs: Pairs) -> None:
+        for p, copy in pairs:
+            copy.grad = None
+            if p.grad is not None:  # its values, too: somebody may have loaded others
+                copy.copy_(local_of(p), non_blocking=True)
+                copy.grad = host_copy(p.grad, p.device)
+        await_copies([p for p, _ in pairs])
+
+    def spread(self, pairs: Pairs) -> None:
+        for p, copy in pairs:
+            if p.grad is not None:
+                p.copy_(copy, non_blocking=True)
+            copy.grad = None
+
+
+def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host, pinned if ``device`` is another."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type not in PLAIN)
+
+
+def host_copy(x: Tensor, device: torch.device) -> Tensor:
+    """A plain copy, which is there when :func:`await_copies` has returned."""
+    plain = local_of(x).as_subclass(Tensor)
+    return host_room(plain.shape, plain.dtype, device).copy_(plain, non_blocking=True)
+
+
+def await_copies(tensors: Sequence[Tensor]) -> None:
+    """Wait until what was copied from these is on the host."""
+    for device in {x.device for x in tensors if x.device.type not in PLAIN}:
+        torch.accelerator.current_stream(device).synchronize()
+
+
 @dataclass
 class OneOwnerEach:
     """Each parameter is whole on one of the ranks of its stages: the largest first, each on the rank that has least.
 
-    ``specs``: of this rank's parameters, by id. All ranks of a stage call each method with the same parameters.
+    ``specs``: of this rank's parameters, by id. ``host``: whether it is whole in memory of that rank's host: then one
+    after the other is gathered, so that the device has room for one alone. All ranks of a stage call each method with
+    the same parameters.
     """
 
     mesh: Mesh
@@ -50,6 +95,7 @@ class OneOwnerEach:
     specs: Mapping[int, StateSpec]
     device: torch.device
     label: str = ""
+    host: bool = False
 
     def __post_init__(self) -> None:
         stages: dict[int, list[int]] = {}
@@ -78,24 +124,41 @@ class OneOwnerEach:
             self.owners[id(p)] = owner
         made: dict[int, nn.Parameter] = {}
         for p in parameters:
-            device = self.device if self.owners.get(id(p)) == self.transport.rank else "meta"
-            made[id(p)] = nn.Parameter(
-                torch.empty(p.shape, dtype=p.dtype, device=device), requires_grad=p.requires_grad
-            )
+            made[id(p)] = nn.Parameter(self._room(p), requires_grad=p.requires_grad)
         with torch.no_grad():
-            self._take([(p, made[id(p)]) for p in mine])
+            for some in self._together([(p, made[id(p)]) for p in mine]):
+                self._take(some)
         return made
 
     def collect(self, pairs: Pairs) -> None:
         there = [(p, whole) for p, whole in pairs if p.grad is not None]
-        self._take(there)
-        waits = [self._gather(p, _gradient(p)) for p, _ in there]
         for _, whole in pairs:
             whole.grad = None
-        for (_, whole), wait in zip(there, waits, strict=True):
-            whole.grad = wait()
+        for some in self._together(there):
+            self._take(some)
+            waits = [self._gather(p, _gradient(p)) for p, _ in some]
+            for (_, whole), wait in zip(some, waits, strict=True):
+                found = wait()
+                whole.grad = host_copy(found, self.device) if found is not None and self.host else found
+        if self.host:
+            await_copies([local_of(p) for p, _ in there])
 
     def spread(self, pairs: Pairs) -> None:
+        for some in self._together(pairs):
+            self._spread(some)
+
+    def _together(self, pairs: Pairs) -> list[Pairs]:
+        """What is gathered, or handed out, at once."""
+        return [[pair] for pair in pairs] if self.host else [pairs]
+
+    def _room(self, p: nn.Parameter) -> Tensor:
+        if self.owners.get(id(p)) != self.transport.rank:
+            return torch.empty(p.shape, dtype=p.dtype, device="meta")
+        if self.host:
+            return host_room(p.shape, p.dtype, self.device)
+        return torch.empty(p.shape, dtype=p.dtype, device=self.device)
+
+    def _spread(self, pairs: Pairs) -> None:
         waits: list[Pending] = []
         for p, whole in pairs:
             if p.grad is not None:
@@ -103,20 +166,24 @@ class OneOwnerEach:
                 into = part.new_empty(local_shape(spec.shape, spec.sharding, self.sizes))
                 parts = None
                 if not whole.is_meta:
-                    cut = [slices.take_all(whole, spec.sharding, self.sizes, place) for place in self.places]
+                    there = whole.to(self.device, non_blocking=True)
+                    cut = [slices.take_all(there, spec.sharding, self.sizes, place) for place in self.places]
                     parts = [x.contiguous() for x in cut]
                 waits.append(self.transport.scatter_parts(parts, into, self.ranks, self.owners[id(p)]))
         for p, _ in pairs:
             if p.grad is not None:
                 into = waits.pop(0)()
                 local_of(p).copy_(without_padding(into, local_of(p).shape))
+        if self.host:
+            for _, whole in pairs:
+                whole.grad = None
 
     def _take(self, pairs: Pairs) -> None:
         waits = [self._gather(p, local_of(p)) for p, _ in pairs]
         for (_, whole), wait in zip(pairs, waits, strict=True):
             found = wait()
             if found is not None:
-                whole.copy_(found)
+                whole.copy_(found, non_blocking=self.host)
 
     def _gather(self, p: nn.Parameter, part: Tensor) -> Pending:
         """What the ranks have of a tensor like ``p``, whole on the one that owns it."""

@@ -10,7 +10,7 @@ from ...core import slices
 from ...ir.distributed_program import DistributedProgram, StateSpec
 from ..state.local_values import StoredPart
 from ..state.whole_optimizer import WholeTensors
-from .whole_parameters import AllHere
+from .whole_parameters import AllHere, AllOnHost
 
 
 class WholeState:
@@ -30,8 +30,8 @@ class WholeState:
         for name in names:
             yield name, self.tensors[name]
 
-    def whole_tensors(self, program: DistributedProgram) -> WholeTensors:
-        return AllHere()
+    def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> WholeTensors:
+        return AllOnHost() if host else AllHere()
 
     def cuts(self) -> Mapping[str, StoredPart]:
         return {}

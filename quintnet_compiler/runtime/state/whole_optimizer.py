@@ -94,6 +94,10 @@ class WholeOptimizer(torch.optim.Optimizer):
         """Whether this process has the parameter whole, and its state."""
         return not self._whole[id(parameter)].is_meta
 
+    def home(self, parameter: nn.Parameter) -> torch.device:
+        """Where the optimizer has the parameter, and its state."""
+        return self._whole[id(parameter)].device
+
     @property
     def _whole(self) -> dict[int, nn.Parameter]:
         return {id(parameter): whole for parameter, whole in self._pairs}
