@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import aten
+from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from quintnet_compiler.ops.rank_local import dropout, noise
 from quintnet_compiler.ops.rules import contractions as contraction_rules
 from quintnet_compiler.ops.rules import lookups as lookup_rules
@@ -26,7 +27,6 @@ from quintnet_compiler.ops.rules.node_factors import along, leading, rows
 from quintnet_compiler.ops.rules.notation import Factors, Rule, rule
 from quintnet_compiler.ops.rules.reductions import reduction
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.user_derivatives import after_gradients, declare_gradient, with_tangent
 from quintnet_compiler.runtime.execute.comm import Comm
 
 from .one_operator import Sample, Wrong, call, check

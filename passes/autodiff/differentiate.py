@@ -26,8 +26,7 @@ from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, LocalProgram, outputs
 from ...ops.collectives import convert
-from ...ops.rank_local import LOOKUPS
-from ...ops.user_derivatives import (
+from ...ops.derivatives.user_derivatives import (
     after_gradients,
     declare_gradient,
     derivatives,
@@ -35,6 +34,7 @@ from ...ops.user_derivatives import (
     of_tangents,
     with_tangent,
 )
+from ...ops.rank_local import LOOKUPS
 from ..lowering.reductions import move, move_back, of_parameters, seed_of
 from .operator_trace import Template
 from .vector_jacobian import Pullback, VectorJacobian

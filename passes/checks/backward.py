@@ -32,8 +32,15 @@ from ...core.sharding import parse_type
 from ...ir.builder import GraphBuilder
 from ...ir.program import DifferentiatedProgram, outputs
 from ...ops.collectives import convert
+from ...ops.derivatives.user_derivatives import (
+    after_gradients,
+    arrives,
+    declare_gradient,
+    derivatives,
+    of_tangents,
+    with_tangent,
+)
 from ...ops.rank_local import LOOKUPS, loss_scale
-from ...ops.user_derivatives import after_gradients, arrives, declare_gradient, derivatives, of_tangents, with_tangent
 from .derivatives.calls import OperatorCall, Pattern
 from .derivatives.proven import Derivatives
 from .tables import SUMS, backward_call, dtype_of_sum, dtypes_of_gradient, forward_call

@@ -17,9 +17,9 @@ from torch import fx
 from ...core.annotations import facts, leaf, needs_grad, shape, tensor_inputs, values
 from ...core.sharding import AxisType, I, P, R, S, Shard
 from ...ir.program import Strategy
+from ...ops.derivatives.user_derivatives import declare_gradient, with_tangent
 from ...ops.expert_linear import expert_linear
 from ...ops.rules.notation import Dims, Factors
-from ...ops.user_derivatives import declare_gradient, with_tangent
 from .tables import bare
 
 # How ranks share a factor: how many runs of it there are of which each takes its part, and, where these do not divide,

@@ -1,4 +1,4 @@
-"""``gradient`` of a captured graph (:mod:`...ops.inner_gradients`), as the operators of a backward."""
+"""``gradient`` of a captured graph (:mod:`...ops.derivatives.inner_gradients`), as the operators of a backward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...core.annotations import facts, is_getitem, origin, value
 from ...core.errors import CompileError, QuintNetError
 from ...ir.builder import GraphBuilder
 from ...ops.cuda_attention import on_gpu
-from ...ops.inner_gradients import start
+from ...ops.derivatives.inner_gradients import start
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.rank_local import dropout
-from ...ops.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..autodiff.operator_trace import trace
 
 aten = torch.ops.aten
@@ -31,8 +31,9 @@ def inner_gradient(
     copy: Copy,
     absent: AbsentGpu | None,
 ) -> list[fx.Node]:
-    """The gradients of ``outputs`` with respect to ``inputs`` (:data:`...ops.inner_gradients.start` each), of what the
-    builder's graph computes between them: autograd's own, traced over these operators.
+    """The gradients of ``outputs`` with respect to ``inputs``, of which each is
+    :data:`...ops.derivatives.inner_gradients.start`, of what the builder's graph computes between them: autograd's own,
+    traced over these operators.
 
     ``arriving``: those of the outputs; ``again``: whether the results may be differentiated. ``copy(part, env)``
     appends an operator of the trace, whose inputs are in ``env``.

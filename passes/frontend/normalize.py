@@ -21,7 +21,7 @@ from ...ir.batch_form import ROWS
 from ...ir.builder import GraphBuilder
 from ...ir.program import Captured, Program, outputs
 from ...ir.symbolic_sizes import sizes_env
-from ...ops.inner_gradients import gradient
+from ...ops.derivatives.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
 from .derivative_rewrites import of_the_model

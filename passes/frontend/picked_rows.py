@@ -31,7 +31,7 @@ from ...compat.torch import free_unbacked_symbols, pytree
 from ...core.annotations import is_getitem, needs_grad, origin, shape, tensor_inputs, value
 from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
-from ...ops.inner_gradients import gradient
+from ...ops.derivatives.inner_gradients import gradient
 from ...ops.rank_local import dropout, noise
 from ...ops.rules.table import RULES
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from ...core.annotations import is_getitem, leaf, origin, tensor_inputs
+from ...ops.derivatives.user_derivatives import arrives
 from ...ops.rules.notation import Dims, Factors
-from ...ops.user_derivatives import arrives
 
 Value = tuple[fx.Node, int]
 

@@ -15,9 +15,9 @@ from ...core.precision import narrows
 from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention import attention
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient
 from ...ops.expert_linear import expert_linear
 from ...ops.rules.notation import Factors
-from ...ops.user_derivatives import after_gradients, declare_gradient
 from ..strategies.expert_axes import expert_parameters, travelling
 from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_factors, made_of_the_batch

@@ -13,7 +13,7 @@ from ...core.annotations import facts, is_getitem, leaf, origin
 from ...core.errors import CompileError
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Program, ShardedProgram, StagedProgram, outputs
-from ...ops.user_derivatives import derivatives
+from ...ops.derivatives.user_derivatives import derivatives
 from ...schedules.kinds import one_f_one_b
 from ...schedules.schedule import Schedule
 from ...schedules.synthesis import StageTimes

@@ -10,7 +10,7 @@ from torch import fx
 from ...core.annotations import facts, is_getitem, leaf, tensor_inputs
 from ...core.errors import CompileError
 from ...ir.program import ShardedProgram, StagedProgram
-from ...ops.user_derivatives import derivatives
+from ...ops.derivatives.user_derivatives import derivatives
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from ...core.annotations import facts, is_float, is_getitem, leaf, needs_grad, o
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.filled_rows import fill_rows
 from ...ops.kv_cache_attention import cached_attention
 from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule
-from ...ops.user_derivatives import after_gradients, declare_gradient, with_tangent
 
 aten = torch.ops.aten
 _EXACT = frozenset(

@@ -18,8 +18,8 @@ from ..core.rng import Key
 from ..core.sharding import P, Shard, Sharding, gradient
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ir.program import DifferentiatedProgram, ShardedProgram, outputs
+from ..ops.derivatives.user_derivatives import with_tangent
 from ..ops.rank_local import dropout, noise
-from ..ops.user_derivatives import with_tangent
 from ..runtime.backends.local import LocalBackend
 from ..runtime.execute.executor import Run
 from ..runtime.execute.interpreter_trace import Observer

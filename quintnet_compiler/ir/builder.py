@@ -15,7 +15,7 @@ from ..compat.torch import FakeTensorMode, schema_or_none, views_untracked
 from ..core.absent_gpu import call_fake
 from ..core.annotations import Facts, Leaf, Value, annotate, facts, is_float, value
 from ..core.errors import Where
-from ..ops.user_derivatives import declare_gradient, is_tangent, with_tangent
+from ..ops.derivatives.user_derivatives import declare_gradient, is_tangent, with_tangent
 
 aten = torch.ops.aten
 Target = Callable[..., Any]

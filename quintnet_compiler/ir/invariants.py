@@ -13,9 +13,9 @@ from ..core.errors import REPORT, CompileError
 from ..core.precision import narrows
 from ..core.sharding import P, Shard, local_shape
 from ..ops.collectives import convert
+from ..ops.derivatives.user_derivatives import declare_gradient
 from ..ops.kv_cache_attention import cached_attention
 from ..ops.rank_local import microbatch
-from ..ops.user_derivatives import declare_gradient
 from .codegen_allowlist import check_source
 from .distributed_program import DistributedProgram
 from .program import DifferentiatedProgram, LocalProgram, Program, ShardedProgram, StagedProgram

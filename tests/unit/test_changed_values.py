@@ -22,7 +22,7 @@ from quintnet_compiler.capture.places import LEAF, WHERE
 from quintnet_compiler.compat.torch_export import switches_by
 from quintnet_compiler.core.annotations import Leaf
 from quintnet_compiler.core.errors import CompileError, Where
-from quintnet_compiler.ops.user_derivatives import after_gradients, declare_gradient, with_tangent
+from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from quintnet_compiler.capture.derivatives.transforms import by_transform
 from quintnet_compiler.compat.torch import recording
 from quintnet_compiler.compat.torch_func import is_transformed, only_function_modes
 from quintnet_compiler.equivalence.made_leaves import MadeLeaves
-from quintnet_compiler.ops.inner_gradients import gradient, start
+from quintnet_compiler.ops.derivatives.inner_gradients import gradient, start
 from quintnet_compiler.ops.rules.backward_operators import BACKWARD_RULES
 from quintnet_compiler.passes.frontend.derivative_rewrites import DERIVATIVE_REWRITES
 from quintnet_compiler.passes.frontend.inner_gradients import without_starts

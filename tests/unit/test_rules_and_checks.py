@@ -15,11 +15,11 @@ from quintnet_compiler.core.slices import join, pad, stack, take, unstack
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.collectives import all_gather, all_reduce, lower_conversion, reduce_scatter
+from quintnet_compiler.ops.derivatives.user_derivatives import with_tangent
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.rules import contractions, lookups, reductions, user_derivatives, views
 from quintnet_compiler.ops.rules.node_factors import aligned, argument, chosen_dims
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.user_derivatives import with_tangent
 from quintnet_compiler.passes.checks.derivatives import proven
 from quintnet_compiler.passes.checks.derivatives.calls import OperatorCall, Pattern
 from quintnet_compiler.passes.checks.derivatives.numbers import check_numbers

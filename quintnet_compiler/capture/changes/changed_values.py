@@ -10,7 +10,7 @@ as it was, not into the change.
 A tensor keeps its place in autograd's graph: what reads it after the change has the new value, and the gradient of that
 is the gradient of what it was. So it is with parameters, with values in between, and with all views of either. This is
 done while the graph still has in-place operators (the left side); the right side without them has the gradient as a
-derivative of :mod:`...ops.user_derivatives`, and the new value behind ``detach``.
+derivative of :mod:`...ops.derivatives.user_derivatives`, and the new value behind ``detach``.
 
 Each ``detach`` is another tensor of the same memory. What writes to one of them and has a gradient gives a gradient to
 that one alone; all others are changed as under ``no_grad``.
@@ -29,8 +29,8 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 
 from ...core.errors import CompileError
-from ...ops.inner_gradients import gradient, start
-from ...ops.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ...ops.derivatives.inner_gradients import gradient, start
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..places import where_of
 from .autocast import regions
 from .memory import same_memory, written

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ...core.annotations import Leaf
-from ...ops.user_derivatives import after_gradients
+from ...ops.derivatives.user_derivatives import after_gradients
 from ..places import LEAF, WHERE
 
 

@@ -11,7 +11,7 @@ from torch.autograd.function import FunctionCtx
 
 from ...compat.torch import pytree, storage_key
 from ...compat.torch_hooks import FunctionBase, takes_gradients_as_list
-from ...ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
 
 Refuse = Callable[[str], Any]
 
@@ -155,7 +155,7 @@ def _differentiable(x: Any) -> bool:
 
 
 def declared(x: Tensor, gradient: Any, what: str, refuse: Refuse) -> Tensor:
-    """Says that the gradient of ``x`` is ``gradient``: for :data:`..ops.user_derivatives.after_gradients`."""
+    """Says that ``gradient`` is that of ``x``: for :data:`..ops.derivatives.user_derivatives.after_gradients`."""
     if not isinstance(gradient, Tensor):
         refuse(f"{what} is no tensor: it")
     if tuple(gradient.shape) != tuple(x.shape):

@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` in forward: one node of the traced graph (:mod:`...ops.inner_gradients`).
+"""``torch.autograd.grad`` in forward: one node of the traced graph (:mod:`...ops.derivatives.inner_gradients`).
 
 Autograd runs beside the trace as it does in the plain module, unrecorded. So it says which inputs get a gradient at
 all, and which results may be differentiated again, and raises what it would raise.
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ...compat.torch import recording, unrecorded
 from ...compat.torch_func import is_transformed
 from ...core.errors import CompileError, Where
-from ...ops.inner_gradients import gradient, start
+from ...ops.derivatives.inner_gradients import gradient, start
 from ..places import OWN
 from ..watched_trace import user_line
 from .transforms import by_transform

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...ops.user_derivatives import after_gradients, hooked, with_tangent
+from ...ops.derivatives.user_derivatives import after_gradients, hooked, with_tangent
 from .autograd_functions import declared, joined_to, needs_gradient
 
 Gradients = tuple[Tensor | None, ...]

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...ops.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, hooked, with_tangent
 
 
 def place_hooks(graph: fx.Graph, removed: Collection[int], refuse: Callable[[str], Any]) -> None:
-    """Make each :data:`..ops.user_derivatives.hooked` what all users of its tensor read, earlier ones too.
+    """Make each :data:`..ops.derivatives.user_derivatives.hooked` what all users of its tensor read, earlier ones too.
     ``removed``: the numbers of hooks that were taken away again. ``refuse``: raises an error.
 
     Of several hooks of one tensor, the first one sees the gradient first.

@@ -1,7 +1,8 @@
 """Derivatives that a model's author wrote (``torch.autograd.Function``, hooks), found while the model is traced.
 
 ``torch.export`` traces the forward of a Function as if it were ordinary code and drops every hook. Here both become
-nodes of the traced graph (:mod:`...ops.user_derivatives`); what cannot be followed is refused, with the line.
+nodes of the traced graph (:mod:`...ops.derivatives.user_derivatives`); what cannot be followed is refused, with the
+line.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from ...core.annotations import is_float, tensor_inputs, value
 from ..attention import attention
 from ..cross_entropy import row_nll
 from ..ctc import ctc_rows
+from ..derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..expert_linear import expert_linear
 from ..filled_rows import alike, fill_rows
 from ..kv_cache_attention import cached_attention
 from ..rank_local import dropout, noise
-from ..user_derivatives import after_gradients, declare_gradient, with_tangent
 from . import contractions as c
 from . import lookups as look
 from . import reductions as red

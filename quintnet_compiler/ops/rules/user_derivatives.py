@@ -1,4 +1,4 @@
-"""Rules of the operators of :mod:`...ops.user_derivatives`: a value and its gradient have types that fit each other."""
+"""Rules of :mod:`...ops.derivatives.user_derivatives`: a value and its gradient have types that fit each other."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     y = f(x1)
     (g,) = gradient([y], [x1], [], True)   # the gradient of y with respect to x1
 
-:class:`..passes.frontend.normalize.Normalize` writes both out: ``gradient`` becomes the operators of the backward of
+:class:`...passes.frontend.normalize.Normalize` writes both out: ``gradient`` becomes the operators of the backward of
 ``f``, which are differentiated again as all others, and ``start`` is ``x``.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from .define import define_operator
+from ..define import define_operator
 
 # ``number`` tells those of equal values apart
 start = define_operator("start(Tensor x, int number) -> Tensor", lambda x, number: torch.empty_like(x))

@@ -9,7 +9,7 @@
 
 All of it are ordinary nodes with ordinary sharding rules. Where ``y1`` has a type, ``t`` has that of its gradient, and
 ``b(t)`` that of the gradient of ``x``; so what a backward does to a partial sum is linear, or its terms are added up
-before. :class:`..passes.autodiff.differentiate.Differentiate` moves what depends on ``t`` to the backward.
+before. :class:`...passes.autodiff.differentiate.Differentiate` moves what depends on ``t`` to the backward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, fx
 
-from ..core.annotations import is_getitem, origin, tensor_inputs
-from .define import define_operator
+from ...core.annotations import is_getitem, origin, tensor_inputs
+from ..define import define_operator
 
 
 def _as_made(x: Tensor, *_: object) -> Tensor:

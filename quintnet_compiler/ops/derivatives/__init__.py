@@ -1,0 +1,1 @@
+"""Derivatives that a model's author wrote, or takes in forward, as operators."""
