@@ -24,6 +24,7 @@ from ..ops.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
+from ..ops.scaled_products import scaled_matmul
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .kernels import Kernel, merged_bytes
 
@@ -32,6 +33,7 @@ ProductSize = tuple[int, int, int, int]  # batch, rows, columns, depth: a multip
 
 DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
     {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp32"}
+    | dict.fromkeys([torch.float8_e4m3fn, torch.float8_e5m2], "fp8")
 )
 
 
@@ -184,6 +186,9 @@ def moved(target: Any, given: Sequence[float], made: float) -> float:
 
 
 def _dtype(node: fx.Node) -> str:
+    """In which an operator computes: that of its result, or of the 8-bit numbers that it multiplies."""
+    if node.target is scaled_matmul:
+        return DTYPES[values(tensor_inputs(node)[0])[0].dtype]
     made = next(v for v in values(node) if isinstance(v, torch.Tensor))
     return DTYPES.get(made.dtype, "fp32")
 

@@ -23,10 +23,13 @@ from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.filled_rows import alike, fill_rows
 from quintnet_compiler.ops.kv_cache_attention import cached_attention
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 from .one_operator import Input, Sample, call
 
 aten = torch.ops.aten
+E4M3, E5M2, WIDE = torch.float8_e4m3fn, torch.float8_e5m2, torch.float64
+FORWARD, OF_INPUT, OF_WEIGHT = "mk,nk->mn", "mn,nk->mk", "mn,mk->nk"
 
 
 # -- arguments
@@ -44,6 +47,11 @@ def f(*shape: int) -> Input:
 def const(*shape: int) -> Input:
     """As :func:`f`, without a gradient."""
     return Input(shape, _normal, grad=False)
+
+
+def eight(*shape: int) -> Input:
+    """Numbers of 8 bits, which have no gradient."""
+    return Input(shape, lambda g, s: _normal(g, s).to(torch.float8_e4m3fn), grad=False)
 
 
 def cplx(*shape: int) -> Input:
@@ -497,6 +505,18 @@ def _lookups() -> list[Sample]:
         call(aten.embedding.default, f(6, 4), ints(6, 4, 6), -1, True),
         call(row_nll, f(4, 6), ints(6, 4), -100),
         call(row_nll, f(6, 12), ints(12, 6), 2),
+        *(call(block_max, const(4, 6, 12), block) for block in ([0, 0, 0], [1, 1, 0], [0, 0, 1], [1, 1, 3], [1, 3, 0])),
+        call(block_scale, const_pos(4, 6), E4M3, True),
+        call(block_scale, const_pos(6, 1), E5M2, False),
+        call(scaled_cast, const(4, 6), const_pos(1, 1), E4M3),
+        call(scaled_cast, const(4, 6), const_pos(4, 1), E5M2),
+        call(scaled_cast, const(4, 12), const_pos(4, 4), E4M3),
+        call(scaled_matmul, eight(4, 3, 6), eight(12, 6), const_pos(1, 1, 1), const_pos(1, 1), FORWARD, WIDE),
+        call(scaled_matmul, eight(4, 3, 6), eight(12, 6), const_pos(4, 3, 1), const_pos(12, 1), FORWARD, WIDE),
+        call(scaled_matmul, eight(4, 12), eight(6, 12), const_pos(4, 4), const_pos(2, 4), FORWARD, WIDE),
+        call(scaled_matmul, eight(4, 3, 12), eight(12, 6), const_pos(4, 3, 1), const_pos(1, 6), OF_INPUT, WIDE),
+        call(scaled_matmul, eight(2, 4, 6), eight(2, 4, 12), const_pos(1, 1, 6), const_pos(1, 1, 12), OF_WEIGHT, WIDE),
+        call(scaled_matmul, eight(2, 6, 4), eight(2, 6, 12), const_pos(2, 2, 4), const_pos(2, 2, 12), OF_WEIGHT, WIDE),
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), None, False),
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), f(4, 6), False),
         call(expert_linear, f(8, 4), ints(2, 8), f(4, 4, 6), f(4, 6), True),  # experts that nobody chose

@@ -34,10 +34,12 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
+from ...ops.scaled_products import block_max
 from ..strategies.expert_axes import hops, moved_there
 from ..strategies.rule_book import RuleBook
 from .lower_attention import LowerAttention
 from .padding import Mixed, Padding, mixed, padded_dims
+from .scales import largest_of_ranks
 
 aten = torch.ops.aten
 
@@ -228,6 +230,9 @@ class _CommunicationLowering:
             )
         elif target is expert_linear:
             new = self._expert_linear(node, *args)
+        elif target is block_max:
+            kinds = self.sharded.wanted(node, 0)
+            new = largest_of_ranks(self.builder, args[0], args[1], kinds, self.axes)
         elif target is row_nll:
             new = self._cross_entropy(node, args[0], args[1], args[2])
         elif target is dropout:

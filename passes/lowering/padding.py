@@ -21,6 +21,7 @@ from ...ir.program import Axis, Strategy
 from ...ops.expert_linear import expert_linear
 from ...ops.rank_local import LOOKUPS, padding_of
 from ...ops.rules.notation import Dims, Factors
+from ...ops.scaled_products import block_max
 from ..strategies.rule_book import refine
 
 aten = torch.ops.aten
@@ -83,7 +84,8 @@ def mixed(node: fx.Node, factors: Factors, chosen: Sequence[Strategy], axes: Seq
             written = [_dim(dims, name) for dims in factors.outputs]
             every = None not in (*read, *written)
             alone = alone and every
-            if name in factors.settled:  # by operators that look at their padding themselves
+            # the others look at their padding themselves
+            if name in factors.settled and node.target is not block_max:
                 continue
             times = sum(dim is not None for dim in read)
             for position, dim in enumerate(read):

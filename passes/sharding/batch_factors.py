@@ -9,6 +9,7 @@ from torch import fx
 from ...core.annotations import is_getitem, leaf, origin, tensor_inputs
 from ...ops.derivatives.user_derivatives import arrives
 from ...ops.rules.notation import Dims, Factors
+from ...ops.scaled_products import block_max
 
 Value = tuple[fx.Node, int]
 
@@ -37,7 +38,8 @@ def _outermost(dims: Dims, chosen: frozenset[int] | set[int]) -> set[str]:
 
 
 def made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Operators that depend on the batch and on a parameter."""
+    """Operators that depend on the batch and on a parameter, and those that scale 8-bit numbers by what the batch has.
+    A scale is no more than a number: a microbatch takes its own, so what reads only scales may be anything."""
     batched: set[fx.Node] = set()
     trained: set[fx.Node] = set()
     for node in graph.nodes:
@@ -49,6 +51,7 @@ def made_of_the_batch(graph: fx.Graph) -> frozenset[fx.Node]:
                 trained.add(node)
         elif node.op == "call_function":
             for kind in (batched, trained):
-                if any(source in kind for source in arrives(node)):
+                if any(source in kind for source in arrives(node) if source.target is not block_max):
                     kind.add(node)
-    return frozenset(n for n in batched & trained if n.op == "call_function")
+    made = {node for node in batched if node in trained or node.target is block_max}
+    return frozenset(node for node in made if node.op == "call_function")

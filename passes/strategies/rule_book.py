@@ -26,12 +26,13 @@ from ...ops.filled_rows import fill_rows
 from ...ops.kv_cache_attention import cached_attention
 from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule
+from ...ops.scaled_products import scaled_matmul
 
 aten = torch.ops.aten
 _EXACT = frozenset(
     {
         with_tangent, declare_gradient, after_gradients, cached_attention, aten.nll_loss_forward.default,
-        aten.nll_loss2d_forward.default, fill_rows,
+        aten.nll_loss2d_forward.default, fill_rows, scaled_matmul,
     }
 )  # fmt: skip
 # raise for some values; norms and cross products do not

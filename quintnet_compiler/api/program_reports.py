@@ -82,6 +82,11 @@ class ProgramReports(ProgramState):
         return self._primary().unsplit
 
     @property
+    def kept_in_16_bits(self) -> tuple[str, ...]:
+        """With ``precision="fp8"``: the linear layers that do not multiply 8-bit numbers, with the reason of each."""
+        return self._primary().wide
+
+    @property
     def compile_seconds(self) -> Mapping[str, float]:
         """Seconds of each pass and check."""
         return dict(self._primary().seconds)

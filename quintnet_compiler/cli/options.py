@@ -59,7 +59,7 @@ Gpu = Annotated[
 Nodes = Annotated[int, typer.Option(min=1, help="nodes of the cluster")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="devices of a node, if not the usual")]
 PrecisionOption = Annotated[
-    str | None, typer.Option(metavar="model|bf16|fp16", help="mixed precision; as --set precision=...")
+    str | None, typer.Option(metavar="model|bf16|fp16|fp8", help="mixed precision; as --set precision=...")
 ]
 Tokens = Annotated[
     float | None, typer.Option(help="tokens to train on (rows, where batches have none), as 1e12: what that takes")

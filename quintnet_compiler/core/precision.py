@@ -9,6 +9,7 @@ import torch
 
 DTYPES = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    | {"fp8": torch.bfloat16}  # all but products of linear layers
 )
 
 

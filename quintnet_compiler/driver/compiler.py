@@ -27,6 +27,7 @@ from ..ir.program import Captured, DifferentiatedProgram, ShardedProgram, Staged
 from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.codegen.generate_ranks import GenerateRanks
+from ..passes.frontend.eight_bits import wide_layers
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.sharding.axis_view import stores_state
 from ..passes.sharding.replicated import unsplit
@@ -72,6 +73,8 @@ class Runner:
 class Compiled:
     """A compiled program and the plan that it follows, complete.
 
+    ``unsplit``, ``wide``: what is not split, and what is not in 8 bits, and why.
+
     Kept are the program and the graphs that it was made from (``program.source``: captured, canonical, local,
     differentiated), which reports and the search for a NaN read. What was between them is not: ``again`` makes it.
     """
@@ -81,6 +84,7 @@ class Compiled:
     seconds: Mapping[str, float]
     stages: Mapping[str, tuple[int, ...]]
     unsplit: tuple[str, ...]
+    wide: tuple[str, ...]
     again: Callable[[Runner], Any] = field(repr=False, compare=False)
 
     def passes(self) -> list[tuple[str, Any]]:
@@ -136,7 +140,8 @@ def _compiled(captured: Captured, request: Request, runner: Runner, *, training:
     whole += stored_whole(sharded, plan.zero_axes if plan.zero else ())
     again = partial(compile_program, captured, request, training=training)
     complete = _complete(plan, mesh, sharded, staged, program)
-    return Compiled(program, complete, runner.seconds, _stages(staged), whole, again)
+    wide = wide_layers(sharded.program, plan.fp8_recipe, plan.fp8_skip) if plan.precision == "fp8" else ()
+    return Compiled(program, complete, runner.seconds, _stages(staged), whole, wide, again)
 
 
 @one_thread()

@@ -39,6 +39,7 @@ from ..passes.checks.reductions import check_reductions
 from ..passes.checks.rewrites.chunked import check_chunked
 from ..passes.checks.rewrites.early import check_early
 from ..passes.checks.rewrites.early_loss_gradients import check_early_loss_gradients
+from ..passes.checks.rewrites.eight_bits import check_eight_bits
 from ..passes.checks.rewrites.fused import check_fused
 from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
@@ -49,6 +50,7 @@ from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
 from ..passes.checks.slices import check_slices
 from ..passes.checks.types import check_types
 from ..passes.codegen.generate_ranks import GenerateRanks
+from ..passes.frontend.eight_bits import RECIPES, EightBits
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
 from ..passes.lowering.chunk_losses import ChunkLosses
@@ -315,6 +317,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",
         lambda s, p: _planned(LowerPrecision, s, precision_of(s.plan)),
         lambda s, before, after: [(check_experts, (after.graph, s.plan.experts))],
+    ),
+    PassSpec(
+        EightBits, "Program", "which linear layers multiply 8-bit numbers, and what has a scale",
+        lambda s, p: EightBits(RECIPES[s.plan.fp8_recipe], s.plan.fp8_skip) if s.plan.precision == "fp8" else None,
+        lambda s, before, after: [(check_eight_bits, (before, after))] if after is not before else [],
     ),
     PassSpec(
         ChooseSharding, "ShardedProgram", "how each operator runs on each mesh axis: an integer program per axis",

@@ -71,9 +71,9 @@ class ProgramCache:
         def read(data: Data) -> Compiled:
             program = read_program(data["program"], captured, data["key"], lambda: again(Runner()).program)
             stages = {str(name): tuple(map(int, where)) for name, where in data["stages"]}
-            unsplit = tuple(map(str, data["unsplit"]))
+            unsplit, wide = (tuple(map(str, data[name])) for name in ("unsplit", "wide"))
             seconds = {type(self).__name__: time.perf_counter() - start}
-            return Compiled(program, Plan.from_json(data["plan"]), seconds, stages, unsplit, again)
+            return Compiled(program, Plan.from_json(data["plan"]), seconds, stages, unsplit, wide, again)
 
         key = partial(key_of, captured, request, training=training)
         recipe = _Recipe(key, make, _data, read, self._about(captured, request, training=training))
@@ -174,6 +174,7 @@ def _data(compiled: Compiled) -> Data:
         "plan": compiled.plan.to_json(),
         "stages": list(compiled.stages.items()),
         "unsplit": compiled.unsplit,
+        "wide": compiled.wide,
     }
 
 

@@ -48,7 +48,7 @@ def join_program(captured: Captured, task: Task, size: int, home: Home) -> Compi
             refuse_other(f"{name} is no part of the module, nor of a module that was given as loss_fn")
         if spec.kind == "parameter" and _place(spec, program) != _place(primary.program.state[name], primary.program):
             refuse_other(f"this program needs {name} in another place than the first one of this module has it")
-    return Compiled(program, plan, runner.seconds, primary.stages, primary.unsplit, again)
+    return Compiled(program, plan, runner.seconds, primary.stages, primary.unsplit, primary.wide, again)
 
 
 def _split(mesh: Mesh) -> list[tuple[str, int]]:

@@ -90,7 +90,14 @@ class Plan(BaseModel):
             memory at a time. 1: all rows at once.
         precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
             scaled loss: mixed precision, with 16-bit copies of float32 parameters; the optimizer sees float32. See
-            :mod:`..passes.frontend.lower_precision`.
+            :mod:`..passes.frontend.lower_precision`. ``"fp8"``: as ``"bf16"``, and products of linear layers are of
+            8-bit numbers with scales, forward and backward.
+        fp8_recipe: for ``"fp8"``: what has one scale. ``"tensorwise"``: a tensor; ``"rowwise"``: a row, along the dim
+            that a product sums over; ``"rowwise_with_gw_hp"``: likewise, and gradients of weights are 16-bit products;
+            ``"blockwise"``: 128 numbers of a row, and 128 x 128 of a weight; ``"mxfp8"``: 32 numbers of a row. See
+            :mod:`..passes.frontend.eight_bits`.
+        fp8_skip: for ``"fp8"``: names or globs of linear layers, or of their weights, that stay in 16 bits, beside
+            those that cannot be in 8.
         loss_scale: for ``"fp16"``: the initial loss scale. It halves with every step that overflows (which is then
             skipped) and doubles after 2000 good steps.
         reduce_dtype: the dtype in which ranks add up gradients of parameters: ``"parameter"``, the parameter's own;
@@ -129,7 +136,9 @@ class Plan(BaseModel):
     activation_memory_budget: float | None = Field(default=None, gt=0, lt=2**20)
     offload: tuple[Offloaded, ...] = ()
     loss_chunks: int = Field(default=1, ge=1, le=2**20)
-    precision: Literal["model", "bf16", "fp16"] = "model"
+    precision: Literal["model", "bf16", "fp16", "fp8"] = "model"
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] = "tensorwise"
+    fp8_skip: tuple[Text, ...] = ()
     loss_scale: float = Field(default=2.0**16, ge=1, lt=2.0**100)
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] = "parameter"
     sum_dtype: Literal["value", "float32"] = "value"
@@ -208,7 +217,9 @@ class PlanOptions(TypedDict, total=False):
     activation_memory_budget: float | None
     offload: Sequence[Offloaded] | None
     loss_chunks: int | None
-    precision: Literal["model", "bf16", "fp16"] | None
+    precision: Literal["model", "bf16", "fp16", "fp8"] | None
+    fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"] | None
+    fp8_skip: Sequence[str] | None
     loss_scale: float | None
     reduce_dtype: Literal["parameter", "float32", "bfloat16"] | None
     sum_dtype: Literal["value", "float32"] | None

@@ -20,9 +20,11 @@ from ..expert_linear import expert_linear
 from ..filled_rows import alike, fill_rows
 from ..kv_cache_attention import cached_attention
 from ..rank_local import dropout, noise
+from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from . import contractions as c
 from . import lookups as look
 from . import reductions as red
+from . import scaled_products as scaled
 from . import user_derivatives as own
 from . import views as v
 from .backward_operators import BACKWARD_RULES
@@ -284,6 +286,10 @@ RULES = MappingProxyType(
         # lookups
         _each([aten.embedding.default], look.embedding, "memory"),
         _each([row_nll], look.row_nll, "memory"),
+        _each([block_max], scaled.block_max, "memory"),
+        _elementwise([block_scale]),
+        _each([scaled_cast], scaled.scaled_cast, "memory"),
+        _each([scaled_matmul], scaled.scaled_matmul, "matmul"),
         rule(ctc_rows, "t n c, n s, n, n -> n, n u a", whole="t c s u a", work="memory"),
         _each([expert_linear], look.expert_linear, "matmul"),
         _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss, "memory"),

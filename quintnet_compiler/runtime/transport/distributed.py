@@ -19,6 +19,7 @@ from ...core.mesh import Mesh
 from ...ops.collectives import COLLECTIVES, CollectiveSpec
 from .collectives import Native, collectives, pending
 from .connections import Connection, Connections
+from .narrow import as_bytes, moved_as_bytes
 from .shared_memory import fits
 from .symmetric import Kernels, kernels_of
 from .transport import Pending, Wait
@@ -105,7 +106,7 @@ class DistributedTransport:
 
     def _begin(self, collective: str) -> Callable[..., Pending]:
         own: Callable[..., Pending] | None = getattr(self, f"_{collective}", None)
-        return own or partial(self._meant, COLLECTIVES[collective])
+        return moved_as_bytes(own or partial(self._meant, COLLECTIVES[collective]))
 
     def _meant(self, spec: CollectiveSpec, x: Tensor, axis: str, *how: Any, later: bool = False) -> Pending:
         """A collective without a method of its own: this rank's result of what all ranks give, which it gathers."""
@@ -295,7 +296,7 @@ class DistributedTransport:
         if (link := self.connections.link[one]) is not None and fits(x.shape, x.dtype, x.device):
             link.put(x)
             return lambda: x
-        work = dist.isend(x, to, group=self.connections.group[one])
+        work = dist.isend(as_bytes(x), to, group=self.connections.group[one])
 
         def wait() -> Tensor:
             if work is not None:
@@ -309,7 +310,7 @@ class DistributedTransport:
         if (link := self.connections.link[one]) is not None and fits(shape, dtype, device):
             return link.take(shape, dtype, torch.clone)
         x = torch.empty(shape, dtype=dtype, device=device)
-        work = dist.irecv(x, source, group=self.connections.group[one])
+        work = dist.irecv(as_bytes(x), source, group=self.connections.group[one])
 
         def wait() -> Tensor:
             if work is not None:

@@ -1,0 +1,140 @@
+"""Check of linear layers in 8 bits: read backwards, what stands for one is that layer, with both of its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....core.annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value
+from ....core.errors import REPORT, CompileError
+from ....ir.program import Program, outputs
+from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ....ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
+
+aten = torch.ops.aten
+Numbers = dict[Hashable, int]  # equal calls of equal values have one number
+
+
+def check_eight_bits(before: Program, after: Program) -> None:
+    """Outputs of ``after`` are those of ``before``, where linear layers may be products of 8-bit numbers: of the
+    layer's own input and weight, scaled by the largest numbers of these, with the gradients of a linear layer.
+
+    Raises:
+        CompileError: QN209 with what differs.
+    """
+    numbers: Numbers = {}
+    old, new = _numbered(before, numbers), _numbered(after, numbers)
+    for left, right in zip(outputs(before.graph), outputs(after.graph), strict=True):
+        if old[left] != new[right]:
+            raise _fail(f"{right.name} is not what {left.name} was", right)
+    impure = [[known[n] for n in known if n.is_impure() and n.op != "placeholder"] for known in (old, new)]
+    if impure[0] != impure[1]:
+        raise _fail("calls that nobody reads are other ones", None)
+
+
+def _numbered(program: Program, numbers: Numbers) -> dict[fx.Node, int]:
+    """What each node stands for. A layer's bias counts as added afterwards."""
+    known: dict[fx.Node, int] = {}
+
+    def number(*what: Hashable) -> int:
+        return numbers.setdefault(what, len(numbers))
+
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            found = leaf(node)
+            known[node] = number("leaf", node.name, found.name if found is not None else "", str(value(node).dtype))
+        elif is_getitem(node):
+            known[node] = number("part", known[origin(node)[0]], int(node.args[1]))
+        elif (layer := _layer(node)) is not None:
+            known[node] = number("linear", *(known[one] for one in layer))
+        elif node.target is aten.linear.default:
+            x, weight, *bias = (known[n] for n in tensor_inputs(node))
+            known[node] = number("linear", x, weight)
+            if bias:
+                known[node] = number(aten.add.Tensor, repr(((known[node], bias[0]), {})))
+        else:
+            given = fx.map_arg((node.args, node.kwargs), known.__getitem__)
+            known[node] = number(node.target, repr((tuple(given[0]), dict(given[1]))))
+    return known
+
+
+def _layer(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The input and the weight of the layer for which ``node`` stands; None if it is no product of 8-bit numbers, or
+    a gradient."""
+    if node.target is scaled_matmul:
+        if node.args[4] == "mk,nk->mn" and not any(user.target is with_tangent for user in node.users):
+            return _operands(node)
+        return None
+    if node.target is not after_gradients:
+        return None
+    both, index = origin(tensor_inputs(node)[0])
+    if both.target is not with_tangent or both.args[0].target is not scaled_matmul:  # type: ignore[union-attr]
+        return None
+    made: Any = both.args[0]
+    x, weight = _operands(made)
+    if made.args[4] != "mk,nk->mn" or index != 0 or both.args[1] is not True:
+        raise _fail(f"{made.name} is not the product of a linear layer", node)
+    left = [n for n in (x, weight) if needs_grad(n)]
+    for done in tensor_inputs(node)[1:]:
+        says = origin(done)[0]
+        if says.target is not declare_gradient or says.args[0] not in left:
+            raise _fail(f"{says.name} is no gradient that {made.name} has", node)
+        of, gradient = tensor_inputs(says)
+        left.remove(of)
+        _check_gradient(gradient, both, of is x, (x, weight))
+        if value(gradient).dtype is not value(of).dtype:
+            raise _fail(f"{gradient.name} has another dtype than {of.name}", node)
+    if left:
+        raise _fail(f"{left[0].name} gets no gradient of {made.name}", node)
+    return x, weight
+
+
+def _check_gradient(gradient: fx.Node, both: fx.Node, of_input: bool, layer: tuple[fx.Node, fx.Node]) -> None:
+    x, weight = layer
+    if gradient.target is scaled_matmul:
+        equation, other = ("mn,nk->mk", weight) if of_input else ("mn,mk->nk", x)
+        tangent, second = _operands(gradient)
+        right = gradient.args[4] == equation and second is other
+    else:  # of a weight, in the bits that it had
+        rows = gradient.args[0]
+        right = not of_input and gradient.target is aten.mm.default and rows.target is aten.t.default  # type: ignore[union-attr]
+        tangent, second = (_flat(n) for n in (rows.args[0], gradient.args[1])) if right else (gradient, gradient)  # type: ignore[union-attr]
+        right = right and _attached(second) is x
+    if not right or not is_getitem(tangent) or origin(tangent) != (both, 1):
+        raise _fail(f"{gradient.name} is not the gradient of a linear layer", gradient)
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """What a product multiplies, before it was cast: each by the largest numbers that it has itself."""
+    a, b, scale_a, scale_b = tensor_inputs(node)
+    found = []
+    for cast, scale in ((a, scale_a), (b, scale_b)):
+        largest = scale.args[0]
+        kinds = (cast.target, scale.target, getattr(largest, "target", None))
+        if kinds != (scaled_cast, block_scale, block_max) or cast.args[1] is not scale:
+            raise _fail(f"{node.name} multiplies {cast.name}, which {scale.name} does not scale", node)
+        assert isinstance(largest, fx.Node)
+        if largest.args[0] is not cast.args[0] or scale.args[1] is not cast.args[2]:
+            raise _fail(f"{scale.name} is the scale of something else than {cast.name}", node)
+        found.append(_attached(tensor_inputs(cast)[0]))
+    return found[0], found[1]
+
+
+def _attached(node: fx.Node) -> fx.Node:
+    return tensor_inputs(node)[0] if node.target is aten.detach.default else node
+
+
+def _flat(node: Any) -> fx.Node:
+    """A matrix before its rows were one dim."""
+    found: fx.Node = tensor_inputs(node)[0] if node.target is aten.reshape.default else node
+    return found
+
+
+def _fail(what: str, node: fx.Node | None) -> CompileError:
+    where = facts(node).where if node is not None else None
+    return CompileError("QN209", f"8-bit check: {what}", where=where, fix=REPORT)

@@ -1,0 +1,212 @@
+"""Program -> Program: linear layers whose products, forward and backward, are of 8-bit numbers with scales."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from ...core.annotations import facts, is_getitem, leaf, needs_grad, shape, value
+from ...ir.builder import GraphBuilder
+from ...ir.program import Program, outputs
+from ...ops.catalog import work_of
+from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ...ops.scaled_products import (
+    FORWARD,
+    OF_INPUT,
+    OF_WEIGHT,
+    block_max,
+    block_scale,
+    scaled_cast,
+    scaled_matmul,
+)
+
+aten = torch.ops.aten
+MULTIPLE = 16  # of which GPUs' 8-bit kernels take sizes (torch._scaled_mm)
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Operand = Literal["input", "weight", "gradient"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How operands are scaled. ``along``: how many numbers have one scale, along the dim that a product sums over; 0:
+    all of it; None: there is one scale for a tensor. ``square``: a weight has one for that many rows and columns.
+    ``gradient``: the format of gradients of results, all else is E4M3. ``power_of_two``: scales are powers of two.
+    ``of_weight``: whether the gradient of a weight is an 8-bit product, too.
+    """
+
+    along: int | None = None
+    square: bool = False
+    gradient: torch.dtype = E4M3
+    power_of_two: bool = False
+    of_weight: bool = True
+
+    def block(self, operand: Operand, size: Sequence[int], summed: int, *, rows: int = 1) -> list[int]:
+        """The size of a block in each dim of an operand of shape ``size``; ``summed``: the dim that is summed over, the
+        first of ``rows`` that stand for one. As :mod:`...ops.scaled_products` has it."""
+        if self.along is None:
+            return [0] * len(size)
+        found = [1] * len(size)
+        if self.square and operand == "weight":
+            found = [self.along] * len(size)
+        elif self.along == 0:
+            found[summed : summed + rows] = [0] * rows
+        else:
+            found[summed + rows - 1] = self.along
+        return [0 if 1 < block >= count else block for block, count in zip(found, size, strict=True)]
+
+
+# what each name means; the first three as torchao's recipes of the same names
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "tensorwise": Recipe(gradient=E5M2),
+        "rowwise": Recipe(along=0, power_of_two=True),
+        "rowwise_with_gw_hp": Recipe(along=0, power_of_two=True, of_weight=False),
+        "blockwise": Recipe(along=128, square=True),
+        "mxfp8": Recipe(along=32, power_of_two=True),
+    }
+)
+
+
+@dataclass(frozen=True)
+class EightBits:
+    """Replace linear layers by products of 8-bit numbers, with the gradients that these have by definition.
+
+    Before: %y = linear(%x, %w)
+    After:  %y0 = scaled_matmul(%x8, %w8, %x_scale, %w_scale, "mk,nk->mn");  %y1, %t = with_tangent(%y0)
+            declare_gradient(%x, scaled_matmul(%t8, %w8, ..., "mn,nk->mk"))
+            declare_gradient(%w, scaled_matmul(%t8, %x8, ..., "mn,mk->nk"))
+            %y = after_gradients(%y1, ...)
+    Ensures: what is not replaced is as before; scales are values, of whole tensors and each microbatch. Everything that
+    is made has a sharding rule, so that a scale over a dim which ranks split is the largest of theirs, and what ranks
+    gather has 8 bits.
+
+    ``wide``: patterns of names of parameters, or of modules, that keep their bits. So do layers for which
+    :func:`kept_wide` names a reason. (Micikevicius et al. 2022; Rouhani et al. 2023; DeepSeek-AI 2024.)
+    """
+
+    recipe: Recipe
+    wide: tuple[str, ...] = ()
+
+    def __call__(self, program: Program, /) -> Program:
+        return _Lowering(program, self.recipe, kept_wide(program, self.recipe, self.wide)).run()
+
+
+def kept_wide(program: Program, recipe: Recipe, patterns: Sequence[str] = ()) -> dict[fx.Node, str]:
+    """The linear layers that keep their bits, and why."""
+    nodes = list(program.graph.nodes)
+    feeds: set[fx.Node] = set()  # what a product depends on
+    for node in reversed(nodes):
+        if node in feeds or (node.op == "call_function" and work_of(node.target) in ("matmul", "attention")):
+            feeds.update(node.all_input_nodes)
+    found = {}
+    for node in (n for n in nodes if n.target is aten.linear.default):
+        reason = _reason(node, recipe, patterns)
+        if not reason and node not in feeds:
+            reason = "no further product reads its result: it is a head, such as logits"
+        if reason:
+            found[node] = reason
+    return found
+
+
+def wide_layers(program: Program, recipe: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """What :func:`kept_wide` says of a program in which all other layers have 8 bits, in lines."""
+    found = kept_wide(program, RECIPES[recipe], patterns)
+    return tuple(f"{facts(node).where.module or 'the loss'}: {why}" for node, why in found.items())
+
+
+def _reason(node: fx.Node, recipe: Recipe, patterns: Sequence[str]) -> str:
+    x, weight = node.args[:2]
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    known = leaf(weight)
+    if known is None or known.kind != "parameter":
+        return "its weight is computed"
+    module = known.name.rpartition(".")[0]
+    if taken := [p for p in patterns if fnmatchcase(known.name, p) or fnmatchcase(module, p)]:
+        return f"the plan keeps {taken[0]!r} wide"
+    sizes = {"in": shape(weight)[1], "out": shape(weight)[0]}
+    step = max(MULTIPLE, recipe.along or 1)
+    if odd := [f"{name}_features {size}" for name, size in sizes.items() if size % step]:
+        return f"{' and '.join(odd)} is no multiple of {step}"
+    return ""
+
+
+@dataclass
+class _Lowering:
+    program: Program
+    recipe: Recipe
+    wide: Mapping[fx.Node, str]
+    cast: dict[tuple[fx.Node, tuple[int, ...]], tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+
+    def run(self) -> Program:
+        self.builder, self.env = GraphBuilder(self.program.mode), dict[fx.Node, fx.Node]()
+        for node in self.program.graph.nodes:
+            if node.op != "output":
+                with self.builder.at(node):
+                    self.env[node] = self._node(node)
+        self.builder.output(tuple(self.env[node] for node in outputs(self.program.graph)))
+        return replace(self.program, graph=self.builder.graph)
+
+    def _node(self, node: fx.Node) -> fx.Node:
+        if node.op == "placeholder":
+            known = facts(node)
+            return self.builder.placeholder(node.name, value(node), known.leaf, needs_grad=known.needs_grad)
+        given: Any = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
+        args, kwargs = given
+        if is_getitem(node):
+            return self.builder.getitem(args[0], int(args[1]))
+        if node.target is aten.linear.default and node not in self.wide:
+            return self._linear(*args)
+        target: Any = node.target
+        return self.builder.call(target, *(list(a) if isinstance(a, (list, tuple)) else a for a in args), **kwargs)
+
+    def _linear(self, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> fx.Node:
+        call, rank = self.builder.call, len(shape(x))
+        made = self._product(FORWARD, (x, "input", rank - 1, 1), (weight, "weight", 1, 1), value(x).dtype)
+        if needs_grad(x) or needs_grad(weight):
+            both = call(with_tangent, made, True)
+            made, tangent = (self.builder.getitem(both, i) for i in range(2))
+            done = []
+            if needs_grad(x):
+                back = (tangent, "gradient", rank - 1, 1), (weight, "weight", 0, 1)
+                done.append(self._declared(x, self._product(OF_INPUT, *back, value(x).dtype)))  # type: ignore[arg-type]
+            if needs_grad(weight):
+                done.append(self._declared(weight, self._of_weight(tangent, x, value(weight).dtype)))
+            made = call(after_gradients, made, done)
+        return made if bias is None else call(aten.add.Tensor, made, bias)
+
+    def _declared(self, x: fx.Node, gradient: fx.Node) -> fx.Node:
+        return self.builder.getitem(self.builder.call(declare_gradient, x, gradient), 0)
+
+    def _of_weight(self, tangent: fx.Node, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        rows = len(shape(x)) - 1
+        along = self.recipe.along or 1
+        if self.recipe.of_weight and rows and shape(x)[rows - 1] % along == 0:
+            return self._product(OF_WEIGHT, (tangent, "gradient", 0, rows), (x, "input", 0, rows), dtype)
+        call = self.builder.call
+        flat = [self.builder.reshape(n, [-1, shape(n)[-1]]) for n in (tangent, call(aten.detach.default, x))]
+        return call(aten.mm.default, call(aten.t.default, flat[0]), flat[1])
+
+    def _product(
+        self, equation: str, a: tuple[fx.Node, Operand, int, int], b: tuple[fx.Node, Operand, int, int],
+        dtype: torch.dtype,
+    ) -> fx.Node:  # fmt: skip
+        (a8, scale_a), (b8, scale_b) = (self._cast(*one) for one in (a, b))
+        return self.builder.call(scaled_matmul, a8, b8, scale_a, scale_b, equation, dtype)
+
+    def _cast(self, x: fx.Node, operand: Operand, summed: int, rows: int) -> tuple[fx.Node, fx.Node]:
+        """``x`` in 8 bits and its scale; layers that read the same share it."""
+        block = self.recipe.block(operand, shape(x), summed, rows=rows)
+        key = x, tuple(block)
+        if key not in self.cast:
+            call = self.builder.call
+            kind = self.recipe.gradient if operand == "gradient" else E4M3
+            bare = call(aten.detach.default, x) if needs_grad(x) else x
+            scale = call(block_scale, call(block_max, bare, block), kind, self.recipe.power_of_two)
+            self.cast[key] = call(scaled_cast, bare, scale, kind), scale
+        return self.cast[key]

@@ -1,0 +1,126 @@
+"""Products of 8-bit numbers with scales, as operators.
+
+A tensor ``x`` in 8 bits is a pair: ``x8``, and a ``scale`` for each block of it, so that ``x`` is about ``x8 * scale``.
+Blocks are given by their size in each dim, 0 for the whole dim: ``[0, 0]`` is one scale for a matrix (tensorwise),
+``[1, 0]`` one for each row (rowwise), ``[1, 32]`` those of the microscaling formats (Rouhani et al. 2023). A scale has
+the dims of what it scales, with one index for each block.
+
+    largest = block_max(x, block)               # the largest |x| of each block
+    scale = block_scale(largest, float8, ...)   # what makes it the largest number of the format
+    x8 = scaled_cast(x, scale, float8)
+    y = scaled_matmul(x8, w8, scale, scale_w, "mk,nk->mn", bfloat16)
+
+None of them has a derivative: :mod:`..passes.frontend.eight_bits` says what the gradient of a product is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .define import define_operator
+
+aten = torch.ops.aten
+TINY = 1e-12  # below, a block counts as zeros (as in torchao)
+FORWARD, OF_INPUT, OF_WEIGHT = "mk,nk->mn", "mn,nk->mk", "mn,mk->nk"  # m: all leading dims
+
+
+def blocks_of(size: Sequence[int], block: Sequence[int]) -> list[int]:
+    """How many blocks a tensor has in each dim.
+
+    >>> blocks_of([6, 64], [0, 32]), blocks_of([6, 64], [1, 0])
+    ([1, 2], [6, 1])
+    """
+    return [-(-n // b) if b else min(n, 1) for n, b in zip(size, block, strict=True)]
+
+
+def _block_max(x: Tensor, block: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(block):
+        if size != 1:
+            count = x.shape[dim] // size if size else 1
+            x = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+            x = torch.linalg.vector_norm(x, float("inf"), dim + 1)
+    return x.abs().float()
+
+
+def _block_scale(largest: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
+    """Computed in float64, so that it is rounded once."""
+    scale = largest.double().clamp(min=TINY) / torch.finfo(dtype).max
+    return (torch.exp2(torch.log2(scale).ceil()) if power_of_two else scale).float()
+
+
+def _spread(scale: Tensor, size: Sequence[int]) -> Tensor:
+    """A scale for each number, or for blocks that broadcast."""
+    for dim, (have, wanted) in enumerate(zip(scale.shape, size, strict=True)):
+        if have not in (1, wanted):
+            scale = scale.repeat_interleave(wanted // have, dim)
+    return scale
+
+
+def _scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide / _spread(scale, x.shape)).clamp(-largest, largest).to(dtype)
+
+
+def _scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
+    lead = a.shape[:-1]
+    a, scale_a = a.reshape(-1, a.shape[-1]), _rows(scale_a, lead)
+    if equation == OF_WEIGHT:
+        b, scale_b = b.reshape(-1, b.shape[-1]), _rows(scale_b, lead)
+        return _product(a.t(), b, scale_a.t(), scale_b, dtype)
+    if equation == FORWARD:
+        b, scale_b = b.t(), scale_b.t()
+    return _product(a, b, scale_a, scale_b, dtype).reshape(*lead, -1)
+
+
+def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
+    """A scale of rows whose leading dims are ``lead``, as that of a matrix."""
+    found = scale if scale.shape[:-1].numel() == 1 else _spread(scale, (*lead, scale.shape[-1]))
+    return found.reshape(-1, scale.shape[-1])
+
+
+def _product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(a * scale_a) @ (b * scale_b)``. On CUDA a product of tensor cores, where scales are those of whole rows and
+    columns, and sizes are multiples of 16; else, and on CPUs, what the numbers stand for is multiplied."""
+    along = scale_a.shape[1] == 1 and scale_b.shape[0] == 1
+    alike = (scale_a.shape[0] > 1) == (scale_b.shape[1] > 1)
+    if a.is_cuda and along and alike and all(n % 16 == 0 for n in (*a.shape, *b.shape)):
+        b = b.t().contiguous().t()  # its columns are what lies together
+        scales = scale_a.contiguous(), scale_b.contiguous()
+        found: Tensor = aten._scaled_mm.default(a.contiguous(), b, *scales, None, None, dtype)
+        return found
+    wide = torch.promote_types(dtype, torch.float32)
+    left, right = (x.to(wide) * _spread(s, x.shape) for x, s in ((a, scale_a), (b, scale_b)))
+    return (left @ right).to(dtype)
+
+
+def _of_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
+    if equation == OF_WEIGHT:
+        return a.new_empty([a.shape[-1], b.shape[-1]], dtype=dtype)
+    return a.new_empty([*a.shape[:-1], b.shape[0 if equation == FORWARD else 1]], dtype=dtype)
+
+
+# of parts that ranks have, the largest is that of all: see :mod:`..passes.lowering.scales`
+block_max = define_operator(
+    "block_max(Tensor x, int[] block) -> Tensor",
+    lambda x, block: x.new_empty(blocks_of(x.shape, block), dtype=torch.float32),
+    _block_max,
+)
+block_scale = define_operator(
+    "block_scale(Tensor largest, ScalarType dtype, bool power_of_two) -> Tensor",
+    lambda largest, dtype, power_of_two: torch.empty_like(largest, dtype=torch.float32),
+    _block_scale,
+)
+scaled_cast = define_operator(
+    "scaled_cast(Tensor x, Tensor scale, ScalarType dtype) -> Tensor",
+    lambda x, scale, dtype: x.new_empty(x.shape, dtype=dtype),
+    _scaled_cast,
+)
+scaled_matmul = define_operator(
+    "scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str equation, ScalarType dtype) -> Tensor",
+    _of_product,
+    _scaled_matmul,
+)
