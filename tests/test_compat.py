@@ -67,6 +67,10 @@ OWNERS: Mapping[str, Any] = MappingProxyType(
         "_infer_parameters": nn.LazyLinear(1),
         "_init_weights": _LLAMA,
         "_initialize_hook": nn.LazyLinear(1),
+        **dict.fromkeys(
+            ["_apply_kernel_options", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", "_identity", "_validate_device"],
+            importlib.import_module("torch.nn.attention.flex_attention"),
+        ),
         "_no_grad_trunc_normal_": nn.init,
         "_reset_parameters": nn.MultiheadAttention(1, 1),
         "_keys_to_ignore_on_load_unexpected": _LLAMA,

@@ -21,6 +21,7 @@ from ..compat.torch import NEEDS_VALUES, pytree, recording
 from ..compat.torch_control_flow import control_flow_by
 from ..core.errors import CompileError, Where
 from ..core.replaced import for_this_thread
+from .flex.followed import flex_attention_followed
 from .places import OWN
 from .watched_trace import user_line
 
@@ -31,9 +32,9 @@ def control_flow_followed() -> Iterator[None]:
 
     Raises:
         CompileError: QN105 for others than those of this module, for a scan over a number of rows that varies, and for
-            a loop whose number of rounds depends on the batch, parameters or buffers.
+            a loop whose number of rounds depends on the batch, parameters or buffers; see :mod:`.flex.followed`.
     """
-    with control_flow_by(_run, for_this_thread):
+    with control_flow_by(_run, for_this_thread), flex_attention_followed():
         yield
 
 
