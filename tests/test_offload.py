@@ -13,6 +13,7 @@ from torch import Tensor, fx
 import quintnet
 from quintnet import Mesh
 from quintnet_compiler.capture.capture import capture
+from quintnet_compiler.compat.torch import pytree
 from quintnet_compiler.core.annotations import facts
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.driver.compiler import Runner, compile_program
@@ -34,6 +35,7 @@ def stepped(name: str, axes: dict[str, int], options: Options, batch: Any = None
     case = CASES[name]
     batch = case.batch(8) if batch is None else batch
     dtype = torch.float32 if "precision" in options else torch.float64
+    batch = pytree.tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
     program = quintnet.compile(build(name, dtype), Mesh(**axes), batch, loss_fn=case.loss_fn, **options)
     loss = program.step(batch)
     found = {n: p.grad.full_tensor() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]

@@ -291,6 +291,26 @@ def test_a_plan_of_several_stages_per_rank_is_made_and_compiles() -> None:
     assert program.schedule.placement == (0, 1, 0, 1) and len(program.plan.stages) == 3
 
 
+def test_saved_values_go_to_the_host_where_nothing_fits_otherwise() -> None:
+    case = CASES["mlp"]
+    batch, kept = case.batch(4096), {"microbatches": 1, "recompute": "none", "mesh": {"dp": 1}}
+    device = {
+        "name": "small", "tflops": {"fp32": 60, "bf16": 900}, "memory_gb_per_second": 3000, "link_gb_per_second": 400,
+        "network_gb_per_second": 50, "host_gb_per_second": 64,
+    }  # fmt: skip
+
+    def asked(gigabytes: float) -> quintnet.PlanReport:
+        cluster = quintnet.Cluster({**device, "memory_gb": gigabytes}, 1, 1)
+        return quintnet.plan(build("mlp"), cluster, batch, loss_fn=case.loss_fn, plan=kept, reserve=0.0)
+
+    plenty = asked(1.0)
+    plain = plenty.found.ranked[0]
+    found = asked(0.8 * plain.memory_bytes / 1e9)
+    assert found.best.offload == ("activations",) and "nothing fits without" in str(found)
+    assert found.found.ranked[0].memory_bytes < 0.8 * plain.memory_bytes < plain.memory_bytes
+    assert plenty.best.offload == ()
+
+
 def test_what_does_not_fit_comes_with_what_does() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

@@ -186,15 +186,23 @@ def plan_model(
     planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None,
     of_length: Callable[[int], Planner] | None = None,
 ) -> PlanReport:  # fmt: skip
-    """Search, and say what came of it. ``of_length``: see :class:`Questions`.
+    """Search, and say what came of it; if nothing fits, once more with saved values in host memory, where the plan
+    leaves that open. ``of_length``: see :class:`Questions`.
 
     Raises:
         CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
             anything was found.
     """
     started = time.monotonic()
-    pricing = planner.pricing()
+    pricing, notes = planner.pricing(), list[str]()
     found = question.search(planner, top_k, progress, pricing)
+    if not found.ranked and found.complete and "offload" not in planner.pinned.model_fields_set:
+        outside = replace(planner, pinned=planner.pinned.changed({"offload": ("activations",)}, keep_open=True))
+        there = outside.pricing()
+        made = question.search(outside, top_k, progress, there)
+        if made.ranked:
+            planner, pricing, found = outside, there, made
+            notes.append("saved values wait in host memory (offload): nothing fits without")
     if not found.ranked and not found.complete:
         message = unfinished(found, question.effort)
         raise CompileError("QN212", message, fix="search longer (seconds=), or pin the mesh")
@@ -207,12 +215,15 @@ def plan_model(
         )
         whole.search(1, "time", SearchEffort(question.effort.work / 4, question.effort.seconds / 4), pricing=pricing)
     plans, machine = tuple(planner.complete(one) for one in found.ranked), planner.machine
-    simpler, note = _simpler(planner, question, found.ranked[0], pricing), ""
+    simpler = _simpler(planner, question, found.ranked[0], pricing)
     if question.objective == "memory":
-        note = f"the fastest plans that take at most {MEMORY_SLACK:.0%} more memory than the least that was found"
+        notes.append(
+            f"the fastest plans that take at most {MEMORY_SLACK:.0%} more memory than the least that was found"
+        )
     return PlanReport(
         machine.name, planner.folded.program.batch_size, machine.memory_bytes, machine.reserve, found, plans,
-        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing, of_length), note,
+        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing, of_length),
+        "; ".join(notes),
         (simpler, planner.complete(simpler)) if simpler else None,
     )  # fmt: skip
 

@@ -116,7 +116,7 @@ class Builder:
         if layout.recompute != "none" or self.plan.reshard_after_forward:
             differentiated = Recompute(layout.recompute, self.plan.reshard_after_forward)(differentiated)
         mesh = self._mesh(layout)
-        each = _each_once(layout, mesh["pp"])
+        each = _each_twice(layout, mesh["pp"]) if self.plan.offload else _each_once(layout, mesh["pp"])
         setting = replace(self._setting(layout.decided(self.plan), mesh, layout.microbatches), schedule=each)
         differentiated = passed(_Plain(), setting, differentiated, SumInPlace, after=Recompute)
         self.guessed.update(guesses(differentiated.graph.nodes, self.costs))
@@ -190,6 +190,23 @@ def device_of(gpu: AbsentGpu | None) -> torch.device:
 
 def _each_once(layout: Layout, stages: int) -> Schedule:
     """Each function once: enough to price them."""
-    halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if layout.halves else (Op.BACKWARD,)
-    rows = tuple(tuple(Action(op, stage, 0) for op in (Op.FORWARD, *halves)) for stage in range(stages))
+    rows = tuple((Action(Op.FORWARD, stage, 0), *_backward(layout, stage, 0)) for stage in range(stages))
     return Schedule("one", layout.microbatches, tuple(range(stages)), rows)
+
+
+def _each_twice(layout: Layout, stages: int) -> Schedule:
+    """With another forward between that of a microbatch and its backward, on all stages but those of the last block and
+    of what follows: so what passes ask of a schedule, whether there is time for copies, is answered for each stage as
+    for its place in the model."""
+    rows = []
+    for stage in range(stages):
+        ahead = [Action(Op.FORWARD, stage, number) for number in range(2)]
+        back = [_backward(layout, stage, number) for number in range(2)]
+        last = stage >= stages - 2
+        rows.append((ahead[0], *back[0], ahead[1], *back[1]) if last else (*ahead, *back[0], *back[1]))
+    return Schedule("two", layout.microbatches, tuple(range(stages)), tuple(rows))
+
+
+def _backward(layout: Layout, stage: int, microbatch: int) -> tuple[Action, ...]:
+    halves = (Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT) if layout.halves else (Op.BACKWARD,)
+    return tuple(Action(op, stage, microbatch) for op in halves)
