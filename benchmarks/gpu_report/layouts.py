@@ -66,6 +66,8 @@ EXACT = (
     Job("encoder", {"tp": 2}, {"recompute": "selective"}),
     Job("hf_gpt2", {"tp": 2}),
     Job("hf_llama", {"pp": 2, "tp": 2}, {"microbatches": 2}),
+    Job("gpt", {"pp": 2}, {"microbatches": 4, "offload": ("activations",)}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "offload": ("activations",)}),
 )
 ROUNDED = (
     # no layer norm: in 16 bits, the emulated accelerator's keeps its statistics as the CPU's does, not as CUDA's

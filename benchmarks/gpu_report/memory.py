@@ -26,6 +26,7 @@ PLANS: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"dp": 8}, BF16 | {"zero": 3}),
     ({"dp": 1}, BF16 | {"microbatches": 2, "recompute": "full"}),
     ({"pp": 2, "tp": 2}, BF16 | {"microbatches": 4, "schedule": "zb-h1"}),
+    ({"dp": 1}, BF16 | {"microbatches": 2, "offload": ("activations",)}),
 )
 SAMPLE = (0, 2)
 TOLERANCE = 0.10  # of the peak: kernels' workspaces, and blocks that are larger than what was asked for
