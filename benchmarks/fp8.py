@@ -25,14 +25,14 @@ from torch import Tensor, nn
 import quintnet
 from quintnet import Mesh
 
-TEXT = Path(__file__).parent.parent / "docs"
+TEXT = Path(__file__).parent.parent / "examples" / "data" / "shakespeare.txt"
 ROWS, LENGTH = 8, 64
 Gradients = Mapping[str, Tensor]
 
 
 def batches(steps: int) -> Iterator[dict[str, Tensor]]:
-    """Rows of the documentation, as bytes."""
-    text = torch.tensor(list(b"".join(p.read_bytes() for p in sorted(TEXT.glob("*.md")))), dtype=torch.int64) % 128
+    """Rows of text, as bytes."""
+    text = torch.tensor(list(TEXT.read_bytes()), dtype=torch.int64) % 128
     dice = torch.Generator().manual_seed(0)
     for _ in range(steps):
         starts = torch.randint(len(text) - LENGTH - 1, (ROWS,), generator=dice)

@@ -178,5 +178,19 @@ def test_it_is_as_far_from_float64_as_one_rank() -> None:
         net().float(), quintnet.Mesh(dp=2, tp=2), given, loss_fn=F.mse_loss, precision="fp8", zero=3
     )
     assert program.verify(given).ok
-    gathered = [line for line in program.ranks[0].forward.code.splitlines() if "comm.all_gather(" in line]
-    assert any("(scaled_cast" in line for line in gathered)  # sequences are gathered in 8 bits
+
+
+def test_sequences_are_gathered_in_8_bits() -> None:
+    given = torch.randn(ROWS, 64, WIDTH), torch.randn(ROWS, 64, 16)
+    program = quintnet.compile(net().float(), quintnet.Mesh(tp=2), given, loss_fn=F.mse_loss, precision="fp8")
+    assert program.ranks[0].forward.code.count("comm.all_gather(scaled_cast") >= 4
+
+
+def test_weights_are_cast_once_a_step() -> None:
+    given = tuple(t.float() for t in batch())
+    program = quintnet.compile(
+        net().float(), quintnet.Mesh(tp=2), given, loss_fn=F.mse_loss, precision="fp8", microbatches=2
+    )
+    (stage,) = program.ranks[0].stages
+    assert stage.once is not None and stage.once.code.count("scaled_cast.default(") == 6  # three layers of two blocks
+    assert stage.forward.code.count("scaled_cast.default(") == 4  # what gate and up read, and what down reads

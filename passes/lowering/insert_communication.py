@@ -34,7 +34,7 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
-from ...ops.scaled_products import block_max
+from ...ops.scaled_products import block_max, block_scale, scaled_cast
 from ..strategies.expert_axes import hops, moved_there
 from ..strategies.rule_book import RuleBook
 from .lower_attention import LowerAttention
@@ -42,6 +42,9 @@ from .padding import Mixed, Padding, mixed, padded_dims
 from .scales import largest_of_ranks
 
 aten = torch.ops.aten
+
+
+_TO_EIGHT_BITS = frozenset({aten.detach.default, block_max, block_scale, scaled_cast})
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,8 @@ class _CommunicationLowering:
             for new in self.builder.made[before:]:
                 if new.target is not padding_of:  # once a step, whoever asks
                     self.stage[new] = stage
+            if node.target in _TO_EIGHT_BITS and self.at_start.issuperset(self.reads[node]):
+                self.at_start.update(self.builder.made[before:])  # of copies that are made once a step
 
     def _filled(self, node: fx.Node, given: dict[int, fx.Node]) -> dict[int, fx.Node]:
         """The inputs of an operator, with zeros in their padding where it would bring that together with anything."""
