@@ -29,6 +29,7 @@ from quintnet_compiler.ops.tiled_attention import (
     backward_working_bytes,
     working_bytes,
 )
+from quintnet_compiler.passes.lowering.lower_attention import LONG
 from quintnet_compiler.runtime.execute.comm import Comm
 
 from . import one_operator
@@ -164,6 +165,17 @@ def _two_processes() -> list[tuple[float, bool]]:
 def test_tiles_in_two_processes() -> None:
     for found in quintnet.launch(_two_processes, 2, timeout=300):
         assert all(ok and error < 1e-12 for error, ok in found), found
+
+
+@pytest.mark.parametrize("mesh", [quintnet.Mesh(dp=1), quintnet.Mesh(dp=2, tp=2)], ids=str)
+def test_long_packed_rows_are_tiles_without_context_parallelism_too(mesh: quintnet.Mesh) -> None:
+    """So they are where the module and the unsplit program are compared."""
+    torch.manual_seed(0)
+    batch = _batch(2, LONG)
+    program = quintnet.compile(Text(packed=True).double(), mesh, batch)
+    assert "comm.tiled_attention" in program.ranks[0].forward.code
+    report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)
 
 
 def test_short_sequences_keep_their_masks() -> None:

@@ -18,10 +18,12 @@ _FLEX = "torch.nn.attention.flex_attention"
 @contextlib.contextmanager
 def flex_attention_by(run: Callable[..., Tensor | tuple[Any, ...]], replace: Any) -> Iterator[None]:
     """Inside, what ``flex_attention`` computes is ``run(q, k, v, score_mod, mask_mod, scale, more, theirs)``, on CPUs
-    also where a gradient is needed, which torch refuses: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; None for a function
-    that changes nothing; whether logs or maxima are asked for, too; what torch would do. ``replace(ours, theirs)`` is
-    what the process calls meanwhile. Instead: a function of our own in its place, which a model that imported it before
-    would not call."""
+    also where a gradient is needed, which torch refuses.
+
+    q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; None for a function that changes nothing; ``more``: whether logs or
+    maxima are asked for; ``theirs``: what torch would do. ``replace(ours, theirs)`` is what the process calls
+    meanwhile. Instead: a function of our own in its place, which a model that imported it before would not call.
+    """
     module: Any = sys.modules.get(_FLEX)
     if module is None:  # no model uses it
         yield

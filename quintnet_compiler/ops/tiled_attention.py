@@ -4,12 +4,14 @@ where the mask would be large."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.precision import widened
-from .attention_blocks import Block
+from .attention import IDS
+from .attention_blocks import Block, Sight
 from .attention_kernels import Gradients
 from .attention_tiles import AttentionInputs, AttentionTiles, Total
 from .define import define_operator
@@ -26,19 +28,6 @@ def _gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Gra
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# As attention: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E], and ids of positions [B, T]. The queries are
-# this rank's part of positions, of which there are ``whole`` and which ``axes`` split in ``parts``. Returns each
-# query's log of its sum of exponentials too, [B, H, S], for the backward.
-_HOW = (
-    "Tensor? padding, Tensor? segments, Tensor? groups, float scale, str mask, int tile_bytes, int whole, str[] axes, "
-    "int[] sizes, int[] parts"
-)
-tiled_attention = define_operator(f"tiled_attention(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)", _shapes)
-tiled_attention_backward = define_operator(
-    f"tiled_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> "
-    "(Tensor, Tensor, Tensor)",
-    _gradients,
-)
 Runs = Sequence[tuple[int, int]]  # first position and length of each
 
 
@@ -70,6 +59,40 @@ def attend_runs_backward(
         at += length
     of_q, of_k, of_v = (x.to(q.dtype) for x in wide)
     return of_q, of_k, of_v
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    """Where no axis splits positions, no rank is needed."""
+    return attend_runs(*_whole(how), AttentionInputs(q, k, v, *how[: len(IDS)]))
+
+
+def _attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *how: Any) -> Gradients:
+    return attend_runs_backward(*_whole(how), AttentionInputs(q, k, v, *how[: len(IDS)]), grad, out, lse)
+
+
+def _whole(how: Sequence[Any]) -> tuple[AttentionTiles, Runs]:
+    scale, mask, tile_bytes, whole, axes, *_ = how[len(IDS) :]
+    if axes:
+        raise RuntimeError(f"positions are split over {', '.join(axes)}: which of them are here, a rank knows")
+    return AttentionTiles(scale, Sight.parse(mask), tile_bytes), [(0, whole)]
+
+
+# As attention: q [B, H, S, D], k [B, G, T, D], v [B, G, T, E], and ids of positions [B, T]. The queries are
+# this rank's part of positions, of which there are ``whole`` and which ``axes`` split in ``parts``. Returns each
+# query's log of its sum of exponentials too, [B, H, S], for the backward.
+_HOW = (
+    "Tensor? padding, Tensor? segments, Tensor? groups, float scale, str mask, int tile_bytes, int whole, str[] axes, "
+    "int[] sizes, int[] parts"
+)
+tiled_attention = define_operator(
+    f"tiled_attention(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)", _shapes, _attend
+)
+tiled_attention_backward = define_operator(
+    f"tiled_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> "
+    "(Tensor, Tensor, Tensor)",
+    _gradients,
+    _attend_backward,
+)
 
 
 def working_bytes(
