@@ -13,6 +13,7 @@ from torch import Tensor
 import quintnet
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.attention_blocks import Block, Sight
+from quintnet_compiler.ops.attention_ids import FEW
 from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids, Total
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.runtime.transport.local import LocalTransport
@@ -71,6 +72,73 @@ def test_ranks_do_equal_work_at_every_step(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [(4,), (2, 2)], ids=str)
 def test_more_ranks_and_two_axes(sample: Any, ranks: tuple[int, ...]) -> None:
     assert any("s+t" in name for name in check(sample, RULES, ranks, label="s+t"))
+
+
+def _documents(*sizes: int) -> Ids:
+    return Ids(segments=torch.repeat_interleave(torch.tensor(sizes))[None], few=1)
+
+
+def _seen(ring: Ring, length: int, ids: Ids) -> int:
+    """Pairs of a query and a key that kernels compute on a rank; of squares, those up to the diagonal."""
+    return sum(
+        part.rows * (part.cols + 1) // 2 if seen == "diagonal" else part.rows * part.cols
+        for owner in range(ring.size)
+        for _, _, block in ring.blocks(owner, length, ids)
+        for row in ids.rows
+        for part, seen, _ in row.parts(ring.tiles.sight, block, 1, tiled=False)
+    )
+
+
+@pytest.mark.parametrize("balance", [False, True])
+@pytest.mark.parametrize("sizes", [(32,), (20, 12), (3, 9, 1, 13, 6), (8, 8, 8, 8), (1,) * 32], ids=str)
+def test_work_of_a_rank_is_what_documents_leave_it(sizes: tuple[int, ...], balance: bool) -> None:
+    """A rank's work is the sum over its runs of positions, and over the documents that these meet: a part of n
+    positions that begins m positions behind its document's beginning is m n + n (n + 1) / 2 pairs, and no more."""
+    ranks, length, ids = 4, 8, _documents(*sizes)
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    for index in range(ranks):
+        ring, expected = _ring(ranks, index, balance), 0
+        for first, count in ring.runs(index, length):
+            for begin, end in zip([0, *ends], ends, strict=False):
+                low, high = max(first, begin), min(first + count, end)
+                expected += (low - begin) * (high - low) + (high - low) * (high - low + 1) // 2 if low < high else 0
+        assert _seen(ring, length, ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps"), [((32,), 4), ((8, 8, 8, 8), 1), ((12, 4, 12, 4), 2), ((4, 20, 8), 3), ((1,) * 32, 1)]
+)
+def test_keys_travel_as_far_as_a_document_reaches(sizes: tuple[int, ...], steps: int) -> None:
+    """Over ranks of 8 positions: a document that lies on n neighbours needs n steps."""
+    ids = _documents(*sizes)
+    assert [_ring(4, i, balance=False).steps(8, ids) for i in range(4)] == [steps] * 4
+
+
+class _Packed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        q, k, v = (y[:, None] for y in self.qkv(x).chunk(3, -1))
+        return attention(q, k, v, None, documents, scale=0.3, mask="causal").square().mean()
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8, 8), (12, 4, 12, 4), (4, 20, 8)], ids=str)
+def test_a_ring_of_documents_sends_what_they_need(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """With documents on at most n neighbours, keys and values go n - 1 steps, forward and again backward; their
+    gradients go as many, and home if they are not there."""
+    steps = {8: 1, 12: 2, 20: 3}[max(sizes)]
+    documents = torch.repeat_interleave(torch.tensor(sizes) * FEW)[None]
+    batch = torch.randn(1, 32 * FEW, 8, dtype=torch.float64), documents
+    program = quintnet.compile(
+        _Packed().double(), quintnet.Mesh(cp=4), batch, context="ring", context_load_balance=False
+    )
+    one = 32 * FEW // 4 * 8 * 8  # bytes of a rank's keys, or values
+    home = 1 if steps > 1 else 0
+    sent = _sent(monkeypatch, program, batch)
+    assert {sent[rank] for rank in range(4)} == {2 * one * (3 * (steps - 1) + home)}
+    assert program.verify().worst.error < 1e-12
 
 
 def _bytes(values: Any) -> list[int]:
