@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ..core.html import table
 from .estimate import Estimate, bytes_of, time_of
@@ -48,6 +48,42 @@ class ParetoFront:
         return f"{self.svg()}{table(head, rows, 'Time against memory')}"
 
 
+class _Point(Protocol):
+    """The best layout of one of several searches, or why there is none."""
+
+    @property
+    def found(self) -> Estimate | None: ...
+
+    @property
+    def why(self) -> str: ...
+
+
+P = TypeVar("P", bound=_Point)
+
+
+def _numbers(points: Sequence[P], named: Callable[[P], dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**named(one), "plan": one.found.numbers() if one.found else None, "why_not": one.why} for one in points]
+
+
+def _table(points: Sequence[P], head: Sequence[str], named: Callable[[P], Sequence[str]]) -> list[tuple[str, ...]]:
+    """Rows of the points that have a layout, below names; none without such a point."""
+    some = [one for one in points if one.found]
+    if not some:
+        return []
+    first, *rows = cells_of([one.found for one in some if one.found])
+    return [(*head, *first), *((*named(one), *row) for one, row in zip(some, rows, strict=True))]
+
+
+def _speeds(points: Sequence[P], at: Callable[[P], float], said: Callable[[P], str]) -> tuple[list[Mark], str]:
+    """Marks of how much is done a second, and of what."""
+    some = [(one, one.found) for one in points if one.found]
+    unit = some[0][1].figures.unit if some else "row"
+    marks = [
+        Mark(at(one), speed := e.figures.per_second, f"{said(one)}: {rounded(speed)}/s, {e.layout}") for one, e in some
+    ]
+    return marks, f"{unit}s a second"
+
+
 @dataclass(frozen=True)
 class ScalingPoint:
     """The best layout on so many devices, or why there is none."""
@@ -72,13 +108,8 @@ class ScalingCurve:
 
     def numbers(self) -> dict[str, Any]:
         """Everything, in seconds and bytes."""
-        points = [
-            {
-                "devices": one.devices, "efficiency": self.efficiency.get(one.devices),
-                "plan": one.found.numbers() if one.found else None, "why_not": one.why,
-            }
-            for one in self.points
-        ]  # fmt: skip
+        shares = self.efficiency
+        points = _numbers(self.points, lambda one: {"devices": one.devices, "efficiency": shares.get(one.devices)})
         return {"device": self.device, "scaling": points}
 
     def to_json(self) -> str:
@@ -86,29 +117,23 @@ class ScalingCurve:
         return json.dumps(self.numbers(), indent=2)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        found = [one for one in self.points if one.found]
-        head, *rows = cells_of([one.found for one in found if one.found])
         shares = self.efficiency
-        cells = [(str(p.devices), f"{shares[p.devices]:.0%}", *row) for p, row in zip(found, rows, strict=True)]
-        return [("devices", "efficiency", *head), *cells]
+        return _table(
+            self.points, ("devices", "efficiency"), lambda one: (str(one.devices), f"{shares[one.devices]:.0%}")
+        )
 
     def __str__(self) -> str:
         lines = [f"the same batch on more or fewer {self.device}"]
-        lines += aligned(self._cells()) if self.efficiency else []
+        lines += aligned(self._cells())
         return "\n".join([*lines, *(f"{one.devices} devices: {one.why}" for one in self.points if not one.found)])
 
     def svg(self) -> str:
         """A picture: devices to the right, speed upwards, and what as many times the fewest would reach."""
-        found = [(one.devices, one.found) for one in self.points if one.found]
-        marks = [
-            Mark(devices, e.figures.per_second, f"{devices} devices: {rounded(e.figures.per_second)}/s, {e.layout}")
-            for devices, e in found
-        ]  # fmt: skip
-        unit = found[0][1].figures.unit if found else "row"
-        return points_svg(marks, "devices", f"{unit}s a second", proportional=True)
+        marks, unit = _speeds(self.points, lambda one: one.devices, lambda one: f"{one.devices} devices")
+        return points_svg(marks, "devices", unit, proportional=True)
 
     def _repr_html_(self) -> str:
-        if not self.efficiency:
+        if not self._cells():
             return table(["devices", "why not"], [(one.devices, one.why) for one in self.points])
         head, *rows = self._cells()
         return f"{self.svg()}{table(head, rows, f'One batch on {self.device}')}"
@@ -144,36 +169,23 @@ class Sweep:
 
     def numbers(self) -> dict[str, Any]:
         """Everything, in seconds and bytes."""
-        points = [
-            {"value": one.value, "plan": one.found.numbers() if one.found else None, "why_not": one.why}
-            for one in self.points
-        ]
-        return {"argument": self.argument, "sweep": points}
+        return {"argument": self.argument, "sweep": _numbers(self.points, lambda one: {"value": one.value})}
 
     def to_json(self) -> str:
         """:meth:`numbers` as JSON."""
         return json.dumps(self.numbers(), indent=2)
 
     def _cells(self) -> list[tuple[str, ...]]:
-        found = [(one.value, one.found) for one in self.points if one.found]
-        if not found:
-            return []
-        head, *rows = cells_of([estimate for _, estimate in found])
-        return [(self.argument, *head), *((f"{value:,g}", *row) for (value, _), row in zip(found, rows, strict=True))]
+        return _table(self.points, (self.argument,), lambda one: (f"{one.value:,g}",))
 
     def __str__(self) -> str:
-        lines = [f"the best plan for each of several {SWEPT[self.argument]}", *aligned(self._cells() or [("",)])]
+        lines = [f"the best plan for each of several {SWEPT[self.argument]}", *aligned(self._cells())]
         return "\n".join([*lines, *(f"{self.argument} {one.value:,g}: {one.why}" for one in self.points if one.why)])
 
     def svg(self) -> str:
         """A picture: the argument to the right, speed upwards."""
-        found = [(one.value, one.found) for one in self.points if one.found]
-        marks = [
-            Mark(value, e.figures.per_second, f"{value:,g}: {rounded(e.figures.per_second)}/s, {e.layout}")
-            for value, e in found
-        ]
-        unit = found[0][1].figures.unit if found else "row"
-        return points_svg(marks, SWEPT[self.argument], f"{unit}s a second")
+        marks, unit = _speeds(self.points, lambda one: one.value, lambda one: f"{one.value:,g}")
+        return points_svg(marks, SWEPT[self.argument], unit)
 
     def _repr_html_(self) -> str:
         if not self._cells():
