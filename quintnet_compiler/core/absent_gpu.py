@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,17 @@ def stand_in(device: torch.device) -> torch.device:
     return CPU if device.type == CUDA.type and not torch.cuda.is_available() else device
 
 
-def call_fake(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``target(*args, **kwargs)`` on fake tensors, inside of their mode; where :func:`stand_in` says."""
-    gone = False
+def call_fake(target: Callable[..., Any], args: Any, kwargs: Any, known: MutableMapping[Any, Any] | None = None) -> Any:
+    """``target(*args, **kwargs)`` on fake tensors, inside of their mode; where :func:`stand_in` says. ``known``: of
+    several calls in the mode, tensors in the place of others: those that look the same are one."""
+    gone, known = False, {} if known is None else known
+
+    def like(x: Tensor, device: torch.device) -> Tensor:
+        key = "like", tuple(x.shape), x.stride(), x.dtype, device
+        if key not in known:
+            known[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        found: Tensor = known[key]
+        return found
 
     def there(x: Any) -> Any:
         nonlocal gone
@@ -49,12 +57,8 @@ def call_fake(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not isinstance(device, torch.device) or (place := stand_in(device)) is device:
             return x
         gone = True
-        return place if x is device else _like(x, place)
+        return place if x is device else like(x, place)
 
     some, named = map_aggregate((args, kwargs), there)
     made = target(*some, **named)
-    return map_aggregate(made, lambda x: _like(x, CUDA) if isinstance(x, Tensor) else x) if gone else made
-
-
-def _like(x: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return map_aggregate(made, lambda x: like(x, CUDA) if isinstance(x, Tensor) else x) if gone else made

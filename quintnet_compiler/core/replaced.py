@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+SELDOM = (50_000, 20, 20)  # after how many new objects, and how many times that, the garbage collector looks
 _TURN = threading.RLock()  # one for the process, as the functions that are replaced are
 
 
@@ -22,15 +23,19 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_garbage_only() -> Iterator[None]:
-    """The garbage collector looks only at objects that are made inside: a look at all those of torch, transformers and
-    earlier programs takes as long as a small compilation. As always where a program has frozen objects itself."""
+    """The process' garbage collector looks only at objects that are made inside, and seldom: a look at all those of
+    torch, transformers and earlier programs takes as long as a small compilation, and looks at graphs, which last, an
+    eighth of a search. It is as before afterwards. As always where a program has frozen objects itself."""
     if gc.get_freeze_count():
         yield
         return
+    often = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(*(map(max, often, SELDOM) if often[0] else often))
     try:
         yield
     finally:
+        gc.set_threshold(*often)
         gc.unfreeze()
 
 

@@ -34,7 +34,7 @@ class GraphBuilder:
         # Within one scope (a stage, say) equal calls are one node; None: every call is a node of its own.
         self.scope: Hashable = None
         self.shared: dict[Hashable, fx.Node] = {}
-        self.results: dict[Hashable, Value] = mode.results
+        self.results: dict[Hashable, Any] = mode.results
         self.where = Where()
         self.backward = False
         self.prefix = ""
@@ -102,12 +102,13 @@ class GraphBuilder:
         if key not in self.results:
             fake_args, fake_kwargs = fx.map_arg((args, kwargs), value)
             with self.mode, views_untracked():
-                made = call_fake(target, fake_args, fake_kwargs)
+                made = call_fake(target, fake_args, fake_kwargs, self.results)
             # fused attention also returns lengths, and None for what it did not make
             if isinstance(made, (tuple, list)):
                 made = tuple(x if isinstance(x, Tensor) else None for x in made)
             self.results[key] = made
-        return self.results[key]
+        found: Value = self.results[key]
+        return found
 
     def getitem(self, source: fx.Node, index: int) -> fx.Node:
         known = facts(source)

@@ -4,11 +4,13 @@ than its share."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from functools import cached_property
+from itertools import islice, pairwise
 from math import log, prod
+from types import MappingProxyType
 
 from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
@@ -22,9 +24,10 @@ from .stages import Slices, Stages, cut, held_by, stage_work
 # What of its share a split model may lack. SLACK: stages are cut elsewhere, and a few values are saved only where they
 # are whole. NEAR: of time, where stages share all work evenly, as no cut does better.
 SLACK, NEAR = 0.95, 0.99
-STEPS = range(5)  # of closer bounds
-LAST = STEPS[-1]
-FEW = (1, 8)  # rows of a microbatch that are priced; what they cost more than their share, others cost, too
+STEPS = range(6)  # of closer bounds
+TWIN, LAST = STEPS[-2:]
+FEW = 8  # rows of a microbatch that are priced at most; what they cost more than their share, others cost, too
+NOTHING: Mapping[Layout, None] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,20 @@ class StagesLeast:
 class LessSplit:
     """Bounds for :func:`.search.search`. ``parameters``: bytes of all of them, ``experts``: of those of experts;
     ``routed``: bytes of what a batch sends to experts and gets back; ``ways``: how else a layout may slice its
-    parameters; ``known``: whether functions were compiled; ``slower``: see :class:`.places.Slowdown`; then stages may
-    have any number of units."""
+    parameters; ``learned``: functions that were compiled, as it grows; ``slower``: see :class:`.places.Slowdown`; then
+    stages may have any number of units."""
 
     def __init__(
         self, build: Callable[[Layout], Sequence[StageUnit]], costs: RankCosts, parameters: int, routed: int,
         batch: int, slower: Callable[[Layout, int], float] | None = None, experts: int = 0,
         ways: Callable[[Layout], Iterable[Layout]] = lambda layout: (layout,),
-        known: Callable[[Layout], bool] = lambda functions: False,
+        learned: Mapping[Layout, None] = NOTHING,
     ) -> None:  # fmt: skip
         self.slower = slower
         self.build, self.costs, self.parameters, self.routed, self.batch = build, costs, parameters, routed, batch
-        self.experts, self.ways, self.known = experts, ways, known
+        self.experts, self.ways, self.learned = experts, ways, learned
+        self.told = 0  # of what was learned
+        self.nearest: dict[tuple[Layout, int], Least] = {}
         self.least: dict[Hashable, Least] = {}
         self.stages: dict[Hashable, StagesLeast] = {}
         self.moved: dict[Hashable, float] = {}
@@ -87,10 +92,10 @@ class LessSplit:
 
     def narrow(self, layouts: Iterable[Layout]) -> None:
         """Bounds need only be true of these from now on: rows that no layout has in one microbatch bound none."""
-        for layout in layouts:
-            for step in STEPS[2:LAST]:
+        for layout in {layout.unsliced: None for layout in layouts}:
+            for step in STEPS[2:TWIN]:
                 key = self._kind(found := self._functions(layout, step))
-                if key not in self.widest or found.rows > self.widest[key].rows:
+                if key not in self.widest or _useful(found) > _useful(self.widest[key]):
                     self.widest[key] = found
 
     def alike(self, layout: Layout) -> tuple[Hashable, ...]:
@@ -104,6 +109,11 @@ class LessSplit:
     def functions(self, layout: Layout) -> Layout:
         return layout.inside
 
+    def news(self) -> Sequence[Layout]:
+        found = list(islice(self.learned, self.told, None))
+        self.told += len(found)
+        return found
+
     @staticmethod
     def _split_of(layout: Layout) -> tuple[Hashable, ...]:
         experts = layout.experts, layout.dp if layout.experts else 0
@@ -116,8 +126,8 @@ class LessSplit:
     def closer(self, layout: Layout, step: int) -> float:
         """The share of the model that is split as it is, with the communication of splits, in as many rows as any
         layout with these splits has: one compilation bounds all of them. First without cp and without recomputing,
-        which costs only time; then without recomputing, if that was compiled; without cp; as it is; and last with the
-        rows of ``layout``."""
+        which costs only time; then without recomputing, if that was compiled; without cp; as it is; then with the rows
+        of ``layout``, from the functions of its twin, if these were compiled; and last from its own."""
         return self._with(self._nearer(layout, step).seconds, NEAR * self._sliced(layout))
 
     def _with(self, work: float, moved: float) -> float:
@@ -159,21 +169,26 @@ class LessSplit:
         """How much more a row costs in a microbatch of so many than in one of all: what a kernel takes however few rows
         there are is spread over them. Less than one row counts as one."""
         rows = max(rows, 1.0)
-        low, high = (self._more(n) for n in FEW)
-        return 1 + (low + min(1.0, log(rows) / log(FEW[1])) * (high - low)) / rows
+        low, high = self._more(1), self._more(self.few)
+        return 1 + (low + (min(1.0, log(rows) / log(self.few)) * (high - low) if self.few > 1 else 0.0)) / rows
 
-    def _more(self, most: int) -> float:
-        """The rows that the time of kernels is worth before they compute any: in a microbatch of so many, or fewer
-        where the batch does not divide so."""
-        rows = next(n for n in range(min(most, self.batch), 0, -1) if self.batch % n == 0)
+    def _more(self, rows: int) -> float:
+        """The rows that the time of kernels is worth before they compute any, in a microbatch of so many."""
         if rows not in self.more:
             whole = self._whole("none").sharded
-            some = replace(whole, rows=rows, microbatches=self.batch // rows)
+            some = _twin(replace(whole, rows=rows, microbatches=self.batch // rows))
             self.more[rows] = 0.0
             with suppress(CompileError):
                 least, found = (sum(unit.seconds for unit in self.build(one)) / one.rows for one in (whole, some))
                 self.more[rows] = rows * max(0.0, found / least - 1)
         return self.more[rows]
+
+    @cached_property
+    def few(self) -> int:
+        """Rows of a microbatch that are priced beside one: the most, up to a few, that an unsplit model has, whose
+        functions others have, too."""
+        found = self.widest.get(self._kind(self._whole("none")))
+        return found.rows if found and found.rows <= FEW else next(n for n in range(FEW, 0, -1) if self.batch % n == 0)
 
     def _group(self, name: str, size: float, layout: Layout, over: tuple[str, ...]) -> float:
         """Seconds of all bytes at once, so that what a call takes however small it is does not count."""
@@ -224,28 +239,45 @@ class LessSplit:
         return self._kept(key, lambda: replace(self._whole(layout.recompute), pp=layout.pp), layout)
 
     def _nearer(self, layout: Layout, step: int) -> Least:
-        """See :meth:`closer`; zeros where nothing is known."""
+        """See :meth:`closer`; zeros where nothing is known. The same for all that store parameters otherwise."""
+        key = layout.unsliced, step
+        if key in self.nearest:
+            return self.nearest[key]
         less = self._functions(layout, step)
-        if step < LAST:
+        if step == TWIN and not self._bounds(less, layout):
+            return Least()
+        if step < TWIN:
             less = self._widest(less)
             if less.rows < layout.rows or (step == 1 and less.inside not in self.compiled):
                 return Least()
             self.compiled.add(less.inside)
         found = self._kept((less.inside, *self._often(layout)), lambda: less, layout)
-        return found if less.cp == layout.cp else found.parts(layout.cp)
+        self.nearest[key] = found if less.cp == layout.cp else found.parts(layout.cp)
+        return self.nearest[key]
 
     @staticmethod
     def _functions(layout: Layout, step: int) -> Layout:
         """What of ``layout`` a step of the closer bounds splits. But for the last, backwards are in one piece, which
         communicates beside more."""
-        found = replace(layout, zero=0, zero_axes=("dp",))
-        if step == LAST:
-            return found
-        found = replace(found, schedule="1f1b", virtual_stages=1)
-        if step in (0, 2):
-            experts = tuple(axis for axis in layout.experts if axis != "cp")
-            found = replace(found, cp=1, context="all_gather", experts=experts)
-        return replace(found, recompute="none") if step < 2 else found
+        if step in (TWIN, LAST):
+            return layout.unsliced if step == LAST else _twin(layout.unsliced)
+        again = layout.recompute if step >= 2 else "none"
+        if step in (1, 3):
+            return replace(layout.unsliced, schedule="1f1b", virtual_stages=1, recompute=again)
+        experts = tuple(axis for axis in layout.experts if axis != "cp")
+        return replace(
+            layout.unsliced, schedule="1f1b", virtual_stages=1, cp=1, context="all_gather", experts=experts,
+            recompute=again,
+        )  # fmt: skip
+
+    def _bounds(self, twin: Layout, layout: Layout) -> bool:
+        """Whether the functions of the twin are known, and bound those of the layout: they may only communicate over
+        two data ranks where those do so over as many or more."""
+        if twin == layout.unsliced or twin.inside not in self.learned:
+            return False
+        with suppress(CompileError):
+            return layout.dp > 1 or not any(unit.communication.get("dp") for unit in self.build(twin))
+        return False
 
     @staticmethod
     def _kind(layout: Layout) -> Hashable:
@@ -277,7 +309,7 @@ class LessSplit:
         """Of stages for more rows than ``layout`` has, or less split than it, its share of the time and memory."""
         found = self._stages(less, layout)
         share, often = layout.rows / less.rows, (layout.schedule, layout.pp, layout.microbatches)
-        same = less == self._functions(layout, LAST) and not self.slower  # cut in the same places, too
+        same = less in (layout.unsliced, _twin(layout.unsliced)) and not self.slower  # cut in the same places, too
         slack, near = (1.0, 1.0) if same else (SLACK, NEAR)
         even = layout.microbatches * sum(stage.seconds for stage in found.work) / layout.pp
         seconds, saved = max(near * even, slack * least_seconds(*often, found.work)), min_saved(*often, found.work)
@@ -306,6 +338,20 @@ class LessSplit:
                 cut(built, less, self.costs), Slices(less, self.costs, less.mesh), min if self.slower else max
             )
         return self.stages[key]
+
+
+def _twin(layout: Layout) -> Layout:
+    """What has as many rows in a microbatch, on two data ranks: most layouts have its functions. They are those of
+    ``layout``, but for communication over data ranks. Itself where there is no other."""
+    often = layout.dp * layout.microbatches
+    if "dp" in layout.experts or often % 2 or often < 4:
+        return layout
+    return replace(layout, dp=2, microbatches=often // 2)
+
+
+def _useful(functions: Layout) -> tuple[int, bool]:
+    """Of functions that bound others: those for more rows, and of these such as many layouts have."""
+    return functions.rows, functions.dp > 1 < functions.microbatches
 
 
 def _stages_least(stages: Stages, slices: Slices, most: Callable[[Iterable[int]], int]) -> StagesLeast:

@@ -43,7 +43,8 @@ Made = TypeVar("Made")
 @dataclass
 class Builder:
     """Units of layouts, kept by what they depend on. Refusals are kept too. ``guessed``: operators whose price is a
-    bound. ``work``: operators that were compiled."""
+    bound. ``work``: operators that were compiled; ``learned``: functions whose units, or why there are none, are known,
+    in the order in which that came."""
 
     folded: Folded
     plan: Plan
@@ -55,6 +56,7 @@ class Builder:
     guessed: set[str] = field(default_factory=set)
     solved: Solved = field(default_factory=dict)
     work: float = 0.0
+    learned: dict[Layout, None] = field(default_factory=dict)
 
     def __call__(self, layout: Layout, costs: RankCosts | None = None, kind: Hashable = None) -> tuple[StageUnit, ...]:
         """``costs``: in place of the builder's own, where a stage lies; ``kind``: what they are known by.
@@ -69,7 +71,7 @@ class Builder:
             return self._kept(key, lambda: tuple(unit.over_two_axes() for unit in self(one, costs, kind)))
         inside = layout.inside
         if costs is None:
-            return self._kept(("units", inside), lambda: unit_work(self._made(inside), self.folded, self.costs))
+            return self._kept(("units", inside), lambda: self._units(inside))
 
         def priced() -> tuple[StageUnit, ...]:
             made, memory = self._kept(("made", inside), lambda: _with_memory(self._made(inside)))
@@ -77,9 +79,9 @@ class Builder:
 
         return self._kept(("units", inside, kind), priced)
 
-    def knows(self, inside: Layout) -> bool:
-        """Whether units of such functions are known, or why there are none."""
-        return ("units", inside) in self.found
+    def _units(self, inside: Layout) -> tuple[StageUnit, ...]:
+        self.learned[inside] = None
+        return unit_work(self._made(inside), self.folded, self.costs)
 
     @cached_property
     def has_experts(self) -> bool:

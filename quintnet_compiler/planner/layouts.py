@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations, product
 from math import prod
@@ -62,6 +62,14 @@ class Layout:
     zero: int
     zero_axes: tuple[str, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Searches ask for it often."""
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
     def size(self, axis: str) -> int:
         """1 for an axis that the planner does not search over, because a layout has no field for it."""
         return int(getattr(self, axis, 1))
@@ -83,7 +91,12 @@ class Layout:
         same, and it always is."""
         return self.schedule not in UNSPLIT or (self.tp * self.cp * self.ep == 1 and not self.experts)
 
-    @property
+    @cached_property
+    def unsliced(self) -> Layout:
+        """The same without slices of parameters."""
+        return replace(self, zero=0, zero_axes=("dp",))
+
+    @cached_property
     def sharded(self) -> Layout:
         """The layout for all that have its functions, but for recomputing: ranks of dp, stages and microbatches only
         say how often they run, and slices of parameters are priced beside them."""
@@ -93,7 +106,7 @@ class Layout:
         fewest = min((n for n in divisors(self.dp) if n > 1), default=1)
         return replace(same, dp=fewest, microbatches=self.microbatches * self.dp // fewest)
 
-    @property
+    @cached_property
     def inside(self) -> Layout:
         """The layout for all that have its functions."""
         return replace(self.sharded, schedule="zb-h1" if self.halves else "1f1b", recompute=self.recompute)

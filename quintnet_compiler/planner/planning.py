@@ -300,7 +300,7 @@ class Planner:
             dispatched_bytes(program.graph, self.folded.repeats), program.batch_size, slower,
             self.parameter_bytes(experts),
             lambda layout: [one for one in slicings(layout, limits) if bounds.bytes(one) <= memory] or [layout],
-            build.knows,
+            build.learned,
         )  # fmt: skip
         return bounds
 

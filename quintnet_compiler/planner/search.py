@@ -6,7 +6,7 @@ import heapq
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
@@ -87,10 +87,12 @@ class SearchBounds(Protocol[L_contra]):
 
     def functions(self, layout: L_contra, /) -> Hashable:
         """What layouts have in common of which all can be evaluated where one can: for next to nothing, if they are
-        ``known``."""
+        known."""
         ...
 
-    def known(self, functions: Any, /) -> bool: ...
+    def news(self) -> Sequence[Hashable]:
+        """Functions that are known, and were not when this was asked before."""
+        ...
 
     def guess(self, layout: L_contra, /) -> float:
         """What a step takes, roughly: for the order in which layouts are tried, not for leaving one out."""
@@ -113,9 +115,10 @@ class SearchBounds(Protocol[L_contra]):
 class SearchEffort:
     """When a search ends that proves nothing: once it found something and has done so much ``work``, which is the same
     on every machine (in operators that were compiled, for all layouts together), or two thirds of it since it last
-    found anything better; or after so many ``seconds``."""
+    found anything better; or after so many ``seconds``. After half of the work, the proof that the first is the best
+    is enough, and the others are the best of those that were evaluated."""
 
-    work: float = 8_000
+    work: float = 8_500
     seconds: float = 90.0
 
     @property
@@ -221,7 +224,8 @@ class _Search(Generic[L, E]):
     def _ended(self, bound: float) -> Literal["proof", "work", "time"] | None:
         spent = self.wanted.spent()
         patient = spent <= min(self.wanted.work, self.better + self.wanted.patience)
-        if bound > self._worst() or (self.ranked and bound > self.wanted.value(self.ranked[0]) and not patient):
+        enough = spent > self.wanted.work / 2 or not patient  # for the proof of the first alone
+        if bound > self._worst() or (self.ranked and bound > self._best() and enough):
             return "proof"
         if self.ranked and not patient:
             return "work"
@@ -268,8 +272,8 @@ class _Search(Generic[L, E]):
 
     def _harvest(self) -> None:
         """Evaluate layouts of functions that have become known, if they may be the best: a few, the most promising."""
-        for functions in [one for one in self.unknown if self.bounds.known(one)]:
-            found = [layout for layout in self.unknown.pop(functions) if layout in self.sizes]
+        for functions in self.bounds.news():
+            found = [layout for layout in self.unknown.pop(functions, ()) if layout in self.sizes]
             near = [(closer, one) for one in found if (closer := self._closer(one, self.bounds.steps - 1)) is not None]
             for closer, layout in sorted(near)[:HARVEST]:
                 if layout in self.sizes and closer < self._best():
