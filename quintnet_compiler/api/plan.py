@@ -20,7 +20,7 @@ from ..ir.batch_form import FlatBatch, plain_batch
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
-from ..planner.asking import Question, plan_model
+from ..planner.asking import Question, listed, plan_model
 from ..planner.estimate import Estimate
 from ..planner.planning import RESERVE, Planner, PricedCluster
 from ..planner.report import PlanReport
@@ -50,6 +50,7 @@ def plan(
     price: float | None = None,
     reserve: float = RESERVE,
     backend: EngineName = "eager",
+    among: Mapping[str, Sequence[Any]] | None = None,
     progress: bool | None = None,
 ) -> PlanReport:
     """Search the layouts of ``model`` on ``cluster`` for batches like ``batch``, and rank them. No device is needed.
@@ -76,13 +77,22 @@ def plan(
             the allocator, and what the prediction misses.
         backend: what will run the plan, as in :func:`quintnet.compile`: with ``"cudagraphs"``, kernels are replayed, so
             the host starts but messages; with any other, it starts every kernel, and small ones wait for it.
+        among: several values of decisions that change what a step computes or how, each of which gets a search of its
+            own: ``{"precision": ("model", "bf16"), "loss_chunks": (1, 8)}``. Plans are those of the best combination;
+            the report has the best of each. Others: ``async_tp``, ``offload``, ``reduce_dtype``, ``sum_dtype``,
+            ``sequence_parallel``, ``reshard_after_forward``, ``overlap``, ``context_load_balance``.
         progress: whether to show a bar; by default on a terminal.
+
+    Where nothing fits, plans have losses in parts (``loss_chunks``), or saved values in host memory (``offload``), and
+    the report says so.
 
     Raises:
         CompileError: QN1xx if the model cannot be captured, QN108 for a backend that there is not, QN2xx for the plan;
             QN212 if nothing fits the cluster's memory, with the smallest change after which something does; QN216 for
-            an objective that there is not, tokens or a price that are not above 0, or a reserve that is no share.
+            an objective that there is not, tokens or a price that are not above 0, a reserve that is no share, or a
+            decision that cannot be listed.
     """
+    alternatives = listed(among)
     question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
     given = read_plan(plan)
     planner = _planner(model, cluster, batch, loss_fn, given, rules, goal, backend, reserve)
@@ -93,7 +103,14 @@ def plan(
             return _planner(model, cluster, with_length(batch, length), loss_fn, given, rules, goal, backend, reserve)
 
     with bar("layouts settled", progress) as shown:
-        return plan_model(planner, question, top_k=top_k, progress=shown, of_length=of_length if tokens_in else None)
+        return plan_model(
+            planner,
+            question,
+            top_k=top_k,
+            progress=shown,
+            of_length=of_length if tokens_in else None,
+            among=alternatives,
+        )
 
 
 @one_thread()

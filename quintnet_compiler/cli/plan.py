@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from json import dumps
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -53,6 +53,10 @@ def plan(
             help="also the best plan for each value of devices, network (bytes a second of a node), rows or length",
         ),
     ] = None,
+    among: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE,...", help="values of a decision (precision, loss_chunks), each searched"),
+    ] = None,
     json: Json = False,
 ) -> Answer:
     """The best ways to train a model on a cluster, without any device.
@@ -69,16 +73,19 @@ def plan(
 
     Example: quintnet plan mymodel:build --nodes 8 --price 2.5 --front --scaling --beside b200:4:5
 
+    Example: quintnet plan mymodel:build --nodes 8 --among precision=model,bf16 --among loss_chunks=1,8
+
     Example: quintnet plan mymodel:build --nodes 8 --sweep network=50e9,100e9,400e9 --sweep rows=64,128,256
     """
     asked = [_sweep(text) for text in sweep or ()]
+    several = dict(_listed(text) for text in among or ())
     other, other_price = _beside(beside) if beside else (None, None)
     pinned = read_plan(plan).changed(settings_of(settings, precision), keep_open=True)
     cluster = read_cluster(gpu, nodes, gpus_per_node)
     model, batch, loss_fn = load_target(target)
     report = make_plan(
         model, cluster, batch, loss_fn=loss_fn, plan=pinned, top_k=top, objective=objective, work=work,
-        seconds=seconds, tokens=tokens, price=price, reserve=reserve,
+        seconds=seconds, tokens=tokens, price=price, reserve=reserve, among=several,
     )  # fmt: skip
     if out:
         report.best.save(out)
@@ -105,6 +112,15 @@ def _sweep(text: str) -> tuple[str, list[float]]:
         return name, [float(amount) for amount in amounts.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not NAME=VALUE,..., as rows=64,128", param_hint="--sweep") from None
+
+
+def _listed(text: str) -> tuple[str, list[Any]]:
+    """
+    Raises:
+        typer.BadParameter: for a value that no plan has.
+    """
+    name, _, values = text.partition("=")
+    return name, [settings_of([f"{name}={value}"])[name] for value in values.split(",")]
 
 
 def _beside(text: str) -> tuple[Cluster, float | None]:

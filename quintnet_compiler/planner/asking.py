@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
+from types import MappingProxyType
 from typing import Any, get_args
 
 from ..core.errors import CompileError
 from ..cost_models.cluster import Cluster
 from ..ir.plan import Plan, read_plan
-from .compare import Versus
+from .compare import Alternative, Versus
 from .curves import SWEPT, ParetoFront, ScalingCurve, ScalingPoint, Sweep, SweepPoint, undominated
 from .estimate import Estimate
 from .layouts import Layout
@@ -23,6 +25,21 @@ Progress = Callable[[int, int], None]
 MEMORY_SLACK = 0.25  # plans for little memory are the fastest that take at most so much more than the least
 NEARLY = 0.03  # prices are no more exact: what is slower by no more, and simpler, is said, too
 STEPS = (0.2, 0.1, 0.03)  # by how much the next point of a front takes less memory; the smaller where nothing else fits
+LISTED = (
+    "precision", "loss_chunks", "async_tp", "offload", "reduce_dtype", "sum_dtype", "sequence_parallel",
+    "reshard_after_forward", "overlap", "context_load_balance",
+)  # fmt: skip
+# What is tried in turn where nothing fits
+RESORTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "losses are computed in 8 parts (loss_chunks)": {"loss_chunks": 8},
+        "losses are computed in 64 parts (loss_chunks)": {"loss_chunks": 64},
+        "saved values wait in host memory (offload)": {"offload": ("activations",)},
+        "losses are computed in 8 parts (loss_chunks), and saved values wait in host memory (offload)": {
+            "loss_chunks": 8, "offload": ("activations",),
+        },
+    }
+)  # fmt: skip
 SIZES = (0.25, 0.5, 1, 2, 4)  # of a scaling curve, times the cluster
 
 
@@ -41,6 +58,12 @@ class Question:
         if self.objective not in get_args(Objective):
             known = ", ".join(get_args(Objective))
             raise CompileError("QN216", f"there is no objective {self.objective!r}", fix=f"use one of {known}")
+
+    def value(self, found: Estimate) -> float:
+        """What is to be the least."""
+        if self.objective == "memory":
+            return found.claimed_bytes
+        return found.seconds * (found.layout.mesh.size if self.objective == "cost" else 1)
 
     @property
     def shorter(self) -> SearchEffort:
@@ -182,32 +205,79 @@ class Questions:
         return Versus(self.best, None, _why(made, self.question.effort), names)
 
 
+@dataclass(frozen=True)
+class _Searched:
+    """What a search with certain ``decisions`` found."""
+
+    decisions: Mapping[str, Any]
+    planner: Planner
+    pricing: Pricing
+    found: SearchResult[Layout, Estimate]
+
+    @classmethod
+    def of(
+        cls, planner: Planner, decisions: Mapping[str, Any], question: Question, top_k: int, progress: Progress | None
+    ) -> _Searched:
+        here = planner.deciding(decisions) if decisions else planner
+        pricing = here.pricing()
+        return cls(decisions, here, pricing, question.search(here, top_k, progress, pricing))
+
+    def alternative(self, effort: SearchEffort) -> Alternative:
+        if self.found.ranked:
+            return Alternative(self.decisions, self.found.ranked[0])
+        return Alternative(self.decisions, None, _why(self.found, effort))
+
+
+def listed(among: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
+    """Every combination of the values that are listed.
+
+    Raises:
+        CompileError: QN216 for a decision that cannot be listed, or has no values.
+    """
+    for name, given in (among or {}).items():
+        if name not in LISTED:
+            raise CompileError(
+                "QN216",
+                f"among={{{name!r}: ...}}",
+                fix=f"list values of {', '.join(LISTED)}; layouts are searched anyway",
+            )
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            raise CompileError("QN216", f"among={{{name!r}: {given!r}}}", fix="give a tuple of values")
+    names = list(among or {})
+    return [dict(zip(names, values, strict=True)) for values in product(*(among or {}).values())] if names else []
+
+
 def plan_model(
     planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None,
-    of_length: Callable[[int], Planner] | None = None,
+    of_length: Callable[[int], Planner] | None = None, among: Sequence[Mapping[str, Any]] = (),
 ) -> PlanReport:  # fmt: skip
-    """Search, and say what came of it; if nothing fits, once more with saved values in host memory, where the plan
-    leaves that open. ``of_length``: see :class:`Questions`.
+    """Search, and say what came of it; if nothing fits, again with what saves memory (:data:`RESORTS`), where the plan
+    leaves that open. ``of_length``: see :class:`Questions`; ``among``: see :func:`listed`; each gets a search of its
+    own, and the plans are those of the best.
 
     Raises:
         CompileError: QN212 if nothing fits, with the smallest change that makes it fit; or if time ran out before
             anything was found.
     """
-    started = time.monotonic()
-    pricing, notes = planner.pricing(), list[str]()
-    found = question.search(planner, top_k, progress, pricing)
-    if not found.ranked and found.complete and "offload" not in planner.pinned.model_fields_set:
-        outside = replace(planner, pinned=planner.pinned.changed({"offload": ("activations",)}, keep_open=True))
-        there = outside.pricing()
-        made = question.search(outside, top_k, progress, there)
-        if made.ranked:
-            planner, pricing, found = outside, there, made
-            notes.append("saved values wait in host memory (offload): nothing fits without")
-    if not found.ranked and not found.complete:
-        message = unfinished(found, question.effort)
+    started, notes = time.monotonic(), list[str]()
+    every, alternatives = _all_searched(planner, question, top_k, progress, among)
+    fitting = [one for one in every if one.found.ranked]
+    first = every[0]
+    if not fitting and not first.found.complete:
+        message = unfinished(first.found, question.effort)
         raise CompileError("QN212", message, fix="search longer (seconds=), or pin the mesh")
-    if not found.ranked:
-        raise _infeasible(planner, found, question.effort)
+    if not fitting:
+        found_again = _with_a_resort(first, question, top_k, progress)
+        if found_again is None:
+            raise _infeasible(first.planner, first.found, question.effort)
+        fitting, notes = [found_again[0]], [f"{found_again[1]}: nothing fits without"]
+    best = min(fitting, key=lambda one: question.value(one.found.ranked[0]))
+    decisions, planner, pricing, found = best.decisions, best.planner, best.pricing, best.found
+
+    def longer(length: int) -> Planner:
+        assert of_length is not None
+        return of_length(length).deciding(decisions) if decisions else of_length(length)
+
     if planner.machine.unlike and "pp" not in planner.pinned.mesh:
         # so that the report can say what ranks that wait for each other would take: one stage lies on all kinds
         whole = replace(
@@ -222,10 +292,52 @@ def plan_model(
         )
     return PlanReport(
         machine.name, planner.folded.program.batch_size, machine.memory_bytes, machine.reserve, found, plans,
-        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing, of_length),
+        time.monotonic() - started, Questions(planner, question, found.ranked[0], pricing, of_length and longer),
         "; ".join(notes),
-        (simpler, planner.complete(simpler)) if simpler else None,
+        (simpler, planner.complete(simpler)) if simpler else None, alternatives,
     )  # fmt: skip
+
+
+def _all_searched(
+    planner: Planner, question: Question, top_k: int, progress: Progress | None, among: Sequence[Mapping[str, Any]]
+) -> tuple[list[_Searched], tuple[Alternative, ...]]:
+    if not among:
+        return [_Searched.of(planner, {}, question, top_k, progress)], ()
+    every: list[_Searched] = []
+    alternatives: list[Alternative] = []
+    refused: list[CompileError] = []
+    for decisions in among:
+        try:
+            every.append(_Searched.of(planner, decisions, question, top_k, progress))
+            alternatives.append(every[-1].alternative(question.effort))
+        except CompileError as error:
+            refused.append(error)
+            alternatives.append(Alternative(decisions, None, f"{error.code} {error.message}"))
+    if not every:
+        raise refused[0]
+    return every, tuple(alternatives)
+
+
+def _with_a_resort(
+    tried: _Searched, question: Question, top_k: int, progress: Progress | None
+) -> tuple[_Searched, str] | None:
+    """Where nothing fits: the best layouts with the first of :data:`RESORTS` with which anything does, and what it is.
+    Those that are decided already are left out."""
+    planner, useless = tried.planner, set(tried.planner.pinned.model_fields_set)
+    rows = planner.folded.program.batch_size
+    whole = Layout(1, 1, 1, 1, 1, 1, rows, "all_gather", (), "1f1b", 1, "none", 0, ("dp",))
+    for said, decisions in RESORTS.items():
+        if useless & decisions.keys():
+            continue
+        here = planner.deciding(decisions)
+        pricing = here.pricing()
+        if decisions.keys() == {"loss_chunks"} and pricing.build(whole) == tried.pricing.build(whole):
+            useless.add("loss_chunks")  # there is no such loss
+            continue
+        found = question.search(here, top_k, progress, pricing)
+        if found.ranked:
+            return _Searched({**tried.decisions, **decisions}, here, pricing, found), said
+    return None
 
 
 def _simpler(planner: Planner, question: Question, best: Estimate, pricing: Pricing) -> Estimate | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -83,6 +83,29 @@ class Versus:
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Decisions that a caller listed, and the best layout with them, or why there is none."""
+
+    decisions: Mapping[str, Any]
+    found: Estimate | None
+    why: str = ""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.decisions.items())
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything, in seconds and bytes."""
+        found = self.found.numbers() if self.found else None
+        return {"decisions": dict(self.decisions), "plan": found, "why_not": self.why}
+
+    def __str__(self) -> str:
+        if self.found is None:
+            return f"{self.name}: {self.why}"
+        return f"{self.name}: {time_of(self.found.seconds)}, {bytes_of(self.found.memory_bytes)}, {self.found.layout}"
 
 
 def _hours(seconds: float | None) -> float | None:

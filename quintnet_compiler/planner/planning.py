@@ -167,6 +167,16 @@ class Planner:
         kinds = [(part.device, part.count) for part in machine.cluster.parts]
         return cls(folded, machine, pinned, rules, Workload.of(folded, tokens, kinds, goal))
 
+    def deciding(self, decisions: Mapping[str, Any]) -> Planner:
+        """The same model on the same machine, with these decisions, too.
+
+        Raises:
+            CompileError: QN207 for a value that a plan cannot have; whatever the compiler says of the precision.
+        """
+        pinned, load = self.pinned.changed(decisions, keep_open=True), self.workload
+        captured = self.folded.program.captured
+        return Planner.of(captured, load.rows, self.machine, pinned, self.rules, load.tokens, load.goal)
+
     def limits(self, objective: Objective = "time") -> Limits:
         """The space: what is pinned has one choice, the rest what divides. Where cost counts, fewer nodes may do, of
         one kind."""

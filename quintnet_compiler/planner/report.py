@@ -12,7 +12,7 @@ from ..core.html import table
 from ..cost_models.cluster import Cluster
 from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
-from .compare import Versus
+from .compare import Alternative, Versus
 from .curves import ParetoFront, ScalingCurve, Sweep, front_svg, undominated
 from .estimate import Estimate, bytes_of, time_of
 from .layouts import Layout
@@ -59,6 +59,7 @@ class PlanReport:
         note: what the ranking does beside minimising, for people.
         simpler: a plan with fewer parts than the best one (axes of the mesh, another schedule, recomputation), which is
             predicted to be at most 3% slower: prices are no more exact. None where there is none.
+        alternatives: the best layout with each of the decisions that were listed (``among``).
     """
 
     cluster: str
@@ -71,6 +72,7 @@ class PlanReport:
     ask: Answers = field(repr=False)
     note: str = ""
     simpler: tuple[Estimate, Plan] | None = None
+    alternatives: tuple[Alternative, ...] = ()
 
     def why_not(self, **decisions: Any) -> Versus:
         """Compare the best plan with the best one that has these ``decisions`` (``mesh={"tp": 8}``,
@@ -141,6 +143,7 @@ class PlanReport:
                 **self.simpler[0].numbers(),
                 "plan": self.simpler[1].model_dump(mode="json"),
             },
+            "alternatives": [one.numbers() for one in self.alternatives],
             "rejected": [{"layout": str(one.layout), "reason": one.reason} for one in self.found.rejected],
             "not_looked_at": self.found.left,
             "complete": self.found.complete,
@@ -161,6 +164,8 @@ class PlanReport:
         lines.append(f"memory may be {usable} of {of}{bytes_of(self.memory_bytes)}: {self.reserve:.0%} stays free")
         lines += [self.note] if self.note else []
         lines += [self._simpler] if self.simpler else []
+        lines += ["the best with each of the listed decisions:"] if self.alternatives else []
+        lines += [f"  {one}" for one in self.alternatives]
         reasons = Counter(_kind(one.reason) for one in self.found.rejected)
         for reason, count in reasons.most_common():
             example = next(one for one in self.found.rejected if _kind(one.reason) == reason)
