@@ -124,6 +124,37 @@ def test_tiles_equal_the_model_on_other_layouts(mask: str, context: str, options
     assert report.ok and report.worst.error < 1e-12, str(report)
 
 
+PACKED: list[tuple[quintnet.Mesh, dict[str, Any]]] = [
+    (quintnet.Mesh(dp=2, cp=2), {"context": "all_gather", "zero": 1, "microbatches": 2}),
+    (quintnet.Mesh(dp=2, cp=2), {"context": "ring", "zero": 3}),
+    (quintnet.Mesh(dp=2, cp=2), {"context": "ring", "zero": 2, "microbatches": 4}),
+    (quintnet.Mesh(pp=2, cp=2, tp=2), {"context": "ring", "microbatches": 3}),
+    (quintnet.Mesh(pp=2, cp=2), {"context": "ulysses", "microbatches": 4}),
+    (quintnet.Mesh(dp=2, tp=2), {"zero": 2, "microbatches": 4}),
+]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "how",
+    [{"packed": True}, {"packed": True, "grouped": True, "window": 200}, {"padded": True, "chunk": 96}],
+    ids=["documents", "groups", "chunks"],
+)
+@pytest.mark.parametrize(("mesh", "options"), PACKED, ids=str)
+def test_documents_of_unequal_length_equal_the_model(
+    mesh: quintnet.Mesh, options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    """Longer and shorter than runs of positions are; each row has documents of its own."""
+    ids, seen, _ = _batch(12 if options.get("microbatches") == 3 else 8, 256)
+    documents = torch.repeat_interleave(torch.tensor([100, 3, 1, 70, 64, 18])).repeat(len(ids), 1)
+    documents[0], documents[1] = torch.arange(256) // 5, torch.arange(256) // 90
+    torch.manual_seed(0)
+    model = Text(**how).double()
+    program = quintnet.compile(model, mesh, (ids, seen, documents), attention_tile_bytes=2**14, **options)
+    report = program.verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "sample",
