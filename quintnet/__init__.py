@@ -1,5 +1,7 @@
 """The public face of quintnet_compiler: ``quintnet.compile(model, mesh)``."""
 
+import importlib
+
 import quintnet_compiler as _compiler
 
 __all__ = list(_compiler.__all__)
@@ -8,6 +10,8 @@ __all__ = list(_compiler.__all__)
 def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(_compiler, name)
+    if name == "hf":  # needs transformers and accelerate
+        return importlib.import_module("quintnet.hf")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

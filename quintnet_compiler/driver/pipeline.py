@@ -180,7 +180,8 @@ def expert_axes(plan: Plan) -> tuple[str, ...]:
 def fixed(setting: PassSetting, program: Program) -> dict[tuple[str, str], AxisType]:
     """(parameter, axis) -> the type that the plan, or another program on the same parameters, gives it."""
     names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
-    return {**fixed_types(setting.plan, names, setting.request.mesh), **setting.request.held}
+    found = fixed_types(setting.plan, names, setting.request.mesh, follows=setting.cut is not None)
+    return {**found, **setting.request.held}
 
 
 def _planned(kind: type[T], s: PassSetting, *given: Any, **named: Any) -> T:

@@ -333,8 +333,11 @@ def _type(pattern: str, text: str) -> AxisType:
         raise CompileError("QN207", f"parameters.{pattern}: {error}") from None
 
 
-def fixed_types(plan: Plan, names: Iterable[str], mesh: Mesh) -> dict[tuple[str, str], AxisType]:
-    """(parameter, axis) -> type, for every name that a pattern of the plan matches. Later patterns win.
+def fixed_types(
+    plan: Plan, names: Iterable[str], mesh: Mesh, *, follows: bool = False
+) -> dict[tuple[str, str], AxisType]:
+    """(parameter, axis) -> type, for every name that a pattern of the plan matches. Later patterns win. ``follows``:
+    the plan is that of another program, whose loss may have parameters of its own.
 
     Raises:
         CompileError: QN204 for a pattern that matches nothing, with the names that come closest.
@@ -343,7 +346,7 @@ def fixed_types(plan: Plan, names: Iterable[str], mesh: Mesh) -> dict[tuple[str,
     found: dict[tuple[str, str], AxisType] = {}
     for pattern, kinds in plan.parameters.items():
         matched = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
-        if not matched:
+        if not matched and not follows:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
             raise CompileError(
                 "QN204",

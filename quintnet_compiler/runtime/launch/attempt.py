@@ -286,7 +286,8 @@ class Attempt:
 def work(job: Job, seat: Seat, pipe: Connection) -> None:
     """A rank's process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ |= {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.slot), "WORLD_SIZE": str(seat.size)}
+    size = str(seat.size)
+    os.environ |= {"RANK": str(seat.rank), "LOCAL_RANK": str(seat.slot), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     torch.set_num_threads(job.threads)
     _prepare(seat)
     answer: Any

@@ -1,0 +1,1 @@
+"""Compiled programs inside of other libraries' training loops."""

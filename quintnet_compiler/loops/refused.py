@@ -1,0 +1,59 @@
+"""Arguments of transformers' Trainer that a compiled program cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..core.errors import CompileError
+
+_TRACED = ("transformers.", "trl.trainer.sft_trainer")  # whose compute_loss is the model's own loss
+_FLAGS = {
+    "fsdp": "the mesh and the plan say how parameters are stored: zero=3",
+    "deepspeed": "the mesh and the plan say how parameters are stored: zero=3",
+    "parallelism_config": "the mesh says it: quintnet.Mesh(dp=2, tp=2)",
+    "fp16": "bf16=True; or a loop of your own with precision='fp16', whose loss scale a program keeps itself",
+    "fp16_full_eval": "evaluate in the precision of training",
+    "bf16_full_eval": "evaluate in the precision of training",
+    "torch_compile": "options={'backend': 'inductor'}",
+    "auto_find_batch_size": "quintnet.plan(model, cluster, batch) says what fits",
+    "label_smoothing_factor": "compute the loss in the model's forward",
+    "predict_with_generate": "program.generate after training",
+    "activation_offloading": "options={'recompute': 'full'}",
+    "eval_use_gather_object": "return tensors",
+}
+_LAYERWISE = ("lomo", "adalomo", "layerwise")
+
+
+def refuse_arguments(trainer: Any, args: Any, given: dict[str, Any]) -> None:
+    """``given``: what the Trainer is made with, beside its arguments.
+
+    Raises:
+        CompileError: QN108 with all that cannot be followed.
+    """
+    problems = list(_problems(trainer, args, given))
+    if problems:
+        lines = "\n  ".join(f"{what}: {fix}" for what, fix in problems)
+        raise CompileError("QN108", f"a compiled program cannot follow\n  {lines}", fix="leave these out")
+
+
+def _problems(trainer: Any, args: Any, given: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, fix in _FLAGS.items():
+        value = getattr(args, name, None)
+        if value:
+            yield f"{name}={value!r}", fix
+    optim = str(getattr(args.optim, "value", args.optim))
+    if any(word in optim for word in _LAYERWISE):
+        yield f"optim={optim!r}", "it updates inside of the backward; choose another"
+    config = args.accelerator_config
+    for name in ("dispatch_batches", "split_batches"):
+        if getattr(config, name, None):
+            yield f"accelerator_config.{name}", "every rank reads whole batches"
+    for name in ("compute_loss_func", "model_init"):
+        if given.get(name) is not None:
+            yield name, "compute the loss in the model's forward" if name == "compute_loss_func" else "pass the model"
+    owner = next(kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind))
+    if not f"{owner.__module__}.".startswith(_TRACED):
+        yield f"{owner.__name__}.compute_loss", "compute the loss in the model's forward"
+    if getattr(args, "loss_type", "nll") != "nll":
+        yield f"loss_type={args.loss_type!r}", "'nll', the model's own loss"

@@ -1,0 +1,247 @@
+"""transformers' Trainer (and those that derive from it, such as TRL's SFTTrainer) with a compiled program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from ..api.compile import compile as compile_program
+from ..compat.transformers_trainer import save_random_states
+from ..core.errors import CheckpointError
+from ..core.mesh import Mesh
+from ..ir.plan import Plan
+from ..runtime.launch.world import judges
+from .one_process import arguments_of_one_process, as_one_process, first_of
+from .refused import refuse_arguments
+
+FOLDER = "quintnet"  # in checkpoint-N: parameters and optimizer state, in parts
+SCHEDULER = "scheduler.pt"
+
+
+class TrainerMixin:
+    """Put before a Trainer, it trains on a mesh::
+
+        class Trainer(quintnet.hf.TrainerMixin, transformers.Trainer): ...
+
+        trainer = Trainer(model, args, train_dataset=data, mesh=quintnet.Mesh(dp=2, tp=2), options={"zero": 3})
+        trainer.train()
+
+    Every rank runs the same loop: all read the same whole batches, of which a program takes this rank's part. A batch
+    has ``per_device_train_batch_size`` rows for each data rank (dp, ep), as with other ways to train on several
+    devices; ``trainer.args`` has the product. Losses, clipping, accumulation, schedulers, evaluation and callbacks are
+    those of the Trainer; rank 0 logs and writes. ``checkpoint-N`` has the weights as ``from_pretrained`` reads them,
+    and a folder ``quintnet`` with what resuming needs, on any layout.
+
+    Args:
+        mesh: of all processes that a launcher started, or of ranks in this one.
+        plan: as of :func:`quintnet.compile`.
+        options: its other options: ``{"zero": 3, "backend": "inductor"}``. ``bf16=True`` is ``precision="bf16"``,
+            ``gradient_checkpointing=True`` is ``recompute="full"``.
+
+    Raises:
+        CompileError: QN108 for arguments that cannot be followed, before anything runs.
+        CheckpointError: QN602 when it resumes from what a plain Trainer wrote.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *rest: Any,
+        mesh: Mesh,
+        plan: Plan | Mapping[str, Any] | str | None = None,
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._given = args or TrainingArguments(output_dir="tmp_trainer")
+        refuse_arguments(self, self._given, kwargs)
+        self._mesh, self._plan, self._options, self._prepared = mesh, plan, dict(options or {}), False
+        trained = arguments_of_one_process(self._given, mesh.data_ways)
+        super().__init__(model, trained, *rest, **kwargs)  # type: ignore[call-arg]
+        self.program = compile_program(self._me.model, mesh, plan=plan, **self._chosen())
+
+    @property
+    def _me(self) -> Any:
+        """This object as the Trainer that it is, too."""
+        return self
+
+    def _chosen(self) -> dict[str, Any]:
+        args, found = self._given, dict(self._options)
+        whole = all(p.dtype == torch.float32 for p in self._me.model.parameters() if p.requires_grad)
+        if args.bf16 and whole:
+            found.setdefault("precision", "bf16")
+        if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
+            found.setdefault("recompute", "full")
+        return found
+
+    def _prepare(self, batch: Any) -> None:
+        """Compile for batches like this one; the model's parameters become this rank's parts."""
+        if not self._prepared:
+            self.program.prepare(batch)
+            list(self.program.parameters())
+            self._prepared = True
+
+    # -- what a Trainer asks of the processes
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        as_one_process(self._me.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """A program puts parts where its ranks run."""
+
+    def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return model
+
+    # -- training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        me = self._me
+        batch = dict(first_of(me.get_train_dataloader()))
+        if me.model_accepts_loss_kwargs and "labels" in batch:
+            batch["num_items_in_batch"] = torch.ones((), device=batch["labels"].device)
+        me.model.train()
+        self._prepare(batch)
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        elsewhere = [p for p in self._me.model.parameters() if p.is_meta and p.requires_grad]  # of other stages
+        for p in elsewhere:
+            p.requires_grad_(False)
+        try:
+            found: torch.optim.Optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for p in elsewhere:
+                p.requires_grad_(True)
+        return found
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, *_: Any) -> Tensor:
+        me = self._me
+        model.train()
+        train = getattr(me.optimizer, "train", None)
+        if callable(train):
+            train()
+        batch, counted = dict(inputs), me.model_accepts_loss_kwargs and num_items_in_batch is not None
+        if counted:
+            batch["num_items_in_batch"] = torch.as_tensor(num_items_in_batch, dtype=torch.float32)
+        loss = self.program.step(batch).detach().as_subclass(Tensor)
+        scaled: bool = counted if me.loss_is_scaled_for_ga is None else me.loss_is_scaled_for_ga
+        parts: int = me.current_gradient_accumulation_steps
+        if scaled or parts == 1:
+            return loss
+        if me.accelerator.sync_gradients:
+            with torch.no_grad():
+                for p in self.program.parameters():
+                    if p.grad is not None:
+                        p.grad.div_(parts)
+        return loss / parts
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.program.clip_grad_norm(self._me.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.program.clip_grad_norm(float("inf")) if grad_norm is None else grad_norm
+
+    # -- evaluation
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        me, batch = self._me, dict(inputs)
+        names = me.label_names
+        labelled = bool(names) and all(batch.get(name) is not None for name in names)
+        alone = not names and (batch.get("return_loss") or me.can_return_loss)
+        if labelled or alone:
+            self._prepare(batch)
+            if prediction_loss_only:
+                return self.program.evaluate(batch).detach(), None, None
+        ignored = ignore_keys
+        if ignored is None:
+            ignored = getattr(getattr(me.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
+        outputs = self.program(**batch)
+        if not isinstance(outputs, dict):
+            outputs = dict(enumerate(outputs)) if labelled or alone else {1: outputs}
+            outputs = {"loss" if key == 0 else str(key): x for key, x in outputs.items()}
+        loss = outputs.get("loss") if labelled or alone else None
+        if prediction_loss_only:
+            return loss, None, None
+        dropped = {*ignored, "loss"} if labelled or alone else {*ignored}
+        logits = tuple(x for name, x in outputs.items() if name not in dropped)
+        labels = tuple(batch[name] for name in names) if labelled else None
+        return loss, _single(logits), labels and _single(labels)
+
+    # -- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        me = self._me
+        if not self._prepared:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        folder = Path(output_dir or me.args.output_dir)
+        part = folder.parent / f".{folder.name}.quintnet"
+        if judges():
+            shutil.rmtree(part, ignore_errors=True)
+        self.program.save_pretrained(part)
+        if not judges():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in part.iterdir():
+            if (folder / file.name).is_dir():
+                shutil.rmtree(folder / file.name)
+            os.replace(file, folder / file.name)
+        part.rmdir()
+        processing = me.processing_class or getattr(me.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self._given, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        me = self._me
+        self.program.save(Path(output_dir) / FOLDER, step=me.state.global_step, optimizer=_plain(me.optimizer))
+        if judges():
+            torch.save(me.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """All ranks draw the same numbers."""
+        if judges():
+            save_random_states(self._me, output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
+            raise CheckpointError(
+                "QN602",
+                f"{resume_from_checkpoint} has no folder {FOLDER!r}: a plain Trainer wrote it, or save_only_model=True",
+                fix="start from its weights, by from_pretrained, and train without resume_from_checkpoint",
+            )
+        self.program.load(Path(resume_from_checkpoint) / FOLDER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        me = self._me
+        self.program.load(Path(checkpoint) / FOLDER, optimizer=_plain(me.optimizer))
+        me.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = Path(self._me.state.best_model_checkpoint)
+        if (best / FOLDER).is_dir():
+            self.program.load(best / FOLDER)
+        else:
+            self.program.load_pretrained(best)
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    """Without accelerate's wrapper."""
+    found: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
+def _single(items: tuple[Any, ...]) -> Any:
+    return items[0] if len(items) == 1 else items

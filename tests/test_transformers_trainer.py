@@ -1,0 +1,210 @@
+"""transformers' Trainer with a compiled program, beside the plain Trainer on one device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quintnet
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from quintnet_compiler.compat.transformers_trainer import REPLACED  # noqa: E402
+from quintnet_compiler.loops.transformers_trainer import TrainerMixin  # noqa: E402
+
+SAME = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy")
+LOOP: Mapping[str, Any] = {
+    "num_train_epochs": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "eval_strategy": "epoch",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "gradient_accumulation_steps": 2,
+    "warmup_steps": 2,
+    "lr_scheduler_type": "cosine",
+    "max_grad_norm": 0.5,
+}
+
+
+class Texts(torch.utils.data.Dataset[Any]):
+    """Rows with different numbers of labels, the last batch of which is short."""
+
+    def __init__(self, rows: int) -> None:
+        self.ids = torch.randint(32, (rows, 12), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        labels = self.ids[row].clone()
+        labels[: row % 5] = -100
+        return {"input_ids": self.ids[row], "labels": labels}
+
+
+class MeshTrainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
+    pass
+
+
+def language_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    return {"accuracy": float((found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]).mean())}
+
+
+Logs = dict[tuple[int, str], float]
+
+
+def logs_of(trainer: Any) -> Logs:
+    return {(line["step"], key): x for line in trainer.state.log_history for key, x in line.items() if key in SAME}
+
+
+def train(folder: str, rows: int, mesh: quintnet.Mesh | None = None, resume: str | None = None, **changes: Any) -> Logs:
+    """``rows``: of a batch of one device, or of one data rank."""
+    options = {**LOOP, "per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, **changes}
+    arguments = transformers.TrainingArguments(output_dir=folder, **options)
+    given = {"train_dataset": Texts(22), "eval_dataset": Texts(10), "compute_metrics": accuracy}
+    kind: Any = transformers.Trainer if mesh is None else MeshTrainer
+    trainer = kind(language_model(), arguments, **given, **({} if mesh is None else {"mesh": mesh}))
+    trainer.train(resume_from_checkpoint=resume)
+    return logs_of(trainer)
+
+
+def assert_same(found: Logs, known: Logs, first: int = 1) -> None:
+    """``first``: of the steps to compare; logs of a run that was resumed begin with those of the checkpoint."""
+    found, known = ({key: x for key, x in logs.items() if key[0] >= first} for logs in (found, known))
+    assert found.keys() == known.keys()
+    assert list(found.values()) == pytest.approx(list(known.values()), rel=2e-5, abs=1e-7)
+
+
+def test_a_run_is_that_of_one_device_and_resumes_on_another_layout(tmp_path: Path) -> None:
+    known = train(str(tmp_path / "plain"), 4)
+    assert_same(train(str(tmp_path / "ours"), 2, quintnet.Mesh(dp=2)), known)
+    saved = tmp_path / "ours" / "checkpoint-4"
+    assert {"config.json", "model.safetensors", "quintnet", "scheduler.pt", "trainer_state.json", "rng_state.pth"} <= {
+        file.name for file in saved.iterdir()
+    }
+    weights = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain" / "checkpoint-4")
+    for (name, p), q in zip(weights.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5, msg=name)
+    assert_same(train(str(tmp_path / "ours"), 4, quintnet.Mesh(tp=2), str(saved)), known, first=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_steps": 3, "gradient_accumulation_steps": 1, "optim": "sgd"},
+        {"load_best_model_at_end": True, "save_strategy": "epoch", "save_total_limit": 1},
+        {"max_grad_norm": 0.0, "dataloader_drop_last": True},
+        {"save_only_model": True, "gradient_checkpointing": True},
+    ],
+)
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+def test_further_arguments(axis: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    known = train(str(tmp_path / "plain"), 4, **changes)
+    mesh = quintnet.Mesh(**{axis: 2})
+    assert_same(train(str(tmp_path / "ours"), 2 if axis == "dp" else 4, mesh, **changes), known)
+
+
+def test_a_loss_that_is_not_counted_by_tokens_is_averaged_over_batches(tmp_path: Path) -> None:
+    """A model whose forward takes no counts: gradients of accumulated batches are divided by their number."""
+
+    class Regression(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(12, 1)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            out = self.layer(input_ids / 32)
+            return {"loss": ((out - labels[:, :1] / 32) ** 2).mean(), "logits": out}
+
+    found = []
+    for kind, given in ((transformers.Trainer, {}), (MeshTrainer, {"mesh": quintnet.Mesh(tp=2)})):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / kind.__name__), **{**LOOP, "eval_strategy": "no", "save_strategy": "no"}
+        )
+        trainer = kind(Regression(), arguments, train_dataset=Texts(22), **given)
+        trainer.train()
+        found.append(logs_of(trainer))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "named"),
+    [
+        ({"fsdp": "full_shard"}, {}, "fsdp"),
+        ({"torch_compile": True, "label_smoothing_factor": 0.1}, {}, "torch_compile.*\n.*label_smoothing_factor"),
+        ({}, {"compute_loss_func": lambda *_: None}, "compute_loss_func"),
+        ({"optim": "galore_adamw_layerwise"}, {}, "layerwise"),
+    ],
+)
+def test_arguments_that_cannot_be_followed(
+    changes: dict[str, Any], given: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    for name, value in changes.items():
+        setattr(arguments, name, value)
+    with pytest.raises(quintnet.CompileError, match=f"QN108[\\s\\S]*{named}"):
+        MeshTrainer(language_model(), arguments, mesh=quintnet.Mesh(dp=2), **given)
+
+    class Own(MeshTrainer):
+        def compute_loss(self, *_: Any, **__: Any) -> None: ...
+
+    plain = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(quintnet.CompileError, match=r"QN108[\s\S]*Own.compute_loss"):
+        Own(language_model(), plain, mesh=quintnet.Mesh(dp=2))
+
+
+def test_a_plain_checkpoint_is_not_resumed(tmp_path: Path) -> None:
+    train(str(tmp_path), 4, max_steps=2, eval_strategy="no", gradient_accumulation_steps=1)
+    with pytest.raises(quintnet.CheckpointError, match=r"QN602[\s\S]*from_pretrained"):
+        train(str(tmp_path), 4, quintnet.Mesh(tp=2), str(tmp_path / "checkpoint-2"))
+
+
+def test_replaced_methods_are_those_of_the_trainer() -> None:
+    assert [name for name in REPLACED if not hasattr(transformers.Trainer, name)] == []
+    own = {name for name in vars(TrainerMixin) if name.startswith("_") and hasattr(transformers.Trainer, name)}
+    assert own - {name for name in own if name.startswith("__")} == set(REPLACED)
+
+
+def _run(folder: str, mesh: quintnet.Mesh, rows: int, resume: str | None = None) -> list[tuple[int, str, float]]:
+    return [(*key, x) for key, x in train(folder, rows, mesh, resume).items()]
+
+
+def as_logs(found: Sequence[tuple[int, str, float]]) -> Logs:
+    return {(step, key): x for step, key, x in found}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"),
+    [
+        pytest.param(quintnet.Mesh(dp=2), 2, marks=pytest.mark.slow),
+        pytest.param(quintnet.Mesh(tp=2), 4, marks=pytest.mark.slow),
+        pytest.param(quintnet.Mesh(pp=2), 4),
+    ],
+)
+def test_two_processes(mesh: quintnet.Mesh, rows: int, tmp_path: Path) -> None:
+    known = train(str(tmp_path / "plain"), 4)
+    folder = str(tmp_path / "ours")
+    for found in quintnet.launch(_run, 2, args=(folder, mesh, rows), timeout=300):
+        assert_same(as_logs(found), known)
+    state = json.loads((tmp_path / "ours" / "checkpoint-6" / "trainer_state.json").read_text())
+    assert state["global_step"] == 6 and state["is_world_process_zero"]
+    again = quintnet.launch(_run, 2, args=(folder, mesh, rows, f"{folder}/checkpoint-4"), timeout=300)
+    assert_same(as_logs(again[0]), known, first=5)
