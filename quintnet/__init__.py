@@ -10,8 +10,8 @@ __all__ = list(_compiler.__all__)
 def __getattr__(name: str) -> object:
     if name in __all__:
         return getattr(_compiler, name)
-    if name == "hf":  # needs transformers and accelerate
-        return importlib.import_module("quintnet.hf")
+    if name in ("hf", "lightning"):
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

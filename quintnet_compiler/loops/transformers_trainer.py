@@ -181,14 +181,14 @@ class TrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         me = self._me
-        if not self._prepared:
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
-            return
         folder = Path(output_dir or me.args.output_dir)
         part = folder.parent / f".{folder.name}.quintnet"
         if judges():
             shutil.rmtree(part, ignore_errors=True)
-        self.program.save_pretrained(part)
+        if self._prepared:
+            self.program.save_pretrained(part)
+        elif judges():
+            me.model.save_pretrained(part)
         if not judges():
             return
         folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +48,10 @@ def test_all_that_cannot_be_followed_is_named_at_once() -> None:
         )
 
 
-def test_replaced_methods_exist() -> None:
-    assert all(hasattr(transformers.Trainer, name) for name in transformers_trainer.REPLACED)
+def test_random_states_are_written_by_the_trainer(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(args=SimpleNamespace(world_size=1))
+    transformers_trainer.save_random_states(trainer, str(tmp_path))
+    assert (tmp_path / "rng_state.pth").is_file()
 
 
 def test_a_strategy_reads_whole_batches_in_one_process() -> None:
