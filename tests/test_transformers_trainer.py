@@ -196,13 +196,9 @@ def as_logs(found: Sequence[tuple[int, str, float]]) -> Logs:
     return {(step, key): x for step, key, x in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "rows"),
-    [
-        pytest.param(quintnet.Mesh(dp=2), 2, marks=pytest.mark.slow),
-        pytest.param(quintnet.Mesh(tp=2), 4, marks=pytest.mark.slow),
-        pytest.param(quintnet.Mesh(pp=2), 4),
-    ],
+    ("mesh", "rows"), [(quintnet.Mesh(dp=2), 2), (quintnet.Mesh(tp=2), 4), (quintnet.Mesh(pp=2), 4)]
 )
 def test_two_processes(mesh: quintnet.Mesh, rows: int, tmp_path: Path) -> None:
     known = train(str(tmp_path / "plain"), 4)
