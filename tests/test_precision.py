@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_refused() -> None:
     assert found.value.code == "QN215" and "this model's are bfloat16" in found.value.message
     assert _compile("mlp", {"dp": 2}, precision="bf16").plan.precision == "bf16"  # its fix: in float32
     with pytest.raises(CompileError) as found:
-        _compile("mlp", {"dp": 2}, precision="fp8")
+        _compile("mlp", {"dp": 2}, precision="fp4")
     assert found.value.code == "QN207"
 
 

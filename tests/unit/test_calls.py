@@ -187,6 +187,7 @@ ALONE = {
     "explain",
     "first",
     "get_rng_state",
+    "kept_in_16_bits",
     "load_state_dict",
     "loss_fn",
     "loss_scale",

@@ -20,6 +20,7 @@ from quintnet_compiler.ops.catalog import OPERATORS, work_of
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
+from quintnet_compiler.ops.scaled_products import scaled_matmul
 
 from ..one_operator import Sample, lowered, operator_program, reference, sharded
 from ..operator_samples import SAMPLES
@@ -131,6 +132,9 @@ def test_sizes_of_products_are_those_that_torch_counts(sample: Sample) -> None:
     if sample.target is expert_linear:
         rows, (_, *weight) = sample.inputs[0].shape[0], sample.inputs[2].shape
         counted = 2 * rows * weight[0] * weight[1]
+    if sample.target is scaled_matmul:
+        a, b = (given.shape for given in sample.inputs[:2])
+        counted = 2 * math.prod(a) * b[0 if sample.args[4] == "mk,nk->mn" else -1]
     assert _kernel(sample).flops == (counted or 0)
 
 
