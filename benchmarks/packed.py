@@ -4,6 +4,9 @@ python benchmarks/packed.py [--length 4096] [--documents 8] [--heads 4] [--width
 
 Documents have unequal lengths, 1 : 2 : ... : n. Programs take turns; a ratio is the median over rounds of a program's
 step over that of the mask. ``seen``: the pairs of a query and a key that documents leave of those that causality does.
+
+python benchmarks/packed.py --ranks 4 [--length 4096] [--documents 8]: no step, but by formula the work of the rank that
+has most over the mean, with a sequence over so many ranks: in order, and as ``context_load_balance`` has it.
 """
 
 from __future__ import annotations
@@ -51,14 +54,39 @@ def lengths(length: int, count: int) -> list[int]:
     return [*found[:-1], length - sum(found[:-1])]
 
 
+def pairs(first: int, end: int, sizes: list[int]) -> int:
+    """How many keys the queries from ``first`` to before ``end`` see, causally, in documents of ``sizes``."""
+    found = begin = 0
+    for size in sizes:
+        before, last = max(first, begin), min(end, begin + size)
+        if before < last:
+            count = last - before
+            found += (before - begin) * count + count * (count + 1) // 2
+        begin += size
+    return found
+
+
+def uneven(sizes: list[int], ranks: int) -> tuple[float, float]:
+    """The most work of a rank over the mean: of runs in order, and of a run near each end for every rank."""
+    length, parts = sum(sizes), 2 * ranks
+    work = [pairs(length * i // parts, length * (i + 1) // parts, sizes) for i in range(parts)]
+    mean = sum(work) / ranks
+    in_order = max(a + b for a, b in zip(work[::2], work[1::2], strict=True))
+    return in_order / mean, max(work[i] + work[-1 - i] for i in range(ranks)) / mean
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("length", 4096), ("documents", 8), ("heads", 4), ("width", 256), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ranks", type=int)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     sizes = lengths(given.length, given.documents)
+    if given.ranks:
+        print("most over mean: {:.2f} in order, {:.2f} balanced".format(*uneven(sizes, given.ranks)))
+        return
     batch = torch.randn(1, given.length, given.width), torch.repeat_interleave(torch.tensor(sizes))[None]
     programs = {
         how: quintnet.compile(Packed(given.width, given.heads, how), Mesh(dp=1), batch)
