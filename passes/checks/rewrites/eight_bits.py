@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,11 +10,11 @@ from torch import fx
 from ....core.annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value
 from ....core.errors import REPORT, CompileError
 from ....ir.program import Program, outputs
+from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ....ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 aten = torch.ops.aten
-Numbers = dict[Hashable, int]  # equal calls of equal values have one number
 
 
 def check_eight_bits(before: Program, after: Program) -> None:
@@ -25,7 +24,7 @@ def check_eight_bits(before: Program, after: Program) -> None:
     Raises:
         CompileError: QN209 with what differs.
     """
-    numbers: Numbers = {}
+    numbers = ValueNumbers()
     old, new = _numbered(before, numbers), _numbered(after, numbers)
     for left, right in zip(outputs(before.graph), outputs(after.graph), strict=True):
         if old[left] != new[right]:
@@ -35,13 +34,10 @@ def check_eight_bits(before: Program, after: Program) -> None:
         raise _fail("calls that nobody reads are other ones", None)
 
 
-def _numbered(program: Program, numbers: Numbers) -> dict[fx.Node, int]:
+def _numbered(program: Program, numbers: ValueNumbers) -> dict[fx.Node, int]:
     """What each node stands for. A layer's bias counts as added afterwards."""
     known: dict[fx.Node, int] = {}
-
-    def number(*what: Hashable) -> int:
-        return numbers.setdefault(what, len(numbers))
-
+    number = numbers.number
     for node in program.graph.nodes:
         if node.op == "output":
             continue
@@ -56,10 +52,10 @@ def _numbered(program: Program, numbers: Numbers) -> dict[fx.Node, int]:
             x, weight, *bias = (known[n] for n in tensor_inputs(node))
             known[node] = number("linear", x, weight)
             if bias:
-                known[node] = number(aten.add.Tensor, repr(((known[node], bias[0]), {})))
+                added = (NumberRead(known[node]), NumberRead(bias[0])), {}
+                known[node] = numbers.call(None, aten.add.Tensor, added, known.__getitem__)
         else:
-            given = fx.map_arg((node.args, node.kwargs), known.__getitem__)
-            known[node] = number(node.target, repr((tuple(given[0]), dict(given[1]))))
+            known[node] = numbers.call(None, node.target, (node.args, node.kwargs), known.__getitem__)
     return known
 
 
@@ -77,7 +73,7 @@ def _layer(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         return None
     made: Any = both.args[0]
     x, weight = _operands(made)
-    if made.args[4] != "mk,nk->mn" or index != 0 or both.args[1] is not True:
+    if value(made).dtype is not value(x).dtype or made.args[4] != "mk,nk->mn" or index != 0 or both.args[1] is not True:
         raise _fail(f"{made.name} is not the product of a linear layer", node)
     left = [n for n in (x, weight) if needs_grad(n)]
     for done in tensor_inputs(node)[1:]:
