@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 
 from ...core.annotations import facts, is_getitem, leaf, needs_grad, shape, value
+from ...core.errors import CompileError
 from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
 from ...ops.catalog import work_of
@@ -87,13 +89,14 @@ class EightBits:
     gather has 8 bits.
 
     ``wide``: patterns of names of parameters, or of modules, that keep their bits. So do layers for which
-    :func:`kept_wide` names a reason. (Micikevicius et al. 2022; Rouhani et al. 2023; DeepSeek-AI 2024.)
+    :func:`kept_wide` names a reason. A pattern that names nothing is error QN204. (Micikevicius et al. 2022; Rouhani et al. 2023; DeepSeek-AI 2024.)
     """
 
     recipe: Recipe
     wide: tuple[str, ...] = ()
 
     def __call__(self, program: Program, /) -> Program:
+        _check_patterns(program, self.wide)
         return _Lowering(program, self.recipe, kept_wide(program, self.recipe, self.wide)).run()
 
 
@@ -112,6 +115,20 @@ def kept_wide(program: Program, recipe: Recipe, patterns: Sequence[str] = ()) ->
         if reason:
             found[node] = reason
     return found
+
+
+def _check_patterns(program: Program, patterns: Sequence[str]) -> None:
+    """Raises: CompileError QN204 for a pattern that names nothing: what it was meant for would be rounded."""
+    names = [known.name for known in program.leaves.values() if known.kind == "parameter"]
+    names += [name.rpartition(".")[0] for name in names]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            close = get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise CompileError(
+                "QN204",
+                f"fp8_skip: {pattern!r} matches no parameter and no module that has one",
+                fix=f"did you mean {', '.join(close)}?" if close else "see program.named_parameters()",
+            )
 
 
 def wide_layers(program: Program, recipe: str, patterns: Sequence[str]) -> tuple[str, ...]:

@@ -86,6 +86,13 @@ def test_the_pass_alone() -> None:
     check_eight_bits(before, after)
 
 
+def test_a_pattern_that_names_nothing_is_refused() -> None:
+    before, _ = _programs()
+    with pytest.raises(CompileError, match="fp8_skip: '1.wieght' matches no parameter") as found:
+        EightBits(RECIPES["rowwise"], wide=("1.wieght",))(before)
+    assert found.value.code == "QN204" and "did you mean 1.weight" in str(found.value)
+
+
 def test_ranks_gather_the_largest_of_their_blocks() -> None:
     axes = Axis("dp", 2, "data"), Axis("microbatches", 2, "time"), Axis("tp", 4, "model")
     to = builder()
