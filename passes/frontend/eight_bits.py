@@ -89,7 +89,8 @@ class EightBits:
     gather has 8 bits.
 
     ``wide``: patterns of names of parameters, or of modules, that keep their bits. So do layers for which
-    :func:`kept_wide` names a reason. A pattern that names nothing is error QN204. (Micikevicius et al. 2022; Rouhani et al. 2023; DeepSeek-AI 2024.)
+    :func:`kept_wide` names a reason. A pattern that names nothing is error QN204.
+    (Micikevicius et al. 2022; Rouhani et al. 2023; DeepSeek-AI 2024.)
     """
 
     recipe: Recipe

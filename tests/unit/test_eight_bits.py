@@ -88,7 +88,7 @@ def test_the_pass_alone() -> None:
 
 def test_a_pattern_that_names_nothing_is_refused() -> None:
     before, _ = _programs()
-    with pytest.raises(CompileError, match="fp8_skip: '1.wieght' matches no parameter") as found:
+    with pytest.raises(CompileError, match=r"fp8_skip: '1\.wieght' matches no parameter") as found:
         EightBits(RECIPES["rowwise"], wide=("1.wieght",))(before)
     assert found.value.code == "QN204" and "did you mean 1.weight" in str(found.value)
 

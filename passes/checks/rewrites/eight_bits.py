@@ -52,7 +52,7 @@ def _numbered(program: Program, numbers: ValueNumbers) -> dict[fx.Node, int]:
             x, weight, *bias = (known[n] for n in tensor_inputs(node))
             known[node] = number("linear", x, weight)
             if bias:
-                added = (NumberRead(known[node]), NumberRead(bias[0])), {}
+                added: Any = (NumberRead(known[node]), NumberRead(bias[0])), {}
                 known[node] = numbers.call(None, aten.add.Tensor, added, known.__getitem__)
         else:
             known[node] = numbers.call(None, node.target, (node.args, node.kwargs), known.__getitem__)
