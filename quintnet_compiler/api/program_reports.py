@@ -8,7 +8,6 @@ from typing import Any
 
 from ..capture.step_module import LossFn
 from ..core.errors import CompileError, RunError
-from ..core.html import table
 from ..core.mesh import Mesh
 from ..cost_models.cluster import Cluster
 from ..cost_models.cluster_costs import costs_of_ranks
@@ -16,6 +15,7 @@ from ..cost_models.operators import model_flops
 from ..driver.compiler import Compiled, Runner, compile_program
 from ..driver.pipeline import Request
 from ..dump.folder import dump_program
+from ..dump.notebook import program_figure, waiting_figure
 from ..dump.page import Extras
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, RankProgram
@@ -99,17 +99,16 @@ class ProgramReports(ProgramState):
 
     def _repr_html_(self) -> str:
         if not self._programs.led:
-            return table([], [("mesh", self.mesh)], "A program that is not compiled yet: it has not seen a batch")
-        program = self._primary().program
-        rows = [
-            (
-                stage.index, program.schedule.placement[stage.index], len(stage.state),
-                *(len(piece.module.graph.nodes) for piece in (stage.forward, stage.backward)), len(stage.saved),
-            )
-            for stage in program.stages
-        ]  # fmt: skip
-        head = "stage", "pipeline place", "parameters and buffers", "forward nodes", "backward nodes", "saved values"
-        return table(head, rows, f"A program for {self.mesh!r}, {program.schedule.num_microbatches} microbatches")
+            return waiting_figure(self._task.model, self.mesh, self._task.plan)
+        program, predicted, unpriced = self._primary().program, None, ""
+        if program.has_source:
+            try:
+                predicted = self.simulate()
+            except CompileError as error:
+                if error.code != "QN210":
+                    raise
+                unpriced = error.message
+        return program_figure(program, self.plan, predicted, unpriced)
 
     def passes(self) -> list[tuple[str, Any]]:
         """The name of each pass and the program after it. They are not kept: this compiles once more."""

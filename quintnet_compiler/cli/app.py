@@ -26,6 +26,7 @@ VERBS: Mapping[str, str] = MappingProxyType(
         "verify": "Compare all ranks of a compiled program with the model itself, in this process.",
         "convert": "Write a checkpoint in another format: ours, torch.distributed.checkpoint, safetensors.",
         "train": "Train a model as a file says, going on from the newest checkpoint if there is one.",
+        "watch": "A page of a run while it goes on: loss, speed, memory, the measured step. There is no server.",
         "goodput": "Where the time of a run went, over all its starts.",
         "cache": "The compiled programs that are kept in a folder, and the removal of old ones.",
         "doctor": "What is here: versions, devices, interfaces, a compiler, and two processes that add numbers.",

@@ -11,7 +11,7 @@ import typer
 from ..driver.cache_folder import CacheFolder
 from ..driver.cache_report import DAY, CacheReport, surplus
 from .answer import Answer
-from .options import Json
+from .inputs.options import Json
 
 
 def cache(

@@ -15,7 +15,7 @@ from ..core.progress import working
 from ..reports.calibrate import SIDES, CalibrationEffort
 from ..reports.calibrate import calibrate as measure_machine
 from .answer import Answer
-from .options import Json
+from .inputs.options import Json
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

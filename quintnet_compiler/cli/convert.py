@@ -11,7 +11,7 @@ from ..checkpoint.formats.convert import Choices, Format
 from ..checkpoint.formats.convert import convert as converted
 from ..core.progress import working
 from .answer import Answer
-from .options import Json
+from .inputs.options import Json
 
 
 def convert(

@@ -10,7 +10,7 @@ import typer
 from ..dump.compare import compare_folders, compare_plans
 from ..ir.plan import read_plan
 from .answer import Answer
-from .options import Json
+from .inputs.options import Json
 
 Place = Annotated[Path, typer.Argument(help="a plan file, or a folder of quintnet dump")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..core.progress import working
 from ..reports.doctor import examine
 from .answer import RANK_FAULT, Answer
-from .options import Json
+from .inputs.options import Json
 
 
 def doctor(json: Json = False) -> Answer:

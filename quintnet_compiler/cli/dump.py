@@ -11,7 +11,7 @@ import typer
 from ..core.progress import working
 from ..simulation.timeline import Timeline
 from .answer import Answer
-from .options import (
+from .inputs.options import (
     CalibrationOption,
     DeviceOption,
     Json,

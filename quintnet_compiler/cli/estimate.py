@@ -7,7 +7,7 @@ from ..api.plan import estimate as make_estimate
 from ..core.progress import working
 from ..ir.plan import check_plan
 from .answer import Answer
-from .options import (
+from .inputs.options import (
     Gpu,
     GpusPerNode,
     Json,
@@ -22,7 +22,7 @@ from .options import (
     Target,
     Tokens,
 )
-from .targets import load_target
+from .inputs.targets import load_target
 
 
 def estimate(

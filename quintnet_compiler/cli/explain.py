@@ -9,7 +9,7 @@ import typer
 
 from ..core.error_help import ErrorHelp, error_help, error_page
 from .answer import Answer
-from .options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
+from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
 
 def explain(

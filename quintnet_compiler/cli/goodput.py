@@ -9,7 +9,7 @@ import typer
 
 from ..training.time_report import RunTime
 from .answer import Answer
-from .options import Json
+from .inputs.options import Json
 
 
 def goodput(

@@ -11,8 +11,8 @@ from ..core.progress import working
 from ..runtime.launch.launch import launch
 from ..simulation.timeline import Timeline
 from .answer import Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
-from .targets import load_target
+from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
+from .inputs.targets import load_target
 
 
 def measure(

@@ -13,7 +13,7 @@ from ..core.progress import working
 from ..driver.pipeline import PIPELINE
 from ..ir.printer import program_text
 from .answer import Answer
-from .options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
+from .inputs.options import DeviceOption, Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, compiled
 
 Step = tuple[str, str, str]  # a pass, the program before it, and after it
 

@@ -17,8 +17,8 @@ from ..planner.curves import ParetoFront, ScalingCurve, Sweep
 from ..planner.planning import RESERVE
 from ..planner.search import Objective, SearchEffort
 from .answer import Answer
-from .options import Gpu, GpusPerNode, Json, Nodes, PrecisionOption, Price, Set, Target, Tokens, settings_of
-from .targets import load_target
+from .inputs.options import Gpu, GpusPerNode, Json, Nodes, PrecisionOption, Price, Set, Target, Tokens, settings_of
+from .inputs.targets import load_target
 
 
 def plan(

@@ -9,7 +9,7 @@ import typer
 
 from ..core.progress import working
 from .answer import Answer
-from .options import (
+from .inputs.options import (
     CalibrationOption,
     DeviceOption,
     Json,

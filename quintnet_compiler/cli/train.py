@@ -15,7 +15,7 @@ from ..training.config import TrainConfig
 from ..training.documents import read_yaml
 from ..training.run import run as run_training
 from .answer import Answer
-from .options import Json, Set, settings_of
+from .inputs.options import Json, Set, settings_of
 
 
 def train(

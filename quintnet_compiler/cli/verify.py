@@ -8,7 +8,7 @@ import typer
 
 from ..core.progress import working
 from .answer import NOT_EQUAL, Answer
-from .options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
+from .inputs.options import Json, MeshOption, Microbatches, PlanOption, ProgramOptions, Set, Target, compiled
 
 
 def verify(

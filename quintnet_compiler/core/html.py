@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from html import escape
+from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from .names import one_line
@@ -15,12 +18,39 @@ from .names import one_line
 
 @lru_cache
 def environment(package: str) -> Environment:
-    """The templates of ``package``."""
-    loader = PackageLoader(package, "templates")
+    """The templates of ``package``, and what all pages share."""
+    loader = ChoiceLoader([PackageLoader(name, "templates") for name in (package, __package__)])
     return Environment(
         loader=loader, autoescape=True, finalize=_printable, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+
+
+def page(package: str, name: str, *, title: str, script: str = "", refresh: int = 0, **given: Any) -> str:
+    """A page that needs nothing else: style and pictures are in it, and a browser loads and runs nothing but ``script``.
+
+    Args:
+        name: a template of ``package`` that extends ``page.html.jinja``, with what it is ``given``.
+        refresh: seconds after which the browser reads the file again; 0: never.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment(package).get_template(name).render(
+        title=title, style=Markup(_style("frame.css", "page.css")), script=Markup(script), script_digest=digest,
+        refresh=refresh, **given,
+    )  # fmt: skip
+
+
+def figure(package: str, name: str, **given: Any) -> str:
+    """A part of somebody else's page, such as a notebook: as :func:`page`, with a style that ends where the part ends,
+    in the colours of what is around it."""
+    body = environment(package).get_template(name).render(**given)
+    style = f".quintnet {{\n{_style('fragment.css', 'page.css')}}}"
+    return f'<div class="quintnet"><style>{style}</style>\n{body}</div>'
+
+
+@lru_cache
+def _style(*names: str) -> str:
+    return "".join(files(__package__).joinpath("templates", name).read_text(encoding="utf-8") for name in names)
 
 
 def _printable(x: Any) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ..core.annotations import size
-from ..core.html import environment
+from ..core import html
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..simulation.chart import svg as timeline_svg
@@ -44,17 +43,14 @@ def page(
     picture: Markup, extras: Extras, hashes: Mapping[str, str],
 ) -> str:  # fmt: skip
     """HTML with its style, script and pictures inside. ``hashes``: the folder's other files."""
-    script = _text("page.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    template = environment("quintnet_compiler.dump").get_template("index.html.jinja")
-    return template.render(
-        size=size, duration=duration, counted=counted, title=f"{program.mesh}",
-        style=Markup(_text("page.css")), script=Markup(script), script_digest=digest,
-        cards=_cards(program, extras), decisions={"schedule": plan.schedule, **plan.decisions}.items(),
-        axes=[(axis.name, axis.size, axis.role) for axis in program.space],
-        picture=picture, units=_unit_rows(program, units), traffic=_traffic(program), stages=stages_code(program),
-        passes=passes_view(passes), pictures=_pictures(extras), memory=_memory(extras), plans=extras.plans,
-        plans_picture=Markup(extras.plans_picture), unpriced=extras.unpriced, hashes=hashes,
+    script = files(__package__).joinpath("templates", "page.js").read_text(encoding="utf-8")
+    return html.page(
+        "quintnet_compiler.dump", "index.html.jinja", title=f"{program.mesh}", script=script,
+        size=size, duration=duration, counted=counted, cards_shown=cards(program, extras),
+        decisions=decisions(plan), axes=axes_of(program), picture=picture, units=unit_rows(program, units),
+        traffic=_traffic(program), stages=stages_code(program), passes=passes_view(passes), pictures=_pictures(extras),
+        memory=memory_rows(extras.predicted), plans=extras.plans, plans_picture=Markup(extras.plans_picture),
+        unpriced=extras.unpriced, hashes=hashes,
     )  # fmt: skip
 
 
@@ -62,33 +58,34 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
-def _text(name: str) -> str:
-    return files(__package__).joinpath("templates", name).read_text(encoding="utf-8")
+def decisions(plan: Plan) -> list[tuple[str, Any]]:
+    """What a plan decides, by name."""
+    return list({"schedule": plan.schedule, **plan.decisions}.items())
 
 
-def _cards(program: DistributedProgram, extras: Extras) -> list[tuple[str, str]]:
+def axes_of(program: DistributedProgram) -> list[tuple[str, int, str]]:
+    """Name, size and role of each axis over ranks."""
+    return [(axis.name, axis.size, axis.role) for axis in program.space]
+
+
+def cards(program: DistributedProgram, extras: Extras) -> list[tuple[str, str]]:
+    """What is on top of a page: (what, how much)."""
     mesh = program.mesh
     microbatches = next((axis.size for axis in program.axes if axis.role == "time"), 1)
-    state = sum(_numel(s.shape) for s in program.state.values() if s.kind == "parameter")
-    cards = [("ranks", str(mesh.size)), ("parameters", f"{state:,}"), ("microbatches", str(microbatches))]
-    cards += [("pipeline stages", str(len(program.stages)))] if len(program.stages) > 1 else []
+    state = sum(math.prod(s.shape) for s in program.state.values() if s.kind == "parameter")
+    shown = [("ranks", str(mesh.size)), ("parameters", f"{state:,}"), ("microbatches", str(microbatches))]
+    shown += [("pipeline stages", str(len(program.stages)))] if len(program.stages) > 1 else []
     if extras.predicted:
         found = extras.predicted
-        cards += [("a step, predicted", duration(found.seconds)), ("bubble", f"{found.bubble:.1%}")]
-        cards += [("peak of a rank", size(found.peak.bytes))]
+        shown += [("a step, predicted", duration(found.seconds)), ("bubble", f"{found.bubble:.1%}")]
+        shown += [("peak of a rank", size(found.peak.bytes))]
     if extras.measured:
-        cards += [("a step, measured", duration(extras.measured.seconds))]
-    return cards
+        shown += [("a step, measured", duration(extras.measured.seconds))]
+    return shown
 
 
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
-
-
-def _unit_rows(program: DistributedProgram, units: list[FoldedUnit[Operator]]) -> list[dict[str, Any]]:
+def unit_rows(program: DistributedProgram, units: list[FoldedUnit[Operator]]) -> list[dict[str, Any]]:
+    """Blocks of the model in order, with what each stage gets."""
     rows: list[dict[str, Any]] = []
     before: int | None = None
     for unit in units:
@@ -132,6 +129,7 @@ def _pictures(extras: Extras) -> list[tuple[str, Timeline, Markup]]:
     return [(name, found, Markup(timeline_svg(found, "auto", longest))) for name, found in both]
 
 
-def _memory(extras: Extras) -> list[dict[str, Any]]:
-    rows = extras.predicted.rows if extras.predicted else ()
+def memory_rows(predicted: Timeline | None) -> list[dict[str, Any]]:
+    """The peak of each rank that differs from others."""
+    rows = predicted.rows if predicted else ()
     return [{"name": row.name, "peak": row.peak, "kept": row.peak_held} for row in rows[:64]]

@@ -202,6 +202,11 @@ class DistributedProgram:
         return self.made_from()
 
     @property
+    def has_source(self) -> bool:
+        """Whether :attr:`source` is at hand, and nothing has to be compiled for it."""
+        return self.flops is None or "source" in vars(self)
+
+    @property
     def space(self) -> tuple[Axis, ...]:
         """The axes over ranks (all but the microbatch axis), outermost first."""
         return tuple(axis for axis in self.axes if axis.role != "time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,14 @@ from markupsafe import Markup
 
 from ..core.annotations import size
 from ..core.axes import AXES
+from ..core import html
 from ..core.html import environment
 from .timeline import Event, RankTimeline, Timeline, duration, label
 
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
 TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18
 MOST_ROWS = 24  # of a picture: more are cut off, and counted
+MOST_EVENTS = 3000  # of a notebook's
 LEGEND = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "once": "once a step",
     "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients",
@@ -42,11 +45,19 @@ class Scale:
         """Round numbers, at most ten."""
         if not self.seconds:
             return []
-        rough = self.seconds / 10
-        power = 10 ** math.floor(math.log10(rough))
-        step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+        step = round_step(self.seconds / 10)
         count = int(self.seconds / step + 1e-9)
         return [{"x": self.x(step * i), "text": duration(float(f"{step * i:.6g}"))} for i in range(count + 1)]
+
+
+def round_step(rough: float) -> float:
+    """The smallest of 1, 2, 5 times a power of ten that is not below ``rough``.
+
+    >>> round_step(0.3), round_step(70)
+    (0.5, 100)
+    """
+    power = 10 ** math.floor(math.log10(rough))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
 
 
 @dataclass
@@ -68,7 +79,7 @@ class _Layout:
             "name": f"rank {row.rank}" + (f"  ×{row.count}" if row.count > 1 else ""),
             "place": " ".join(f"{axis}={index}" for axis, index in row.coordinate.items()),
             "bubble": f"bubble {row.bubble:.1%}",
-            "boxes": [self._box(event) for event in row.events if event.kind in IN_BOX],
+            "boxes": [self._box(event) for event in _visible(row.events, self.scale)],
             "lanes": [],
         }
         y = self.y + BOX + 4
@@ -160,6 +171,15 @@ def _merged(events: tuple[Event, ...], axis: str, scale: Scale) -> list[Event]:
     return found
 
 
+def _visible(events: tuple[Event, ...], scale: Scale) -> Iterator[Event]:
+    """What goes into boxes, without those that end within a third of a pixel of the one before."""
+    near, end = scale.seconds / scale.width / 3, -math.inf
+    for event in events:
+        if event.kind in IN_BOX and event.end - end >= near:
+            end = event.end
+            yield event
+
+
 def _hover(event: Event) -> str:
     what = f"{event.kind} {event.name}" if event.axis else label(event)
     stage = f", stage {event.stage}, microbatch {event.microbatch}" if event.microbatch >= 0 else ""
@@ -167,12 +187,12 @@ def _hover(event: Event) -> str:
     return f"{what}{axis}{stage}\n{duration(event.seconds)}, from {duration(event.start)} to {duration(event.end)}"
 
 
-def svg(timeline: Timeline, theme: str = "", seconds: float | None = None) -> str:
-    """The picture, ``seconds`` wide (without, as long as the step); ``theme="auto"`` follows the viewer's dark mode."""
-    shown = timeline.rows[:MOST_ROWS]
+def svg(timeline: Timeline, theme: str = "", seconds: float | None = None, most: int = MOST_ROWS) -> str:
+    """The picture, ``seconds`` wide (without, as long as the step); ``theme="auto"`` follows the viewer's dark mode.
+    ``most``: rows of it."""
+    shown = timeline.rows[:most]
     scale = Scale(timeline.seconds if seconds is None else seconds)
-    most = max((held.peak for row in shown for held in row.memory), default=0)
-    layout = _Layout(timeline, scale, most)
+    layout = _Layout(timeline, scale, max((held.peak for row in shown for held in row.memory), default=0))
     for row in shown:
         layout.add(row)
     kinds = {event.kind for row in shown for event in row.events}
@@ -204,20 +224,31 @@ def _subtitle(timeline: Timeline) -> str:
     )
 
 
+def figure_svg(timeline: Timeline) -> str:
+    """As :func:`svg`, with as many rows as leave a notebook small: at least one."""
+    rows, room = 0, MOST_EVENTS
+    for row in timeline.rows[:MOST_ROWS]:
+        room -= len(row.events)
+        if rows and room < 0:
+            break
+        rows += 1
+    return svg(timeline, "auto", most=rows)
+
+
 def figure(timeline: Timeline) -> str:
     """For notebooks."""
-    return f'<div style="overflow-x:auto">{svg(timeline, "auto")}</div>'
+    return f'<div style="overflow-x:auto">{figure_svg(timeline)}</div>'
 
 
 def page(timeline: Timeline) -> str:
     """A page that needs nothing else."""
     waits = sum(timeline.exposed.values())
     cards = [
-        {"name": "a step", "value": duration(timeline.seconds)},
-        {"name": "bubble", "value": f"{timeline.bubble:.1%}"},
-        {"name": "exposed communication", "value": f"{waits / timeline.seconds:.1%}" if timeline.seconds else "0%"},
-        {"name": "peak memory of a rank", "value": size(timeline.peak.bytes)},
-        {"name": "ranks", "value": str(timeline.ranks)},
+        ("a step", duration(timeline.seconds)),
+        ("bubble", f"{timeline.bubble:.1%}"),
+        ("exposed communication", f"{waits / timeline.seconds:.1%}" if timeline.seconds else "0%"),
+        ("peak memory of a rank", size(timeline.peak.bytes)),
+        ("ranks", str(timeline.ranks)),
     ]
     table = []
     for row in timeline.rows:
@@ -225,6 +256,8 @@ def page(timeline: Timeline) -> str:
         peak = row.peak
         cells = [row.name, duration(row.busy_seconds), f"{row.bubble:.1%}", waited, str(row.peak_live)]
         table.append([*cells, size(row.peak_held), size(peak.bytes), peak.action])
-    found = environment(__package__).get_template("timeline.html.jinja")
     picture = Markup(svg(timeline, "auto"))  # the template of the picture has escaped it
-    return found.render(title=timeline.title, cards=cards, picture=picture, table=table, notes=timeline.notes)
+    return html.page(
+        "quintnet_compiler.simulation", "timeline.html.jinja", title=timeline.title, cards_shown=cards,
+        picture=picture, table=table, notes=timeline.notes,
+    )  # fmt: skip

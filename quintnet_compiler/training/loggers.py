@@ -75,6 +75,15 @@ class JsonLogger(Logger):
     def open(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.file = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        if self._cut():
+            self.file.write("\n")
+
+    def _cut(self) -> bool:
+        """Whether the last line was cut, when the machine stopped: the next one must not become a part of it."""
+        with (self.folder / "metrics.jsonl").open("rb") as written:
+            size = written.seek(0, 2)
+            written.seek(max(0, size - 1))
+            return written.read() not in (b"", b"\n")
 
     def write(self, step: int, kind: str, numbers: Mapping[str, float]) -> None:
         # JSON has no NaN and no Inf

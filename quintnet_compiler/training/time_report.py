@@ -120,9 +120,9 @@ class RunTime(BaseModel):
             return f"there is no {NAME} here: give the log_folder of a Trainer, or its checkpoint_folder"
         whole, last = self.seconds or 1.0, self.starts[-1]
         counted = f"{len(self.starts)} start{'s' * (len(self.starts) > 1)}, step {last.step}"
-        head = f"{_long(self.seconds)}, {counted}: {self.goodput:.1%} steps that are kept"
+        head = f"{long_time(self.seconds)}, {counted}: {self.goodput:.1%} steps that are kept"
         rows = sorted(self.shares().items(), key=lambda one: -one[1])
-        return "\n".join([head, *(f"  {name:<10} {x / whole:>6.1%}  {_long(x)}" for name, x in rows if x > 0)])
+        return "\n".join([head, *(f"  {name:<10} {x / whole:>6.1%}  {long_time(x)}" for name, x in rows if x > 0)])
 
 
 @dataclass
@@ -198,7 +198,12 @@ class Stopwatch:
         self.start.spent[kind] = self.start.spent.get(kind, 0.0) + seconds
 
 
-def _long(seconds: float) -> str:
+def long_time(seconds: float) -> str:
+    """For people, of a run.
+
+    >>> long_time(12), long_time(600), long_time(9000)
+    ('12.0 s', '10.0 min', '2.5 h')
+    """
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

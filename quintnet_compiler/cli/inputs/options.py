@@ -8,15 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ..api.compile import compile as compile_model
-from ..api.compiled_program import CompiledProgram
-from ..core.errors import CompileError
-from ..core.mesh import Mesh
-from ..core.progress import working
-from ..cost_models.calibrated import CalibratedCosts
-from ..cost_models.calibration import Calibration
-from ..ir.plan import Plan, PlanOptions, read_plan
-from ..ir.plan_options import read_options
+from ...api.compile import compile as compile_model
+from ...api.compiled_program import CompiledProgram
+from ...core.errors import CompileError
+from ...core.mesh import Mesh
+from ...core.progress import working
+from ...cost_models.calibrated import CalibratedCosts
+from ...cost_models.calibration import Calibration
+from ...ir.plan import Plan, PlanOptions, read_plan
+from ...ir.plan_options import read_options
 from .targets import load_target
 
 Target = Annotated[

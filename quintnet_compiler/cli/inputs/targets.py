@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import typer
 
-from ..compat.transformers import built_on_meta, causal_class
+from ...compat.transformers import built_on_meta, causal_class
 
 ROWS, SEQUENCE = 8, 1024  # of a configuration's batch
 Loaded = tuple[Any, Any, Any]  # model, batch, loss function or None
