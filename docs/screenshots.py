@@ -1,4 +1,4 @@
-"""Takes the screenshots of the documentation: dumps a small model, and lets Chromium look at it.
+"""Takes the screenshots of the documentation: dumps and trains a small model, and lets Chromium look at the pages.
 
     python docs/screenshots.py [--if-possible]
 
@@ -9,6 +9,7 @@ site builds without. ``--if-possible``: a line instead of an error where there i
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -21,9 +22,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import quintnet
 from quintnet_compiler.simulation.timeline import Timeline
+from quintnet_compiler.training.run_page import RunPage
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/screenshots"
@@ -33,17 +36,21 @@ MESH = {"pp": 2, "tp": 2}
 
 @dataclass(frozen=True)
 class Shot:
-    """A section of the page of a dump. ``unfolded``: how many blocks of the model are open."""
+    """A section of the page of a dump (``""``: all of another page). ``unfolded``: how many blocks of the model are
+    open."""
 
     section: str
     size: tuple[int, int]
     unfolded: int = 0
+    page: str = "dump"
 
 
 SHOTS = {
     "dump": Shot("graph", (1280, 1100), unfolded=2),
     "timeline": Shot("timeline", (1280, 1210)),
     "what-if": Shot("plan", (1280, 640)),
+    "notebook": Shot("", (1080, 1790), page="notebook"),
+    "run": Shot("", (1280, 1420), page="run"),
 }
 
 
@@ -83,10 +90,39 @@ def dump(folder: Path) -> Path:
     return program.dump(folder, costs=costs, measured=timeline, report=report) / "index.html"
 
 
+def notebook(folder: Path) -> Path:
+    """What a cell with a program shows."""
+    page = folder / "notebook.html"
+    style = "font-family: sans-serif; margin: 20px"
+    page.write_text(f'<!doctype html><body style="{style}">{compiled()._repr_html_()}</body>', encoding="utf-8")
+    return page
+
+
+def trained(folder: Path) -> None:
+    """A run of this rank's world, with a step that is measured."""
+    program, (_, batch) = compiled(), example()
+    data = TensorDataset(*(x.repeat(4, *(1 for _ in x.shape[1:])) for x in batch))
+    optimizer = torch.optim.AdamW(program.parameters(), lr=3e-4)
+    quintnet.Trainer(
+        program, optimizer, DataLoader(data, batch_size=256), DataLoader(data, batch_size=256), epochs=8, log_every=1,
+        log_folder=folder, metrics={"accuracy": quintnet.accuracy}, validate_every=4, measure_step=12, console=False,
+    ).fit()  # fmt: skip
+
+
+def run(folder: Path) -> Path:
+    """The page of a short run."""
+    quintnet.launch(trained, math.prod(MESH.values()), (folder / "vit",))
+    shown = RunPage(folder / "vit")
+    shown.update()
+    shown.write(folder / "vit/page.html")
+    return folder / "vit/page.html"
+
+
 def take(browser: str, page: Path, shot: Shot, picture: Path) -> None:
     """Show one section alone: a browser without a window does not scroll to it."""
     text = page.read_text(encoding="utf-8")
-    text = re.sub(rf'<section id="(?!{shot.section}")', '<section hidden id="', text)
+    if shot.section:
+        text = re.sub(rf'<section id="(?!{shot.section}")', '<section hidden id="', text)
     head, graph = text.split('<section id="graph"', 1) if shot.unfolded else (text, "")
     if shot.unfolded:
         first, rest = graph.split('<div class="stage"', 1)  # the picture of the blocks stays closed
@@ -115,9 +151,9 @@ def main() -> None:
         sys.exit(said)
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
-        page = dump(Path(made))
+        pages = {"dump": dump(Path(made)), "notebook": notebook(Path(made)), "run": run(Path(made))}
         for name, shot in SHOTS.items():
-            take(browser, page, shot, FOLDER / f"{name}.png")
+            take(browser, pages[shot.page], shot, FOLDER / f"{name}.png")
             print(FOLDER / f"{name}.png")
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..capture.step_module import LossFn
 from ..core.errors import CompileError, RunError
 from ..core.mesh import Mesh
@@ -23,7 +26,8 @@ from ..ir.plan import Plan, check_plan
 from ..planner.report import PlanReport
 from ..reports.explain import Explain, Explanation, LayoutDifference, difference
 from ..reports.explain_gradient import prove
-from ..reports.tensor_picture import TensorPicture, picture_of_state
+from ..reports.program_tensors import optimizer_state, picture_of
+from ..reports.tensor_picture import TensorPicture, picture_of_dtensor
 from ..runtime.execute.engines import REPLAYS
 from ..schedules.schedule import Schedule
 from ..simulation.faults import Faults
@@ -196,13 +200,28 @@ class ProgramReports(ProgramState):
         request = Request(task.mesh, plan, rows, task.device, task.rules, absent=task.absent, fused=task.fused)
         return compile_program(program.captured, request, Runner(), training=task.training)
 
-    def visualize(self, name: str) -> TensorPicture:
-        """Which rank holds which part of a parameter or buffer; see :func:`quintnet.visualize`.
+    def visualize(self, what: str | Tensor, *, optimizer: torch.optim.Optimizer | None = None) -> TensorPicture:
+        """Which rank holds which part of a parameter, buffer, activation, gradient or optimizer state; see
+        :func:`quintnet.visualize`.
 
         Raises:
-            CompileError: QN204 for a name that the program does not have.
+            CompileError: QN204 for a name or a tensor that the program does not have.
         """
-        return picture_of_state(self._primary().program, name)
+        program = self._primary().program
+        if isinstance(what, Tensor):
+            for name, p in self.named_parameters():
+                if what is p or what is p.grad:
+                    return picture_of(program, name if what is p else f"{name}.grad")
+            if (known := picture_of_dtensor(what)) is not None:
+                return known
+            shape = list(what.shape)
+            message = (
+                f"the tensor {shape} is neither a parameter of the program, nor the gradient of one, nor a DTensor"
+            )
+            raise CompileError("QN204", message, fix='give its name: program.visualize("gelu")')
+        if optimizer is not None:
+            return optimizer_state(program, dict(self.named_parameters()), what, optimizer)
+        return picture_of(program, what)
 
     def diff(self, other: ProgramReports, *, costs: RankCosts | Cluster | None = None) -> LayoutDifference:
         """What differs between this program and another of the same model: plan, placements, and costs of a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from operator import attrgetter
@@ -110,11 +110,12 @@ def _redistribute_interleaved() -> None:
     spec._normalize_placements_into_shard_order = staticmethod(normalize)
 
 
-def positions_of(x: DTensor) -> list[Tensor]:
-    """For each dim, the global indices that this rank's part of a DTensor has, as its placements cut them; instead:
-    ``compute_local_shape_and_global_offset``, which gives the first of them."""
+def positions_of(x: DTensor, places: Sequence[int] | None = None) -> list[Tensor]:
+    """For each dim, the global indices that this rank's part of a DTensor has (or that of the rank at ``places``), as
+    its placements cut them; instead: ``compute_local_shape_and_global_offset``, which gives the first of them."""
     found = [torch.arange(size) for size in x.shape]
-    places = x.device_mesh.get_coordinate() or [0] * x.device_mesh.ndim
+    if places is None:
+        places = x.device_mesh.get_coordinate() or [0] * x.device_mesh.ndim
     for axis, placement in enumerate(x.placements):
         if isinstance(placement, (Shard, _StridedShard)):
             whole = found[placement.dim].view(*[1] * placement.dim, -1)

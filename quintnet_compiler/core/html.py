@@ -27,7 +27,7 @@ def environment(package: str) -> Environment:
 
 
 def page(package: str, name: str, *, title: str, script: str = "", refresh: int = 0, **given: Any) -> str:
-    """A page that needs nothing else: style and pictures are in it, and a browser loads and runs nothing but ``script``.
+    """A page that needs nothing else: style and pictures are in it, and a browser runs nothing but ``script``.
 
     Args:
         name: a template of ``package`` that extends ``page.html.jinja``, with what it is ``given``.

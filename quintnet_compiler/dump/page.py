@@ -11,8 +11,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..core.annotations import size
 from ..core import html
+from ..core.annotations import size
 from ..ir.distributed_program import DistributedProgram
 from ..ir.plan import Plan
 from ..simulation.chart import svg as timeline_svg

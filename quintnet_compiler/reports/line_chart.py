@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..core.html import environment
 from ..simulation.chart import round_step
@@ -14,8 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 58, 424, 44, 190
 COLOURS = ("dp", "pp", "cp", "ep", "tp")  # of lines, as the page has them
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """What a curve was from step ``first`` to ``last``: its mean, its least and its largest value. ``bad``: how many
     values were not finite; with no other, the mean is not either."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
 from torch import Tensor
 
 from ..core.axes import SHARDED_AXES
@@ -16,7 +16,7 @@ from ..core.html import environment
 from ..core.mesh import Mesh
 from ..core.sharding import AxisType, P, Shard, Sharding, parse_type
 from ..core.slices import positions
-from ..ir.distributed_program import DistributedProgram
+from ..runtime.state.dtensor_parts import dtensor_parts
 
 MOST_LINES = 64
 Ranges = tuple[tuple[int, int], ...]  # (start, stop) of each run of indices
@@ -32,20 +32,25 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class TensorPicture:
-    """Which rank holds which part of a tensor. ``types``: axis -> type. ``str()`` for people, ``to_json()`` for
-    programs, ``svg()`` for a picture (of the first two dims that are split)."""
+    """Which rank holds which part of a tensor. ``types``: axis -> type; ``note``: what else is to be said of it.
+    ``str()`` for people, ``to_json()`` for programs, ``svg()`` for a picture (of the first two dims that are split)."""
 
     name: str
     shape: tuple[int, ...]
     types: Mapping[str, str]
     parts: tuple[TensorPart, ...]
+    note: str = ""
 
     @property
     def _told(self) -> str:
-        kinds = ", ".join(f"{axis}: {kind}" for axis, kind in self.types.items()) or "one rank"
+        kinds = ", ".join(f"{axis}: {kind}" for axis, kind in self.types.items()) or self._whole
         terms = [axis for axis, kind in self.types.items() if kind == str(P)]
         each = f"; ranks along {', '.join(terms)} hold terms of a sum" if terms else ""
         return f"{self.name} {list(self.shape)}: {kinds}{each}"
+
+    @property
+    def _whole(self) -> str:
+        return "one rank" if sum(len(part.ranks) for part in self.parts) == 1 else "the same on all of its ranks"
 
     def to_json(self) -> str:
         """The types, and each part with its ranks."""
@@ -53,10 +58,11 @@ class TensorPicture:
 
     def __str__(self) -> str:
         shown = [f"[{', '.join(map(_slice, part.ranges, self.shape))}]" for part in self.parts[:MOST_LINES]]
-        width = max(map(len, shown))
+        width = max(map(len, shown), default=0)
         lines = [f"  {text:<{width}}  {_ranks(part.ranks)}" for text, part in zip(shown, self.parts, strict=False)]
         rest = len(self.parts) - len(shown)
-        return "\n".join([self._told, *lines, *([f"  and {rest} more parts"] if rest else [])])
+        more = [f"  and {rest} more parts"] if rest else []
+        return "\n".join([self._told, *lines, *more, *([f"  {self.note}"] if self.note else [])])
 
     def _repr_html_(self) -> str:
         return f'<div style="overflow-x:auto">{self.svg()}</div>'
@@ -82,27 +88,11 @@ class TensorPicture:
             }
             for (top, bottom, left, right), ranks in list(boxes.items())[:4096]
         ]  # fmt: skip
-        more = f"dims {split} are split; this shows {dims}" if len(split) > 2 else ""
+        said = [f"dims {split} are split; this shows {dims}"] if len(split) > 2 else []
+        more = "; ".join([*said, *([self.note] if self.note else [])])
         names = ["" if d is None else f"dim {d}: {self.shape[d]}" for d in (down, across)]
         template = environment("quintnet_compiler.reports").get_template("tensor.svg.jinja")
         return template.render(title=self._told, boxes=drawn, width=width, height=height, names=names, more=more)
-
-
-def picture_of_state(program: DistributedProgram, name: str) -> TensorPicture:
-    """Who holds what of a parameter or buffer between steps.
-
-    Raises:
-        CompileError: QN204 for a name that the program does not have.
-    """
-    spec = program.state.get(name)
-    if spec is None:
-        close = difflib.get_close_matches(name, list(program.state), n=3, cutoff=0.3)
-        fix = f"did you mean {', '.join(close)}?" if close else "see program.named_parameters()"
-        raise CompileError("QN204", f"nothing is called {name!r}", fix=fix)
-    kept = [(axis.name, kind) for axis, kind in zip(program.axes, spec.sharding, strict=True) if axis.role != "time"]
-    places = {program.schedule.placement[stage] for stage in spec.stages}
-    ranks = [r for r in range(program.mesh.size) if program.mesh.coordinate(r).get("pp", 0) in places]
-    return picture(name, spec.shape, program.mesh, dict(kept), ranks)
 
 
 def picture_of_types(mesh: Mesh, types: Mapping[str, str], shape: Sequence[int]) -> TensorPicture:
@@ -119,27 +109,46 @@ def picture_of_types(mesh: Mesh, types: Mapping[str, str], shape: Sequence[int])
         kinds = {name: parse_type(types.get(name, "I")) for name in SHARDED_AXES if name in mesh.names}
     except ValueError as error:
         raise CompileError("QN207", str(error)) from None
+    _check(shape, list(kinds), [mesh[axis] for axis in kinds], tuple(kinds.values()))
     return picture("tensor", tuple(shape), mesh, kinds, range(mesh.size))
 
 
+def picture_of_dtensor(x: Tensor, name: str = "tensor") -> TensorPicture | None:
+    """Who holds what of a DTensor; None for what is none."""
+    found = dtensor_parts(x)
+    if found is None:
+        return None
+    parts = tuple(TensorPart(tuple(map(_runs, indices)), ranks) for indices, ranks in found.parts)
+    return TensorPicture(name, tuple(x.shape), found.types, parts)
+
+
 def picture(
-    name: str, shape: tuple[int, ...], mesh: Mesh, types: Mapping[str, AxisType], ranks: Sequence[int]
-) -> TensorPicture:
-    """``types`` nest, outermost first; ``ranks`` are those that hold the tensor."""
+    name: str, shape: tuple[int, ...], mesh: Mesh, types: Mapping[str, AxisType], ranks: Sequence[int], *,
+    times: Mapping[str, int] | None = None, note: str = "",
+) -> TensorPicture:  # fmt: skip
+    """``types`` nest, outermost first; ``ranks`` are those that hold the tensor. Axes in ``times`` are none over ranks:
+    a rank holds all of their parts, one after the other."""
+    over = dict(times or {})
     axes, sharding = list(types), tuple(types.values())
-    sizes = [mesh[axis] for axis in axes]
-    _check(shape, axes, sizes, sharding)
+    sizes = [over.get(axis, mesh[axis]) for axis in axes]
     holders: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
         place = mesh.coordinate(rank)
         key = tuple(place.get(a, 0) if isinstance(k, Shard) else 0 for a, k in zip(axes, sharding, strict=True))
         holders.setdefault(key, []).append(rank)
-    parts = (
-        TensorPart(tuple(_runs(found) for found in positions(shape, sharding, sizes, key)), tuple(held))
-        for key, held in sorted(holders.items())
-    )
-    kinds = {axis: str(kind) for axis, kind in zip(axes, sharding, strict=True)}
-    return TensorPicture(name, shape, kinds, tuple(parts))
+    moments = [range(over.get(a, 1) if isinstance(k, Shard) else 1) for a, k in zip(axes, sharding, strict=True)]
+
+    def held(key: tuple[int, ...]) -> Iterator[Ranges]:
+        every = [
+            positions(shape, sharding, sizes, [k + m for k, m in zip(key, moment, strict=True)])
+            for moment in itertools.product(*moments)
+        ]
+        for dim in range(len(shape)):
+            yield _runs(torch.unique(torch.cat([one[dim] for one in every])))
+
+    parts = (TensorPart(tuple(held(key)), tuple(found)) for key, found in sorted(holders.items()))
+    kinds = {axis: str(kind) for axis, kind in zip(axes, sharding, strict=True) if axis not in over}
+    return TensorPicture(name, shape, kinds, tuple(parts), note)
 
 
 def _check(shape: Sequence[int], axes: Sequence[str], sizes: Sequence[int], sharding: Sharding) -> None:
@@ -157,7 +166,8 @@ def _check(shape: Sequence[int], axes: Sequence[str], sizes: Sequence[int], shar
 
 
 def _runs(indices: Tensor) -> Ranges:
-    """Runs of consecutive numbers."""
+    """Runs of consecutive numbers, without those that stand for padding."""
+    indices = indices[indices >= 0]
     if not len(indices):
         return ((0, 0),)
     breaks = ((indices[1:] - indices[:-1]) != 1).nonzero().flatten() + 1

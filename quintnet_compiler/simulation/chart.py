@@ -9,9 +9,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ..core import html
 from ..core.annotations import size
 from ..core.axes import AXES
-from ..core import html
 from ..core.html import environment
 from .timeline import Event, RankTimeline, Timeline, duration, label
 
@@ -54,9 +54,9 @@ def round_step(rough: float) -> float:
     """The smallest of 1, 2, 5 times a power of ten that is not below ``rough``.
 
     >>> round_step(0.3), round_step(70)
-    (0.5, 100)
+    (0.5, 100.0)
     """
-    power = 10 ** math.floor(math.log10(rough))
+    power: float = 10.0 ** math.floor(math.log10(rough))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
 
 

@@ -15,6 +15,7 @@ NAME = "metrics.jsonl"
 MOST_SPANS = 600  # of a curve: from twice as many, two become one
 MOST_CURVES = 64  # further names are left out, and counted
 _CHUNK = 1 << 22  # bytes; a longer line is no line of metrics
+_HEAD = 256  # bytes
 _NO_NUMBERS = frozenset({"time", "step", "kind"})
 
 
@@ -39,10 +40,10 @@ class Curve:
         else:
             self.spans.append(one)
             self._open = 1
-        if len(self.spans) >= 2 * MOST_SPANS:
+        if len(self.spans) >= 2 * MOST_SPANS and self._open >= self.each:
             pairs = zip(self.spans[::2], self.spans[1::2], strict=True)
             self.spans = [_joined(a, b) for a, b in pairs]
-            self.each, self._open = 2 * self.each, 0
+            self.each = self._open = 2 * self.each
 
     def back_to(self, step: int) -> None:
         """Forget what was known of this step and later ones. A span that began before it stays."""
@@ -88,16 +89,14 @@ class RunMetrics:
     unreadable: int = 0
     left_out: int = 0
     _offset: int = 0
-    _file: int | None = None  # which file it is
+    _head: bytes = b""  # how the file begins, which tells it from another
 
     def read(self) -> bool:
         """Whether there was something new. A file that got shorter, or another one, is read from its beginning."""
         try:
             with (self.folder / NAME).open("rb") as file:
-                known = os.fstat(file.fileno())
-                if self._file not in (None, known.st_ino) or known.st_size < self._offset:
+                if os.fstat(file.fileno()).st_size < self._offset or file.read(len(self._head)) != self._head:
                     vars(self).update(vars(RunMetrics(self.folder)))
-                self._file = known.st_ino
                 return self._read(file)
         except FileNotFoundError:
             return False
@@ -115,6 +114,9 @@ class RunMetrics:
                 self._line(line)
             self._offset += whole
             file.seek(self._offset)
+        if not self._head:
+            file.seek(0)
+            self._head = file.read(min(_HEAD, self._offset))
         return self._offset != before
 
     def _line(self, line: bytes) -> None:

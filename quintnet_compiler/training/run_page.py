@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -56,14 +57,10 @@ class RunPage:
         seen = tuple(_changed_at(self.folder / name) for name in (TIMELINE, "time.json"))
         if seen != self._seen:
             changed, self._seen = True, seen
-            try:
+            with contextlib.suppress(CompileError):  # it is being written, or damaged: what was there before stays
                 self.timeline = Timeline.load(self.folder / TIMELINE) if seen[0] else None
-            except CompileError:  # it is being written, or damaged: what was there before stays
-                pass
-            try:
+            with contextlib.suppress(CompileError):
                 self.spent = RunTime.read(self.folder)
-            except CompileError:
-                pass
         return changed
 
     @property
@@ -89,8 +86,9 @@ class RunPage:
     def _given(self) -> dict[str, Any]:
         # templates of pictures have escaped them
         return {
-            "title": self.folder.resolve().name, "cards_shown": self._cards(), "state": self._state(), "notes": self._notes(),
-            "charts": [Markup(one) for one in self._charts()], "timeline": self.timeline, "duration": duration,
+            "title": self.folder.resolve().name, "cards_shown": self._cards(), "state": self._state(),
+            "notes": self._notes(), "charts": [Markup(one) for one in self._charts()],
+            "timeline": self.timeline, "duration": duration,
             "picture": Markup(figure_svg(self.timeline)) if self.timeline is not None else "", "shares": self._shares(),
         }  # fmt: skip
 

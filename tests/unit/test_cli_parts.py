@@ -22,11 +22,11 @@ from quintnet_compiler.cli.dump import dump
 from quintnet_compiler.cli.estimate import estimate
 from quintnet_compiler.cli.explain import explain
 from quintnet_compiler.cli.goodput import goodput
-from quintnet_compiler.cli.measure import measure
 from quintnet_compiler.cli.inputs.options import ProgramOptions, compiled, costs_of, parse_mesh, settings_of
+from quintnet_compiler.cli.inputs.targets import from_config, load_target
+from quintnet_compiler.cli.measure import measure
 from quintnet_compiler.cli.plan import plan
 from quintnet_compiler.cli.simulate import simulate
-from quintnet_compiler.cli.inputs.targets import from_config, load_target
 from quintnet_compiler.cli.train import train
 from quintnet_compiler.cli.verify import verify
 from quintnet_compiler.core.errors import CompileError

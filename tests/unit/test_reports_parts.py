@@ -27,7 +27,8 @@ from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ops.collectives import COLLECTIVES, reduce_scatter, wait
 from quintnet_compiler.reports.explain import Explanation
 from quintnet_compiler.reports.explain_gradient import prove
-from quintnet_compiler.reports.tensor_picture import picture_of_state, picture_of_types
+from quintnet_compiler.reports.program_tensors import picture_of, picture_of_state
+from quintnet_compiler.reports.tensor_picture import picture_of_types
 from quintnet_compiler.schedules.kinds import one_f_one_b
 from quintnet_compiler.simulation import chart
 from quintnet_compiler.simulation.saved import read_timeline
@@ -147,7 +148,7 @@ def test_why_a_gradient_is_right(compiled: CompiledProgram) -> None:
     assert "blocks.0.up.weight" in text and "tp: S(0)" in text
     assert picture_of_state(program, "blocks.0.up.weight").types["tp"] == "S(0)"
     with pytest.raises(CompileError, match=r"did you mean blocks\.0\.up\.weight"):
-        picture_of_state(program, "blocks.0.up.weights")
+        picture_of(program, "blocks.0.up.weights")
     explained = compiled.explain("blocks.0.up")
     assert isinstance(explained, Explanation) and "linear" in explained.text
 

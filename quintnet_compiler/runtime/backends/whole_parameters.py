@@ -28,6 +28,9 @@ class AllHere:
 
     label = ""
 
+    def owner(self, parameter: nn.Parameter) -> None:
+        """All ranks."""
+
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         return {id(p): p for p in parameters}
 
@@ -42,6 +45,9 @@ class AllOnHost:
     """Where all ranks are in this process, copies of parameters in memory of the host."""
 
     label = ""
+
+    def owner(self, parameter: nn.Parameter) -> None:
+        """All ranks."""
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         made = {id(p): nn.Parameter(host_copy(p.detach(), p.device), requires_grad=p.requires_grad) for p in parameters}
@@ -107,6 +113,9 @@ class OneOwnerEach:
         places = [self.mesh.coordinate(rank) for rank in self.ranks]
         self.places = [tuple(place.get(axis.name, 0) for axis in self.axes) for place in places]
         self.owners: dict[int, int] = {}
+
+    def owner(self, parameter: nn.Parameter) -> int:
+        return self.owners[id(parameter)]
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         mine = [p for p in parameters if id(p) in self.specs]

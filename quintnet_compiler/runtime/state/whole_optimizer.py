@@ -23,6 +23,10 @@ class WholeTensors(Protocol):
         """See :func:`..launch.calls.next_label`."""
         ...
 
+    def owner(self, parameter: nn.Parameter) -> int | None:
+        """The rank where it is whole; None if all ranks are in this process."""
+        ...
+
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         """By id, whole parameters with the values of these; without memory where another rank has them whole."""
         ...
@@ -93,6 +97,10 @@ class WholeOptimizer(torch.optim.Optimizer):
     def here(self, parameter: nn.Parameter) -> bool:
         """Whether this process has the parameter whole, and its state."""
         return not self._whole[id(parameter)].is_meta
+
+    def owner(self, parameter: nn.Parameter) -> int | None:
+        """The rank that has the parameter whole, and its state; None if all ranks are in this process."""
+        return self._tensors.owner(parameter)
 
     def home(self, parameter: nn.Parameter) -> torch.device:
         """Where the optimizer has the parameter, and its state."""
