@@ -56,7 +56,7 @@ class AxisSearch:
             found = self.candidates(node, cuts[node])
             self.options_of[key] = found
             self.choice[key] = [
-                self.model.variable(self._work(node, s) * self.count[key] + 1e-15 * i, integral=True)
+                self.model.variable(self._work(node, s) * self.count[key], integral=True, order=i)
                 for i, s in enumerate(found)
             ]
             self.model.choose_one(self.choice[key])

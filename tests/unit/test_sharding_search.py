@@ -49,6 +49,24 @@ def test_what_is_forbidden_is_taken_only_where_nothing_else_is_left() -> None:
     assert model.solve() is None
 
 
+def test_choices_are_whole_where_the_linear_relaxation_is_not() -> None:
+    model = IntegerProgram()
+    corners = [model.variable(1.0, integral=True) for _ in range(3)]
+    for a, b in ((0, 1), (1, 2), (2, 0)):  # one of each two: half of each costs 1.5, whole ones 2
+        model.constrain([(corners[a], 1.0), (corners[b], 1.0)], 1, math.inf)
+    solution = model.solve()
+    assert solution is not None and sorted(solution.round(6).tolist()) == [0, 1, 1]
+
+
+def test_of_equal_choices_the_first_is_taken() -> None:
+    for first in range(4):
+        model = IntegerProgram()
+        order = [(index - first) % 4 for index in range(4)]
+        model.choose_one([model.variable(2.5e-3, integral=True, order=place) for place in order])
+        solution = model.solve()
+        assert solution is not None and solution.round().tolist() == [float(index == first) for index in range(4)]
+
+
 # -- candidates
 
 
