@@ -39,12 +39,13 @@ def starts_by_prices(prices: Sequence[Array]) -> list[int]:
 
 def _partition(prices: Sequence[Array], join: np.ufunc) -> tuple[float, list[int]]:
     """The least ``join`` of the prices of consecutive intervals, each by its own, and where the intervals end."""
-    best, choices = prices[0][0], []
-    for price in prices[1:]:
-        joined = join(best[:, None], price)
+    count = len(prices[0]) - len(prices)  # of places where an interval can begin: none is empty
+    best, choices = prices[0][0, 1 : count + 1], []
+    for index, price in enumerate(prices[1:], 1):
+        joined = join(best[:, None], price[index : index + count, index + 1 : index + 1 + count])
         choices.append(joined.argmin(axis=0))
-        best = joined.min(axis=0)
-    ends = [len(prices[0]) - 1]
+        best = np.take_along_axis(joined, choices[-1][None, :], axis=0)[0]
+    places = [count - 1]
     for chosen in reversed(choices):
-        ends.insert(0, int(chosen[ends[0]]))
-    return float(best[-1]), ends
+        places.insert(0, int(chosen[places[0]]))
+    return float(best[-1]), [index + place for index, place in enumerate(places, 1)]
