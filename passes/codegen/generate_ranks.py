@@ -88,14 +88,29 @@ class GenerateRanks:
             whole.batches,
             lambda: program,
             self.bucket_mib,
+            end=_end(whole, made),
         )
+
+
+def _end(program: Program, made: Made) -> Piece | None:
+    """The function that runs when a step is over, on whole values, on every rank."""
+    if program.end is None:
+        return None
+    graph, many = program.end.graph, len(program.end.reads)
+    given = graph.find_nodes(op="placeholder")
+    kept = {n: known.name for n in given[many:] if (known := leaf(n)) is not None}
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    found = _piece(nodes, list(outputs(graph)), set(kept), {}, [], made)
+    by_name = {n.name: name for n, name in kept.items()} | dict(zip([n.name for n in given], program.end.reads))
+    static, dynamic = (tuple(by_name[name] for name in names) for names in (found.static, found.dynamic))
+    return Piece(found.module, static, dynamic, program.end.makes)
 
 
 def _results(program: DifferentiatedProgram) -> tuple[ValueSpec, ...]:
     whole = outputs(program.local.staged.sharded.program.graph)
     local = outputs(program.local.graph)
-    changed = program.local.staged.sharded.program.captured.changed
-    names = [*(f"output {i}" for i in range(len(whole) - len(changed))), *changed]
+    last = program.local.staged.sharded.program.last
+    names = [*(f"output {i}" for i in range(len(whole) - len(last))), *last]
     return tuple(
         ValueSpec(name, shape(a), value(a).dtype, program.local.sharding[b])
         for name, a, b in zip(names, whole, local, strict=True)

@@ -120,8 +120,8 @@ class _PrecisionLowering:
                 self.computes[node] = self.dtype[node] = FULL if wide else self.low
 
     def _kept_wide(self) -> set[fx.Node]:
-        """The results that stay in float32: a loss, and new values of buffers."""
-        results, changed = outputs(self.program.graph), len(self.program.captured.changed)
+        """The results that stay in float32: a loss, new values of buffers, and what these are computed of."""
+        results, changed = outputs(self.program.graph), len(self.program.last)
         first = results[:1] if results and value(results[0]).shape == () else ()
         found = (*first, *results[len(results) - changed :])
         return {node for node in found if value(node).dtype is FULL}

@@ -18,7 +18,14 @@ def coupling(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> tuple[fx.No
     """The first operator that cannot follow when each part of the batch is computed on its own, and why: its rule
     keeps the dim of rows whole, or it needs a sum over all rows that is not finished. None where there is no such one.
     """
+    return next(iter(couplings(graph, factors).items()), None)
+
+
+def couplings(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, str]:
+    """All operators that need values of the whole batch, and what is made of these. Of the first ones, why; of what
+    reads another's result, that it does."""
     states: dict[Value, State] = {}
+    found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op == "output" or is_getitem(node):
             continue
@@ -27,28 +34,34 @@ def coupling(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> tuple[fx.No
             if known.batched and spec.outputs[0]:
                 states[node, 0] = 0
             continue
+        whole = next((s for s in (origin(n)[0] for n in tensor_inputs(node)) if s in found), None)
+        if whole is not None:
+            found[node] = f"{node.target} reads what {whole.target} makes of the whole batch"
+            continue
         given = [states.get(origin(source)) for source in tensor_inputs(node)]
         if all(state is None for state in given):
             continue
-        if "sum" in given:
-            why = _after_a_sum(node, spec, given)
-            if why:
-                return node, why
-            states.update(dict.fromkeys(((node, k) for k in range(len(spec.outputs))), "sum"))
-            continue
-        rows = {
-            dims[state][0]
-            for dims, state in zip(spec.inputs, given, strict=True)
-            if isinstance(state, int) and dims[state]
-        }
-        if not rows or not rows.isdisjoint(spec.whole):
-            return node, f"the rule of {node.target} does not split the dim of the batch in {_shapes(node)}"
-        if len(rows) > 1:
-            return node, f"{node.target} brings rows together with other rows ({_shapes(node)})"
-        for k, dims in enumerate(spec.outputs):
-            found = [d for d, names in enumerate(dims) if names and names[0] in rows]
-            states[node, k] = found[0] if found else "sum"
-    return None
+        made = _states(node, spec, given)
+        if isinstance(made, str):
+            found[node] = made
+        else:
+            states.update(((node, k), state) for k, state in enumerate(made))
+    return found
+
+
+def _states(node: fx.Node, spec: Factors, given: list[State | None]) -> list[State] | str:
+    """What the results of an operator are, whose inputs are ``given``; why it has none where it needs all rows."""
+    if "sum" in given:
+        return _after_a_sum(node, spec, given) or ["sum" for _ in spec.outputs]
+    rows = {
+        dims[state][0] for dims, state in zip(spec.inputs, given, strict=True) if isinstance(state, int) and dims[state]
+    }
+    if not rows or not rows.isdisjoint(spec.whole):
+        return f"the rule of {node.target} does not split the dim of the batch in {_shapes(node)}"
+    if len(rows) > 1:
+        return f"{node.target} brings rows together with other rows ({_shapes(node)})"
+    found = [[d for d, names in enumerate(dims) if names and names[0] in rows] for dims in spec.outputs]
+    return [dims[0] if dims else "sum" for dims in found]
 
 
 def _after_a_sum(node: fx.Node, spec: Factors, given: list[State | None]) -> str:

@@ -46,6 +46,7 @@ from ..passes.checks.rewrites.joined import check_joined
 from ..passes.checks.rewrites.norms import check_norms
 from ..passes.checks.rewrites.offload import check_offload
 from ..passes.checks.rewrites.overlap import check_overlap
+from ..passes.checks.rewrites.step_end import check_code_of_end, check_step_end
 from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
 from ..passes.checks.slices import check_slices
 from ..passes.checks.types import check_types
@@ -53,6 +54,7 @@ from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.eight_bits import RECIPES, EightBits
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
+from ..passes.frontend.split_step_end import SplitStepEnd
 from ..passes.lowering.chunk_losses import ChunkLosses
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.lowering.fuse_norms import FuseNorms
@@ -315,6 +317,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         ),
     ),
     PassSpec(
+        SplitStepEnd, "Program", "which new values of buffers are computed after the last microbatch",
+        lambda s, p: SplitStepEnd(s.book) if s.microbatches > s.batches else None,
+        lambda s, before, after: [(check_step_end, (before, after))] if after is not before else [],
+    ),
+    PassSpec(
         LowerPrecision, "Program", "which operators compute in 16 bits; every cast is a node",
         lambda s, p: _planned(LowerPrecision, s, precision_of(s.plan)),
         lambda s, before, after: [(check_experts, (after.graph, s.plan.experts))],
@@ -410,7 +417,9 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
         lambda s, p: _planned(GenerateRanks, s, s.request.mesh, _scheduled(s)),
-        lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
+        lambda s, before, after: [
+            (check_code, (after,)), (check_code_of_end, (after,)), (check_slices, (after,)), (check_ranks, (after,)),
+        ],
     ),
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from ..ir.generated import GeneratedModule, StoredModule
 from ..ir.program import Captured, DifferentiatedProgram
 from .plain_data import plain, restored, types_of
 
-_GIVEN = ("captured", "made_from", "stages", "key")  # fields that are no plain data
+_GIVEN = ("captured", "made_from", "stages", "key", "end")  # fields that are no plain data
 _PIECES = ("once", "forward", "backward", "weight")
 
 Compile = Callable[[], DistributedProgram]
@@ -29,7 +29,8 @@ def program_data(program: DistributedProgram) -> dict[str, Any]:
     if flops is None:
         flops = model_flops(program.source.local.staged.sharded.program.graph)
     stages = [_stage_data(stage) for stage in program.stages]
-    return {**found, "flops": flops, "stages": stages, "digest": program.digest}
+    end = None if program.end is None else _piece_data(program.end)
+    return {**found, "flops": flops, "stages": stages, "end": end, "digest": program.digest}
 
 
 def read_program(data: Mapping[str, Any], captured: Captured, key: str, compile: Compile) -> DistributedProgram:
@@ -41,7 +42,10 @@ def read_program(data: Mapping[str, Any], captured: Captured, key: str, compile:
     again, kinds = _CompiledAgain(compile, str(data["digest"])), types_of(DistributedProgram)
     found = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _GIVEN}
     stages = tuple(_stage(position, stage, again) for position, stage in enumerate(data["stages"]))
-    program = DistributedProgram(captured=captured, stages=stages, made_from=lambda: again.source, key=key, **found)
+    end = None if data["end"] is None else _piece("the end of a step", data["end"], again.end)
+    program = DistributedProgram(
+        captured=captured, stages=stages, made_from=lambda: again.source, key=key, end=end, **found
+    )
     if program.digest != data["digest"]:
         raise ValueError("it is not the program that was written")
     return program
@@ -72,25 +76,32 @@ class _CompiledAgain:
     def module(self, stage: int, name: str) -> GeneratedModule:
         return self.program.stages[stage].pieces[name].module
 
+    def end(self) -> GeneratedModule:
+        assert self.program.end is not None
+        return self.program.end.module
+
 
 def _stage_data(stage: StageProgram) -> dict[str, Any]:
     kinds = types_of(StageProgram)
     found = {name: plain(getattr(stage, name), kind) for name, kind in kinds.items() if name not in _PIECES}
-    pieces = {
-        name: {"code": piece.code, "static": piece.static, "dynamic": piece.dynamic, "outputs": piece.outputs}
-        for name, piece in stage.pieces.items()
-    }
-    return {**found, "pieces": pieces}
+    return {**found, "pieces": {name: _piece_data(piece) for name, piece in stage.pieces.items()}}
+
+
+def _piece_data(piece: Piece) -> dict[str, Any]:
+    return {"code": piece.code, "static": piece.static, "dynamic": piece.dynamic, "outputs": piece.outputs}
 
 
 def _stage(position: int, data: Mapping[str, Any], again: _CompiledAgain) -> StageProgram:
     kinds = types_of(StageProgram)
     found = {name: restored(data[name], kind) for name, kind in kinds.items() if name not in _PIECES}
-    pieces = {name: _piece(position, name, piece, again) for name, piece in data["pieces"].items()}
+    pieces = {
+        name: _piece(f"{name} of stage {position}", piece, partial(again.module, position, name))
+        for name, piece in data["pieces"].items()
+    }
     return StageProgram(**{**found, **pieces})
 
 
-def _piece(stage: int, name: str, data: Mapping[str, Any], again: _CompiledAgain) -> Piece:
-    module = StoredModule(str(data["code"]), f"{name} of stage {stage}", partial(again.module, stage, name))
+def _piece(called: str, data: Mapping[str, Any], made: Callable[[], GeneratedModule]) -> Piece:
+    module = StoredModule(str(data["code"]), called, made)
     names = (restored(data[key], tuple[str, ...]) for key in ("static", "dynamic", "outputs"))
     return Piece(module, *names)

@@ -171,7 +171,8 @@ class DistributedProgram:
 
     ``values``: shape and dtype of what crosses stages.
     ``results``: what the module returns, and then the new values of what it changes: of a buffer the whole, of a
-    parameter what each rank stores of it.
+    parameter what each rank stores of it. ``end``: a function of the last of these, by their paths, and of buffers and
+    constants by name, that makes new values of buffers when a step is over; all of them are whole.
     ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``precision`` and
     ``batches``: see :class:`Program`. ``made_from``: gives ``source``. ``bucket_mib``: see :class:`.plan.Plan`.
     ``flops``: of a step of the unsplit model, where that was written with the program. ``key``: of the
@@ -195,6 +196,7 @@ class DistributedProgram:
     bucket_mib: float = BUCKET_MIB
     flops: float | None = field(default=None, compare=False, repr=False)
     key: str = field(default="", compare=False, repr=False)
+    end: Piece | None = None
 
     @cached_property
     def source(self) -> DifferentiatedProgram:
@@ -214,9 +216,16 @@ class DistributedProgram:
     @cached_property
     def stored(self) -> Mapping[int, StateSpec]:
         """The results that are new values of parameters, by position."""
-        first = len(self.results) - len(self.captured.changed)
-        found = {first + i: self.state[name] for i, name in enumerate(self.captured.changed)}
-        return {position: spec for position, spec in found.items() if spec.kind == "parameter"}
+        found = {position: self.state.get(self.results[position].path) for position in self.last}
+        return {position: spec for position, spec in found.items() if spec is not None and spec.kind == "parameter"}
+
+    @cached_property
+    def last(self) -> range:
+        """The positions of the results that are not the module's own: new values of what it changes, and what ``end``
+        reads."""
+        changed = len(self.captured.changed)
+        many = changed if self.end is None else changed - len(self.end.outputs) + len(self.end.dynamic)
+        return range(len(self.results) - many, len(self.results))
 
     @property
     def edges(self) -> tuple[StageEdge, ...]:
@@ -234,6 +243,8 @@ class DistributedProgram:
             parts.append(stage.carried)
             for name, piece in stage.pieces.items():
                 parts += [name, piece.code, piece.static, piece.dynamic, piece.outputs]
+        if self.end is not None:
+            parts += ["end", self.end.code, self.end.static, self.end.dynamic, self.end.outputs]
         return "\n".join(part if isinstance(part, str) else repr(part) for part in parts)
 
     @property

@@ -44,11 +44,12 @@ def _argument(arg: Any) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """A program as text: ``head``, then a line per node of ``graph`` (if there is one) with its note."""
+    """A program as text: ``head``, then a line per node of ``graph`` (if there is one) with its note, and ``tail``."""
 
     head: str
     graph: fx.Graph | None = None
     notes: Mapping[fx.Node, str] = field(default_factory=dict)
+    tail: str = ""
 
     def line(self, node: fx.Node) -> str:
         if node.op == "output":
@@ -71,7 +72,7 @@ class Listing:
                 lines += [text] if (text := heading(last, where)) else []
                 last = where
             lines.append(self.line(node))
-        return self.head + "".join(f"{line}\n" for line in lines)
+        return self.head + "".join(f"{line}\n" for line in lines) + self.tail
 
 
 def program_text(program: Any) -> str:
@@ -92,7 +93,8 @@ def _(program: Captured) -> Listing:
 
 @listing.register
 def _(program: Program) -> Listing:
-    return Listing("", program.graph)
+    tail = "" if program.end is None else f"\nat the end of a step:\n{Listing('', program.end.graph)}"
+    return Listing("", program.graph, tail=tail)
 
 
 @listing.register
@@ -179,6 +181,8 @@ def code_text(program: DistributedProgram, part: RankProgram) -> str:
         lines += [*(f"#   {line}" for line in by_pattern(held)), f"# batch: {dict(stage.inputs)}"]
         lines += [_function(name, piece) for name, piece in stage.pieces.items()]
         sites.update(site for piece in stage.pieces.values() for site in _sites(piece))
+    if program.end is not None:
+        lines += [_function("end", program.end)]
     places = [f"#   {number}: {one_line(program.sites[number])}" for number in sorted(sites)]
     return "\n".join([*lines, "# communication:", *places]) + "\n"
 

@@ -56,13 +56,26 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class StepEnd:
+    """New values of buffers that are computed after the last microbatch, from sums over all rows of the step.
+
+    ``graph``: its first placeholders are the last results of the program, with the names ``reads``; the others are
+    buffers and constants. Its outputs are the new values of the buffers ``makes``.
+    """
+
+    graph: fx.Graph
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Program:
     """A captured program for one global batch size: functional, canonical operators, concrete global shapes.
 
     ``precision``: in which dtypes gradients and other partial sums are added up. ``absent``: the GPU that the program
     is for, where this machine has none. ``batches``: of how many batches of ``batch_size`` rows a step consists, each
     of which is one microbatch (``batch_statistics="microbatch"``); the loss is then divided by that, and a buffer that
-    one of them changes is read by the next.
+    one of them changes is read by the next. ``end``: what is computed of the last results when the step is over.
     Invariants: every node carries facts; only the output node has no users; the output is a tuple of nodes.
     """
 
@@ -73,18 +86,26 @@ class Program:
     precision: Precision = Precision()
     absent: AbsentGpu | None = None
     batches: int = 1
+    end: StepEnd | None = None
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """What the last outputs are, behind those of the module: new values of what it changes, by its names, and what
+        the end of the step reads."""
+        changed = self.captured.changed
+        return changed if self.end is None else (*(n for n in changed if n not in self.end.makes), *self.end.reads)
 
     @property
     def carried(self) -> Mapping[str, int]:
         """The buffers that go from one batch of a step to the next, and which output is their new value."""
-        names = self.captured.changed if self.batches > 1 else ()
+        names = self.last if self.batches > 1 else ()
         first = len(outputs(self.graph)) - len(names)
         return {name: first + i for i, name in enumerate(names)}
 
     @property
     def stored(self) -> Mapping[int, fx.Node]:
         """The outputs that are new values of parameters, by position: each stays where its parameter is, in slices."""
-        names = self.captured.changed
+        names = self.last
         first = len(outputs(self.graph)) - len(names)
         at = {name: first + i for i, name in enumerate(names)}
         return {at[f.name]: node for node, f in self.leaves.items() if f.kind == "parameter" and f.name in at}

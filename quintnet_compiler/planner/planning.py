@@ -27,8 +27,10 @@ from ..ops.attention import attention
 from ..ops.rules.notation import Rule
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
+from ..passes.frontend.split_step_end import SplitStepEnd
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
+from ..passes.strategies.rule_book import RuleBook
 from .bounds import LessSplit
 from .build import Builder, device_of
 from .estimate import Estimate
@@ -160,7 +162,8 @@ class Planner:
     ) -> Planner:  # fmt: skip
         """Fix the batch size, of so many tokens, and fold repeated blocks."""
         gpu = machine.cluster.gpu
-        program = LowerPrecision(precision_of(pinned))(Normalize(batch_size, device_of(gpu), gpu)(captured))
+        whole = SplitStepEnd(RuleBook(rules, pinned.unknown_ops))(Normalize(batch_size, device_of(gpu), gpu)(captured))
+        program = LowerPrecision(precision_of(pinned))(whole)
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
         marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}
         folded = FoldBlocks(marks)(program)

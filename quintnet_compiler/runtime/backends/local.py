@@ -127,7 +127,7 @@ class LocalBackend(WholeState):
                 else:
                     self._join(ready, program)
                     ready.handover.give(old)
-            results, new = split_results(program, outputs[0][0])
+            results, new = split_results(program, outputs[0][0], self.tensors)
             for position, spec in program.stored.items():
                 new[spec.name] = self._assembled(
                     program, spec, [outputs[rank][0][position] for rank in sorted(outputs)]

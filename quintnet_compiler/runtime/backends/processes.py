@@ -212,7 +212,7 @@ class ProcessBackend:
             if how.train:
                 self.scaler.update(how, finite=good)
                 ready.handover.put(repeat(None)) if self.scaler.skipped else ready.handover.give(old)
-            results, new = split_results(program, results)
+            results, new = split_results(program, results, self.buffers)
             self._write(program, new)
         return results
 

@@ -10,11 +10,17 @@ from ...compat.torch import storage_key
 from ...ir.distributed_program import DistributedProgram
 
 
-def split_results(program: DistributedProgram, results: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """What the module returns, and the new values of what it changes."""
-    names = program.captured.changed
-    own = len(results) - len(names)
-    return list(results[:own]), dict(zip(names, results[own:], strict=True))
+def split_results(
+    program: DistributedProgram, results: Sequence[Tensor], there: Mapping[str, Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """What the module returns, and the new values of what it changes. ``there``: its whole buffers and constants, of
+    which the end of a step may compute them."""
+    own = program.last.start
+    new = {program.results[position].path: results[position] for position in program.last}
+    if (end := program.end) is not None:
+        given = [*(there[name] for name in end.static), *(new.pop(name) for name in end.dynamic)]
+        new |= zip(end.outputs, end.module.forward([None, *given]), strict=True)
+    return list(results[:own]), new
 
 
 def written(program: DistributedProgram, new: Mapping[str, Tensor], there: Mapping[str, Tensor]) -> dict[str, Tensor]:
