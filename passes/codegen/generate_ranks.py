@@ -39,14 +39,15 @@ class GenerateRanks:
     are.
 
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
-    its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib``: see
-    :class:`...ir.plan.Plan`.
+    its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib`` and
+    ``expert_imbalance``: see :class:`...ir.plan.Plan`.
     """
 
     mesh: Mesh
     schedule: Schedule
     checked: bool = True
     bucket_mib: float = BUCKET_MIB
+    expert_imbalance: float = 1.0
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
         stages = program.local.staged.num_stages
@@ -89,6 +90,7 @@ class GenerateRanks:
             lambda: program,
             self.bucket_mib,
             end=_end(whole, made),
+            expert_imbalance=self.expert_imbalance,
         )
 
 

@@ -174,7 +174,8 @@ class DistributedProgram:
     parameter what each rank stores of it. ``end``: a function of the last of these, by their paths, and of buffers and
     constants by name, that makes new values of buffers when a step is over; all of them are whole.
     ``sites``: what the numbers at communication calls mean (operator, module path, source line). ``precision`` and
-    ``batches``: see :class:`Program`. ``made_from``: gives ``source``. ``bucket_mib``: see :class:`.plan.Plan`.
+    ``batches``: see :class:`Program`. ``made_from``: gives ``source``. ``bucket_mib``: see
+    :class:`.plan.Plan`, also for ``expert_imbalance``, which predictions read.
     ``flops``: of a step of the unsplit model, where that was written with the program. ``key``: of the
     cache, if the program is kept there.
     """
@@ -197,6 +198,7 @@ class DistributedProgram:
     flops: float | None = field(default=None, compare=False, repr=False)
     key: str = field(default="", compare=False, repr=False)
     end: Piece | None = None
+    expert_imbalance: float = field(default=1.0, compare=False)
 
     @cached_property
     def source(self) -> DifferentiatedProgram:

@@ -68,6 +68,8 @@ class Plan(BaseModel):
             tiles of at most about that size, and no mask of whole blocks of positions that are seen or hidden alike.
         experts: the axes over which experts are spread; empty: ``ep``. ``("dp",)`` or ``("dp", "cp")`` let data and
             context ranks hold different experts.
+        expert_imbalance: how many rows the rank with the busiest experts gets, over their average: what predictions of
+            time and memory, and the planner, assume. It changes no program.
         zero: ZeRO stage over data-parallel ranks: 0 = off, 1 = slices of optimizer state, 2 = and of gradients, 3 = and
             of parameters, which are gathered for each microbatch.
         zero_axes: the axes of those slices; one of two data axes gives hybrid sharding (HSDP). Slices over data axes
@@ -127,6 +129,7 @@ class Plan(BaseModel):
     context_load_balance: bool = True
     attention_tile_bytes: int = Field(default=TILE_BYTES, ge=1, le=2**40)
     experts: tuple[DataAxis, ...] = ()
+    expert_imbalance: float = Field(default=1.0, ge=1, le=2**20)
     zero: Literal[0, 1, 2, 3] = 0
     zero_axes: tuple[DataAxis, ...] = ("dp",)
     reshard_after_forward: bool = True
@@ -208,6 +211,7 @@ class PlanOptions(TypedDict, total=False):
     context_load_balance: bool | None
     attention_tile_bytes: int | None
     experts: Sequence[DataAxis] | None
+    expert_imbalance: float | None
     zero: Literal[0, 1, 2, 3] | None
     zero_axes: Sequence[DataAxis] | None
     reshard_after_forward: bool | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -118,7 +119,7 @@ class Footprints:
         away = [x for x in given if storage(x) in self.outside]
         made, working, releases = self._functions(comm).run(
             piece.module.graph, given, lent, away, self.device,
-            lambda: interpret(piece.module, given, comm, lent, away, self.device),
+            lambda: interpret(piece.module, given, comm, lent, away, self.device, self.program.expert_imbalance),
         )  # fmt: skip
         left = {node.name for node in piece.module.graph.nodes if _leaves(node)}
         self.outside |= {storage(x): x for name, x in zip(piece.outputs, made, strict=True) if name in left}
@@ -137,7 +138,7 @@ class Footprints:
     def _functions(self, comm: Comm) -> KnownFunctions:
         sizes = tuple((name, size) for name, size in comm.mesh.axes if name != "pp")
         place = tuple((name, at) for name, at in comm.coordinate.items() if name != "pp")
-        return KnownFunctions(self.mode.results, (sizes, place), OPAQUE)
+        return KnownFunctions(self.mode.results, (sizes, place, self.program.expert_imbalance), OPAQUE)
 
     def _received(self, name: str) -> Tensor:
         """From another stage: as that one made it, in memory of its own."""
@@ -197,10 +198,11 @@ def interpret(
     lent: Sequence[Tensor],
     away: Sequence[Tensor] = (),
     device: torch.device | None = None,
+    imbalance: float = 1.0,
 ) -> tuple[tuple[Tensor, ...], int, int]:
     """The outputs, and the two peaks of :class:`FunctionMemory`. Values die at their last use, as in generated code;
     ``lent``: arguments that the caller keeps; ``away``: those on the host; ``device``: in the place of those that the
-    code names."""
+    code names; ``imbalance``: how many times their average of rows comes to the experts of this rank."""
     last: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         for source in node.all_input_nodes:
@@ -224,7 +226,7 @@ def interpret(
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if device is not None:
                 args, kwargs = on_device((args, kwargs), device)
-            env[node] = _evaluate(node, args, kwargs, device)
+            env[node] = _evaluate(node, args, kwargs, device, imbalance)
             if node.target in TO_HOST:
                 own.add(storage(_tensors(env[node])[0]))  # of the host: nothing of the device's
         for x in _tensors(env[node]):
@@ -261,7 +263,7 @@ def _tensors(made: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
 
 
-def _evaluate(node: fx.Node, args: Any, kwargs: Any, device: torch.device | None) -> Any:
+def _evaluate(node: fx.Node, args: Any, kwargs: Any, device: torch.device | None, imbalance: float) -> Any:
     if node.op == "call_function":
         return node.target(*args, **kwargs)  # type: ignore[operator]
     receiver, *rest = args
@@ -271,6 +273,8 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any, device: torch.device | None
     if name in OPAQUE:
         shapes = facts(node).value
         made = fake(shapes, device) if isinstance(shapes, Tensor) else tuple(fake(x, device) for x in shapes)
+        if name == "dispatch":
+            made = made.new_empty([math.ceil(imbalance * made.shape[0]), *made.shape[1:]])
     else:
         made = getattr(receiver, name)(*rest, **kwargs)
     # until it is waited for, what a start reads and what it makes are alive

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -17,8 +17,17 @@ from ..core.annotations import num_bytes, tensor_inputs, values
 from ..core.precision import widened
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram
-from ..ops.collectives import CollectiveSpec, collective_of, dispatch_plan, mirror_halves
+from ..ops.collectives import (
+    STARTS,
+    CollectiveSpec,
+    collective_of,
+    combine,
+    dispatch,
+    dispatch_plan,
+    mirror_halves,
+)
 from ..ops.copies import WAYS
+from ..ops.grouped_rows import grouped_bias_grad, grouped_weight_grad
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
@@ -60,6 +69,7 @@ class ProgramPrices:
         self.program, self.costs = program, costs
         self.overlaps, self.cores = costs.overlaps, costs.cores
         self.source = {node.name: node for node in program.source.graph.nodes}
+        self.busy = dispatched(program.source.graph.nodes) if program.expert_imbalance > 1 else frozenset[fx.Node]()
         self.ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]
         self.places = [costs.at(program.mesh, place) for place in range(program.mesh["pp"])]
         self.stages = {stage.index: stage for stage in program.stages}
@@ -140,6 +150,14 @@ class ProgramPrices:
         return self._nodes[key]
 
     def _priced(self, stage: StageProgram, node: fx.Node) -> NodeTime:
+        found, of = self._evenly(stage, node), node.all_input_nodes[-1] if node.target == "wait" else node
+        if self.source.get(of.name) not in self.busy:
+            return found
+        more = self.program.expert_imbalance
+        return replace(found, compute=more * found.compute, communication=more * found.communication)
+
+    def _evenly(self, stage: StageProgram, node: fx.Node) -> NodeTime:
+        """Where ranks of experts have equally many rows."""
         name, source, costs = str(node.target), self.source.get(node.name), self._at(stage)
         if node.op == "call_function":
             assert source is not None
@@ -312,6 +330,18 @@ class ProgramPrices:
                      if n.op == "call_method" and collective_of(str(n.target))]  # fmt: skip
             found.append({str(node.args[2]) for node in calls})
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
+
+
+def dispatched(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """What takes as long as there are rows that came to the experts of a rank: their way there and back, and what is
+    computed of them, forward and backward."""
+    rows, found = set[fx.Node](), set[fx.Node]()
+    for node in nodes:
+        if node.target in (dispatch, STARTS[dispatch]) or not rows.isdisjoint(node.all_input_nodes):
+            found.add(node)
+            if node.target not in (combine, STARTS[combine], grouped_weight_grad, grouped_bias_grad):
+                rows.add(node)
+    return frozenset(found)
 
 
 def whole_bytes(source: fx.Node, known: CollectiveSpec, ranks: int) -> int:
