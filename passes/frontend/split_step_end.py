@@ -32,19 +32,30 @@ class SplitStepEnd:
         buffers = {f.name for f in program.leaves.values() if f.kind == "buffer"} & set(program.captured.changed)
         if not buffers:
             return program
-        whole = couplings(program.graph, self.rules.factors(program.graph)).keys()
         results = outputs(program.graph)
         first = len(results) - len(program.last)
-        forward = _needed(results[:first])
+        whole = couplings(program.graph, self.rules.factors(program.graph)).keys() - _needed(results[:first])
         ends = dict(zip(program.last, results[first:], strict=True))
+        fixed = _fixed(program.graph)
         moved = {
             name: inside
             for name, result in ends.items()
-            if name in buffers and (inside := _inside(result, whole)) and inside.isdisjoint(forward)
+            if name in buffers and (inside := _inside(result, whole, fixed))
         }
         if not moved:
             return program
         return _split(program, {name: ends[name] for name in moved}, set().union(*moved.values()))
+
+
+def _fixed(graph: fx.Graph) -> set[fx.Node]:
+    """What is the same in every step: made of numbers alone, or of buffers and constants."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target not in RANDOM:
+            given = [(leaf(n), n) for n in node.all_input_nodes]
+            if all(n in found if kept is None else kept.kind in ("buffer", "constant") for kept, n in given):
+                found.add(node)
+    return found
 
 
 def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
@@ -58,20 +69,20 @@ def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _inside(result: fx.Node, whole: Set[fx.Node]) -> set[fx.Node]:
-    """The operators that ``result`` needs and that cannot run on a part of the rows; empty where there are none, or
-    where they cannot run behind the step."""
+def _inside(result: fx.Node, whole: Set[fx.Node], fixed: Set[fx.Node]) -> set[fx.Node]:
+    """The operators that ``result`` needs and that read the ``whole`` batch, with those of ``fixed`` values; empty where
+    there are none of the first, or where they cannot run behind the step."""
     found, todo = set[fx.Node](), [result]
     while todo:
         node = todo.pop()
         if is_getitem(node):
             todo.append(origin(node)[0])
-        elif node in whole and node not in found:
+        elif (node in whole or node in fixed) and node not in found:
             found.add(node)
             todo += node.all_input_nodes
     leaves = {known.kind for node in found for n in node.all_input_nodes if (known := leaf(n)) is not None}
     there = leaves <= {"buffer", "constant"} and RANDOM.isdisjoint(node.target for node in found)
-    return found if there else set()
+    return found if there and not found.isdisjoint(whole) else set()
 
 
 def _split(program: Program, ends: Mapping[str, fx.Node], inside: set[fx.Node]) -> Program:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 
-from ...core.annotations import shape, tensor_inputs
+from ...core.annotations import is_float, shape, tensor_inputs, value
 from .node_factors import Named, aligned, argument, chosen_dims, named, opaque
 from .notation import Dims, Factors, Notation
 
@@ -89,7 +90,8 @@ def index_select(node: fx.Node) -> Factors:
 
 
 def index_add(node: fx.Node) -> Factors:
-    """index_add, index_copy, index_fill, index_reduce: the dim and the index are whole."""
+    """index_add, index_copy, index_fill, index_reduce: the dim and the index are whole; where numbers with fractions are
+    added up, the index may be split, as ranks then have terms."""
     x, picks, *source = tensor_inputs(node)
     if not shape(x) or not shape(picks):
         return opaque(node)
@@ -101,7 +103,9 @@ def index_add(node: fx.Node) -> Factors:
     linear = ((0, 2),) if source and shape(source[0]) and argument(node, "reduce") is None else ()
     if source and len(shape(source[0])) != len(dims):
         return opaque(node)
-    return Factors(ins, (tuple(dims),), sizes, frozenset({f"d{along}", "p"}), linear=linear)
+    terms = bool(linear) and is_float(value(x))
+    whole = frozenset({f"d{along}"} if terms else {f"d{along}", "p"})
+    return Factors(ins, (tuple(dims),), sizes, whole, linear=linear, additive=frozenset({0} if terms else ()))
 
 
 def gather(node: fx.Node) -> Factors:
@@ -124,7 +128,8 @@ def gather(node: fx.Node) -> Factors:
 
 
 def scatter(node: fx.Node) -> Factors:
-    """scatter, scatter_reduce (x, dim, index, source): whole along dim, and wherever the three differ in size."""
+    """scatter, scatter_reduce (x, dim, index, source): whole along dim, and wherever the three differ in size. Of
+    scatter_add, what is added along dim may be split, as ranks then have terms of numbers with fractions."""
     x, *others = tensor_inputs(node)
     if not shape(x) or not all(map(shape, others)):
         return opaque(node)
@@ -142,7 +147,24 @@ def scatter(node: fx.Node) -> Factors:
             whole.add(name)
     adds = argument(node, "reduce") in (None, "sum")
     linear = ((0, 2),) if len(others) == 2 and adds else ()
-    return Factors(tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset(whole), linear=linear)
+    flat = node.target is torch.ops.aten.scatter_add.default and [shape(n) for n in others] == [shape(others[0])[:1]] * 2
+    if not flat or not is_float(value(x)):
+        return Factors(tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset(whole), linear=linear)
+    ins[2] = ins[1]
+    del sizes["i1_0"]
+    return Factors(
+        tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset({"d0"}), linear=linear, additive=frozenset({0})
+    )
+
+
+def histc(node: fx.Node) -> Factors:
+    """Counts between given ends: each rank counts what it has. Else the ends are the least and the largest."""
+    (x,) = tensor_inputs(node)
+    if not argument(node, "min") < argument(node, "max"):
+        return opaque(node)
+    dims, sizes = named(shape(x))
+    sizes["bins"] = shape(node)[0]
+    return Factors((tuple(dims),), ((("bins",),),), sizes, frozenset({"bins"}))
 
 
 def searchsorted(node: fx.Node) -> Factors:

@@ -300,6 +300,7 @@ RULES = MappingProxyType(
         _each([aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two], look.scatter, "memory"),
         _each([aten.take.default, aten.index_put.default, aten.masked_scatter.default, aten.isin.Tensor_Tensor, aten.embedding_bag.padding_idx, alike], opaque, "memory"),
         _each([fill_rows], look.fill_rows, "memory"),
+        _each([aten.histc.default], look.histc, "memory"),
         rule(aten.view_as_complex.default, "... part -> ...", whole="part", work="view"),
         rule(aten.view_as_real.default, "... -> ... part", whole="part", work="view"),
         rule(aten.one_hot.default, "... -> ... c", whole="c", work="memory"),
