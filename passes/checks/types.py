@@ -245,8 +245,8 @@ def arrive(
 
 
 def _check_outputs(local: LocalProgram) -> None:
-    """The loss leaves whole or as terms that the runtime adds up; other outputs whole, as terms of microbatches, or as
-    slices that are joined."""
+    """The loss, and what the end of the step reads, leave whole or as terms that the runtime adds up; other outputs
+    whole, as terms of microbatches, or as slices that are joined."""
     sharded = local.staged.sharded
     leaving = sharded.strategies[sharded.program.graph.output_node()]
     ends = outputs(local.graph)
@@ -257,7 +257,8 @@ def _check_outputs(local: LocalProgram) -> None:
         if [bare(kind, False) for kind in found] != [bare(kind, False) for kind in wanted]:
             raise _fail(f"output {position} leaves as {found} where the runtime takes {wanted}", source[0])
         for axis, kind in zip(sharded.axes, wanted, strict=True):
-            if kind is P and shape(result) != () and axis.role != "time":
+            summed = shape(result) == () or axis.role == "time" or position in sharded.program.ended
+            if kind is P and not summed:
                 raise _fail(f"output {position} leaves partial over {axis.name}", source[0])
             if kind is R and grad:
                 raise _fail(f"the gradient of output {position} would count {axis.size} times", source[0])

@@ -103,7 +103,8 @@ def _end(program: Program, made: Made) -> Piece | None:
     kept = {n: known.name for n in given[many:] if (known := leaf(n)) is not None}
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     found = _piece(nodes, list(outputs(graph)), set(kept), {}, [], made)
-    by_name = {n.name: name for n, name in kept.items()} | dict(zip([n.name for n in given], program.end.reads))
+    by_name = dict(zip([n.name for n in given[:many]], program.end.reads, strict=True))
+    by_name |= {n.name: name for n, name in kept.items()}
     static, dynamic = (tuple(by_name[name] for name in names) for names in (found.static, found.dynamic))
     return Piece(found.module, static, dynamic, program.end.makes)
 

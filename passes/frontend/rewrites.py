@@ -203,6 +203,17 @@ def _index_put(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: di
     return builder.call(aten.where.self, mask, written, x)
 
 
+def _bincount(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    """Counts of as many numbers as what reads them allows. A larger number, for which torch's result is longer, fails
+    there and here."""
+    ids, weights = args[0], args[1] if len(args) > 1 else kwargs.get("weights")
+    count, device = int(node.meta["val"].shape[0]), value(ids).device
+    if weights is None:
+        weights = builder.call(aten.full.default, list(shape(ids)), 1, dtype=torch.int64, device=device)
+    zeros = builder.call(aten.full.default, [count], 0, dtype=value(weights).dtype, device=device)
+    return builder.call(aten.index_add.default, zeros, 0, ids, weights)
+
+
 def _filled(builder: GraphBuilder, node: fx.Node, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
     """A tensor made after another one depends on nothing of it but its shape and kind."""
     name = operator_name(node.target)
@@ -310,6 +321,7 @@ REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys([aten.as_strided.default, aten.as_strided_copy.default], as_strided),
     aten.as_strided_scatter.default: as_strided_scatter,
     aten.index_put.default: _index_put,
+    aten.bincount.default: _bincount,
     aten.pad.default: _pad,
     aten.cross_entropy_loss.default: cross_entropy,
     **dict.fromkeys([aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default], nll),

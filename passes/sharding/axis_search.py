@@ -199,7 +199,7 @@ class AxisSearch:
 
     def _sinks(self) -> None:
         graph, carried = self.view.program.graph, self.view.program.carried.values()
-        stored = self.view.program.stored
+        stored, ended = self.view.program.stored, self.view.program.ended
         for position, result in enumerate(outputs(graph)):
             source, output = origin(result)
             key = self.key[source]
@@ -209,7 +209,8 @@ class AxisSearch:
             if position in stored:
                 free = [a for a in from_ if plain(a) in self._stored_as(stored[position])]
             else:
-                free = [a for a in from_ if leaves_as_is(self.axis, a, result, carried=position in carried)]
+                settled = {"carried": position in carried, "ended": position in ended}
+                free = [a for a in from_ if leaves_as_is(self.axis, a, result, **settled)]
             edge = OperandEdge(source, graph.output_node(), 0, needs_grad(result))
             price = dict.fromkeys(free, 0.0)
             size = num_bytes(values(source)[output]) * self.view.left(source, output)

@@ -95,7 +95,8 @@ class ChooseSharding:
                 source, output = origin(result)
                 kind = chosen[source][axis_position].outputs[output]
                 as_term = kind is R and needs_grad(result) and shape(result) == ()
-                as_is = leaves_as_is(axis, kind, result, carried=position in carried)
+                ended = position in program.ended
+                as_is = leaves_as_is(axis, kind, result, carried=position in carried, ended=ended)
                 types.append(kind if as_is else P if as_term else I)
                 if position in stored:
                     types[-1] = plain(chosen[stored[position]][axis_position].outputs[0])

@@ -87,16 +87,17 @@ class ConversionPrices:
         return price * DISCOURAGED if kept and not self.view.constraints.sequence_parallel else price
 
 
-def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node, *, carried: bool = False) -> bool:
-    """Whether the runtime settles an output of type ``kind``: it adds up a partial scalar, and what microbatches have
-    terms of, and joins the slices of microbatches and then of data ranks. Everything else is converted to I inside the
-    graph; so is all that is ``carried``, as the next batch of the step reads it."""
+def leaves_as_is(axis: Axis, kind: AxisType, result: fx.Node, *, carried: bool = False, ended: bool = False) -> bool:
+    """Whether the runtime settles an output of type ``kind``: it adds up a partial scalar, what microbatches have terms
+    of, and what the end of the step reads (``ended``), and joins the slices of microbatches and then of data ranks.
+    Everything else is converted to I inside the graph; so is all that is ``carried``, as the next batch of the step
+    reads it."""
     if carried:
         return kind is I
     if kind is I or (kind is R and not needs_grad(result)):
         return True
     if kind is P:
-        return shape(result) == () or axis.role == "time"
+        return shape(result) == () or axis.role == "time" or ended
     return isinstance(kind, Shard) and axis.role in ("time", "data")
 
 

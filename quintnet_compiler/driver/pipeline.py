@@ -54,7 +54,6 @@ from ..passes.codegen.generate_ranks import GenerateRanks
 from ..passes.frontend.eight_bits import RECIPES, EightBits
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
-from ..passes.frontend.split_step_end import SplitStepEnd
 from ..passes.lowering.chunk_losses import ChunkLosses
 from ..passes.lowering.coalesce_collectives import CoalesceCollectives
 from ..passes.lowering.fuse_norms import FuseNorms
@@ -68,6 +67,7 @@ from ..passes.overlap.overlap import Overlap
 from ..passes.sharding.axis_view import Wishes
 from ..passes.sharding.choose_sharding import ChooseSharding, Solved
 from ..passes.sharding.shard_parameters import ShardParameters
+from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.stages.cut_stages import CutStages
 from ..passes.strategies.expert_axes import check_experts
 from ..passes.strategies.rule_book import RuleBook
@@ -318,7 +318,7 @@ PIPELINE: tuple[PassSpec, ...] = (
     ),
     PassSpec(
         SplitStepEnd, "Program", "which new values of buffers are computed after the last microbatch",
-        lambda s, p: SplitStepEnd(s.book) if s.microbatches > s.batches else None,
+        lambda s, p: SplitStepEnd(s.book) if s.microbatches > s.batches and p.captured.changed else None,
         lambda s, before, after: [(check_step_end, (before, after))] if after is not before else [],
     ),
     PassSpec(

@@ -12,7 +12,7 @@ import torch
 
 from ..core.mesh import Mesh
 from ..core.precision import Precision
-from ..core.sharding import Shard, Sharding, local_shape
+from ..core.sharding import P, Shard, Sharding, local_shape
 from ..schedules.schedule import Action, Schedule, StageEdge
 from .generated import GeneratedModule, StoredModule
 from .headings import with_headings
@@ -143,6 +143,11 @@ class ValueSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     sharding: Sharding
+
+    def summed(self, axes: Sequence[Axis]) -> tuple[str, ...]:
+        """The axes whose ranks have terms of it. Scalars are added up with the loss, in another message."""
+        kinds = zip(axes, self.sharding, strict=True)
+        return tuple(axis.name for axis, kind in kinds if kind is P and axis.role != "time" and self.shape != ())
 
 
 @dataclass(frozen=True)

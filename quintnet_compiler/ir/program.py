@@ -96,6 +96,12 @@ class Program:
         return changed if self.end is None else (*(n for n in changed if n not in self.end.makes), *self.end.reads)
 
     @property
+    def ended(self) -> range:
+        """The positions of the outputs that the end of the step reads."""
+        many = len(outputs(self.graph))
+        return range(many - (0 if self.end is None else len(self.end.reads)), many)
+
+    @property
     def carried(self) -> Mapping[str, int]:
         """The buffers that go from one batch of a step to the next, and which output is their new value."""
         names = self.last if self.batches > 1 else ()

@@ -27,8 +27,8 @@ from ..ops.attention import attention
 from ..ops.rules.notation import Rule
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
-from ..passes.frontend.split_step_end import SplitStepEnd
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
+from ..passes.sharding.split_step_end import SplitStepEnd
 from ..passes.strategies.expert_axes import dispatched_bytes, expert_parameters
 from ..passes.strategies.rule_book import RuleBook
 from .bounds import LessSplit

@@ -273,7 +273,7 @@ def _evaluate(node: fx.Node, args: Any, kwargs: Any, device: torch.device | None
     if name in OPAQUE:
         shapes = facts(node).value
         made = fake(shapes, device) if isinstance(shapes, Tensor) else tuple(fake(x, device) for x in shapes)
-        if name == "dispatch":
+        if name == "dispatch" and isinstance(made, Tensor):
             made = made.new_empty([math.ceil(imbalance * made.shape[0]), *made.shape[1:]])
     else:
         made = getattr(receiver, name)(*rest, **kwargs)

@@ -311,6 +311,9 @@ class ProgramPrices:
         everyone = tuple(range(mesh.size))
         found = []
         for spec in self.program.results:
+            if len(ranks := mesh.peers(self.ranks[0], axes := spec.summed(self.program.axes))) > 1:
+                seconds = self.places[0].group_seconds("all_reduce", _bytes((spec.shape, spec.dtype)), ranks)
+                found.append(StepEndCollective(spec.path, tuple(range(mesh["pp"])), seconds, axes[0]))
             if spec.shape == ():
                 if mesh.size > 1:
                     seconds = self.places[0].group_seconds("all_reduce", 16, everyone)

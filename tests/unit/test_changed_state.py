@@ -84,7 +84,19 @@ def _program(changed: dict[str, Any], assigned: frozenset[str] = frozenset()) ->
 
 def test_results_end_with_new_values() -> None:
     loss, count = torch.tensor(1.0), torch.tensor(2)
-    assert split_results(_program({"count": 1}), [loss, count]) == ([loss], {"count": count})
+    results = SimpleNamespace(path="output 0"), SimpleNamespace(path="count")
+    program: Any = SimpleNamespace(last=range(1, 2), results=results, end=None)
+    assert split_results(program, [loss, count], {}) == ([loss], {"count": count})
+
+
+def test_the_end_of_a_step_makes_new_values_of_the_last_results() -> None:
+    module = SimpleNamespace(forward=lambda args: (args[1] + torch.sign(args[2]),))
+    end = SimpleNamespace(module=module, static=("bias",), dynamic=("end of step 0",), outputs=("bias",))
+    results = tuple(SimpleNamespace(path=path) for path in ("output 0", "count", "end of step 0"))
+    program: Any = SimpleNamespace(last=range(1, 3), results=results, end=end)
+    loss, count, gap = torch.tensor(1.0), torch.tensor(2), torch.tensor([-3.0, 0.0])
+    own, new = split_results(program, [loss, count, gap], {"bias": torch.ones(2), "other": loss})
+    assert own == [loss] and new.keys() == {"count", "bias"} and new["bias"].tolist() == [0, 1]
 
 
 def test_values_are_written_in_place_or_put_in_place() -> None:

@@ -58,14 +58,15 @@ def check_code_of_end(program: DistributedProgram) -> None:
         CompileError: QN209 with the call that is another one.
     """
     whole, made = program.source.local.staged.sharded.program.end, program.end
+    if (whole is None) != (made is None):
+        raise _fail("the end of a step is lost", None)
     if whole is None or made is None:
-        if whole is not made:
-            raise _fail("the end of a step is lost", None)
         return
     nodes = {n.name: n for n in whole.graph.nodes}
     given = whole.graph.find_nodes(op="placeholder")
     many = len(whole.reads)
-    names = dict(zip(given, whole.reads, strict=False)) | {n: k.name for n in given[many:] if (k := leaf(n)) is not None}
+    names = dict(zip(given, whole.reads, strict=False))
+    names |= {n: known.name for n in given[many:] if (known := leaf(n)) is not None}
     env = dict[fx.Node, fx.Node]()
     arguments = iter((*made.static, *made.dynamic))
     for position, node in enumerate(made.module.graph.nodes):
@@ -80,8 +81,10 @@ def check_code_of_end(program: DistributedProgram) -> None:
         else:
             source = nodes.get(node.name)
             args = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-            if source is None or node.target not in spellings(source.target) or repr(args) != repr(
-                (source.args, dict(source.kwargs))
+            if (
+                source is None
+                or node.target not in spellings(source.target)
+                or repr(args) != repr((source.args, dict(source.kwargs)))
             ):
                 raise _fail(f"{node.name} is another call at the end of a step", source)
             env[node] = source

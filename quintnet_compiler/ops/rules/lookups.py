@@ -90,8 +90,8 @@ def index_select(node: fx.Node) -> Factors:
 
 
 def index_add(node: fx.Node) -> Factors:
-    """index_add, index_copy, index_fill, index_reduce: the dim and the index are whole; where numbers with fractions are
-    added up, the index may be split, as ranks then have terms."""
+    """index_add, index_copy, index_fill, index_reduce: the dim and the index are whole. Of numbers with fractions that
+    are added up, the index may be split: ranks then have terms."""
     x, picks, *source = tensor_inputs(node)
     if not shape(x) or not shape(picks):
         return opaque(node)
@@ -147,7 +147,9 @@ def scatter(node: fx.Node) -> Factors:
             whole.add(name)
     adds = argument(node, "reduce") in (None, "sum")
     linear = ((0, 2),) if len(others) == 2 and adds else ()
-    flat = node.target is torch.ops.aten.scatter_add.default and [shape(n) for n in others] == [shape(others[0])[:1]] * 2
+    flat = (
+        node.target is torch.ops.aten.scatter_add.default and [shape(n) for n in others] == [shape(others[0])[:1]] * 2
+    )
     if not flat or not is_float(value(x)):
         return Factors(tuple(map(tuple, ins)), (tuple(dims),), sizes, frozenset(whole), linear=linear)
     ins[2] = ins[1]

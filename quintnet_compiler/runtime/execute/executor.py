@@ -335,7 +335,7 @@ class Executor:
         owner = self.owners[position]
         if position in self.stored:
             return self._stored(self.stored[position], owner, found[-1] if found else None)
-        local = self._joined(spec, self._over_time(position, spec, found)) if found else None
+        local = self._joined(spec, self._summed(spec, self._over_time(position, spec, found))) if found else None
         screened = position == 0 and self.gradients is not None
         if spec.shape == () and (screened or P in spec.sharding):
             return self._sum_of_scalars(position, local, screened=screened)
@@ -358,6 +358,11 @@ class Executor:
             ranks = self.program.mesh.peers(self.part.rank, ["pp"])
             return self.transport.broadcast(local.contiguous(), ranks, self._rank_of(owner), spec.name)
         return torch.empty(spec.shape, dtype=spec.dtype, device="meta") if local is None else local
+
+    def _summed(self, spec: ValueSpec, x: Tensor) -> Tensor:
+        """Add up the terms of ranks."""
+        ranks = self.program.mesh.peers(self.part.rank, spec.summed(self.program.axes))
+        return x if len(ranks) == 1 else self.transport.start_sum(x.clone(), ranks, spec.path)()
 
     def _joined(self, spec: ValueSpec, x: Tensor) -> Tensor:
         """Join the slices of data ranks, the innermost axis first: microbatches were joined before."""

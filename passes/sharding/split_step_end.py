@@ -10,8 +10,8 @@ from torch import fx
 from ...core.annotations import is_getitem, leaf, origin
 from ...ir.program import Program, StepEnd, outputs
 from ...ops.rank_local import RANDOM
-from ..sharding.coupled_rows import couplings
 from ..strategies.rule_book import RuleBook
+from .coupled_rows import couplings
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class SplitStepEnd:
     Before: %load = sum(%chosen, [0]);  %sign = sign(%load - mean(%load));  return %loss, %bias - 0.1 * %sign
     After:  return %loss, %gap of %load - mean(%load);  at the end of a step: %bias - 0.1 * sign(%gap)
     Ensures: each buffer gets the value that it had before, from whole values of the program's last results. The program
-    is as it was where the module's own results need the same values, and where parameters or random numbers go in.
+    is as it was where the module's own results need the same values, and where these are made of parameters. Rows and
+    random numbers that the new values are made of become results of the program, too.
 
     (The balance of experts without an auxiliary loss, Wang et al. 2024, changes its biases like this.)
     """
@@ -70,8 +71,8 @@ def _needed(results: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _inside(result: fx.Node, whole: Set[fx.Node], fixed: Set[fx.Node]) -> set[fx.Node]:
-    """The operators that ``result`` needs and that read the ``whole`` batch, with those of ``fixed`` values; empty where
-    there are none of the first, or where they cannot run behind the step."""
+    """The operators that ``result`` needs and that read the ``whole`` batch, with those of ``fixed`` values; empty
+    where there are none of the first, or where they cannot run behind the step."""
     found, todo = set[fx.Node](), [result]
     while todo:
         node = todo.pop()
@@ -89,8 +90,8 @@ def _split(program: Program, ends: Mapping[str, fx.Node], inside: set[fx.Node]) 
     """``ends``: the new values that leave the program, in order."""
     nodes = list(program.graph.nodes)
     inside |= {node for node in nodes if is_getitem(node) and origin(node)[0] in inside}
-    given = {source: None for node in nodes if node in inside for source in node.all_input_nodes if source not in inside}
-    given |= {node: None for node in ends.values() if node not in inside}
+    read = (source for node in nodes if node in inside for source in node.all_input_nodes)
+    given = dict.fromkeys(source for source in (*read, *ends.values()) if source not in inside)
     results = [node for node in given if leaf(node) is None]
     after = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
@@ -104,10 +105,12 @@ def _split(program: Program, ends: Mapping[str, fx.Node], inside: set[fx.Node]) 
     after.lint()
     reads = tuple(f"end of step {position}" for position in range(len(results)))
     whole = outputs(program.graph)
-    kept = [n for name, n in zip(program.last, whole[len(whole) - len(program.last) :], strict=True) if name not in ends]
-    own = whole[: len(whole) - len(program.last)]
+    first = len(whole) - len(program.last)
+    kept = [node for name, node in zip(program.last, whole[first:], strict=True) if name not in ends]
     return replace(
-        program, graph=_with_results(program.graph, (*own, *kept, *results)), end=StepEnd(after, reads, tuple(ends))
+        program,
+        graph=_with_results(program.graph, (*whole[:first], *kept, *results)),
+        end=StepEnd(after, reads, tuple(ends)),
     )
 
 
