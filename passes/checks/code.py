@@ -23,6 +23,7 @@ from ...ops.rank_local import DRAWS, RANKED, microbatch
 from ...schedules.check import verify_schedule
 from ...schedules.schedule import Op
 from .rewrites.overlap import check_pairs
+from .rewrites.step_end import check_code_of_end
 from .source import check_source_slices
 from .tables import dtypes_of_gradient, spellings
 
@@ -40,6 +41,7 @@ def check_code(program: DistributedProgram, stages: Iterable[StageProgram] | Non
     _check_state(program)
     _check_transfers(program)
     check_batches(program)
+    check_code_of_end(program)
     time = program.batches * math.prod(axis.size for axis in program.axes if axis.role == "time")
     if program.schedule.num_microbatches != time:
         raise _fail(f"{program.schedule.num_microbatches} microbatches are scheduled, and the batch has {time}")

@@ -46,7 +46,7 @@ from ..passes.checks.rewrites.joined import check_joined
 from ..passes.checks.rewrites.norms import check_norms
 from ..passes.checks.rewrites.offload import check_offload
 from ..passes.checks.rewrites.overlap import check_overlap
-from ..passes.checks.rewrites.step_end import check_code_of_end, check_step_end
+from ..passes.checks.rewrites.step_end import check_step_end
 from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
 from ..passes.checks.slices import check_slices
 from ..passes.checks.types import check_types
@@ -418,7 +418,7 @@ PIPELINE: tuple[PassSpec, ...] = (
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
         lambda s, p: _planned(GenerateRanks, s, s.request.mesh, _scheduled(s)),
         lambda s, before, after: [
-            (check_code, (after,)), (check_code_of_end, (after,)), (check_slices, (after,)), (check_ranks, (after,)),
+            (check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,)),
         ],
     ),
 )  # fmt: skip
