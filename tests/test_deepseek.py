@@ -89,6 +89,23 @@ def test_experts_of_chosen_groups_are_exact(axes: dict[str, int], options: dict[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "Glm4MoeForCausalLM"])
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"ep": 3}, {}),
+        ({"pp": 3, "ep": 2}, {"microbatches": 4}),
+        ({"dp": 2, "cp": 2}, {"microbatches": 2, "zero": 3, "experts": ("dp", "cp")}),
+    ],
+    ids=str,
+)
+def test_models_that_choose_likewise(name: str, axes: dict[str, int], options: dict[str, Any]) -> None:
+    more = {"topk_method": "group_limited_greedy"} if "V2" in name else {"num_key_value_heads": 2, "head_dim": 8}
+    prepare = None if "V2" in name else _biased  # the older one has no bias
+    _exact(Entry(name, {**SIZES, **more}, prepare=prepare), axes, options)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

@@ -21,6 +21,7 @@ from quintnet_compiler.cli.app import VERBS
 from quintnet_compiler.cli.plan import plan as plan_command
 from quintnet_compiler.driver.pipeline import PIPELINE
 from quintnet_compiler.ir.plan import Plan, PlanOptions
+from quintnet_compiler.ir.printer import program_text
 from quintnet_compiler.planner.search import SearchEffort
 from quintnet_compiler.schedules.kinds import SCHEDULES
 
@@ -105,6 +106,15 @@ def test_the_table_of_checks_has_the_checks_that_run() -> None:
     ran -= {"check_experts"}  # of the plan: whether the model has experts for its axes
     assert listed == ran and len(files) == len(ran)
     assert f"{len(files)} checks" in section
+
+
+def test_nodes_of_a_mixture_are_as_the_page_on_sharding_prints_them() -> None:
+    batch = torch.randn(4, WIDTH, dtype=torch.float64), torch.randint(0, 8, (4,))
+    program = quintnet.compile(Mixture(bias=False).double(), quintnet.Mesh(ep=2), batch, check="off")
+    (text,) = [program_text(made) for name, made in program.passes() if name == "FuseTokenDispatch"]
+    lines = re.findall(r"^%.* = quintnet\.(?:dispatch|combine|group|ungroup).*$", _page("sharding.md"), re.M)
+    assert len(lines) == 7 and all(f"{line}  @ stage 0\n" in text for line in lines)
+    assert '"dispatch_1"' in program.simulate().chrome_trace()
 
 
 def test_the_table_of_packages_has_their_levels_and_docstrings() -> None:

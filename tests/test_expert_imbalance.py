@@ -46,6 +46,7 @@ def test_what_rows_of_experts_take_grows_with_the_busiest_rank() -> None:
         assert time.compute == pytest.approx(factor * others[name].compute)
         assert time.communication == pytest.approx(factor * others[name].communication)
     assert busy.simulate().seconds > even.simulate().seconds
+    assert "the busiest rank of experts is taken to get 2.5 times its share" in busy.simulate().notes
 
 
 def test_rows_of_the_busiest_rank_are_in_memory() -> None:

@@ -255,6 +255,47 @@ def test_one_hot_dispatch_with_capacity_drops_what_the_reference_drops(axes: dic
         assert _calls(program)["all_to_all"] >= 2  # slots to their experts, and back
 
 
+class WholeCapacity(nn.Module):
+    """What comes too late in the whole batch gets nothing of its expert (Fedus et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8), nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        weight, chosen = torch.softmax(self.router(x), -1).max(-1)
+        hot = F.one_hot(chosen, EXPERTS)
+        place = ((hot.cumsum(0) - 1) * hot).sum(-1)
+        kept = (place < x.shape[0] // EXPERTS).to(x.dtype)
+        made = quintnet.expert_linear(x, chosen, self.up).relu() * (kept * weight)[:, None]
+        return F.cross_entropy(self.head(x + made), labels)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"ep": 2}, {}),
+        ({"dp": 2, "tp": 2}, {"zero": 3}),
+        ({"pp": 2, "ep": 2}, {}),
+        ({"dp": 2}, {"microbatches": 2, "batch_statistics": "microbatch"}),
+    ],
+    ids=str,
+)
+def test_capacity_counts_rows_of_all_ranks(axes: dict[str, int], options: dict[str, Any]) -> None:
+    model = WholeCapacity().double()
+    report = quintnet.compile(model, quintnet.Mesh(**axes), _batch(), **options).verify()
+    assert report.ok and report.worst.error < 1e-12, str(report)
+
+
+def test_capacity_of_the_whole_batch_needs_all_microbatches() -> None:
+    with pytest.raises(quintnet.CompileError, match=r"cumsum\.default does not split the dim of the batch") as error:
+        quintnet.compile(WholeCapacity().double(), quintnet.Mesh(dp=2), _batch(), microbatches=2)
+    assert error.value.code == "QN104"
+
+
 class Listed(nn.Module):
     """A list of experts; ``dense``: each sees every row, behind a mask."""
 

@@ -52,7 +52,8 @@ def _notes(program: DistributedProgram, durations: ProgramPrices) -> tuple[str, 
     if unknown := guesses(priced, durations.costs):
         found.append(guess_note(unknown))
     if "dispatch" in names:
-        found.append("experts are taken to get equally many rows each")
+        more, even = program.expert_imbalance, "experts are taken to get equally many rows each"
+        found.append(even if more == 1 else f"the busiest rank of experts is taken to get {more:g} times its share")
     if durations.cores is not None:
         found.append(f"ranks share {durations.cores} cores of one machine")
     return tuple(found)
