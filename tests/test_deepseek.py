@@ -69,7 +69,7 @@ def _exact(entry: Entry, axes: dict[str, int], options: dict[str, Any]) -> quint
     return program
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
