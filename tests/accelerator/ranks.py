@@ -201,16 +201,18 @@ def count_all(jobs: Sequence[Job]) -> dict[str, Counted]:
 
 
 def measure(job: Job) -> tuple[tuple[int, int], tuple[int, int], dict[str, Tensor]]:
-    """The most bytes of values that the third step has at once, on this rank's device and on its host, as measured and
-    as simulated; and what it makes."""
+    """The most bytes of values that the seventh step has at once, on this rank's device and on its host, as measured
+    and as simulated; and what it makes. (The seventh: as in :func:`count`.)"""
     case, here = CASES[job.model], torch.device(NAME, dist.get_rank())
     batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
-    for _ in range(3):
+    for _ in range(7):
         program.zero_grad()
+        loss = None  # what a step gave is no part of the next one
         with install().measuring(here.index) as found:
             loss = program.step(batch)
+    assert loss is not None
     made = {n: p.grad.to_local().cpu() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
     rows = {tuple(row.coordinate.items()): row for row in program.simulate().rows}
     row = next(rows[key] for key in rows if dict(key).get("pp", 0) == dist.get_rank() % program.mesh["pp"])
