@@ -50,7 +50,7 @@ class LiveMemory:
         """What ``call`` makes, and its memory, which is in use until it is dropped. Tensors that it makes, and those of
         ``args``, are counted for as long as it, or what it returns, holds them. ``same``: it has to see these very
         objects."""
-        with _Seen(self):
+        with _MadeMeanwhile(self):
             given = tuple(args) if same else pytree.tree_map_only(Tensor, _alias, tuple(args))
             made = call(*given)
             del given
@@ -99,7 +99,7 @@ def _alias(x: Tensor) -> Tensor:
     return x.detach()
 
 
-class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MadeMeanwhile(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows a memory what operators make."""
 
     def __init__(self, memory: LiveMemory) -> None:
