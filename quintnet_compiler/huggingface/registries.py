@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..compat.transformers import (
     without_packed_documents,
 )
 from ..core.replaced import for_this_thread
-from ..ops.expert_linear import expert_linear
+from .adapted_parameters import AdaptedExperts, adapters_without_classes
 from .attention import attention_as_one_operator
 
 
@@ -42,9 +43,10 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
             setattr(config, name, _CHOICES[name])
         if joined:
             stack.enter_context(without_packed_documents(for_this_thread))
+        running = stack.enter_context(adapters_without_classes(model, str(_CHOICES[EXPERTS_CHOICE])))
         if configs:
             stack.enter_context(without_method_caches(for_this_thread))
-            stack.enter_context(experts_run_by("quintnet", _experts))
+            stack.enter_context(experts_run_by("quintnet", partial(_experts, running)))
             stack.enter_context(attention_as_one_operator())
         yield
 
@@ -54,7 +56,7 @@ def traced_as_few_nodes(model: nn.Module, *, as_shipped: bool = False) -> Iterat
 _CHOICES: Mapping[str, str | bool] = MappingProxyType({EXPERTS_CHOICE: "quintnet", "use_cache": False})
 
 
-def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+def _experts(running: AdaptedExperts, module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Every token goes to each of its experts: [N, H], the experts [N, K], and their weights [N, K]."""
     tokens, ways, width = *chosen.shape, hidden.shape[-1]
     rows = hidden.unsqueeze(1).expand(tokens, ways, width).reshape(tokens * ways, width)
@@ -62,8 +64,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
     def layer(x: Tensor, name: str) -> Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
-        made: Tensor = expert_linear(x, ids, getattr(module, name), bias, module.is_transposed)
-        return made
+        return running.layer(module, name, x, ids, bias, module.is_transposed)
 
     if module.has_gate:
         inner = apply_gate(module, layer(rows, "gate_up_proj"))
