@@ -24,9 +24,11 @@ class ConversionPrices:
     def __init__(self, view: AxisView) -> None:
         self.view, self.axis, self.cost = view, view.axis, view.cost
         self.later = frozenset(staged_operators(view.program.graph)) if view.axis.role == "time" else frozenset()
+        self.trains = any(map(needs_grad, view.factors))
         # What any collective costs at least, in moves of a typical activation: without it a collective of a few
         # statistics looks free, and the search trades one large move for a layout full of small ones.
-        sizes = sorted(num_bytes(v) for n in view.factors if leaf(n) is None and needs_grad(n) for v in values(n))
+        made = [n for n in view.factors if leaf(n) is None and (needs_grad(n) or not self.trains)]
+        sizes = sorted(num_bytes(v) for n in made for v in values(n) if is_float(v) or self.trains)
         typical = sizes[len(sizes) // 2] if sizes else 0
         self.least = 0.1 * self.cost.collective_seconds("all_gather", typical / math.prod(view.ranks), self.axis.size)
 
@@ -49,6 +51,11 @@ class ConversionPrices:
         if edge.grad:
             price += self._move(gradient(b), gradient(a), size)
         return self._role(edge, a, b, price)
+
+    def _only_computed(self, edge: OperandEdge) -> bool:
+        """Whether a value between two operators would have a gradient if the program had a backward."""
+        inside = leaf(edge.source) is None and edge.user.op != "output"
+        return not self.trains and inside and any(map(is_float, values(edge.source)))
 
     def _in_shares(self, edge: OperandEdge, a: AxisType) -> bool:
         """Whether a value without a gradient may enter a sum in equal shares: ``loss + 1e-3``. In space only a scalar,
@@ -83,7 +90,8 @@ class ConversionPrices:
             return FORBIDDEN if source is not None and source.kind == "parameter" and isinstance(b, Shard) else price
         if source is not None and source.kind == "parameter" and isinstance(a, Shard):
             return FORBIDDEN
-        kept = edge.grad and _residual(a, b) and not (self.view.travels(edge.source) or self.view.travels(edge.user))
+        activation = edge.grad or self._only_computed(edge)
+        kept = activation and _residual(a, b) and not (self.view.travels(edge.source) or self.view.travels(edge.user))
         return price * DISCOURAGED if kept and not self.view.constraints.sequence_parallel else price
 
 
