@@ -1,0 +1,160 @@
+"""Tokens per second of greedy generation beside transformers' own generate, in one run on the same cores.
+
+python benchmarks/generation.py [--layout one|tp|dp] [--size small|medium|large] [--rows N] [--rounds N] [--json]
+
+``one``: a rank and transformers, a thread each. ``tp`` and ``dp``: two processes of one thread each, and transformers
+in one process with two threads (and, for comparison, with one). They take turns, each while the others wait. Tokens
+are compared first. ``--prompts N``: more prompts than rows, of unequal lengths, whose texts end at unequal lengths:
+transformers takes them batch by batch, padded. ``--plain``: PyTorch's own linear layers instead of oneDNN's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+import quintnet
+from quintnet_compiler.runtime.execute import host_linears
+
+SIZES = {"small": (256, 4, 4096), "medium": (512, 8, 32000), "large": (1024, 8, 32000)}  # width, layers, vocabulary
+LAYOUTS = {"one": {"dp": 1}, "tp": {"tp": 2}, "dp": {"dp": 2}}
+PROMPT, NEW = 32, 64
+
+
+def _model(size: str) -> Any:
+    width, layers, vocabulary = SIZES[size]
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=8 * width // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(2, width // 256),
+        max_position_embeddings=512,
+        initializer_range=0.1,  # so that texts are not one token for ever
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def _prompts(vocabulary: int, count: int, *, equal: bool) -> list[Tensor]:
+    dice = torch.Generator().manual_seed(1)
+    lengths = torch.randint(PROMPT // 4, PROMPT + 1, (count,), generator=dice).tolist()
+    return [torch.randint(3, vocabulary, (PROMPT if equal else n,), generator=dice) for n in lengths]
+
+
+def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    most = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(one, (most - len(one), 0)) for one in prompts])
+    return ids, torch.stack([torch.arange(most) >= most - len(one) for one in prompts]).long()
+
+
+def _theirs(model: Any, prompts: list[Tensor], rows: int, ends: list[int] | None) -> list[Tensor]:
+    """What follows each prompt, until its end."""
+    made: list[Tensor] = []
+    for start in range(0, len(prompts), rows):
+        ids, mask = _padded(prompts[start : start + rows])
+        how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends}
+        with torch.no_grad():
+            found = model.generate(input_ids=ids, attention_mask=mask, **how)
+        made += [_until(row[ids.shape[1] :], ends) for row in found]
+    return made
+
+
+def _until(text: Tensor, ends: list[int] | None) -> Tensor:
+    where = torch.isin(text, torch.tensor(ends or [-1])).nonzero()
+    return text if not len(where) else text[: int(where[0]) + 1]
+
+
+def measure(layout: str, size: str, rows: int, count: int, rounds: int, plain: bool) -> dict[str, Any]:
+    """Seconds of each round, of ours and of transformers', by its threads; on every rank."""
+    torch.set_num_threads(1)
+    if plain:
+        host_linears.host_linear = None
+    many, first = dist.is_initialized(), not dist.is_initialized() or dist.get_rank() == 0
+    twin = _model(size) if first else None
+    mesh = quintnet.Mesh(**LAYOUTS[layout])
+    program = quintnet.compile(_model(size), mesh, _batch(), training=False, sequence_parallel=False)
+    vocabulary, equal = SIZES[size][2], count <= rows
+    prompts, ends = _prompts(vocabulary, count, equal=equal), None if equal else list(range(0, vocabulary, 40))
+
+    def ours() -> list[Tensor]:
+        texts = program.generate(prompts, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0, rows=rows)
+        return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+    def theirs(threads: int) -> list[Tensor]:
+        if twin is None:
+            return []
+        torch.set_num_threads(threads)
+        try:
+            return _theirs(twin, prompts, rows, ends)
+        finally:
+            torch.set_num_threads(1)
+
+    def timed(run: Callable[[], list[Tensor]]) -> float:
+        if many:
+            dist.barrier()
+        begun = time.perf_counter()
+        run()
+        if many:
+            dist.barrier()
+        return time.perf_counter() - begun
+
+    expected, made = theirs(1), ours()
+    if first:
+        same = sum(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+        assert same == len(prompts), f"{len(prompts) - same} of {len(prompts)} texts differ"
+        assert len(torch.cat(made).unique()) > len(prompts)
+    runs = {"ours": ours, "one thread": lambda: theirs(1)}
+    if many:
+        runs["two threads"] = lambda: theirs(2)
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    for name in [*runs, *list(runs) * rounds]:
+        took[name].append(timed(runs[name]))
+    tokens = sum(map(len, made))
+    return {"tokens": tokens, "seconds": {name: found[1:] for name, found in took.items()}}
+
+
+def _batch() -> dict[str, Tensor]:
+    return {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--layout", choices=LAYOUTS, default="one")
+    options.add_argument("--size", choices=SIZES, default="medium")
+    options.add_argument("--rows", type=int, default=8)
+    options.add_argument("--prompts", type=int, help="default: as many as rows, of one length")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--plain", action="store_true")
+    options.add_argument("--json", action="store_true")
+    args = options.parse_args()
+    given = (args.layout, args.size, args.rows, args.prompts or args.rows, args.rounds, args.plain)
+    found = measure(*given) if args.layout == "one" else quintnet.launch(measure, 2, given, timeout=3000)[0]
+    seconds, tokens = found["seconds"], found["tokens"]
+    ratios = {
+        name: statistics.median(b / a for a, b in zip(seconds["ours"], took, strict=True))
+        for name, took in seconds.items()
+        if name != "ours"
+    }
+    if args.json:
+        print(json.dumps({**found, "ratios": ratios}))
+        return
+    print(f"{args.layout}, {args.size}: {given[3]} prompts in {args.rows} rows, {tokens} tokens, all equal")
+    for name, took in seconds.items():
+        what = "quintnet" if name == "ours" else f"transformers, {name}"
+        ratio = "" if name == "ours" else f"; quintnet makes {ratios[name]:.2f} times as many"
+        print(f"  {what}: {tokens / statistics.median(took):.1f} tokens per second{ratio}")
+
+
+if __name__ == "__main__":
+    main()
