@@ -22,7 +22,7 @@ from quintnet_compiler.ops.cross_entropy import row_nll
 from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.filled_rows import alike, fill_rows
-from quintnet_compiler.ops.kv_cache_attention import cached_attention
+from quintnet_compiler.ops.paged_attention import paged_attention
 from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 from .one_operator import Input, Sample, call
@@ -289,18 +289,28 @@ def _attention() -> list[Sample]:
         call(sdpa, f(2, 4, 6, 4), f(2, 1, 4, 4), f(2, 1, 4, 4)),
         call(sdpa, f(4, 6), f(6, 6), f(6, 4)),
         *_masked_attention(),
-        *_cached_attention(),
+        *_paged_attention(),
     ]
 
 
-def _cached_attention() -> list[Sample]:
-    q, few, kept = const(2, 4, 2, 4), const(2, 2, 2, 4), const(2, 2, 6, 4)
-    wide, broad = const(2, 4, 2, 6), const(2, 4, 6, 6)
+def _paged_attention() -> list[Sample]:
+    q, few, kept = const(6, 4, 2, 4), const(6, 2, 2, 4), const(6, 10, 2, 2, 4)
+    wide, own, broad = const(6, 4, 2, 6), const(6, 10, 2, 4, 4), const(2, 10, 2, 4, 6)
+    table, places = Input((6, 3), _pages, grad=False), Input((6, 2), _places, grad=False)
     return [
-        call(cached_attention, q, q, q, const(2, 4, 6, 4), const(2, 4, 6, 4), ints(4), bools(2, 6), 0.5, 0),
-        call(cached_attention, q, few, few, kept, kept, ints(4), bools(2, 6), 0.5, 3),
-        call(cached_attention, q, q, wide, const(2, 4, 6, 4), broad, ints(4), bools(2, 6), 0.3, 0),
+        call(paged_attention, q, q, q, own, own, table, places, 0.5, 0),
+        call(paged_attention, q, few, few, kept, kept, table, places, 0.5, 3),
+        call(paged_attention, q, q, wide, const(2, 10, 2, 4, 4), broad, table, places, 0.3, 0),
     ]
+
+
+def _pages(dice: Generator, shape: tuple[int, ...]) -> Tensor:
+    """Each of three rows in a pool has pages of its own."""
+    return 1 + torch.arange(shape[1]) + torch.arange(shape[0])[:, None] % 3 * shape[1]
+
+
+def _places(dice: Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.randint(0, 4, (shape[0], 1), generator=dice) + torch.arange(shape[1])
 
 
 def _masked_attention() -> list[Sample]:

@@ -79,7 +79,7 @@ def test_tokens_are_those_of_transformers(name: str, axes: dict[str, int], optio
 
 @pytest.mark.slow
 def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
-    """2 x layers/pp x heads/tp x length x width x rows/dp numbers on each rank; one seed, one text."""
+    """2 x layers/pp x heads/tp x pages x page x width x pools/dp numbers on each rank; one seed, one text."""
     model, (ids, mask) = large_model("Llama"), prompts()
     config: Any = model.config
     texts = []
@@ -92,15 +92,15 @@ def test_caches_are_split_and_samples_are_the_same_on_every_layout() -> None:
         assert torch.equal(greedy, theirs(model, ids, mask))
         decoding = program._decoding
         assert decoding is not None and len(decoding.programs) == 2  # the prompt's, and one token's
-        kept = [decoding.backend.new_caches(one) for one in decoding.programs.values()]
-        length = next(n for _, _, n in decoding.programs)
-        share = (
-            config.num_key_value_heads * config.head_dim * config.num_hidden_layers * ROWS / math.prod(axes.values())
-        )
+        kept = [decoding.backend.new_caches(one, 5) for one in decoding.programs.values()]
+        pools = axes.get("dp", 1) * microbatches
+        assert decoding.pools == pools
+        share = config.num_key_value_heads * config.head_dim * config.num_hidden_layers * pools
+        share //= math.prod(axes.values())
         for rank in range(mesh.size):
             shapes = [{name: tuple(x.shape) for name, x in caches[rank].items()} for caches in kept]
             assert shapes[0] == shapes[1]
-            assert sum(x.nbytes for x in kept[0][rank].values()) == 2 * share * length * 8
+            assert sum(x.nbytes for x in kept[0][rank].values()) == 2 * share * 5 * 16 * 8
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], theirs(model, ids, mask, eos_token_id=63))
 
@@ -179,7 +179,9 @@ def test_what_cannot_generate_is_refused() -> None:
     for given, options, code in (
         (ids, {"attention_mask": right}, "QN102"),
         (ids.float(), {}, "QN102"),
-        (ids[:3], {}, "QN106"),
+        ([ids], {}, "QN102"),
+        ([], {}, "QN102"),
+        (ids, {"rows": 0}, "QN102"),
         (ids, {"max_new_tokens": 0}, "QN102"),
         (ids, {"do_sample": True, "top_p": 0.0}, "QN108"),
         (ids, {"do_sample": True, "temperature": 0.0}, "QN108"),

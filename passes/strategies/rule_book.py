@@ -23,7 +23,7 @@ from ...core.sharding import AxisType, I, P, R, S, Shard, gradient, plain
 from ...ir.program import Strategy
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ...ops.filled_rows import fill_rows
-from ...ops.kv_cache_attention import cached_attention
+from ...ops.paged_attention import paged_attention
 from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule
 from ...ops.scaled_products import scaled_matmul
@@ -31,7 +31,7 @@ from ...ops.scaled_products import scaled_matmul
 aten = torch.ops.aten
 _EXACT = frozenset(
     {
-        with_tangent, declare_gradient, after_gradients, cached_attention, aten.nll_loss_forward.default,
+        with_tangent, declare_gradient, after_gradients, paged_attention, aten.nll_loss_forward.default,
         aten.nll_loss2d_forward.default, fill_rows, scaled_matmul, aten.histc.default,
     }
 )  # fmt: skip

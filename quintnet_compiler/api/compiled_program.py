@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -18,9 +17,9 @@ from ..compat.torch import pytree
 from ..compat.torch_hooks import share_backward_hooks
 from ..core.errors import CompileError, InputError, QuintNetError, RunError
 from ..core.mesh import Mesh
-from ..driver.generation import Decoding, Sampling, ends_of
+from ..driver.generation.decoding import Decoding
 from ..driver.task import Task
-from ..driver.variants import Programs, check_divides
+from ..driver.variants import Programs
 from ..equivalence.module_copy import module_copy
 from ..equivalence.module_training import model_inputs
 from ..equivalence.verify import VerifyReport, VerifySubject, verify_program
@@ -41,10 +40,10 @@ from ..runtime.state.module_parameters import check_fits
 from ..simulation.measured import measured_timeline, shown_ranks
 from ..simulation.timeline import Timeline
 from ..weights.meta_buffers import with_buffers
-from .program_reports import ProgramReports
+from .program_generation import ProgramGeneration
 
 
-class CompiledProgram(ProgramReports):
+class CompiledProgram(ProgramGeneration):
     """A model compiled for a mesh. It is captured when it is compiled with a batch, otherwise at the first step.
 
     ``step`` and ``evaluate`` take the global batch, on every rank. ``parameters`` are the module's own. Without an
@@ -126,56 +125,6 @@ class CompiledProgram(ProgramReports):
         batch = kwargs if kwargs else inputs
         leaves = self._run("outputs", batch, False)
         return pytree.tree_unflatten(leaves, self._programs.captured["outputs"].output_spec)
-
-    def generate(
-        self,
-        ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        max_new_tokens: int = 20,
-        do_sample: bool = False,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        pad_token_id: int | None = None,
-        seed: int | None = None,
-    ) -> Tensor:
-        """Continue texts, as transformers' ``generate`` does: greedily, or sampled. The key-value cache is sharded:
-        rows over dp, heads over tp, layers over pp.
-
-        For Hugging Face decoders whose attention is ``sdpa``, and modules whose ``forward(ids, positions)`` returns
-        logits and calls ``F.scaled_dot_product_attention(..., is_causal=True)``, which then also sees what came before.
-
-        Args:
-            ids: the global batch of prompts [rows, length], on every rank; padded on the left.
-            attention_mask: [rows, length], 0 for padding.
-            temperature: for ``do_sample``: what logits are divided by.
-            top_k: for ``do_sample``: sample from this many most likely tokens.
-            top_p: for ``do_sample``: sample from the most likely tokens that have this probability together.
-            eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
-            pad_token_id: what follows the end; by default the (first) eos_token_id.
-            seed: of the samples, by default the program's. Equal seeds give equal samples on every layout.
-
-        Returns:
-            Prompts and what follows them [rows, length + at most max_new_tokens], the same on every rank.
-
-        Raises:
-            CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
-            InputError: QN102 or QN106 if the prompts do not fit.
-        """
-        self._require_device("generate")
-        self._require_open()
-        self._primary()
-        sampling = Sampling(do_sample, temperature, top_k, top_p, self._task.plan.seed if seed is None else seed)
-        ends = ends_of(self._task.model, eos_token_id, pad_token_id)
-        check_divides(self.mesh, 1, ids.shape[0])
-        with announced(
-            "generate", self._label, lambda: (ids, attention_mask, str(max_new_tokens), str(sampling), str(ends))
-        ):
-            if self._decoding is None:
-                self._decoding = Decoding(self._task.model, self._state(), self._programs.follow)
-            return self._decoding.generate(ids, attention_mask, max_new_tokens, sampling, ends)
 
     # -- proof
 

@@ -25,13 +25,15 @@ from ..core.empty_storage import device_of, hollow_parameters
 from ..core.errors import CompileError
 from ..core.replaced import for_this_thread, one_thread
 from ..huggingface.registries import traced_as_few_nodes
+from ..ir.batch_form import BatchForm
 from ..ir.program import Captured
-from ..ops.kv_cache_attention import cached_attention
+from ..ops.paged_attention import paged_attention
 from .capture import capture
 from .modes import evaluating
 from .places import LEAF
 
-GIVEN = 4  # inputs before the caches: ids, positions, start, seen
+GIVEN = 3  # inputs before the caches: ids, table, places
+PAGES = 3  # of each pool and each text while a model is captured
 _WINDOW = "quintnet_window"
 _NAME = "sdpa"
 
@@ -46,35 +48,37 @@ class Shape:
     dtype: torch.dtype
 
 
-def capture_call(model: nn.Module, shapes: Sequence[Shape], rows: int, tokens: int, length: int) -> Captured:
-    """The logits [rows, vocabulary] after ``tokens`` further tokens of texts that may become ``length`` long.
+def capture_call(model: nn.Module, shapes: Sequence[Shape], pools: int, page: int, tokens: int) -> Captured:
+    """The logits [rows, vocabulary] after ``tokens`` further tokens of each text; the last is a token in every row.
 
-    Inputs: ids [rows, tokens] and their positions in the text, the place of the first in the caches (a number), and
-    which places of the caches hold tokens [rows, length]. Leaves of the kind ``cache``: two for each of ``shapes``.
+    Inputs: ids [rows, tokens], and ``table`` and ``places`` of :data:`..ops.paged_attention.paged_attention`. Leaves of
+    the kind ``cache``: two for each of ``shapes``, with ``pools`` pools of pages of ``page`` tokens. Nothing that is
+    captured depends on how many pages there are, so caches and tables of any number may be given.
 
     Raises:
         CompileError: QN101 or QN105 if the model cannot be captured so.
     """
-    ids = torch.zeros(rows, tokens, dtype=torch.int64)
-    seen = torch.ones(rows, length, dtype=torch.bool)
+    rows = 2 * pools
+    ids, table = torch.zeros(rows, tokens, dtype=torch.int64), torch.zeros(rows, PAGES, dtype=torch.int64)
     caches = [
-        torch.zeros(rows, one.heads, length, width, dtype=one.dtype)
+        torch.zeros(pools, PAGES, page, one.heads, width, dtype=one.dtype)
         for one in shapes
         for width in (one.keys, one.values)
     ]
 
     def call(model: nn.Module, batch: Any) -> Tensor:
-        given, caches = batch[:GIVEN], batch[GIVEN:]
+        (ids, table, places), caches = batch[:GIVEN], batch[GIVEN:]
         pairs = iter(list(zip(caches[::2], caches[1::2], strict=True)))
 
         def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-            found: Tensor = cached_attention(q, k, v, *next(pairs), given[2], given[3], scale, window)
+            found: Tensor = paged_attention(q, k, v, *next(pairs), table, places, scale, window)
             return found
 
-        return _logits(model, given[0], given[1], attend)[:, -1]
+        return _logits(model, ids, places.clamp(min=0), attend)[:, -1]
 
-    batch = (ids, ids, torch.zeros((), dtype=torch.int64), seen, *caches)
-    captured = capture(model, batch, want="outputs", training=False, trained=False, call=call)
+    batch = (ids, table, ids, *caches)
+    form = BatchForm.of(batch, rows)
+    captured = capture(model, batch, want="outputs", training=False, trained=False, call=call, form=form)
     inputs = [node for node in captured.graph.nodes if node.op == "placeholder" and node.meta[LEAF].kind == "input"]
     for index, node in enumerate(inputs[GIVEN:]):
         node.meta[LEAF] = Leaf("cache", f"cache.{index // 2}.{('keys', 'values')[index % 2]}", batched=True)

@@ -40,7 +40,8 @@ __all__ = [
     "assert_size_stride",  # AssertionError if a tensor has another size or stride; instead: comparing them in Python
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
-    "foreach_norm", "function_name", "gelu", "implementations_of_aten", "is_functional", "linear", "nn_functions",
+    "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten", "is_functional", "linear",
+    "nn_functions",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
@@ -164,6 +165,8 @@ OLD_CHOLESKY: tuple[OpOverload, ...] = (torch.ops.aten.cholesky.default,) if has
 # Generated code calls them as C++ functions, without the wrappers of torch.nn.functional; instead: torch.ops.aten.
 nn_functions = torch._C._nn
 gelu, linear, silu = torch._C._nn.gelu, torch._C._nn.linear, torch._C._nn.silu
+# oneDNN's product with a weight as it lies in memory, (x, weight, bias, "none", [], ""); None where torch has no oneDNN
+host_linear: Callable[..., Any] | None = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
 
 
 def composite_definition(target: Any) -> Callable[..., Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,7 +30,7 @@ from ..runtime.state.module_parameters import Slots
 from .any_length import LengthPrograms
 from .cache_folder import CacheFolder
 from .compiler import Compiled, Runner, compile_program, follow_program
-from .generation import Held
+from .generation.decoding import Held
 from .pipeline import Request
 from .program_cache import ProgramCache
 from .shared_parameters import join_program
@@ -135,11 +136,13 @@ class Programs:
         captured: Captured,
         size: int,
         held: Held = MappingProxyType({}),
-        *,
-        training: bool = False,
     ) -> DistributedProgram:
-        """A program of another kind or for other sizes, on the parameters where the leader has them."""
-        return self._followed(captured, self._request(size, held), training=training)
+        """A program that generates, on the parameters where the leader has them. What ranks exchange for a token is
+        small, and takes as long as it takes to exchange anything: values between layers stay whole, as that needs the
+        fewest messages."""
+        request = self._request(size, held)
+        plan = request.plan.changed({"sequence_parallel": False, "async_tp": False})
+        return self._followed(captured, replace(request, plan=plan), training=False)
 
     def _request(
         self,

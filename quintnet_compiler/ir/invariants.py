@@ -14,7 +14,7 @@ from ..core.precision import narrows
 from ..core.sharding import P, Shard, local_shape
 from ..ops.collectives import convert
 from ..ops.derivatives.user_derivatives import declare_gradient
-from ..ops.kv_cache_attention import cached_attention
+from ..ops.paged_attention import paged_attention
 from ..ops.rank_local import microbatch
 from .codegen_allowlist import check_source
 from .distributed_program import DistributedProgram
@@ -113,7 +113,7 @@ def _(program: DifferentiatedProgram) -> None:
         _require(fits, lambda: f"the gradient of {name} is {told}", node)  # noqa: B023
     for node in program.graph.nodes:
         _require(node.target is not convert, lambda: f"{node} is not lowered", node)  # noqa: B023
-        for given in node.args[3:5] if node.target is cached_attention else ():
+        for given in node.args[3:5] if node.target is paged_attention else ():
             _require(_is_cache(given), lambda: f"{node} writes to {given}, which nobody keeps", node)  # noqa: B023
 
 

@@ -11,7 +11,7 @@ from .collectives import COMMUNICATION, shard_pad, shard_slice, wait
 from .copies import COPIES
 from .cross_entropy import nll_terms, nll_terms_backward
 from .define import define_operator, resized
-from .kv_cache_attention import cached_attention
+from .paged_attention import paged_attention
 from .tiled_attention import tiled_attention, tiled_attention_backward
 
 MICROBATCHES = "mb"  # the axis in time
@@ -77,7 +77,7 @@ microbatch = define_operator(
 LOCAL = frozenset(
     {
         shard_slice, shard_pad, embedding_rows, embedding_rows_backward, nll_terms, nll_terms_backward, keep_mask,
-        local_noise, rows_of, padding_of, local_experts, cached_attention, tiled_attention, tiled_attention_backward,
+        local_noise, rows_of, padding_of, local_experts, paged_attention, tiled_attention, tiled_attention_backward,
         loss_scale, arrived,
     }
 )  # fmt: skip

@@ -251,7 +251,7 @@ def test_the_state_of_a_program_that_cannot_run() -> None:
     backend.learn(_program(), {})
     for refused in (
         backend.run,
-        lambda: backend.new_caches(_program()),
+        lambda: backend.new_caches(_program(), 2),
         lambda: backend.clip_grad_norm(_program(), 1.0),
         lambda: list(backend.parts(_program("b"))),
     ):

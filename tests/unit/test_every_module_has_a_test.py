@@ -34,7 +34,6 @@ MISSING = frozenset(
         "quintnet_compiler.runtime.backends.processes",
         "quintnet_compiler.runtime.execute.cudagraph_segment",
         "quintnet_compiler.runtime.execute.cudagraphs",
-        "quintnet_compiler.runtime.execute.engines",
         "quintnet_compiler.runtime.state.state",
         "quintnet_compiler.runtime.transport.collectives",
         "quintnet_compiler.runtime.transport.symmetric",

@@ -28,7 +28,7 @@ from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.cost_models.layer_kernels import Shapes, head, layer
 from quintnet_compiler.cost_models.transformer import Decoder, ParallelLayout
-from quintnet_compiler.driver.generation import Ends, Sampling, ends_of
+from quintnet_compiler.driver.generation.sampling import Ends, Sampling, ends_of
 from quintnet_compiler.driver.task import Task, modules_of
 from quintnet_compiler.ir.codegen_allowlist import check_source
 from quintnet_compiler.ir.cost_protocol import CostModel, RankCosts
@@ -39,7 +39,7 @@ from quintnet_compiler.ir.program import ShardedProgram, StagedProgram, Strategy
 from quintnet_compiler.ir.repeated_blocks import as_block, block_members, block_of
 from quintnet_compiler.ops.attention import attention, visible
 from quintnet_compiler.ops.attention_blocks import Sight
-from quintnet_compiler.ops.kv_cache_attention import attend_kept
+from quintnet_compiler.ops.paged_attention import PageAccess, attend_pages
 from quintnet_compiler.weights.files import open_weights
 from quintnet_compiler.weights.names import assign, misread_names
 from quintnet_compiler.weights.sources import Join, Stack, runs_of
@@ -117,15 +117,21 @@ def test_who_sees_whom() -> None:
     assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, is_causal=True), atol=1e-6)
 
 
-def test_a_token_alone_sees_what_was_kept() -> None:
-    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind(0)
-    kept = torch.zeros(1, 2, 6, 8), torch.zeros(1, 2, 6, 8)
-    seen = torch.ones(1, 6, dtype=torch.bool)
-    whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    for start, stop in ((0, 3), (3, 4)):
-        new = tuple(x[:, :, start:stop] for x in (q, k, v))
-        found = attend_kept(new, kept, start, seen, 8**-0.5, 0)  # type: ignore[arg-type]
-        assert torch.allclose(found, whole[:, :, start:stop], atol=1e-6)
+@pytest.mark.parametrize(("groups", "window"), [(4, 0), (2, 0), (2, 3)])
+def test_a_token_alone_sees_what_was_kept(groups: int, window: int) -> None:
+    """Two texts of two pools, whose pages are in any order, and a row without tokens between them."""
+    q, k, v = (torch.randn(2, heads, 7, 8) for heads in (4, groups, groups))
+    kept = torch.zeros(2, 9, 2, groups, 8), torch.zeros(2, 9, 2, groups, 8)
+    near = torch.ones(7, 7, dtype=torch.bool).tril() & torch.ones(7, 7, dtype=torch.bool).triu(1 - (window or 7))
+    whole = F.scaled_dot_product_attention(q, k, v, near, enable_gqa=True)
+    table = torch.tensor([[7, 2, 5, 1], [0] * 4, [3, 8, 4, 6], [0] * 4])
+    for start, stop in ((0, 3), (3, 4), (4, 7)):
+        new = [F.pad(x[:, None, :, start:stop], (0, 0, 1, 0, 0, 0, 0, 1), value=9.0).flatten(0, 1) for x in (q, k, v)]
+        places = torch.tensor([[-1, *range(start, stop)], [-1] * (stop - start + 1)]).repeat(2, 1)
+        access = PageAccess.of(kept[0], table, places, window)
+        found = attend_pages((new[0], new[1], new[2]), kept, access, 8**-0.5)
+        assert torch.allclose(found[::2, :, 1:], whole[:, :, start:stop], atol=1e-6)
+        assert found.isfinite().all()
 
 
 def test_experts_refuse_shapes_that_do_not_fit() -> None:
@@ -209,15 +215,15 @@ def test_kernels_of_a_layer_split_with_tensor_parallelism() -> None:
 
 
 def test_the_next_token() -> None:
-    logits, noise = torch.tensor([[0.0, 5.0, 1.0]]), torch.Generator().manual_seed(0)
-    assert Sampling().choose(logits, noise).tolist() == [1]
-    assert Sampling(True, top_k=1).choose(logits, noise).tolist() == [1]
-    assert Sampling(True, top_p=0.5).choose(logits, noise).tolist() == [1]
-    assert {Sampling(True, temperature=50.0).choose(logits, noise).item() for _ in range(50)} == {0, 1, 2}
+    logits = torch.tensor([[0.0, 5.0, 1.0]])
+    assert Sampling().choose(logits, []) == [1]
+    assert Sampling(True, top_k=1).choose(logits, [0.999]) == [1]
+    assert Sampling(True, top_p=0.5).choose(logits, [0.999]) == [1]
+    assert {Sampling(True, temperature=50.0).choose(logits, [i / 50])[0] for i in range(50)} == {0, 1, 2}
     for wrong in ({"temperature": 0.0}, {"top_k": 0}, {"top_p": 1.5}):
         with pytest.raises(CompileError, match="QN108"):
             Sampling(**wrong)  # type: ignore[arg-type]
-    assert ends_of(nn.Identity(), [3, 4], None) == Ends((3, 4), 3) and ends_of(nn.Identity(), None, None).ends == ()
+    assert ends_of(nn.Identity(), [3, 4]) == Ends(frozenset({3, 4}), 3) and not ends_of(nn.Identity(), None).ends
 
 
 def test_modules_whose_parameters_a_task_trains() -> None:

@@ -18,7 +18,7 @@ from ..ctc import ctc_rows
 from ..derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
 from ..expert_linear import expert_linear
 from ..filled_rows import alike, fill_rows
-from ..kv_cache_attention import cached_attention
+from ..paged_attention import paged_attention
 from ..rank_local import dropout, noise
 from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from . import contractions as c
@@ -149,7 +149,7 @@ RULES = MappingProxyType(
         ),
         _each([aten.scaled_dot_product_attention.default], c.attention, "attention"),
         _each([attention], c.masked_attention, "attention"),
-        _each([cached_attention], c.cached_attention, "attention"),
+        _each([paged_attention], c.paged_attention, "attention"),
         rule(aten.cdist.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         rule(aten._cdist_forward.default, "... p k, ... r k -> ... p r", whole="k", work="matmul"),
         # each matrix on its own

@@ -44,7 +44,7 @@ class AbsentBackend(WholeState):
     def run(self, *_: Any, **__: Any) -> NoReturn:
         refuse_absent("a step", self.gpu)
 
-    def new_caches(self, program: DistributedProgram) -> NoReturn:
+    def new_caches(self, *_: Any) -> NoReturn:
         refuse_absent("a cache", self.gpu)
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> NoReturn:

@@ -59,8 +59,9 @@ class Backend(Protocol):
         """Free what ran ``program``, which will not run again."""
         ...
 
-    def new_caches(self, program: DistributedProgram) -> Caches:
-        """Room for what the ranks of this process keep from one run of ``program`` to the next."""
+    def new_caches(self, program: DistributedProgram, pages: int, old: Caches | None = None) -> Caches:
+        """Room for ``pages`` pages in each pool of what the ranks of this process keep from one run of ``program`` to
+        the next, with what ``old`` has in its (fewer) pages."""
         ...
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:

@@ -16,6 +16,7 @@ from ...core.sharding import Shard
 from ...ir.distributed_program import DistributedProgram, StateSpec, ValueSpec
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
+from ..execute.host_linears import engine_of
 from ..execute.interpreter_trace import Watch
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
@@ -155,8 +156,11 @@ class LocalBackend(WholeState):
     def forget(self, program: DistributedProgram) -> None:
         self.worlds.pop(id(program), None)
 
-    def new_caches(self, program: DistributedProgram) -> Caches:
-        return {rank: new_caches(program, program.rank(rank), self.device) for rank in range(self.mesh.size)}
+    def new_caches(self, program: DistributedProgram, pages: int, old: Caches | None = None) -> Caches:
+        return {
+            rank: new_caches(program, program.rank(rank), pages, (old or {}).get(rank, {}), self.device)
+            for rank in range(self.mesh.size)
+        }
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         gradients = list(gradients_of(self.parameters).values())
@@ -201,7 +205,8 @@ class LocalBackend(WholeState):
         for rank in range(self.mesh.size):
             part, transport = program.rank(rank), world.transport(rank)
             store = GradientStore(program, part, transport, device) if train else None
-            ranks.append(Ready(program, Executor(program, part, transport, device, store, self.engine), store))
+            engine = engine_of(program, self.engine)
+            ranks.append(Ready(program, Executor(program, part, transport, device, store, engine), store))
             state.append(
                 {s.name: part_of(self.tensors[s.name], s.sharding, program.axes, part.coordinate) for s in kept}
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -22,6 +21,7 @@ from ...ir.distributed_program import DistributedProgram, StateSpec
 from ...ir.program import Axis
 from ..execute.engines import Engine, eager
 from ..execute.executor import Executor, Run
+from ..execute.host_linears import engine_of
 from ..execute.loss_scale import LossScale
 from ..execute.record import Recorder
 from ..launch.calls import next_label
@@ -252,9 +252,9 @@ class ProcessBackend:
         self.ready.pop(id(program), None)
         self.counted.pop(id(program), None)
 
-    def new_caches(self, program: DistributedProgram) -> Caches:
+    def new_caches(self, program: DistributedProgram, pages: int, old: Caches | None = None) -> Caches:
         rank = self.transport.rank
-        return {rank: new_caches(program, program.rank(rank), self.device)}
+        return {rank: new_caches(program, program.rank(rank), pages, (old or {}).get(rank, {}), self.device)}
 
     def clip_grad_norm(self, program: DistributedProgram, max_norm: float) -> Tensor:
         there = gradients_of(self.parameters)
@@ -356,9 +356,10 @@ class ProcessBackend:
             sharded_dtensor(self._true_part(spec).of_padded(x), spec, program.axes, self.stage_mesh)
             for x, spec in ((x, program.state[name]) for name, x in settled.items())
         ]
-        if self.mesh["pp"] > 1:  # without a loop, whose variable would be one more reference when they are counted
-            deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
-        executor = Executor(program, part, self.transport, self.device, store, self.engine)
+        if self.mesh["pp"] > 1:
+            for gradient in gradients:
+                gradient.__class__ = StageGradient
+        executor = Executor(program, part, self.transport, self.device, store, engine_of(program, self.engine))
         return _Process(program, executor, store, HandOver(parameters, gradients))
 
 

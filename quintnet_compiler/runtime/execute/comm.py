@@ -18,7 +18,7 @@ from ...ops.attention import IDS
 from ...ops.attention_blocks import Sight
 from ...ops.attention_tiles import AttentionInputs, AttentionTiles
 from ...ops.collectives import COLLECTIVES
-from ...ops.kv_cache_attention import attend_kept
+from ...ops.paged_attention import PageAccess, attend_pages
 from ...ops.tiled_attention import attend_runs, attend_runs_backward
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
@@ -62,6 +62,7 @@ class Comm:
         self.seed = self.step = self.microbatch = 0
         self.scale = 1.0
         self.under_way: dict[int, tuple[Tensor, Callable[[], Any]]] = {}  # by the identity of a tensor
+        self.pages: dict[tuple[int, int, int], tuple[PageAccess, Tensor, Tensor]] = {}  # by those of two, and a window
 
     def gather_early(
         self, xs: Sequence[Tensor], axis: str, dims: Sequence[int], parts: Sequence[int], at: int
@@ -303,21 +304,24 @@ class Comm:
     def _circle(self, axis: str, at: int) -> Circle:
         return Circle(self.transport, axis, self.mesh[axis], self.coordinate[axis], at)
 
-    def cached_attention(
+    def paged_attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         keys: Tensor,
         values: Tensor,
-        start: Tensor,
-        seen: Tensor,
+        table: Tensor,
+        places: Tensor,
         scale: float,
         window: int,
         at: int,
     ) -> Tensor:
-        """Attention to what was kept, see :func:`quintnet_compiler.ops.kv_cache_attention.attend_kept`."""
-        return attend_kept((q, k, v), (keys, values), int(start), seen, scale, window)
+        """Attention to what was kept, see :mod:`quintnet_compiler.ops.paged_attention`."""
+        key = id(table), id(places), window
+        if key not in self.pages:  # the layers of a call read the same pages
+            self.pages[key] = PageAccess.of(keys, table, places, window), table, places
+        return attend_pages((q, k, v), (keys, values), self.pages[key][0], scale)
 
     def keep_mask(
         self,

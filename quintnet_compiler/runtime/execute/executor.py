@@ -152,6 +152,7 @@ class Executor:
         self.watch, self.check_finite, self.finite = watch, how.check_finite, True
         self.preemption = how.preemption
         self.comm.under_way.clear()  # of a step that failed
+        self.comm.pages.clear()
         if self.gradients is not None:
             self.gradients.begin()
         for stage in self.part.stages:
@@ -205,7 +206,8 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)
         values = self.values[here]
-        values.update((name, wait()) for name, wait in self.arriving.pop(here, ()))
+        for name, wait in self.arriving.pop(here, ()):
+            values[name] = wait()
         for send in self.arrived.get(action, ()):
             self._forget(send)
         for name, cut in stage.slices.items():
@@ -229,8 +231,8 @@ class Executor:
         """The whole backward, or (of a stage that has them apart) the half that other stages wait for."""
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)
         cotangents = self.cotangents[here]
-        # not in a loop, whose variables would keep the last one alive while the function runs
-        cotangents.update((name, wait()) for name, wait in self.returning.pop(here, ()))
+        for name, wait in self.returning.pop(here, ()):
+            cotangents[name] = wait()
         for send in self.arrived.get(action, ()):
             self._forget(send)
         known = self.values.pop(here) | cotangents

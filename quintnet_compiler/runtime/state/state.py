@@ -25,15 +25,20 @@ def part_of(x: Tensor, sharding: Sharding, axes: Sequence[Axis], coordinate: Map
     return slices.take_all(x, sharding, [axis.size for axis in axes], places)
 
 
-def new_caches(program: DistributedProgram, part: RankProgram, device: torch.device) -> dict[str, Tensor]:
-    """Zeros for what a rank's stages keep from one run to the next."""
+def new_caches(
+    program: DistributedProgram, part: RankProgram, pages: int, old: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """What a rank's stages keep from one run to the next: ``pages`` pages, zeros behind those of ``old``."""
     sizes = [axis.size for axis in program.axes]
     names = dict.fromkeys(name for stage in part.stages for name in stage.state.values())
-    return {
-        spec.name: torch.zeros(local_shape(spec.shape, spec.sharding, sizes), dtype=spec.dtype, device=device)
-        for spec in map(program.state.__getitem__, names)
-        if spec.kind == "cache"
-    }
+    found: dict[str, Tensor] = {}
+    for spec in map(program.state.__getitem__, names):
+        if spec.kind == "cache":
+            pools, _, *page = local_shape(spec.shape, spec.sharding, sizes)
+            found[spec.name] = torch.zeros(pools, pages, *page, dtype=spec.dtype, device=device)
+            if spec.name in old:
+                found[spec.name][:, : old[spec.name].shape[1]] = old[spec.name]
+    return found
 
 
 def placements(spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> tuple[Placement, ...]:

@@ -1,0 +1,147 @@
+"""Texts that a compiled program writes."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import overload
+
+from torch import Tensor
+
+from ..core.errors import InputError
+from ..driver.generation.batches import joined, prompts_of
+from ..driver.generation.decoding import Decoding
+from ..driver.generation.generation import Generation
+from ..driver.generation.sampling import Sampling, ends_of
+from ..runtime.launch.calls import announced
+from .program_reports import ProgramReports
+
+
+class ProgramGeneration(ProgramReports):
+    """What continues texts."""
+
+    _decoding: Decoding | None
+
+    @abc.abstractmethod
+    def _require_device(self, what: str) -> None: ...
+
+    @abc.abstractmethod
+    def _require_open(self) -> None: ...
+
+    @overload
+    def generate(
+        self,
+        ids: Tensor,
+        *,
+        attention_mask: Tensor | None = ...,
+        max_new_tokens: int = ...,
+        do_sample: bool = ...,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        top_p: float | None = ...,
+        eos_token_id: int | Sequence[int] | None = ...,
+        pad_token_id: int | None = ...,
+        seed: int | None = ...,
+        rows: int | None = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def generate(
+        self,
+        ids: Sequence[Tensor],
+        *,
+        attention_mask: Tensor | None = ...,
+        max_new_tokens: int = ...,
+        do_sample: bool = ...,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        top_p: float | None = ...,
+        eos_token_id: int | Sequence[int] | None = ...,
+        pad_token_id: int | None = ...,
+        seed: int | None = ...,
+        rows: int | None = ...,
+    ) -> list[Tensor]: ...
+
+    def generate(
+        self,
+        ids: Tensor | Sequence[Tensor],
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 20,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int | None = None,
+        rows: int | None = None,
+    ) -> Tensor | list[Tensor]:
+        """Continue texts, as transformers' ``generate`` does: greedily, or sampled. The key-value cache is sharded:
+        texts over dp, heads over tp, layers over pp.
+
+        For Hugging Face decoders whose attention is ``sdpa``, and modules whose ``forward(ids, positions)`` returns
+        logits and calls ``F.scaled_dot_product_attention(..., is_causal=True)``, which then also sees what came before.
+
+        Args:
+            ids: the global batch of prompts on every rank: a tensor [rows, length], padded on the left, or a list of
+                tensors [length] of any lengths.
+            attention_mask: [rows, length], 0 for padding; for a tensor.
+            temperature: for ``do_sample``: what logits are divided by.
+            top_k: for ``do_sample``: sample from this many most likely tokens.
+            top_p: for ``do_sample``: sample from the most likely tokens that have this probability together.
+            eos_token_id: what ends a text; by default the model's generation_config's, if it has one.
+            pad_token_id: what follows the end; by default the (first) eos_token_id.
+            seed: of the samples, by default the program's. Equal seeds give equal samples on every layout; those of a
+                text depend on the seed and on its place in ``ids``, not on other prompts.
+            rows: how many texts are computed at once, by default all. When one ends, the next prompt takes its row.
+
+        Returns:
+            For a tensor: prompts and what follows them [rows, length + at most max_new_tokens]. For a list: a list of
+            tensors, each a prompt and what follows it until its end. The same on every rank.
+
+        Raises:
+            CompileError: QN105 if the model's attention cannot keep a cache, QN102 before a batch was seen.
+            InputError: QN102 if the prompts do not fit.
+        """
+        prompts = prompts_of(ids, attention_mask) if isinstance(ids, Tensor) else [*ids]
+        sampling, seed = Sampling(do_sample, temperature, top_k, top_p), self._task.plan.seed if seed is None else seed
+        ends = ends_of(self._task.model, eos_token_id, pad_token_id)
+        if not prompts:
+            raise InputError("QN102", "there are no prompts", fix="pass one or more")
+        texts = self.generation(rows=len(prompts) if rows is None else rows)
+        numbers = [
+            texts.add_text(prompt, max_new_tokens, sampling, (seed, index), ends.ends)
+            for index, prompt in enumerate(prompts)
+        ]
+        with announced("generate", self._label, lambda: (str(prompts), str(max_new_tokens), str(sampling), str(ends))):
+            found = texts.run()
+        made = [found[number].to(prompt.device) for number, prompt in zip(numbers, prompts, strict=True)]
+        return joined(ids, prompts, made, ends.then) if isinstance(ids, Tensor) else made
+
+    def generation(self, *, rows: int = 16, page: int = 16, max_pages: int | None = None) -> Generation:
+        """Texts that come and go (continuous batching): ``add`` prompts at any time, and ``step`` for the next token of
+        each text under way. Every rank makes the same calls. What :meth:`generate` says of models holds here, too.
+
+        Args:
+            rows: how many texts are computed at once; rounded up to a multiple of data ranks x microbatches.
+            page: tokens in a page of the caches.
+            max_pages: how many pages each data rank (and microbatch) may have; texts wait until theirs are free. By
+                default, caches grow with the texts under way.
+
+        Raises:
+            CompileError: QN102 before a batch was seen.
+            InputError: QN102 for numbers below 1.
+        """
+        self._require_device("generate")
+        self._require_open()
+        self._primary()
+        for name, number in (("rows", rows), ("page", page), ("max_pages", max_pages)):
+            if number is not None and number < 1:
+                raise InputError("QN102", f"{name} is {number}", fix="use 1 or more")
+        plan = self._task.plan
+        with announced("generation", self._label, lambda: (str(rows), str(page), str(max_pages))):
+            if self._decoding is None:
+                pools = self.mesh.data_ways * (plan.microbatches if plan.batch_statistics == "batch" else 1)
+                self._decoding = Decoding(self._task.model, self._state(), self._programs.follow, pools)
+        return Generation(self._decoding, plan.seed, rows, page, max_pages)

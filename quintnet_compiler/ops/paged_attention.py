@@ -1,0 +1,93 @@
+"""Attention to keys and values that a rank keeps in pages from one call of a model to the next.
+
+After PagedAttention (Kwon et al. 2023, arXiv:2309.06180): what a text has of a cache is a list of pages of a few tokens
+each, in any order and place, so memory follows the tokens that there are, and texts that begin alike share pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .define import define_operator
+
+NOTHING = 0  # the page of each pool that no text has: what is no token is written there
+
+
+@dataclass(frozen=True)
+class PageAccess:
+    """Where a call writes and what it reads: the same in each of its attentions.
+
+    ``slots`` [B * S]: where each new token goes, counted in tokens over all pools. ``pages`` [B * M]: the pages that
+    are read of each row. ``seen`` [B, 1, S, M * page]: which of their tokens each new one sees.
+    """
+
+    slots: Tensor
+    pages: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, cache: Tensor, table: Tensor, places: Tensor, window: int) -> PageAccess:
+        """``cache`` [P, N, page, ...], ``table`` [B, M] and ``places`` [B, S] are those of :data:`paged_attention`."""
+        pools, count, page = cache.shape[:3]
+        at = places.clamp(min=0)
+        first = torch.arange(pools, device=table.device).repeat_interleave(table.shape[0] // pools)[:, None] * count
+        pages = table + first
+        slots = pages.gather(1, at // page) * page + at % page
+        slots = torch.where(places < 0, (first + NOTHING) * page, slots)
+        kept = torch.arange(table.shape[1] * page, device=table.device)
+        seen = kept <= at[:, :, None]
+        if window:
+            seen &= kept > at[:, :, None] - window
+        return cls(slots.flatten(), pages.flatten(), seen[:, None])
+
+
+def attend_pages(
+    new: tuple[Tensor, Tensor, Tensor], kept: tuple[Tensor, Tensor], access: PageAccess, scale: float
+) -> Tensor:
+    """Write ``new`` keys and values to the pages of ``kept``, and let the new queries see those of their rows.
+
+    Shapes: new q [B, H, S, D], k [B, G, S, D], v [B, G, S, E]; kept [P, N, page, G, D] and [P, N, page, G, E].
+    """
+    q, k, v = new
+    (rows, heads, count, width), groups = q.shape, k.shape[1]
+    keys, values = (_kept(cache, x, access).to(q.dtype) for cache, x in zip(kept, (k, v), strict=True))
+    seen, shared = access.seen, heads // groups
+    if shared > 1:  # heads of queries that read the same keys are further queries
+        q = q.reshape(rows, groups, shared * count, width)
+        seen = seen.repeat(1, 1, shared, 1)
+    made = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale)
+    return made.reshape(rows, heads, count, v.shape[3])
+
+
+def _kept(cache: Tensor, new: Tensor, access: PageAccess) -> Tensor:
+    """What rows have in their pages [B, G, M * page, D], with ``new`` [B, G, S, D], which is written."""
+    cache.flatten(0, 2).index_copy_(0, access.slots, new.transpose(1, 2).flatten(0, 1).to(cache.dtype))
+    pages = cache.flatten(0, 1).index_select(0, access.pages)
+    return pages.view(len(new), -1, *cache.shape[3:]).transpose(1, 2)
+
+
+def _paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, table: Tensor, places: Tensor, *how: Any
+) -> Tensor:
+    """With caches of its own: only a rank's program writes to those that it is given."""
+    scale, window = how
+    access = PageAccess.of(keys, table, places, window)
+    return attend_pages((q, k, v), (keys.clone(), values.clone()), access, scale)
+
+
+# Causal attention [B, H, S, E] of S further tokens of each of B texts to all up to themselves, whose keys and values a
+# rank keeps in ``keys`` [P, N, page, G, D] and ``values`` [P, N, page, G, E]: first it writes ``k`` and ``v`` there.
+# There are P pools of N pages, and the first B / P rows have theirs in the first pool. ``table`` [B, M]: the pages of
+# each row in its pool, in the order of its text. ``places`` [B, S]: where in its text a token is; below 0, it is none:
+# then nobody reads what is computed. ``window``: how far back a query sees, or 0.
+paged_attention = define_operator(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, Tensor table, Tensor places, "
+    "float scale, int window) -> Tensor",
+    lambda q, k, v, *_: q.new_empty([*q.shape[:3], v.shape[3]]),
+    _paged_attention,
+)
