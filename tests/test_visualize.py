@@ -165,8 +165,8 @@ def test_a_notebook_of_a_deep_model_is_as_small_as_that_of_a_shallow_one() -> No
         program = quintnet.compile(model, mesh, batch, loss_fn=F.mse_loss, check="off")
         return str(program._repr_html_())
 
-    shallow, deep = pages(3), pages(24)
-    assert "{0..23}.0.weight" in _Tags(deep).text and "×23" in _Tags(deep).text
+    shallow, deep = pages(3), pages(12)
+    assert "{0..11}.0.weight" in _Tags(deep).text and "×11" in _Tags(deep).text
     without = [len(re.sub("<svg.*?</svg>", "", page, flags=re.S)) for page in (shallow, deep)]
     assert without[1] < 1.2 * without[0] and len(deep) < 10**5
 

@@ -18,7 +18,7 @@ from .timeline import Event, RankTimeline, Timeline, duration, label
 WIDTH, MARGIN, LEFT, RIGHT = 1320, 24, 168, 24
 TOP, BOX, THIN, CURVE, GAP = 104, 30, 9, 30, 18
 MOST_ROWS = 24  # of a picture: more are cut off, and counted
-MOST_EVENTS = 3000  # of a notebook's
+MOST_CHARACTERS = 400_000  # of a notebook's
 LEGEND = {
     "F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights", "once": "once a step",
     "collective": "collective", "transfer": "transfer between stages", "sum": "sum of gradients",
@@ -226,13 +226,10 @@ def _subtitle(timeline: Timeline) -> str:
 
 def figure_svg(timeline: Timeline) -> str:
     """As :func:`svg`, with as many rows as leave a notebook small: at least one."""
-    rows, room = 0, MOST_EVENTS
-    for row in timeline.rows[:MOST_ROWS]:
-        room -= len(row.events)
-        if rows and room < 0:
-            break
-        rows += 1
-    return svg(timeline, "auto", most=rows)
+    rows = min(MOST_ROWS, len(timeline.rows))
+    while len(found := svg(timeline, "auto", most=rows)) > MOST_CHARACTERS and rows > 1:
+        rows = min(rows - 1, max(1, rows * MOST_CHARACTERS // len(found)))
+    return found
 
 
 def figure(timeline: Timeline) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,8 @@ from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from .known_functions import KnownFunctions
+from .live_memory import LiveMemory
+from .silent_transport import SilentTransport
 
 # What these take while they run, beside what they return
 WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
@@ -68,10 +71,11 @@ class Footprints:
 
     The functions run once, in the order of the first microbatch, so that each sees its arguments as the ranks would;
     those for a GPU that this machine does not have, with fake tensors of the CPU, which are as large.
+    ``processes``: each rank is a process, whose messages have buffers.
     """
 
-    def __init__(self, program: DistributedProgram) -> None:
-        self.program = program
+    def __init__(self, program: DistributedProgram, *, processes: bool = False) -> None:
+        self.program, self.processes = program, processes
         self.calls: dict[tuple[int, str], FunctionMemory] = {}
         self.sliced: dict[tuple[int, str], Output] = {}
         self.mode = program.source.local.mode
@@ -115,7 +119,7 @@ class Footprints:
         given = [known[name] if name in known else self._received(name) for name in names]
         kept = later | set(piece.static)
         lent = [x for name, x in zip(names, given, strict=True) if name in kept or storage(x) in self.lasting]
-        comm = _comm(self.program, stage)
+        comm = _comm(self.program, stage, processes=self.processes)
         away = [x for x in given if storage(x) in self.outside]
         made, working, releases = self._functions(comm).run(
             piece.module.graph, given, lent, away, self.device,
@@ -138,7 +142,8 @@ class Footprints:
     def _functions(self, comm: Comm) -> KnownFunctions:
         sizes = tuple((name, size) for name, size in comm.mesh.axes if name != "pp")
         place = tuple((name, at) for name, at in comm.coordinate.items() if name != "pp")
-        return KnownFunctions(self.mode.results, (sizes, place, self.program.expert_imbalance), OPAQUE)
+        where = sizes, place, self.processes, self.program.expert_imbalance
+        return KnownFunctions(self.mode.results, where, OPAQUE)
 
     def _received(self, name: str) -> Tensor:
         """From another stage: as that one made it, in memory of its own."""
@@ -178,14 +183,14 @@ class _Quiet:
         pass
 
 
-def _comm(program: DistributedProgram, stage: StageProgram) -> Comm:
+def _comm(program: DistributedProgram, stage: StageProgram, *, processes: bool) -> Comm:
     """What the rank of a stage calls, where all other ranks do the same."""
     mesh: Mesh = program.mesh
     rank = mesh.rank({"pp": program.schedule.placement[stage.index]})
     part: RankProgram = program.rank(rank)
     world = LocalWorld(mesh, program.sites)
     world.present = frozenset({rank})
-    comm = Comm(LocalTransport(world, rank), mesh, part.coordinate)
+    comm = Comm(SilentTransport(mesh, rank) if processes else LocalTransport(world, rank), mesh, part.coordinate)
     quiet = _Quiet()
     comm.accumulate, comm.accumulate_matmul = quiet.accumulate, quiet.accumulate_matmul
     return comm
@@ -212,43 +217,42 @@ def interpret(
         dies.setdefault(node, []).append(source)
     env: dict[fx.Node, Any] = {}
     arguments = iter([comm, *given])
-    uses: dict[int, int] = {}
-    sizes: dict[int, int] = {}
     own = {storage(x) for x in given}
-    dynamic = own - {storage(x) for x in (*lent, *away)}
-    fresh = released = working = releases = 0
+    memory = LiveMemory(own, own - {storage(x) for x in (*lent, *away)})
     for node in module.graph.nodes:
+        passed: list[int] = []
         if node.op == "placeholder":
             env[node] = next(arguments)
         elif node.op == "output":
-            return tuple(env[n] for n in node.args[0]), working, releases
+            return tuple(env[n] for n in node.args[0]), memory.working, memory.releases
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if device is not None:
                 args, kwargs = on_device((args, kwargs), device)
-            env[node] = _evaluate(node, args, kwargs, device, imbalance)
+            env[node], passed = _evaluate(node, args, kwargs, device, memory, imbalance)
             if node.target in TO_HOST:
-                own.add(storage(_tensors(env[node])[0]))  # of the host: nothing of the device's
+                memory.own.add(storage(_tensors(env[node])[0]))  # of the host: nothing of the device's
+            del args, kwargs
         for x in _tensors(env[node]):
-            where = storage(x)
-            if not uses.get(where) and where not in own:
-                sizes[where] = x.untyped_storage().nbytes()
-                fresh += sizes[where]
-            uses[where] = uses.get(where, 0) + 1
-            if where in dynamic:
-                sizes[where] = x.untyped_storage().nbytes()
-        inside = WORKING[str(node.target)](*args[1:]) if node.target in WORKING else 0
-        working, releases = max(working, fresh + inside), max(releases, fresh + inside - released)
+            memory.use(x)
+        for where in passed:
+            memory.drop(where)
+        memory.note(_inside(node, env))
         for source in dies.get(node, ()):
-            for x in _tensors(env.pop(source)):
-                where = storage(x)
-                uses[where] -= 1
-                if not uses[where]:
-                    if where in dynamic:
-                        released += sizes[where]
-                    elif where not in own:
-                        fresh -= sizes[where]
+            gone = env.pop(source)
+            for where in map(storage, _tensors(gone)):
+                memory.drop(where)
+            del gone
     raise AssertionError("a generated function returns")
+
+
+def _inside(node: fx.Node, env: Mapping[fx.Node, Any]) -> int:
+    """What an operator takes while it runs, beside what it returns."""
+    return (
+        WORKING[str(node.target)](*(env[n] if isinstance(n, fx.Node) else n for n in node.args[1:]))
+        if node.target in WORKING
+        else 0
+    )
 
 
 def _leaves(node: fx.Node) -> bool:
@@ -263,19 +267,22 @@ def _tensors(made: Any) -> list[Tensor]:
     return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
 
 
-def _evaluate(node: fx.Node, args: Any, kwargs: Any, device: torch.device | None, imbalance: float) -> Any:
+def _evaluate(
+    node: fx.Node, args: Any, kwargs: Any, device: torch.device | None, memory: LiveMemory, imbalance: float
+) -> tuple[Any, list[int]]:
+    """What a node makes, and the memory that is in use for it alone."""
     if node.op == "call_function":
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs), []  # type: ignore[operator]
     receiver, *rest = args
     name = str(node.target).removeprefix("start_")
     if name == "wait":
-        return rest[0][0]
+        begun = rest[0]
+        return memory.communicate(begun, ()) if callable(begun) else (begun[0], [])
     if name in OPAQUE:
         shapes = facts(node).value
         made = fake(shapes, device) if isinstance(shapes, Tensor) else tuple(fake(x, device) for x in shapes)
         if name == "dispatch" and isinstance(made, Tensor):
             made = made.new_empty([math.ceil(imbalance * made.shape[0]), *made.shape[1:]])
-    else:
-        made = getattr(receiver, name)(*rest, **kwargs)
-    # until it is waited for, what a start reads and what it makes are alive
-    return made if name == node.target else (made, rest)
+        # until it is waited for, what a start reads and what it makes are alive
+        return (made if name == node.target else (made, rest)), []
+    return memory.communicate(partial(getattr(receiver, str(node.target)), **kwargs), rest, same=name == "arrived")

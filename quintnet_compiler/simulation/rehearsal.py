@@ -160,7 +160,7 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
 
     ``processes``: each rank is a process of its own, with buffers for what it receives; else all are in one process.
     """
-    footprints = Footprints(program)
+    footprints = Footprints(program, processes=processes)
     train = any(stage.gradients for stage in program.stages)
     world = LocalWorld(program.mesh, program.sites)
     ranks = [program.mesh.rank({"pp": place}) for place in range(program.mesh["pp"])]

@@ -200,24 +200,37 @@ def count_all(jobs: Sequence[Job]) -> dict[str, Counted]:
     return {str(job): count(job) for job in jobs}
 
 
-def measure(job: Job) -> tuple[tuple[int, int], tuple[int, int], dict[str, Tensor]]:
-    """The most bytes of values that the third step has at once, on this rank's device and on its host, as measured and
-    as simulated; and what it makes."""
+@dataclass(frozen=True)
+class Measured:
+    """The most bytes of values that the seventh step has at once, on a rank's device and on its host, as ``measured``
+    and as ``simulated``; those of ``gradients``; and what the step ``made``. (The seventh: as in :func:`count`.)"""
+
+    measured: tuple[int, int]
+    simulated: tuple[int, int]
+    gradients: int
+    made: dict[str, Tensor]
+
+
+def measure(job: Job) -> Measured:
+    """A step of a job on this rank."""
     case, here = CASES[job.model], torch.device(NAME, dist.get_rank())
     batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
-    for _ in range(3):
+    for _ in range(7):
         program.zero_grad()
+        loss = None  # what a step gave is no part of the next one
         with install().measuring(here.index) as found:
             loss = program.step(batch)
+    assert loss is not None
     made = {n: p.grad.to_local().cpu() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
     rows = {tuple(row.coordinate.items()): row for row in program.simulate().rows}
     row = next(rows[key] for key in rows if dict(key).get("pp", 0) == dist.get_rank() % program.mesh["pp"])
-    return (found.device, found.host), (row.peak.values, row.host_bytes), {"loss": loss.cpu(), **made}
+    simulated = row.peak.values, row.host_bytes
+    return Measured((found.device, found.host), simulated, row.gradient_bytes, {"loss": loss.cpu(), **made})
 
 
-def measure_all(jobs: Sequence[Job]) -> dict[str, tuple[tuple[int, int], tuple[int, int], dict[str, Tensor]]]:
+def measure_all(jobs: Sequence[Job]) -> dict[str, Measured]:
     """Of each job what :func:`measure` says."""
     return {str(job): measure(job) for job in jobs}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -356,9 +357,8 @@ class ProcessBackend:
             sharded_dtensor(self._true_part(spec).of_padded(x), spec, program.axes, self.stage_mesh)
             for x, spec in ((x, program.state[name]) for name, x in settled.items())
         ]
-        if self.mesh["pp"] > 1:
-            for gradient in gradients:
-                gradient.__class__ = StageGradient
+        if self.mesh["pp"] > 1:  # without a loop, whose variable would be one more reference when they are counted
+            deque(map(setattr, gradients, repeat("__class__"), repeat(StageGradient)), maxlen=0)
         executor = Executor(program, part, self.transport, self.device, store, engine_of(program, self.engine))
         return _Process(program, executor, store, HandOver(parameters, gradients))
 

@@ -206,8 +206,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)
         values = self.values[here]
-        for name, wait in self.arriving.pop(here, ()):
-            values[name] = wait()
+        values.update((name, wait()) for name, wait in self.arriving.pop(here, ()))
         for send in self.arrived.get(action, ()):
             self._forget(send)
         for name, cut in stage.slices.items():
@@ -231,8 +230,8 @@ class Executor:
         """The whole backward, or (of a stage that has them apart) the half that other stages wait for."""
         stage, here = self.stages[action.stage], (action.stage, action.microbatch)
         cotangents = self.cotangents[here]
-        for name, wait in self.returning.pop(here, ()):
-            cotangents[name] = wait()
+        # not in a loop, whose variables would keep the last one alive while the function runs
+        cotangents.update((name, wait()) for name, wait in self.returning.pop(here, ()))
         for send in self.arrived.get(action, ()):
             self._forget(send)
         known = self.values.pop(here) | cotangents

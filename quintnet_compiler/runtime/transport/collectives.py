@@ -58,6 +58,13 @@ class Native:
         work = self.group.reduce_scatter_tensor_coalesced(list(into), list(xs))
         return pending(work, xs, lambda: into)
 
+    def all_to_all(
+        self, x: Tensor, into: Tensor, later: bool, receives: list[int] | None = None, sends: list[int] | None = None
+    ) -> Pending:
+        """To each rank its run of ``x``, in ``into`` what comes from each: equal runs, or of so many rows."""
+        work = dist.all_to_all_single(into, x, receives, sends, group=self.group, async_op=later)
+        return pending(work, x, lambda: into)
+
     def permute(self, x: Tensor, sources: tuple[int, ...]) -> Pending:
         """The ``x`` of the rank that ``sources`` names at this rank's place."""
         if sources[self.rank] == self.rank:

@@ -235,9 +235,8 @@ class DistributedTransport:
             whole = self._all_gather(x, axis, dim, parts, at, later=later)
             return lambda: slices.take(whole(), to_dim, to_parts, group.size, group.rank)
         outgoing = slices.stack(x, to_dim, to_parts, group.size).contiguous()
-        incoming = torch.empty_like(outgoing)
-        work = dist.all_to_all_single(incoming, outgoing, group=group.group, async_op=later)
-        return pending(work, outgoing, lambda: slices.unstack(incoming, dim, parts))
+        moved = group.all_to_all(outgoing, torch.empty_like(outgoing), later)
+        return lambda: slices.unstack(moved(), dim, parts)
 
     def _exchange_rows(
         self,
@@ -251,8 +250,7 @@ class DistributedTransport:
     ) -> Pending:
         assert receives is not None
         given, out = x.contiguous(), x.new_empty((sum(receives), *x.shape[1:]))
-        work = dist.all_to_all_single(out, given, receives, sends, group=self.axis[axis].group, async_op=later)
-        return pending(work, given, lambda: out)
+        return self.axis[axis].all_to_all(given, out, later, receives, sends)
 
     def permute(self, x: Tensor, axis: str, sources: tuple[int, ...], at: int) -> Wait:
         return self.axis[axis].permute(x.contiguous(), sources)
