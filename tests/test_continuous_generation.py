@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import quintnet
 from quintnet_compiler.runtime.backends.local import LocalBackend
@@ -170,3 +171,48 @@ def test_processes_write_the_same_texts(axes: Axes) -> None:
     expected = [alone(model, prompt, 5).tolist() for prompt in prompts_of(3, 11, 6)]
     for found in quintnet.launch(_stream, 2, (axes,), timeout=240):
         assert found == expected
+
+
+def _resharded(trained: Axes, generating: Axes, options: dict[str, Any]) -> tuple[list[int], list[int], int, int]:
+    """What both programs write after a step, the bytes that came, and those that this rank has."""
+    torch.set_num_threads(1)
+    model, ids = large_model("Llama"), torch.arange(32).reshape(4, 8)
+    with torch.device("meta"):
+        empty = type(model)(model.config).double().eval()  # type: ignore[operator]
+    trainer = quintnet.compile(model, quintnet.Mesh(**trained), {"input_ids": ids, "labels": ids}, **options)
+    rollout = program_of(empty, generating)
+    trainer.step({"input_ids": ids, "labels": ids})
+    with torch.no_grad():
+        for p in trainer.parameters():
+            p.sub_(0.1 * p.grad)
+    came = rollout.copy_parameters(trainer)
+    assert rollout.copy_parameters(trainer) == came
+    texts = [one.generate(prompts_of(5), max_new_tokens=6)[0].tolist() for one in (trainer, rollout)]
+    mine = [p.to_local() if isinstance(p, DTensor) else p for p in rollout.parameters()]
+    return texts[0], texts[1], came, sum(x.nbytes for x in mine)
+
+
+def test_the_trained_parameters_on_another_mesh() -> None:
+    here, there, came, _ = _resharded({"pp": 2, "dp": 2}, {"tp": 4}, {"microbatches": 2})
+    assert here == there and came == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trained", "generating", "options"),
+    [
+        ({"pp": 2}, {"tp": 2}, {"microbatches": 2}),
+        ({"dp": 2}, {"tp": 2}, {"zero": 3}),
+        ({"tp": 2}, {"tp": 2}, {}),
+        ({"pp": 2, "dp": 2}, {"tp": 4}, {"microbatches": 2}),
+    ],
+    ids=str,
+)
+def test_processes_exchange_what_is_missing(trained: Axes, generating: Axes, options: dict[str, Any]) -> None:
+    ranks = quintnet.Mesh(**trained).size
+    found = quintnet.launch(_resharded, ranks, (trained, generating, options), timeout=300)
+    for here, there, came, has in found:
+        assert here == there == found[0][0]
+        assert came < has
+        if trained == generating:
+            assert came == 0

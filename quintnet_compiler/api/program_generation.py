@@ -13,6 +13,7 @@ from ..driver.generation.batches import joined, prompts_of
 from ..driver.generation.decoding import Decoding
 from ..driver.generation.generation import Generation
 from ..driver.generation.sampling import Sampling, ends_of
+from ..runtime.backends.copied import ProgramTensors, copied
 from ..runtime.launch.calls import announced
 from .program_reports import ProgramReports
 
@@ -145,3 +146,25 @@ class ProgramGeneration(ProgramReports):
                 pools = self.mesh.data_ways * (plan.microbatches if plan.batch_statistics == "batch" else 1)
                 self._decoding = Decoding(self._task.model, self._state(), self._programs.follow, pools)
         return Generation(self._decoding, plan.seed, rows, page, max_pages)
+
+    def copy_parameters(self, source: ProgramGeneration) -> int:
+        """Take over the parameters and buffers of another program of the same ranks, of any layout: to generate on
+        another mesh than is trained on. Ranks exchange what they lack, by one plan that both layouts give.
+
+        Args:
+            source: a program of another module with the same parameters; this program's may have been built on the
+                meta device.
+
+        Returns:
+            The bytes that this rank received from other ranks.
+
+        Raises:
+            CheckpointError: QN602 with the names, shapes and dtypes that are not the same. Nothing was changed.
+            RunError: QN604 if the source has tensors without values, QN301 if only one of them has a process per rank.
+        """
+        here, there = self._state(), source._state()
+        with announced("copy_parameters", self._label):
+            return copied(
+                ProgramTensors(self._primary().program, here, self._task.model),
+                ProgramTensors(source._primary().program, there, source._task.model),
+            )

@@ -1,0 +1,74 @@
+"""runtime.state.reshard, runtime.backends.copied: the plan from one layout to another, and who is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import quintnet
+from quintnet_compiler.runtime.backends import copied
+from quintnet_compiler.runtime.state.reshard import Held, held, moved_parts
+from quintnet_compiler.runtime.state.true_part import TruePart
+
+
+def _layout(*ranks: tuple[slice, slice] | None) -> Held:
+    numbers = torch.arange(6), torch.arange(4)
+    return [None if cut is None else TruePart((numbers[0][cut[0]], numbers[1][cut[1]])) for cut in ranks]
+
+
+ALL = slice(None)
+LAYOUTS: dict[str, Held] = {
+    "rows": _layout((slice(0, 2), ALL), (slice(2, 4), ALL), (slice(4, 6), ALL), None),
+    "columns, twice": _layout(*[(ALL, slice(2 * i, 2 * i + 2)) for i in (0, 1, 0, 1)]),
+    "every second row": _layout(*[(slice(i, None, 2), ALL) for i in (0, 1)], None, None),
+    "whole on the last": _layout(None, None, None, (ALL, ALL)),
+    "uneven": _layout((slice(0, 5), ALL), (slice(5, 6), ALL), (slice(6, 6), ALL), None),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(product(LAYOUTS, LAYOUTS)), ids=str)
+def test_every_rank_gets_all_that_it_lacks_and_nothing_else(one: str, other: str) -> None:
+    source, target = LAYOUTS[one], LAYOUTS[other]
+    whole = torch.arange(24.0).reshape(6, 4)
+    got = [None if part is None else torch.full([len(x) for x in part.positions], -1.0) for part in target]
+    for part in moved_parts("w", source, target):
+        given, place = source[part.source], got[part.target]
+        assert given is not None and place is not None
+        values = whole[given.positions[0]][:, given.positions[1]]
+        block = values[part.taken[0]][:, part.taken[1]]
+        assert list(block.shape) == part.shape and bool((place[part.placed[0][:, None], part.placed[1]] == -1).all())
+        place[part.placed[0][:, None], part.placed[1]] = block
+    for found, wanted in zip(got, target, strict=True):
+        if found is not None and wanted is not None:
+            assert torch.equal(found, whole[wanted.positions[0]][:, wanted.positions[1]])
+    if one == other:
+        assert all(part.source == part.target for part in moved_parts("w", source, target))
+
+
+def test_ranks_that_hold_the_same_share_the_work() -> None:
+    source = _layout(*[(ALL, ALL)] * 2, None, None)
+    parts = list(moved_parts("w", source, _layout(*[(ALL, ALL)] * 4)))
+    assert [(part.source, part.target) for part in parts] == [(0, 0), (1, 1), (0, 2), (1, 3)]
+
+
+def test_ranks_hold_what_their_stages_read() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    program = quintnet.compile(model, quintnet.Mesh(pp=2, dp=2), (torch.ones(4, 4),), training=False)
+    there = [[part is not None for part in held(program._primary().program, f"{i}.weight")] for i in (0, 2)]
+    assert all(a != b for a, b in zip(*there, strict=True)) and all(sum(one) == 2 for one in there)
+
+
+def test_programs_of_other_parameters_are_refused() -> None:
+    def program(model: nn.Module, axes: dict[str, int]) -> quintnet.CompiledProgram:
+        return quintnet.compile(model, quintnet.Mesh(**axes), (torch.ones(4, 4),), training=False)
+
+    one, other = program(nn.Linear(4, 6), {"tp": 2}), program(nn.Linear(4, 5), {"dp": 2})
+    with pytest.raises(quintnet.CheckpointError, match=r"(?s)QN602.*weight is \(\(5, 4\)"):
+        one.copy_parameters(other)
+    same = nn.Linear(4, 6)
+    assert one.copy_parameters(program(same, {"dp": 4})) == 0
+    assert torch.equal(one(torch.ones(4, 4)), same(torch.ones(4, 4)).detach())
+    assert copied.ProgramTensors(one._primary().program, one._state(), same).parameters.keys() == {"weight", "bias"}
