@@ -192,6 +192,7 @@ def _resharded(trained: Axes, generating: Axes, options: dict[str, Any]) -> tupl
     return texts[0], texts[1], came, sum(x.nbytes for x in mine)
 
 
+@pytest.mark.slow
 def test_the_trained_parameters_on_another_mesh() -> None:
     here, there, came, _ = _resharded({"pp": 2, "dp": 2}, {"tp": 4}, {"microbatches": 2})
     assert here == there and came == 0
