@@ -35,7 +35,7 @@ def module_of(node: fx.Node) -> str:
 
 def canonical(
     exported: torch.export.ExportedProgram,
-    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     sample: Any,
     training: bool,
     skipped: Skipped,
@@ -45,12 +45,13 @@ def canonical(
     every: bool = False,
     unseen: Unseen = ALL_SEEN,
 ) -> Captured:
-    """``form``: of ``sample``; ``assigned``: see :func:`.changes.mutations.changed_state`; ``every``: with the
-    parameters of blocks that were skipped; ``unseen``: what ``exported`` does not have."""
+    """``parameters``: under each name that one has; ``form``: of ``sample``; ``assigned``: see
+    :func:`.changes.mutations.changed_state`; ``every``: with the parameters of blocks that were skipped; ``unseen``:
+    what ``exported`` does not have."""
     signature = exported.graph_signature
-    owned = dict(model.named_parameters())
-    names = {id(p): name for name, p in owned.items()}
-    aliases = {name: names[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if names[id(p)] != name}
+    names = {id(p): name for name, p in reversed(list(parameters.items()))}  # the first of each
+    aliases = {name: names[id(p)] for name, p in parameters.items() if names[id(p)] != name}
+    owned = {name: p for name, p in parameters.items() if name not in aliases}
     changed = {aliases.get(name, name): at for name, at in changed_state(exported, sample, assigned).items()}
     tensors: dict[str, Tensor] = {}
     graph, env, kept = fx.Graph(), dict[fx.Node, Any](), dict[str, fx.Node]()
@@ -201,7 +202,7 @@ def _leaf(
     if full := lifted.parameters.get(node.name):
         name = full.removeprefix("model.")
         name = aliases.get(name, name)
-        parameter = owned[name] if name in owned else exported.state_dict[full]
+        parameter = owned[name]
         return Leaf("parameter", name, trainable=parameter.requires_grad), parameter
     if full := lifted.buffers.get(node.name):
         found = exported.state_dict.get(full, exported.constants.get(full))

@@ -188,7 +188,7 @@ def _capture(
         assigned = step.assigned if changing else None
         captured = canonical(
             exported,
-            model,
+            step.places(),
             sample,
             training,
             skipped,

@@ -64,6 +64,15 @@ class StepModule(nn.Module):
                 if parameter is not None:
                     self.stands_for[id(parameter)] = functools.partial(_at, module._parameters, name)
 
+    def places(self) -> dict[str, nn.Parameter]:
+        """Every place of every parameter, by its path in the model, or ``loss_fn.`` and that in the loss function."""
+        roots = [(name.removeprefix("model"), root) for name, root in self.named_children()]
+        return {
+            f"{name}.{path}".lstrip("."): parameter
+            for name, root in roots
+            for path, parameter in root.named_parameters(remove_duplicate=False)
+        }
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

@@ -46,7 +46,9 @@ class ModuleTraining:
             module.to(device)
             if exact:
                 module.double()
-        self.parameters = {f"{prefix}{n}": p for prefix, m in self.sides.items() for n, p in m.named_parameters()}
+        named = [(f"{prefix}{n}", p) for prefix, m in self.sides.items() for n, p in m.named_parameters()]
+        first = {id(p): name for name, p in reversed(named)}  # the loss function may use parameters of the model
+        self.parameters = {name: p for name, p in named if first[id(p)] == name}
         self.optimizer = sgd(p for p in self.parameters.values() if p.requires_grad)
 
     def inputs(self, batch: Any) -> Any:
