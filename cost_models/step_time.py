@@ -219,6 +219,8 @@ class StepModel:
         group = self.cluster.group(layout.shards if layout.zero else ranks, layout.tp)
         # Megatron's buckets, which grow with the number of ranks because latency does
         count = max(1.0, dense / max(BUCKET, BUCKET_PER_RANK * ranks))
+        table = float(closed_forms.embedding_parameters(self.model)) / layout.tp
+        last = min(1.0, max(1 / count, table / dense))  # a table is a bucket of its own, or in a larger one
         if layout.zero == 0:
             reduce = count * collective_seconds("all_reduce", group, element * dense / count)
             gather = 0.0
@@ -237,9 +239,9 @@ class StepModel:
         if not layout.overlap_dp:
             return waited + reduce + gather
         behind = self.stages[0]
-        # the last bucket is full, or the first one needed, when there is nothing left to run beside it
+        # the last bucket, the table's, is full, or the first one needed, when nothing is left to run beside it
         return waited + sum(
-            moved / count + beside(window, moved - moved / count, lambda hidden: self._lost(hidden, group)) - window
+            last * moved + beside(window, moved - last * moved, lambda hidden: self._lost(hidden, group)) - window
             for moved, window in ((reduce, behind.backward), (gather, behind.forward))
         )
 
@@ -250,7 +252,7 @@ class StepModel:
             dense /= layout.shards
             expert /= max(1, layout.shards * layout.tp // (layout.ep * layout.expert_tp))
         moved = layout.kernels.optimizer_bytes * (dense + expert)
-        return moved / (device.memory_bytes_per_second * device.efficiency.memory)
+        return device.launch_seconds + moved / (device.memory_bytes_per_second * device.efficiency.memory)
 
     def step(self) -> StepTime:
         """Predicted time of one step."""

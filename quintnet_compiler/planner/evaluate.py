@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from ..cost_models.collectives import beside
@@ -70,11 +70,17 @@ def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: 
         name = " x ".join(layout.zero_axes)
         moved[name] += sliced * layout.microbatches  # type: ignore[assignment]
     once = max(sum(unit.once for unit in part) for part in parts)
+    ends = [_first_message(part, owners) for part in parts]
+    each = list(zip(slices, held, ends, parts, strict=True))
     if layout.zero in (1, 2):  # parameters come while the first forward computes
-        ahead = [sum(unit.forward for unit in part) for part in parts]
-        once += max(_waited(one.gather(found), work, one) for one, found, work in zip(slices, held, ahead, strict=True))
-    back = [sum(unit.backward for unit in part) for part in parts]  # gradients leave during the last backward
-    settle = [_waited(one.settle(found), work, one) for one, found, work in zip(slices, held, back, strict=True)]
+        once += max(
+            _waited(one.gather(found), share * one.gather(end), sum(unit.forward for unit in part), one)
+            for one, found, (share, end), part in each
+        )
+    settle = [  # gradients leave during the last backward
+        _waited(one.settle(found), share * one.settle(end), sum(unit.backward for unit in part), one)
+        for one, found, (share, end), part in each
+    ]
     # of each way, what is used or sent, and the next microbatch's, for which there is a buffer already
     buffers = [min(2, layout.microbatches) * sum(came[stage] + sent[stage] for stage in found) for found in mine]
     memory = tuple(
@@ -97,9 +103,16 @@ def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: 
     )  # fmt: skip
 
 
-def _waited(moved: float, work: float, slices: Slices) -> float:
-    """Seconds that communication of parameters or gradients adds to ``work``, where a device does both at once."""
-    return beside(work, moved, slices.lost) - work if slices.costs.overlaps else moved
+def _first_message(part: Sequence[StageUnit], owners: Mapping[str, int]) -> tuple[float, list[ParameterGroup]]:
+    """A share of parameters: those that a place's first operators read, whose gradients are ready last."""
+    first = next((unit for unit in part if unit.parameters or unit.tied), part[0])
+    return first.bucket, held_by([first], owners)
+
+
+def _waited(moved: float, alone: float, work: float, slices: Slices) -> float:
+    """Seconds that communication of parameters or gradients adds to ``work``, where a device does both at once, all but
+    what is ``alone``: nothing is left to compute beside the first, or last, message."""
+    return alone + beside(work, moved - alone, slices.lost) - work if slices.costs.overlaps else moved
 
 
 def _memory(

@@ -4,7 +4,7 @@ a stage for each unit, and priced."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -77,9 +77,10 @@ class StageUnit:
     ``weight`` of the backward the half that no other stage waits for; ``communication``: seconds of all by axis.
     Bytes: ``saved`` by the forward for the backward, ``received`` of the unit before, ``working`` at most beside what
     is kept. ``parameters``: of this unit alone, by the axes of their gradients; ``tied``: those that other units use
-    too, by name. ``host``: seconds in which the host starts all that, beside the device. Bytes again: ``crossing``, of
-    what earlier units make for this one or for later ones; ``shared``, of what it gives to others and saves, too;
-    ``later``, of what the weight half of a backward reads.
+    too, by name. ``bucket``: the share of all these that is one message: the largest, or several of few bytes.
+    ``host``: seconds in which the host starts all that, beside the device. Bytes again: ``crossing``, of what earlier
+    units make for this one or for later ones; ``shared``, of what it gives to others and saves, too; ``later``, of what
+    the weight half of a backward reads.
     """
 
     begin: str
@@ -93,6 +94,7 @@ class StageUnit:
     working: int
     parameters: tuple[ParameterGroup, ...]
     tied: Mapping[str, ParameterGroup]
+    bucket: float = 1.0
     host: StageTimes = StageTimes(0.0, 0.0, 0.0)
     crossing: int = 0
     shared: int = 0
@@ -186,6 +188,7 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
         max(memory.calls[at, label].working for label in stage.pieces if label != "once"),
         tuple(ParameterGroup(number, *kind) for kind, number in sorted(alone.items())),
         {spec.name: _held(spec, program) for spec in mine if len(spec.stages) > 1},
+        _largest_message([_bytes(spec, program) for spec in mine], program.bucket_mib * 2**20),
         StageTimes(ahead.host, back.host, weight.host),
         sum(size[name] for name in {n for t in program.transfers if t.source < at <= t.target for n in t.forward}),
         shared,
@@ -215,6 +218,11 @@ def _saved(stage: StageProgram, memory: Footprints, arrived: Mapping[str, int], 
     kept, later = pieces(stage.saved), pieces(stage.weight.dynamic if stage.weight else ())
     shared = pieces(sent).keys() & kept.keys()
     return sum(kept.values()), sum(kept[one] for one in shared), sum(later.values())
+
+
+def _largest_message(parameters: Sequence[int], bucket: float) -> float:
+    """The share of all bytes that is in the largest parameter, or in a bucket if that is larger."""
+    return min(1.0, max(bucket, *parameters) / sum(parameters)) if parameters else 1.0
 
 
 def _held(spec: StateSpec, program: DistributedProgram) -> ParameterGroup:
