@@ -157,6 +157,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "numpy": lambda: _compile(Numpy()),
     "fixed batch size": lambda: _compile(FixedBatch()).step((torch.randn(16, 16), torch.randint(0, 8, (16,)))),
     "no loss": lambda: quintnet.compile(MLP(), Mesh(dp=2), (torch.randn(8, 16),)),
+    "a dict beside a loss function": lambda: _compile(batch={"x": torch.randn(8, 16), "y": torch.zeros(8)}),
     "loss of every row": lambda: _compile(loss_fn=lambda a, b: F.cross_entropy(a, b, reduction="none")),
     "batch is a tensor": lambda: _compile(batch=torch.randn(8, 16)),
     "batch is a string": lambda: _compile(batch="rows"),
@@ -294,12 +295,19 @@ MESSAGES: dict[str, str] = {
         "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
     ),
     "no loss": (
-        "QN103 the model does not return a loss\n"
+        "QN103 there is no scalar loss\n"
         "  the model returned a tensor of shape (sN, 8) where a scalar loss is needed\n"
         "  fix: give loss_fn=, or return the loss (or an object with .loss)"
     ),
+    "a dict beside a loss function": (
+        "QN103 there is no scalar loss\n"
+        "  loss_fn takes what the model returns and the last value of a tuple; this batch is a dict (x, y), all of which "
+        "the model takes\n"
+        "  fix: make the batch a tuple, (*inputs, labels), or compute the loss in the model's forward and leave out "
+        "loss_fn"
+    ),
     "loss of every row": (
-        "QN103 the model does not return a loss\n"
+        "QN103 there is no scalar loss\n"
         "  the model returned a tensor of shape (sN,) where a scalar loss is needed\n"
         "  fix: give loss_fn=, or return the loss (or an object with .loss)"
     ),
@@ -339,10 +347,12 @@ MESSAGES: dict[str, str] = {
         "  fix: run model(*batch) on its own to see whether it works unsplit; then simplify the line above"
     ),
     "structure at step": (
-        "QN103 the model does not return a loss\n"
-        "  the model returned a tensor of shape (sN, 8) where a scalar loss is needed\n"
+        "QN103 there is no scalar loss\n"
+        "  loss_fn takes what the model returns and the last value of a tuple; this batch is a dict (x), all of which the "
+        "model takes\n"
         "  the batch is {'x': float32[rows, 16]}, and the first one was (float32[rows, 16], int64[rows])\n"
-        "  fix: give loss_fn=, or return the loss (or an object with .loss)"
+        "  fix: make the batch a tuple, (*inputs, labels), or compute the loss in the model's forward and leave out "
+        "loss_fn"
     ),
     "batch at step does not divide": (
         "QN106 the batch does not divide\n"

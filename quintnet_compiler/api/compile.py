@@ -56,8 +56,8 @@ def compile(
             the best layout for ``batch``.
         batch: what one step consumes, a tuple (arguments) or a dict (keyword arguments) of tensors whose dim 0 is
             the global batch. Without it the model is captured at the first step.
-        loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``. Without it the model returns a scalar loss, or an
-            object or dict with ``loss``.
+        loss_fn: ``loss_fn(model(*batch[:-1]), batch[-1])``, where the batch is a tuple. Without it the model returns a
+            scalar loss, or an object or dict with ``loss``.
         plan: a Plan, a dict, or the path of a plan file. None: the compiler chooses shardings. ``"auto"``: the best
             plan that the planner finds on H100 nodes, see :func:`quintnet.plan`. ``"hf"``: the parallel plan that a
             Hugging Face model comes with, see :func:`quintnet.hf_plan`.

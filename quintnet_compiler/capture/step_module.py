@@ -98,11 +98,23 @@ class StepModule(nn.Module):
         return made
 
     def made(self, batch: Any) -> Any:
-        """The loss, or what the model returns, without regard to what a trace needs."""
+        """The loss, or what the model returns, without regard to what a trace needs.
+
+        Raises:
+            CompileError: QN103 for a loss function beside a dict, all of which the model takes.
+        """
         if self.call is not None:
             return self.call(self.model, batch)
         loss = self.compute if self.compute is not None else getattr(self, "loss_fn", None)
         if isinstance(batch, dict):
+            if self.want == "loss" and loss is not None:
+                raise CompileError(
+                    "QN103",
+                    "loss_fn takes what the model returns and the last value of a tuple; this batch is a dict "
+                    f"({', '.join(map(str, batch))}), all of which the model takes",
+                    fix="make the batch a tuple, (*inputs, labels), or compute the loss in the model's forward and "
+                    "leave out loss_fn",
+                )
             out = self.model(**batch)
         elif self.want == "loss" and loss is not None:
             out = loss(self.model(*batch[:-1]), batch[-1])

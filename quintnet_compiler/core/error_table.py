@@ -34,10 +34,10 @@ ERRORS: Mapping[str, ErrorEntry] = MappingProxyType(
             "Give compile a batch, or call prepare(batch); read the same data on every rank.",
         ),
         "QN103": ErrorEntry(
-            "the model does not return a loss",
+            "there is no scalar loss",
             "A training program needs one scalar to differentiate, but the model does not return one, and "
-            "there is no loss_fn.",
-            "Pass loss_fn=, return the loss, or return an object with .loss.",
+            "there is no loss_fn. Or there is one, and the batch is a dict, of which no value is left for it.",
+            "Pass loss_fn= and a tuple, return the loss, or return an object with .loss.",
         ),
         "QN104": ErrorEntry(
             "the loss cannot be split into microbatches",
