@@ -61,6 +61,21 @@ def _biased(model: Any) -> Any:
     return model
 
 
+def _balanced(model: Any) -> Any:
+    """Each router moves its bias by the numbers of rows that its experts got (Wang et al. 2024)."""
+
+    def move(router: Any, given: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
+        if router.training:
+            with torch.no_grad():
+                bias = router.e_score_correction_bias
+                load = F.one_hot(result[2].flatten(), bias.shape[0]).sum(0).to(bias.dtype)
+                bias += 0.05 * torch.sign(load.mean() - load)
+
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.register_forward_hook(move)
+    return _biased(model)
+
+
 def _exact(entry: Entry, axes: dict[str, int], options: dict[str, Any]) -> quintnet.CompiledProgram:
     with InDouble():
         program = quintnet.compile(entry.build(), quintnet.Mesh(**axes), entry.batch(8), check="off", **options)
@@ -86,6 +101,16 @@ def _exact(entry: Entry, axes: dict[str, int], options: dict[str, Any]) -> quint
 def test_experts_of_chosen_groups_are_exact(axes: dict[str, int], options: dict[str, Any]) -> None:
     sizes = {**SIZES, "num_hidden_layers": max(2, axes.get("pp", 2))}
     _exact(Entry("DeepseekV3ForCausalLM", sizes, prepare=_biased), axes, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2, "ep": 2}, {"cp": 2, "tp": 2}], ids=str)
+def test_hooks_of_routers_balance_experts(axes: dict[str, int]) -> None:
+    entry = Entry("DeepseekV3ForCausalLM", SIZES, prepare=_balanced)
+    program = _exact(entry, axes, {"microbatches": 2})
+    with InDouble():
+        compared = program.verify().comparisons
+    assert sum(one.what == "buffer" and "correction_bias" in one.name and not one.step for one in compared) == 2
 
 
 @pytest.mark.slow

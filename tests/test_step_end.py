@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import quintnet
+from quintnet_compiler.driver import any_length
+from quintnet_compiler.ir.at_sizes import at_sizes
 
 torch.set_num_threads(1)
 
@@ -30,6 +33,44 @@ class Changing(nn.Module):
             self.signs += torch.randn(4, dtype=x.dtype) * torch.sign(h.sum(0)) + (y.sum(0) > 1)
             self.count += 1
         return h.square().mean()
+
+
+class Scaled(nn.Module):
+    """Counts of the largest feature, and a buffer that moves by their signs times the length of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("bias", torch.zeros(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.linear(x)
+        with torch.no_grad():
+            load = nn.functional.one_hot(h.argmax(-1), 4).sum((0, 1)).to(x.dtype)
+            self.bias += torch.sign(load / x.shape[1] - x.shape[0] / 4) * x.shape[1]
+        return (h - y).square().mean()
+
+
+def test_programs_of_further_lengths_have_their_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth length is compiled with symbols; numbers stand in their places at the end of a step, too."""
+    torch.manual_seed(0)
+    model = Scaled().double()
+    twin = copy.deepcopy(model)
+
+    def batch(length: int) -> tuple[Tensor, Tensor]:
+        return tuple(torch.randn(2, 8, length, 4, dtype=torch.float64))  # type: ignore[return-value]
+
+    made = []
+    monkeypatch.setattr(any_length, "at_sizes", lambda *given: made.append(at_sizes(*given)) or made[-1])
+    program = quintnet.compile(model, quintnet.Mesh(dp=2), batch(6), microbatches=2)
+    for length in (6, 8, 10, 12, 14, 16, 9):
+        given = batch(length)
+        torch.testing.assert_close(program.step(given).detach(), twin(*given).detach(), rtol=1e-12, atol=1e-12)
+        assert torch.equal(model.bias, twin.bias)
+    ends = [one.local.staged.sharded.program.end for one in made]
+    times = torch.ops.aten.mul.Scalar
+    numbers = [n.args[1] for end in ends if end is not None for n in end.graph.nodes if n.target is times]
+    assert {14, 16} <= set(numbers) and all(type(number) is int for number in numbers)
 
 
 @pytest.mark.sample(2)

@@ -47,7 +47,9 @@ def expressions(program: DifferentiatedProgram, symbols: SymbolicSizes) -> tuple
             plain.add(x)
 
     local = program.local
-    for graph in (local.staged.sharded.program.graph, local.graph, program.graph):
+    whole = local.staged.sharded.program
+    ends = [] if whole.end is None else [whole.end.graph]
+    for graph in (whole.graph, local.graph, program.graph, *ends):
         for node in graph.nodes:
             map_aggregate((node.args, node.kwargs), look)
             for x in _tensors(node):
@@ -150,6 +152,8 @@ class _Numbers:
         return made
 
     def sharded(self, sharded: ShardedProgram) -> ShardedProgram:
-        whole: Program = replace(sharded.program, graph=self.graph(sharded.program.graph), mode=self.mode)
+        end = sharded.program.end
+        end = None if end is None else replace(end, graph=self.graph(end.graph))
+        whole: Program = replace(sharded.program, graph=self.graph(sharded.program.graph), mode=self.mode, end=end)
         made: ShardedProgram = self.rest(sharded, program=whole)
         return made
