@@ -5,7 +5,9 @@ python benchmarks/generation.py [--layout one|tp|dp] [--size small|medium|large]
 ``one``: a rank and transformers, a thread each. ``tp`` and ``dp``: two processes of one thread each, and transformers
 in one process with two threads (and, for comparison, with one). They take turns, each while the others wait. Tokens
 are compared first. ``--prompts N``: more prompts than rows, of unequal lengths, whose texts end at unequal lengths:
-transformers takes them batch by batch, padded. ``--plain``: PyTorch's own linear layers instead of oneDNN's.
+transformers takes them batch by batch, padded. Processor time says what is left where other processes run on these
+cores: that of two perfect threads would be half of that of one. ``--plain``: PyTorch's own linear layers instead of
+oneDNN's.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from quintnet_compiler.runtime.execute import host_linears
 
 SIZES = {"small": (256, 4, 4096), "medium": (512, 8, 32000), "large": (1024, 8, 32000)}  # width, layers, vocabulary
 LAYOUTS = {"one": {"dp": 1}, "tp": {"tp": 2}, "dp": {"dp": 2}}
-PROMPT, NEW = 32, 64
+PROMPT = 32
 
 
 def _model(size: str) -> Any:
@@ -58,12 +60,12 @@ def _padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, torch.stack([torch.arange(most) >= most - len(one) for one in prompts]).long()
 
 
-def _theirs(model: Any, prompts: list[Tensor], rows: int, ends: list[int] | None) -> list[Tensor]:
+def _theirs(model: Any, prompts: list[Tensor], rows: int, new: int, ends: list[int] | None) -> list[Tensor]:
     """What follows each prompt, until its end."""
     made: list[Tensor] = []
     for start in range(0, len(prompts), rows):
         ids, mask = _padded(prompts[start : start + rows])
-        how = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends}
+        how = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0, "eos_token_id": ends}
         with torch.no_grad():
             found = model.generate(input_ids=ids, attention_mask=mask, **how)
         made += [_until(row[ids.shape[1] :], ends) for row in found]
@@ -75,7 +77,7 @@ def _until(text: Tensor, ends: list[int] | None) -> Tensor:
     return text if not len(where) else text[: int(where[0]) + 1]
 
 
-def measure(layout: str, size: str, rows: int, count: int, rounds: int, plain: bool) -> dict[str, Any]:
+def measure(layout: str, size: str, rows: int, count: int, rounds: int, new: int, plain: bool) -> dict[str, Any]:
     """Seconds of each round, of ours and of transformers', by its threads; on every rank."""
     torch.set_num_threads(1)
     if plain:
@@ -88,7 +90,7 @@ def measure(layout: str, size: str, rows: int, count: int, rounds: int, plain: b
     prompts, ends = _prompts(vocabulary, count, equal=equal), None if equal else list(range(0, vocabulary, 40))
 
     def ours() -> list[Tensor]:
-        texts = program.generate(prompts, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0, rows=rows)
+        texts = program.generate(prompts, max_new_tokens=new, eos_token_id=ends, pad_token_id=0, rows=rows)
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
     def theirs(threads: int) -> list[Tensor]:
@@ -96,18 +98,20 @@ def measure(layout: str, size: str, rows: int, count: int, rounds: int, plain: b
             return []
         torch.set_num_threads(threads)
         try:
-            return _theirs(twin, prompts, rows, ends)
+            return _theirs(twin, prompts, rows, new, ends)
         finally:
             torch.set_num_threads(1)
 
-    def timed(run: Callable[[], list[Tensor]]) -> float:
+    def timed(run: Callable[[], list[Tensor]]) -> tuple[float, float]:
+        """Seconds of wall time, and of the CPU on the busiest rank."""
         if many:
             dist.barrier()
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.process_time()
         run()
+        most = torch.tensor(time.process_time() - used)
         if many:
-            dist.barrier()
-        return time.perf_counter() - begun
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        return time.perf_counter() - begun, float(most)
 
     expected, made = theirs(1), ours()
     if first:
@@ -117,11 +121,12 @@ def measure(layout: str, size: str, rows: int, count: int, rounds: int, plain: b
     runs = {"ours": ours, "one thread": lambda: theirs(1)}
     if many:
         runs["two threads"] = lambda: theirs(2)
-    took: dict[str, list[float]] = {name: [] for name in runs}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     for name in [*runs, *list(runs) * rounds]:
         took[name].append(timed(runs[name]))
     tokens = sum(map(len, made))
-    return {"tokens": tokens, "seconds": {name: found[1:] for name, found in took.items()}}
+    wall, cpu = ({name: [one[i] for one in found[1:]] for name, found in took.items()} for i in (0, 1))
+    return {"tokens": tokens, "seconds": wall, "cpu_seconds": cpu}
 
 
 def _batch() -> dict[str, Tensor]:
@@ -135,10 +140,11 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=8)
     options.add_argument("--prompts", type=int, help="default: as many as rows, of one length")
     options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--new", type=int, default=64, help="tokens of each text")
     options.add_argument("--plain", action="store_true")
     options.add_argument("--json", action="store_true")
     args = options.parse_args()
-    given = (args.layout, args.size, args.rows, args.prompts or args.rows, args.rounds, args.plain)
+    given = (args.layout, args.size, args.rows, args.prompts or args.rows, args.rounds, args.new, args.plain)
     found = measure(*given) if args.layout == "one" else quintnet.launch(measure, 2, given, timeout=3000)[0]
     seconds, tokens = found["seconds"], found["tokens"]
     ratios = {
@@ -146,6 +152,9 @@ def main() -> None:
         for name, took in seconds.items()
         if name != "ours"
     }
+    cpu, ranks = found["cpu_seconds"], 1 if args.layout == "one" else 2
+    shared = [b / ranks / a for a, b in zip(cpu["ours"], cpu["one thread"], strict=True)]
+    ratios["processor time"] = statistics.median(shared)
     if args.json:
         print(json.dumps({**found, "ratios": ratios}))
         return
@@ -154,6 +163,8 @@ def main() -> None:
         what = "quintnet" if name == "ours" else f"transformers, {name}"
         ratio = "" if name == "ours" else f"; quintnet makes {ratios[name]:.2f} times as many"
         print(f"  {what}: {tokens / statistics.median(took):.1f} tokens per second{ratio}")
+    what = "transformers' with a thread" if ranks == 1 else "half of transformers' with a thread"
+    print(f"  processor time of the busiest rank: {what} is {ratios['processor time']:.2f} times as much")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def attend_pages(
     seen, shared = access.seen, heads // groups
     if shared > 1:  # heads of queries that read the same keys are further queries
         q = q.reshape(rows, groups, shared * count, width)
-        seen = seen.repeat(1, 1, shared, 1)
+        seen = seen if count == 1 else seen.repeat(1, 1, shared, 1)
     made = F.scaled_dot_product_attention(q, keys, values, seen, scale=scale)
     return made.reshape(rows, heads, count, v.shape[3])
 
