@@ -155,6 +155,20 @@ def test_a_program_that_trains_generates_with_its_own_parameters() -> None:
             assert x.untyped_storage().data_ptr() in there, name
 
 
+@pytest.mark.slow
+def test_a_program_that_trains_in_16_bits_generates_with_caches_of_16_bits() -> None:
+    """A cache has what operators read of it. The tokens are those of the plain module under autocast."""
+    model, ids = large_model("Llama").float(), torch.zeros(4, 8, dtype=torch.int64)
+    program = quintnet.compile(model, quintnet.Mesh(tp=2), {"input_ids": ids, "labels": ids}, precision="bf16")
+    prompts = prompts_of(5, 12, 3)
+    found = program.generate(prompts, max_new_tokens=4)
+    assert program._decoding is not None
+    for made in program._decoding.programs.values():
+        assert {spec.dtype for spec in made.state.values() if spec.kind == "cache"} == {torch.bfloat16}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [one.tolist() for one in found] == [alone(model, one, 4).tolist() for one in prompts]
+
+
 def _stream(axes: Axes) -> list[list[int]]:
     torch.set_num_threads(1)
     texts = program_of(large_model("Llama"), axes).generation(rows=2)

@@ -33,7 +33,8 @@ class LowerPrecision:
     Where these differ, it computes in float32 and its result is narrow, as a model's own ``x.to(dtype)`` would make it.
     A parameter that nobody reads in float32 becomes a narrow leaf (:attr:`...core.annotations.Leaf.held` says what
     ranks hold of it), of which :class:`..lowering.insert_communication.InsertCommunication` makes a copy once a step,
-    before any rank gathers it. So does, whatever the precision, one that the model itself reads through a cast.
+    before any rank gathers it. So does, whatever the precision, one that the model itself reads through a cast. A cache
+    becomes narrow, too, and has no wide copy.
 
     Raises:
         CompileError: QN215 if the model has no float32 parameter to begin with.
@@ -142,8 +143,8 @@ class _PrecisionLowering:
         known, found = facts(node), leaf(node)
         assert isinstance(known.value, Tensor) and found is not None
         fake = known.value
-        if found.kind == "parameter" and fake.dtype is FULL and self.dtype[node] is self.low:
-            found = replace(found, held=FULL)
+        if found.kind in ("parameter", "cache") and fake.dtype is FULL and self.dtype[node] is self.low:
+            found = replace(found, held=FULL) if found.kind == "parameter" else found  # a cache has what is written
             with self.builder.mode:
                 fake = torch.empty(fake.shape, dtype=self.low, device=fake.device)
         return self.builder.placeholder(node.name, fake, found, needs_grad=known.needs_grad)
