@@ -17,12 +17,8 @@ from ..core.errors import RunError
 from ..runtime.launch.world import judges
 
 
-class OneProcess(Accelerator):  # type: ignore[misc]
-    """An accelerator that neither wraps models nor divides batches, and has nobody to gather from."""
-
-    @property
-    def num_processes(self) -> int:
-        return 1
+class _Writer:
+    """Which process this is: the first, if it writes files and logs, else another."""
 
     @property
     def process_index(self) -> int:
@@ -31,6 +27,14 @@ class OneProcess(Accelerator):  # type: ignore[misc]
     @property
     def local_process_index(self) -> int:
         return self.process_index
+
+
+class OneProcess(_Writer, Accelerator):  # type: ignore[misc]
+    """An accelerator that neither wraps models nor divides batches, and has nobody to gather from."""
+
+    @property
+    def num_processes(self) -> int:
+        return 1
 
     @property
     def is_main_process(self) -> bool:
@@ -65,7 +69,7 @@ def as_one_process(accelerator: Accelerator) -> None:
     accelerator.dataloader_config.dispatch_batches = False
 
 
-class _OneProcessArguments:
+class _OneProcessArguments(_Writer):
     """Properties of training arguments."""
 
     @property
@@ -75,14 +79,6 @@ class _OneProcessArguments:
     @property
     def n_gpu(self) -> int:
         return 1
-
-    @property
-    def process_index(self) -> int:
-        return 0 if judges() else 1
-
-    @property
-    def local_process_index(self) -> int:
-        return self.process_index
 
     @property
     def parallel_mode(self) -> ParallelMode:
