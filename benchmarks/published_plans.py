@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -66,7 +66,7 @@ class Choice:
 class Found:
     layout: Choice
     seconds: float
-    memory_bytes: float
+    claimed_bytes: float
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,19 @@ class Prices:
         seconds = StepModel(self.run.model, layout, self.cluster).step().seconds
         return Found(choice, seconds, peak_memory(self.run.model, layout).used)
 
+    def narrow(self, choices: Iterable[Choice], /) -> None:
+        """All bounds are true of any layout."""
+
+    @property
+    def steps(self) -> int:
+        return 1
+
+    def functions(self, choice: Choice, /) -> Choice:
+        return choice
+
+    def news(self) -> Sequence[Choice]:
+        return ()
+
     def seconds(self, choice: Choice, /) -> float:
         alike = replace(choice, dp=self.run.gpus // (choice.tp * choice.cp), pp=1, vpp=1, zero=0)
         with suppress(CompileError):
@@ -136,14 +149,16 @@ class Prices:
             return 0.999 * microbatches * self.run.model.layers / choice.pp * self.layer(alike)
         return 0.0
 
-    closer = seconds
+    def closer(self, choice: Choice, step: int, /) -> float:
+        return self.seconds(choice)
 
     def bytes(self, choice: Choice, /) -> float:
         with suppress(CompileError):
             return peak_memory(self.run.model, self.space.layout(choice)).used
         return 0.0
 
-    closer_bytes = bytes
+    def closer_bytes(self, choice: Choice, step: int, /) -> float:
+        return self.bytes(choice)
 
     guess = seconds
 
@@ -165,8 +180,10 @@ def compare(row: Row, seconds: float) -> dict[str, Any]:
     except CompileError as error:
         return {"id": row["id"], "skipped": error.message}
     # what was run has fitted, whatever is predicted
-    memory = max(space.run.cluster().device.memory_bytes, published.memory_bytes)
-    found = search(space, prices, prices, Wanted(1, "time", memory, time.monotonic() + seconds))
+    memory = max(space.run.cluster().device.memory_bytes, published.claimed_bytes)
+    found = search(
+        space, lambda choice: (choice, prices(choice)), prices, Wanted(1, "time", memory, time.monotonic() + seconds)
+    )
     best = found.ranked[0] if found.ranked else None
     return {
         "id": row["id"], "skipped": None, "published": str(published.layout), "published_s": published.seconds,

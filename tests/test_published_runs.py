@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published_plans import compare
 from benchmarks.published_ranking import Group, Measured, figures, ranks, source_of
 from benchmarks.published_rows import Row, Unmodelled, read, run_of, shards_of
 from benchmarks.published_runs import DATA, predict, ranked
@@ -124,3 +125,9 @@ def test_ranking_of_single_nodes_is_good() -> None:
     found = figures(ranked(rows, [predict(row) for row in rows]))["one node"]
     assert found["groups"] > 100 and found["ties"] == 0
     assert found["correlation"] > 0.9 and found["regret_mean"] < 0.04 < found["regret_random"]
+
+
+def test_a_published_layout_is_among_those_that_are_searched() -> None:
+    (row,) = _rows("KORTH-T5-22B-full")
+    found = compare(row, 60.0)
+    assert found["complete"] and found["published"] == "tp8 mb4 full" and found["ratio"] <= 1.0

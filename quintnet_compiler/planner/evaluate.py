@@ -31,7 +31,7 @@ def evaluate(places: Sequence[Place], layout: Layout, begins: Sequence[str] = ()
 
     def state(unit: StageUnit, place: Place) -> float:
         held = [*unit.parameters, *unit.tied.values()]
-        return _memory(held, 0, [unit], of[id(place)]).total - _working([unit], layout)
+        return _memory(held, 0, [unit], of[id(place)]).total - _working([unit], of[id(place)])
 
     return _of_stages(cut_places(places, layout, state=state), places, layout, slices)
 
@@ -119,7 +119,7 @@ def _memory(
     held: Sequence[ParameterGroup], saved: int, part: Sequence[StageUnit], slices: Slices, buffers: int = 0
 ) -> StageMemory:
     """``buffers``: bytes of messages to and from other places."""
-    zero, working = slices.layout.zero, _working(part, slices.layout) + buffers
+    zero, working = slices.layout.zero, _working(part, slices) + buffers
     gradients = sum(one.gradients // (slices.ways(one) if zero >= 2 else 1) for one in held)
     # what an optimizer sees of sums that have more bits than the parameter
     gradients += sum(one.bytes // slices.ways(one) for one in held if one.widths.gradient != one.widths.held)
@@ -127,11 +127,22 @@ def _memory(
     return StageMemory(sum(_parameters(one, slices) for one in held), gradients, moments, saved, working)
 
 
-def _working(part: Sequence[StageUnit], layout: Layout) -> int:
-    working = max(unit.working for unit in part)
-    if layout.zero == 3:  # a block's parameters, whole
-        working += max(sum(one.read for one in (*unit.parameters, *unit.tied.values())) for unit in part)
-    return working
+def _working(part: Sequence[StageUnit], slices: Slices) -> int:
+    """Of ZeRO 2 and 3, with what two neighbouring units have whole at once: gradients of one, and of the other in
+    a message, with its slice and that of the message before; of 3 also parameters of one, and of the other as they
+    arrive."""
+    zero, found = slices.layout.zero, 0
+    if zero < 2:
+        return max(unit.working for unit in part)
+    for unit, other in zip(part, [*part[1:], part[0]], strict=True):
+        mine, others = ([*one.parameters, *one.tied.values()] for one in (unit, other))
+        whole = sum(one.gradients for one in mine)
+        if other is not unit:
+            whole += sum(one.reduced + 2 * (one.reduced // slices.ways(one)) for one in others)
+        if zero == 3:
+            whole += sum(one.read for one in (*mine, *others))
+        found = max(found, max(unit.working, other.working) + whole)
+    return found
 
 
 def _parameters(held: ParameterGroup, slices: Slices) -> int:
