@@ -431,7 +431,7 @@ class Attends(nn.Module):
 
 def test_what_a_cache_has_to_keep() -> None:
     assert cache_shapes(Attends()) == (Shape(1, 4, 4, torch.float32),)
-    captured = capture_call(Attends(), (Shape(1, 4, 4, torch.float32),), rows=2, tokens=1, length=32)
+    captured = capture_call(Attends(), (Shape(1, 4, 4, torch.float32),), pools=2, page=8, tokens=1)
     kinds = [node.meta[LEAF].kind for node in captured.graph.nodes if node.op == "placeholder"]
     assert kinds.count("cache") == 2 and not captured.training
 

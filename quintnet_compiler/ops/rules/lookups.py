@@ -103,7 +103,7 @@ def index_add(node: fx.Node) -> Factors:
     linear = ((0, 2),) if source and shape(source[0]) and argument(node, "reduce") is None else ()
     if source and len(shape(source[0])) != len(dims):
         return opaque(node)
-    terms = bool(linear) and is_float(value(x))
+    terms = node.target is torch.ops.aten.index_add.default and bool(linear) and is_float(value(x))
     whole = frozenset({f"d{along}"} if terms else {f"d{along}", "p"})
     return Factors(ins, (tuple(dims),), sizes, whole, linear=linear, additive=frozenset({0} if terms else ()))
 

@@ -52,7 +52,7 @@ def moved_parts(name: str, source: Held, target: Held) -> Iterator[MovedPart]:
     """The plan for one parameter. What a rank has already, it takes from itself; of ranks that hold the same, those
     that lack it ask different ones.
 
-    >>> [(m.source, m.target, m.elements) for m in moved_parts("w", _rows(4, 2, 2), _rows(2, 4, 1))]
+    >>> [(m.source, m.target, m.elements) for m in moved_parts("w", _rows(4, 2, 2), _rows(4, 4, 1))]
     [(0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 3, 1)]
     """
     holders: dict[bytes, list[int]] = {}
