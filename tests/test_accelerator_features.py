@@ -63,7 +63,7 @@ def test_low_precision_is_that_of_one_process(eager: bool) -> None:
     expected = [losses(job, "cpu") for job in ROUNDED]
     for found in run(all_losses, World(2, eager=eager, seed=1), ROUNDED, limit=900):
         for job, mine, whole in zip(ROUNDED, found, expected, strict=True):
-            assert mine == pytest.approx(whole, rel=1e-3), str(job)
+            assert mine == pytest.approx(whole, rel=5e-4), str(job)
             assert whole[0] > whole[-1]
 
 

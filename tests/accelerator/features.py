@@ -69,13 +69,14 @@ def surround(job: Job, folder: str) -> list[str]:
 
 
 def losses(job: Job, device: str | None) -> list[float]:
-    """Of a few steps in low precision, from float32 parameters. ``device``: all ranks are in this process, on it."""
+    """Of a few steps in low precision, from float32 parameters. ``device``: all ranks are in this process, on it. The
+    optimizer is SGD: AdamW's first steps make as much of a small gradient, and of its rounding, as of a large one."""
     case = CASES[job.model]
     batch = pytree.tree_map(lambda x: x.float() if x.is_floating_point() else x, case.batch(8))
     options = job.options if device is None else {**job.options, "device": device}
     mesh = quintnet.Mesh(**job.axes)
     program = quintnet.compile(build(job.model, torch.float32), mesh, batch, loss_fn=case.loss_fn, **options)
-    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.5)
     found = []
     for _ in range(STEPS):
         found.append(float(program.step(batch)))
