@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -41,7 +42,7 @@ __all__ = [
     "free_unbacked_symbols",  # whether a shape depends on values; instead: sympy symbols of node.meta["val"].shape
     "EXPORT_CHECKS", "codegen_of", "composite_definition", "composite_in_cpp", "foreach_copy_", "foreach_mul_",
     "foreach_norm", "function_name", "gelu", "host_linear", "implementations_of_aten", "is_functional", "linear",
-    "nn_functions",
+    "nn_functions", "torch_with_linear",
     "plain_function", "resets_itself", "root_of", "same_implementation", "schema", "schema_or_none", "operator_name",
     "silu", "storage_key", "storage_uses", "truncated_normals", "version", "without_printed_graphs",
     "without_torch_function", "built_for_xpu", "check_dims", "has_kernel", "RNN_WEIGHT_LISTS", "NEEDS_VALUES",
@@ -167,6 +168,12 @@ nn_functions = torch._C._nn
 gelu, linear, silu = torch._C._nn.gelu, torch._C._nn.linear, torch._C._nn.silu
 # oneDNN's product with a weight as it lies in memory, (x, weight, bias, "none", [], ""); None where torch has no oneDNN
 host_linear: Callable[..., Any] | None = torch.ops.mkldnn._linear_pointwise.default if torch._C._has_mkldnn else None
+
+
+def torch_with_linear(call: Callable[..., Any]) -> SimpleNamespace:
+    """torch, as generated code reads it, where ``torch._C._nn.linear`` is ``call``."""
+    functions = SimpleNamespace(**{**vars(nn_functions), "linear": call})
+    return SimpleNamespace(**{**vars(torch), "_C": SimpleNamespace(_nn=functions)})
 
 
 def composite_definition(target: Any) -> Callable[..., Any] | None:

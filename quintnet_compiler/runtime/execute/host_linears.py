@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compat.torch import host_linear, linear
+from ...compat.torch import host_linear, linear, torch_with_linear
 from ...ir.codegen_allowlist import check_source
 from ...ir.distributed_program import DistributedProgram
 from ...ir.generated import GeneratedModule
@@ -33,9 +32,8 @@ def host_linears(module: GeneratedModule, name: str) -> Callable[[list[Any]], Se
     """The generated Python, with another ``torch._C._nn.linear``."""
     if _CALL not in module.code:
         return eager(module, name)
-    functions = SimpleNamespace(**{**vars(torch._C._nn), "linear": few_rows})
-    calls = SimpleNamespace(**{**vars(torch), "_C": SimpleNamespace(_nn=functions)})
-    space: dict[str, Any] = {"torch": calls, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
+    read = torch_with_linear(few_rows)
+    space: dict[str, Any] = {"torch": read, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
     exec(compile(check_source(module.code), f"<{name}, with oneDNN>", "exec"), space)
     return partial(space["forward"], None)
 
