@@ -128,20 +128,19 @@ def _memory(
 
 
 def _working(part: Sequence[StageUnit], slices: Slices) -> int:
-    """Of ZeRO 2 and 3, with what two neighbouring units have whole at once: gradients of one, and of the other in
-    a message, with its slice and that of the message before; of 3 also parameters of one, and of the other as they
-    arrive."""
+    """Of ZeRO 2 and 3, with what is whole while a unit's backward runs: its gradients, those of the unit behind it in a
+    message, with its slice and that of the message before; of 3 also its parameters, and those of the unit in front of
+    it, which arrive."""
     zero, found = slices.layout.zero, 0
     if zero < 2:
         return max(unit.working for unit in part)
-    for unit, other in zip(part, [*part[1:], part[0]], strict=True):
-        mine, others = ([*one.parameters, *one.tied.values()] for one in (unit, other))
+    held = [(), *([*unit.parameters, *unit.tied.values()] for unit in part), ()]
+    for unit, front, mine, behind in zip(part, held, held[1:], held[2:], strict=False):
         whole = sum(one.gradients for one in mine)
-        if other is not unit:
-            whole += sum(one.reduced + 2 * (one.reduced // slices.ways(one)) for one in others)
+        whole += sum(one.reduced + 2 * (one.reduced // slices.ways(one)) for one in behind)
         if zero == 3:
-            whole += sum(one.read for one in (*mine, *others))
-        found = max(found, max(unit.working, other.working) + whole)
+            whole += sum(one.read for one in (*front, *mine))
+        found = max(found, unit.working + whole)
     return found
 
 
