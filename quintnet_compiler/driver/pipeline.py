@@ -417,9 +417,7 @@ PIPELINE: tuple[PassSpec, ...] = (
     PassSpec(
         GenerateRanks, "DistributedProgram", "Python functions per stage, transfers, and a verified schedule",
         lambda s, p: _planned(GenerateRanks, s, s.request.mesh, _scheduled(s)),
-        lambda s, before, after: [
-            (check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,)),
-        ],
+        lambda s, before, after: [(check_code, (after,)), (check_slices, (after,)), (check_ranks, (after,))],
     ),
 )  # fmt: skip
 
