@@ -18,7 +18,7 @@ from ..api.compile import compile as compile_program
 from ..api.compiled_program import CompiledProgram
 from ..core.errors import CompileError
 from ..core.mesh import Mesh
-from ..runtime.launch.world import judges
+from ..runtime.launch.world import judges, world_size
 
 PROGRAM, LOOP = "program", "loop.ckpt"  # in a checkpoint's folder: parameters and optimizer state; the rest
 
@@ -126,7 +126,8 @@ class MeshStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self._training = lambda: trainer.training
         if self._program is None:
             model = getattr(module, self._name)
-            self._program = compile_program(model, self._mesh, self._sample, loss_fn=self._loss_fn, **self._options)
+            options = self._options if world_size() > 1 else {"device": self.root_device, **self._options}
+            self._program = compile_program(model, self._mesh, self._sample, loss_fn=self._loss_fn, **options)
             list(self._program.parameters())
         super().setup(trainer)
 

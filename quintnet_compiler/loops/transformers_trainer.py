@@ -17,7 +17,7 @@ from ..compat.transformers_trainer import save_random_states
 from ..core.errors import CheckpointError
 from ..core.mesh import Mesh
 from ..ir.plan import Plan
-from ..runtime.launch.world import judges
+from ..runtime.launch.world import judges, world_size
 from .one_process import arguments_of_one_process, as_one_process, first_of
 from .refused import refuse_arguments
 
@@ -79,6 +79,8 @@ class TrainerMixin:
             found.setdefault("precision", "bf16")
         if getattr(args, "gradient_checkpointing", False) or getattr(args, "activation_checkpointing", False):
             found.setdefault("recompute", "full")
+        if world_size() == 1:  # else a program is where its process group is
+            found.setdefault("device", args.device)
         return found
 
     def _prepare(self, batch: Any) -> None:
@@ -131,8 +133,9 @@ class TrainerMixin:
         batch, counted = dict(inputs), me.model_accepts_loss_kwargs and num_items_in_batch is not None
         if counted:
             batch["num_items_in_batch"] = torch.as_tensor(num_items_in_batch, dtype=torch.float32)
-        loss = self.program.step(batch).detach().as_subclass(Tensor)
-        scaled: bool = counted if me.loss_is_scaled_for_ga is None else me.loss_is_scaled_for_ga
+        loss = self.program.step(batch).detach().as_subclass(Tensor).to(me.args.device)  # where the Trainer sums it
+        told: bool | None = getattr(me, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such attribute
+        scaled = counted if told is None else told
         parts: int = me.current_gradient_accumulation_steps
         if scaled or parts == 1:
             return loss
@@ -161,7 +164,7 @@ class TrainerMixin:
         if labelled or alone:
             self._prepare(batch)
             if prediction_loss_only:
-                return self.program.evaluate(batch).detach(), None, None
+                return self.program.evaluate(batch).detach().to(me.args.device), None, None
         ignored = ignore_keys
         if ignored is None:
             ignored = getattr(getattr(me.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
