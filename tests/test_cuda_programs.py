@@ -214,6 +214,40 @@ def _attention(folder: Path) -> Counter[str]:
     return Counter(re.findall(r"aten\._scaled_dot_product_(\w+)\.", code))
 
 
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [({"dp": 1}, {}), ({"cp": 2}, {"context": "ulysses"}), ({"tp": 2}, {"sequence_parallel": True}), ({"pp": 2}, {})],
+    ids=str,
+)
+def test_gradients_that_cudnn_gets_have_one_layout(axes: dict[str, int], options: dict[str, Any]) -> None:
+    """[B, S, H, D] in memory, whatever is before it: PyTorch keeps cuDNN's plans without the strides of gradients."""
+    program = quintnet.compile(Packed(), quintnet.Mesh(**axes), (torch.randn(4, 16, 256),), **GPUS, **options)
+    found = 0
+    for stage in program.ranks[0].stages:
+        for node in stage.backward.module.graph.nodes:
+            if node.target is torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default:
+                turned = node.args[0]
+                laid_out = turned.args[0]
+                assert laid_out.target is torch.ops.aten.contiguous.default and not laid_out.kwargs
+                assert all(n.args[1:] == (1, 2) and "transpose" in str(n.target) for n in (turned, laid_out.args[0]))
+                found += 1
+    assert found == 2 // axes.get("pp", 1)
+
+
+class Packed(nn.Module):
+    """Two layers of causal attention with heads of 64 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(256, 768) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for qkv in self.qkv:
+            q, k, v = qkv(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4).unbind()
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
 @pytest.mark.slow
 def test_a_configuration_for_gpus_from_the_command_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -36,6 +36,7 @@ _FUSED = (
     aten._scaled_dot_product_flash_attention_for_cpu.default, aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_cudnn_attention.default,
 )  # fmt: skip
+_CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
 # They take strides or offsets in memory as numbers.
 _BY_STRIDE = (
     aten.as_strided.default, aten.as_strided_.default, aten.as_strided_scatter.default, aten.as_strided_copy.default,
@@ -141,6 +142,8 @@ class _OperatorCall:
             for node in graph.nodes:
                 node.args, node.kwargs = on_device((node.args, node.kwargs), CUDA)
         _simplify(graph)
+        with self.mode:
+            _one_layout(graph)
         places, count = graph.find_nodes(op="placeholder"), len(self.tensors)
         returned = [n if isinstance(n, fx.Node) else None for n in graph.output_node().args[0]]  # type: ignore[union-attr]
         split = len(returned) - count
@@ -202,6 +205,25 @@ def _simplify(graph: fx.Graph) -> None:
             node.replace_all_uses_with(node.args[0])
     graph.eliminate_dead_code()
     graph.lint()
+
+
+def _one_layout(graph: fx.Graph) -> None:
+    """The gradient that cuDNN's attention is given, laid out as its rows, heads and features usually lie: [B, S, H, D].
+
+    PyTorch keeps the plans that cuDNN made by the shapes and strides of queries, keys and values alone
+    (``aten/src/ATen/native/cudnn/MHA.cpp``, PyTorch 2.13). With gradients of other strides, a plan that was made for an
+    earlier call, of this program or of anything else in the process, reads elsewhere and gives wrong gradients.
+    """
+    turn = (aten.transpose.int, (1, 2))
+    for node in list(graph.nodes):
+        if node.target is _CUDNN_BACKWARD:
+            grad = node.args[0]
+            with graph.inserting_before(node):
+                for target, args in (turn, (aten.contiguous.default, ()), turn):
+                    made = graph.call_function(target, (grad, *args))
+                    made.meta["val"] = target(grad.meta["val"], *args)
+                    grad = made
+            node.args = (grad, *node.args[1:])
 
 
 def _following(gradient: fx.Node | None, tangents: Sequence[fx.Node]) -> fx.Node | None:

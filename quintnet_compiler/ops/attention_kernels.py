@@ -137,6 +137,9 @@ class CudaKernel:
             return found
         x = given.by_key_head()
         grad, out, lse = (given.grouped(one) for one in (grad, out, lse))
+        rows = out.transpose(1, 2)
+        if not rows.is_contiguous():  # kernels of 16 bits read it as [B, S, H, D] in memory, whatever its strides are
+            out = rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
         lse = F.pad(lse, (0, -lse.shape[-1] % _LOGS), value=float("inf")).contiguous()
         seed = torch.zeros((), dtype=torch.int64, device=grad.device)
         found = aten._scaled_dot_product_efficient_attention_backward(

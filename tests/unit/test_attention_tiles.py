@@ -304,6 +304,7 @@ def _backward(
 
 def _efficient_backward(*given: Any, scale: float) -> Any:
     grad, q, k, v, bias, out, lse, _, _, p, wanted, causal = given
+    assert out.transpose(1, 2).is_contiguous()  # else kernels of 16 bits read other elements
     assert lse.shape[-1] % 32 == 0 and lse[..., q.shape[2] :].isposinf().all() and q.shape[:2] == k.shape[:2]
     assert p == 0.0 and wanted == [True, True, True, False]
     return *_backward(grad, q, k, v, bias, out, lse[..., : q.shape[2]], causal, scale), None
