@@ -89,7 +89,7 @@ class CalibratedCosts:
     def node_seconds(self, node: fx.Node) -> float:
         if node.op != "call_function" or is_getitem(node):
             return 0.0
-        if work_of(node.target) == "view" or node.target is shard_slice:
+        if work_of(node.target) == "view" or node.target in (shard_slice, aten.contiguous.default):
             return self.calibration.view_seconds + (
                 self._curve("copy", 2 * num_bytes(value(node))) if copies(node) else 0
             )

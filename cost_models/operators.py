@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..core.annotations import facts, is_getitem, num_bytes, shape, tensor_inputs, values
+from ..core.annotations import copies, facts, is_getitem, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
 from ..ops.attention_blocks import Sight
 from ..ops.catalog import work_of
@@ -275,7 +275,7 @@ def guessed(node: fx.Node) -> bool:
     costs the bytes that it reads and writes, or it is linear algebra, with the arithmetic of a product."""
     if node.op != "call_function" or is_getitem(node) or getattr(node.target, "namespace", "") == "quintnet":
         return False
-    return work_of(node.target) is None or _factorises(node.target)
+    return (work_of(node.target) is None and node.target is not aten.contiguous.default) or _factorises(node.target)
 
 
 def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
@@ -290,7 +290,7 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     """
     target, work = node.target, work_of(node.target)
     launches = launches_of(node)
-    if work == "view":
+    if work == "view" or _already_contiguous(node):
         return Kernel(node.name, "view", launches=launches)
     size_moved = traffic(node)
     if work == "attention":
@@ -307,10 +307,14 @@ def kernel_of(node: fx.Node, unknown: str = "error") -> Kernel:
     raise _unpriced(node)
 
 
+def _already_contiguous(node: fx.Node) -> bool:
+    return node.target is aten.contiguous.default and not copies(node)
+
+
 def launches_of(node: fx.Node) -> int:
     """How many kernels a call_function node starts."""
     target, work = node.target, work_of(node.target)
-    if work == "view":
+    if work == "view" or _already_contiguous(node):
         return 0
     if work == "attention":
         once = ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1

@@ -133,9 +133,12 @@ def origin(node: fx.Node) -> tuple[fx.Node, int]:
 
 def copies(node: fx.Node) -> bool:
     """Whether a node that may be a view has to copy after all."""
-    if node.target is not torch.ops.aten.reshape.default:
+    if node.target not in (torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default):
         return False
     x = value(tensor_inputs(node)[0])
+    if node.target is torch.ops.aten.contiguous.default:
+        wanted = node.kwargs.get("memory_format", torch.contiguous_format)
+        return not (isinstance(wanted, torch.memory_format) and x.is_contiguous(memory_format=wanted))
     given = torch.empty_strided(x.shape, x.stride(), device="meta")
     return storage_key(given.reshape(value(node).shape)) != storage_key(given)
 

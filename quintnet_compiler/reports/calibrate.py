@@ -36,6 +36,10 @@ MESSAGES = (2**9, 2**13, 2**16, 2**19, 2**22, 2**25)  # bytes
 POOL = 2**23  # bytes of operands that take turns: more than a core's own caches hold, and less than all share
 MOST_TURNS = 256
 TRIAL_SECONDS, TRIALS = 0.004, 5
+ATTENTIONS = (  # rows, heads, length, features of a head
+    (1, 4, 32, 32), (4, 4, 64, 32), (4, 4, 128, 32), (8, 4, 256, 32), (16, 4, 256, 32),
+    (4, 16, 1024, 128), (4, 16, 2048, 128), (4, 16, 4096, 128),
+)  # fmt: skip
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
@@ -226,7 +230,7 @@ def _calls(effort: CalibrationEffort, device: torch.device) -> Iterator[Case]:
                     yield from _products(m, k, n, operands)
     for rows in effort.rows:
         yield from _elementwise(rows, 256, operands)
-    yield from _attentions(operands, max(effort.rows))
+    yield from _attentions(operands, effort.most_flops)
 
 
 def _action(x: Tensor, arguments: int = 64) -> Case:
@@ -300,13 +304,14 @@ def _elementwise(rows: int, columns: int, new: _Operands) -> Iterator[Case]:
         yield Sample(name, moved * size), new.turns(moved * size, make)
 
 
-def _attentions(new: _Operands, most: int) -> Iterator[Case]:
-    """Forward and backward, by arithmetic; causal, which counts half of the keys."""
-    for batch, length in ((1, 32), (4, 64), (4, 128), (8, 256), (16, 256)):
-        if batch * length > most:
+def _attentions(new: _Operands, most_flops: float) -> Iterator[Case]:
+    """Forward and backward, by arithmetic; causal, which counts half of the keys. The backward has 2.5 times the
+    arithmetic, ``most_flops`` of it at most."""
+    for shape in ATTENTIONS:
+        batch, heads, length, features = shape
+        size, flops = new.pool.element_size() * math.prod(shape), 2.0 * batch * heads * length * length * features
+        if 2.5 * flops > most_flops:
             continue
-        shape = batch, 4, length, 32
-        size, flops = new.pool.element_size() * math.prod(shape), 2.0 * batch * 4 * length * length * 64 * 0.5
 
         def forward(shape: tuple[int, ...] = shape) -> Callable[[], object]:
             return _attend(*(new(*shape) for _ in range(3)))
