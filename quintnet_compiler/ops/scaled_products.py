@@ -15,11 +15,13 @@ None of them has a derivative: :mod:`..passes.frontend.eight_bits` says what the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from ..compat.torch import OpOverload
 from .define import define_operator
 
 aten = torch.ops.aten
@@ -61,8 +63,7 @@ def _spread(scale: Tensor, size: Sequence[int]) -> Tensor:
 
 def _scaled_cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide / _spread(scale, x.shape)).clamp(-largest, largest).to(dtype)
+    return (x / _spread(scale, x.shape)).clamp_(-largest, largest).to(dtype)  # at least 32 bits, as scales have
 
 
 def _scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype) -> Tensor:
@@ -123,4 +124,9 @@ scaled_matmul = define_operator(
     "scaled_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str equation, ScalarType dtype) -> Tensor",
     _of_product,
     _scaled_matmul,
+)
+
+# What each consists of, for compilers that make one kernel of several operators.
+CONSISTS_OF: Mapping[OpOverload, Callable[..., Tensor]] = MappingProxyType(
+    {block_max: _block_max, block_scale: _block_scale, scaled_cast: _scaled_cast, scaled_matmul: _scaled_matmul}
 )

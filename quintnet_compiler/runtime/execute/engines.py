@@ -17,6 +17,7 @@ from ...compat.torch import make_fx, schema_or_none
 from ...compat.torch_inductor import decompositions, kernels
 from ...core.errors import BackendWarning, CompileError
 from ...ir.generated import GeneratedModule
+from ...ops.scaled_products import CONSISTS_OF
 from .cudagraphs import CudaGraphs, Graphs
 from .layouts import ByLayout
 from .segments import MOST_VARIANTS, Function, Segment, Stepper, split
@@ -92,8 +93,10 @@ def compiled(module: fx.GraphModule, args: Sequence[Tensor]) -> Function | None:
         made: tuple[Any, ...] = module(list(given))
         return made
 
+    # scales and casts to 8 bits read a value several times, and become a part of what makes it; on GPUs
+    apart = CONSISTS_OF if any(x.is_cuda for x in args) else {}
     with torch.no_grad():
-        traced = make_fx(flat, decomposition_table=decompositions(), tracing_mode="fake")(*args)
+        traced = make_fx(flat, decomposition_table={**decompositions(), **apart}, tracing_mode="fake")(*args)
     if not can_fuse(traced.graph):
         return None
     fakes = [node.meta["val"] for node in traced.graph.nodes if node.op == "placeholder"]
