@@ -5,6 +5,9 @@ python benchmarks/packed.py [--length 4096] [--documents 8] [--heads 4] [--width
 Documents have unequal lengths, 1 : 2 : ... : n. Programs take turns; a ratio is the median over rounds of a program's
 step over that of the mask. ``seen``: the pairs of a query and a key that documents leave of those that causality does.
 
+python benchmarks/packed.py --device cuda [--length 16384] [--heads 16] [--width 1024] [--documents 8]: in bf16 on a
+GPU, beside a plain module with compiled flex_attention.
+
 python benchmarks/packed.py --ranks 4 [--length 4096] [--documents 8]: no step, but by formula the work of the rank that
 has most over the mean, with a sequence over so many ranks: in order, and as ``context_load_balance`` has it.
 """
@@ -15,10 +18,12 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import quintnet
 from quintnet import Mesh
@@ -33,7 +38,7 @@ class Packed(nn.Module):
         self.heads, self.how = heads, how
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
-        at = torch.arange(x.shape[1])
+        at = torch.arange(x.shape[1], device=x.device)
         same = documents[:, None, :, None] == documents[:, None, None, :]
         for qkv in self.qkv:
             q, k, v = qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
@@ -44,6 +49,24 @@ class Packed(nn.Module):
                 scale = q.shape[-1] ** -0.5
                 y = torch.ops.quintnet.attention(q, k, v, None, ids, scale=scale, mask="causal")
             x = x + y.transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+class Flex(nn.Module):
+    """The same, with documents, as flex_attention compiles it."""
+
+    def __init__(self, like: Packed) -> None:
+        super().__init__()
+        self.qkv, self.heads, self.compiled = like.qkv, like.heads, torch.compile(flex_attention)
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (q >= k) & (documents[b, q] == documents[b, k])
+
+        blocks = create_block_mask(seen, x.shape[0], None, x.shape[1], x.shape[1], device=str(x.device))
+        for qkv in self.qkv:
+            q, k, v = qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+            x = x + self.compiled(q, k, v, block_mask=blocks).transpose(1, 2).flatten(2)
         return x.square().mean()
 
 
@@ -80,6 +103,7 @@ def main() -> None:
     for name, default in (("length", 4096), ("documents", 8), ("heads", 4), ("width", 256), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -87,16 +111,28 @@ def main() -> None:
     if given.ranks:
         print("most over mean: {:.2f} in order, {:.2f} balanced".format(*uneven(sizes, given.ranks)))
         return
-    batch = torch.randn(1, given.length, given.width), torch.repeat_interleave(torch.tensor(sizes))[None]
-    programs = {
-        how: quintnet.compile(Packed(given.width, given.heads, how), Mesh(dp=1), batch)
-        for how in ("mask", "documents", "one document")
-    }
-    seconds: dict[str, list[float]] = {how: [] for how in programs}
+    device = torch.device(given.device)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    x, documents = torch.randn(1, given.length, given.width), torch.repeat_interleave(torch.tensor(sizes))[None]
+    batch = x.to(device, dtype), documents.to(device)
+
+    def step_of(how: str) -> Callable[[], object]:
+        model = Packed(given.width, given.heads, how).to(dtype)
+        if how == "flex_attention":
+            plain = Flex(model).to(device)
+            return lambda: plain(*batch).backward()
+        program = quintnet.compile(model, Mesh(dp=1), batch, device=device)
+        return lambda: program.step(batch)
+
+    names = ["mask", "documents", "one document", *(["flex_attention"] if device.type == "cuda" else [])]
+    steps = {how: step_of(how) for how in names}
+    seconds: dict[str, list[float]] = {how: [] for how in steps}
     for turn in range(given.rounds + 1):  # the first one warms up
-        for how, program in programs.items():
+        for how, step in steps.items():
             begun = time.perf_counter()
-            program.step(batch)
+            step()
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
             if turn:
                 seconds[how].append(time.perf_counter() - begun)
     found = {

@@ -1,0 +1,86 @@
+"""Matmuls of 8-bit numbers on a GPU: PyTorch's kernel, ours with its copies, and the casts around it.
+
+python benchmarks/eight_bit_matmuls.py [--rows 8192] [--recipe tensorwise|rowwise]
+
+For the three matmuls of a linear layer, in milliseconds (medians of 20): ``bf16``, as ``torch.mm``; ``kernel``,
+``torch._scaled_mm`` of operands that lie as it wants them; ``ours``, with the copies that lay them so; ``casts``, the
+scales and 8-bit numbers of both operands, each by itself, as generated Python has it. Needs compute capability 8.9.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quintnet_compiler.ops.scaled_products import FORWARD, OF_INPUT, OF_WEIGHT, block_max, block_scale, scaled_cast
+from quintnet_compiler.ops.scaled_products import scaled_matmul as ours
+
+E4M3, TIMES, WARM = torch.float8_e4m3fn, 20, 3
+LAYERS = ((4096, 4096), (14336, 4096), (8192, 8192))  # features of the result, and of the input
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    found = []
+    for turn in range(WARM + TIMES):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        if turn >= WARM:
+            found.append(begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def cast(x: Tensor, block: list[int], *, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    scale = block_scale(block_max(x, block), E4M3, power_of_two)
+    return scaled_cast(x, scale, E4M3), scale
+
+
+def measure(equation: str, rows: int, out: int, features: int, recipe: str) -> dict[str, float]:
+    sizes = {"m": rows, "n": out, "k": features}
+    left, right = equation.partition("->")[0].split(",")
+    a, b = (torch.randn(*(sizes[i] for i in part), device="cuda", dtype=torch.bfloat16) for part in (left, right))
+    row = recipe == "rowwise"
+    summed = (set(left) & set(right)).pop()
+    blocks = [[0 if not row or i == summed else 1 for i in part] for part in (left, right)]
+    casts = lambda: [cast(x, block, power_of_two=row) for x, block in zip((a, b), blocks, strict=True)]  # noqa: E731
+    (a8, scale_a), (b8, scale_b) = casts()
+    plain = {FORWARD: lambda: a @ b.T, OF_INPUT: lambda: a @ b, OF_WEIGHT: lambda: a.T @ b}[equation]
+    ready_a = a8.T.contiguous() if equation == OF_WEIGHT else a8
+    ready_b = b8.T if equation == FORWARD else b8.T.contiguous().T
+    m, n = ready_a.shape[0], ready_b.shape[1]
+    scales = (
+        (torch.ones(m, 1, device="cuda"), torch.ones(1, n, device="cuda"))
+        if row
+        else (torch.ones((), device="cuda"), torch.ones((), device="cuda"))
+    )
+    kernel = torch.ops.aten._scaled_mm.default
+    return {
+        "bf16": milliseconds(plain),
+        "kernel": milliseconds(lambda: kernel(ready_a, ready_b, *scales, None, None, torch.bfloat16)),
+        "ours": milliseconds(lambda: ours(a8, b8, scale_a, scale_b, equation, torch.bfloat16)),
+        "casts": milliseconds(casts),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--recipe", choices=("tensorwise", "rowwise"), default="tensorwise")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device")
+    for out, features in LAYERS:
+        for equation in (FORWARD, OF_INPUT, OF_WEIGHT):
+            found = measure(equation, given.rows, out, features, given.recipe)
+            told = "  ".join(f"{name} {ms:.3f}" for name, ms in found.items())
+            print(f"{equation:10} rows {given.rows}, {features} to {out}: {told}")
+
+
+if __name__ == "__main__":
+    main()
