@@ -40,7 +40,7 @@ PARTS = (
         "Models on layouts, all ranks in one process",
         "Every kind of generated program computes here what the unsplit module computes on the CPU: in float64 "
         "exactly, in 16 bits as closely as one rank does.",
-        300,
+        240,
     ),
     Part(
         "process_group",
@@ -64,6 +64,12 @@ PARTS = (
         150,
     ),
     Part(
+        "features",
+        "What people train with",
+        "Packed documents, losses in parts, 8 bits, adapters, generation and checkpoints: the same as on CPUs.",
+        120,
+    ),
+    Part(
         "memory",
         "Memory, predicted and measured",
         "The simulation's peak of a rank is what the allocator counts, for six plans and over twenty steps.",
@@ -74,7 +80,7 @@ PARTS = (
         "One rank of 64 of Llama-3 70B",
         "The share of the device's matmul ceiling that generated code reaches without communication, kernels, and how "
         "long the device is idle between them; beside plain PyTorch and torch.compile.",
-        570,
+        210,
     ),
     Part(
         "mixture",
@@ -86,12 +92,18 @@ PARTS = (
         "graphs",
         "TorchInductor and CUDA graphs",
         "Programs that are compiled, and captured in CUDA graphs, train as the generated Python does.",
-        90,
+        150,
     ),
     Part(
         "prices",
         "Prices of operators",
         "Steps predicted from operators as they were measured here, beside steps as they take.",
         90,
+    ),
+    Part(
+        "starts",
+        "Commands, launchers and loops",
+        "What a user starts runs here: the command line, torchrun, all ranks in one process, transformers' Trainer.",
+        240,
     ),
 )

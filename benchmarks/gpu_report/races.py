@@ -45,7 +45,7 @@ def run(setting: Setting) -> Iterator[Entry]:
 def _program(setting: Setting, job: Job, dtype: torch.dtype = torch.float32) -> quintnet.CompiledProgram:
     case = CASES[job.model]
     options = {"loss_fn": case.loss_fn, "device": setting.device, "check": "off", **job.options}
-    return quintnet.compile(build(job.model, dtype), quintnet.Mesh(**job.axes), case.batch(8), **options)
+    return quintnet.compile(build(job.model, dtype), quintnet.Mesh(**job.axes), narrow_batch(job), **options)
 
 
 def _steps(program: quintnet.CompiledProgram, job: Job) -> list[Tensor]:
@@ -94,4 +94,4 @@ def host_waits(setting: Setting, work: Callable[[], object]) -> list[str]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in said if "synchroniz" in str(w.message)]
+    return [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in said if "called a synchronizing" in str(w.message)]

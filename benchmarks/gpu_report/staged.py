@@ -92,6 +92,16 @@ class StagedGroup(dist.ProcessGroup):
         self.gloo.allreduce([total]).wait()
         return _put([output], [total.view(self.size(), -1)[self.rank()]])
 
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], given: list[Tensor], *_: Any) -> Later:
+        for output, x in zip(outputs, given, strict=True):
+            self.all_gather_single(output, x)
+        return Later()
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], given: list[Tensor], *_: Any) -> Later:
+        for output, x in zip(outputs, given, strict=True):
+            self.reduce_scatter_single(output, x)
+        return Later()
+
     def all_to_all_single(
         self,
         output: Tensor,
