@@ -72,10 +72,10 @@ def memory(name: str, num_bytes: float, launches: int = 1) -> Kernel:
     return Kernel(name, "memory", bytes=num_bytes, launches=launches)
 
 
-def merged_bytes(element: float, ranks: int, queries: float, keys_and_values: float, backward: bool) -> float:
+def merged_bytes(element: float, steps: float, queries: float, keys_and_values: float, backward: bool) -> float:
     """What a ring reads and writes to add up the results of its steps in 32 bits: of a step, those of all queries, and
     backward also the gradients of keys and values, to which those that arrive are added."""
-    return ranks * (queries * (8 + element) + (keys_and_values * (24 + element) if backward else 0.0))
+    return steps * (queries * (8 + element) + (keys_and_values * (24 + element) if backward else 0.0))
 
 
 def _quantised_flops(kernel: Kernel, device: Hardware) -> float:

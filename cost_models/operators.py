@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import fx
 
 from ..core.annotations import copies, facts, is_getitem, num_bytes, shape, tensor_inputs, values
 from ..core.errors import CompileError
-from ..ops.attention_blocks import Sight
+from ..core.slices import runs
+from ..ops.attention_blocks import Sight, ring_runs
 from ..ops.catalog import work_of
 from ..ops.collectives import (
     all_gather_matmul,
@@ -27,6 +29,7 @@ from ..ops.rules.table import RULES
 from ..ops.scaled_products import scaled_matmul
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .kernels import Kernel, merged_bytes
+from .seen_keys import SeenKeys
 
 aten = torch.ops.aten
 ProductSize = tuple[int, int, int, int]  # batch, rows, columns, depth: a multiply-add for each of their product
@@ -165,6 +168,7 @@ SHAPE_OF: Mapping[Any, int] = MappingProxyType(
 NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
 
 RINGS = (ring_attention, ring_attention_backward)
+TILED = (tiled_attention, tiled_attention_backward)
 ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, the gradients, a cast
 
 
@@ -196,18 +200,15 @@ def _dtype(node: fx.Node) -> str:
 def attention_flops(node: fx.Node) -> float:
     """Scores and their use, forward or backward; fused kernels skip the half that a causal mask hides.
 
-    The backward has five products where the forward has two (Dao et al. 2022).
+    Where a mask is a function of positions, keys are those that :func:`seen_keys` counts. The backward has five
+    products where the forward has two (Dao et al. 2022).
     """
     backward = node.target in FLASH_BACKWARD
     query, key, value = tensor_inputs(node)[backward : backward + 3]
-    keys: float = shape(key)[-2]
-    if node.target in RINGS:
-        keys = _keys_of_a_query(node, shape(query)[-2], shape(key)[-2] * ring_size(node))
-        if argument(node, "balance") and _causal(node):  # all ranks see as much at every step
-            keys = min(keys, shape(key)[-2] * ring_size(node) / 2)
-    elif node.target in (tiled_attention, tiled_attention_backward):
-        keys = _keys_of_a_query(node, shape(query)[-2], shape(key)[-2])
-    elif _causal(node):
+    seen, keys = seen_keys(node), float(shape(key)[-2])
+    if seen is not None:
+        keys = seen.mean if node.target in RINGS else min(keys, seen.mean)
+    elif argument(node, "is_causal"):
         keys /= 2
     count = 2.0 * math.prod(shape(query)[:-1]) * keys * (shape(query)[-1] + shape(value)[-1])
     return count * (2.5 if backward else 1.0)
@@ -218,23 +219,53 @@ def ring_size(node: fx.Node) -> int:
     return int(node.args[2])  # type: ignore[arg-type]
 
 
+def documents_note(nodes: Iterable[fx.Node]) -> str:
+    """What is assumed of packed documents, for people; "" where no mask has documents."""
+    packed = [node for node in nodes if work_of(node.target) == "attention" and argument(node, "segments") is not None]
+    found = [seen for node in packed if (seen := seen_keys(node)) is not None]
+    if not found:
+        return ""
+    one = max(found, key=lambda seen: seen.length)
+    if not one.documents:
+        return "each row is taken to be one document: documents=... says their lengths"
+    count = sum(len(row.ends) for row in one.rows) / len(one.rows)
+    return (
+        f"rows are taken to have {count:.3g} documents; the rank with most attention has {one.uneven:.2f} of the mean"
+    )
+
+
+def ring_steps(node: fx.Node) -> float:
+    """In how many of a ring's steps anybody sees anything: keys travel between these."""
+    seen = seen_keys(node)
+    return ring_size(node) if seen is None else seen.steps
+
+
 def _merged(node: fx.Node) -> float:
     backward = node.target == ring_attention_backward
     q, k, v = tensor_inputs(node)[backward : 3 + backward]
     element = num_bytes(values(q)[0]) / max(1, math.prod(shape(q)))
     results = math.prod(shape(q)[:-1]) * (shape(q) if backward else shape(v))[-1]
-    return merged_bytes(element, ring_size(node), results, math.prod(shape(k)) + math.prod(shape(v)), backward)
+    return merged_bytes(element, ring_steps(node), results, math.prod(shape(k)) + math.prod(shape(v)), backward)
 
 
-def _keys_of_a_query(node: fx.Node, queries: int, keys: int) -> float:
-    """How many it sees on average: on the rank that has the last positions, for which all others wait. What documents
-    hide is known when a program runs."""
-    return Sight.parse(str(argument(node, "mask"))).keys(queries, keys)
-
-
-def _causal(node: fx.Node) -> bool:
+def seen_keys(node: fx.Node) -> SeenKeys | None:
+    """What queries of attention see on each rank, by its mask and the documents that are expected; None where a mask is
+    a tensor, or none, or causality as a kernel knows it, or where keys may be of another sequence."""
     mask = argument(node, "mask")
-    return Sight.parse(mask).causal if isinstance(mask, str) else bool(argument(node, "is_causal"))
+    if not isinstance(mask, str):
+        return None
+    documents = facts(node).documents if argument(node, "segments") is not None else ()
+    if mask == "all" and not documents and node.target not in RINGS:
+        return None
+    rows, _, queries, _ = shape(tensor_inputs(node)[node.target in FLASH_BACKWARD])
+    whole, ranks = queries, [[(0, queries)]]
+    if node.target in RINGS:
+        size, balance = ring_size(node), bool(argument(node, "balance"))
+        whole, ranks = queries * size, [ring_runs(rank, size, queries, balance) for rank in range(size)]
+    elif node.target in TILED:
+        whole, sizes, parts = (argument(node, name) for name in ("whole", "sizes", "parts"))
+        ranks = [runs(whole, parts, sizes, place) for place in itertools.product(*map(range, sizes))]
+    return SeenKeys(Sight.parse(mask), whole, ranks, documents, rows)
 
 
 def product_size(node: fx.Node) -> ProductSize | None:
@@ -317,12 +348,20 @@ def launches_of(node: fx.Node) -> int:
     if work == "view" or _already_contiguous(node):
         return 0
     if work == "attention":
-        once = ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1
-        # of a ring a call for each run of queries that sees something of a step's keys
-        return once * ring_size(node) * (2 if argument(node, "balance") else 1) if target in RINGS else once
+        return _attention_calls(node) * (ATTENTION_BACKWARD_LAUNCHES if target in FLASH_BACKWARD else 1)
     if target in (all_gather_matmul, matmul_reduce_scatter):
         return int(node.args[2])  # type: ignore[arg-type]
     return 2 if target in NORM_BACKWARD else 1
+
+
+def _attention_calls(node: fx.Node) -> int:
+    """Of a kernel of the device: one, or one for each document of each row. Of a ring at least one for each run of
+    queries that sees something of a step's keys."""
+    seen = seen_keys(node)
+    if seen is None or node.target not in (*RINGS, *TILED):
+        return 1
+    rounds = math.ceil(seen.steps) * (2 if argument(node, "balance") else 1) if node.target in RINGS else 1
+    return max(rounds, math.ceil(seen.together * seen.parts) if seen.documents else 1)
 
 
 def model_flops(graph: fx.Graph) -> float:

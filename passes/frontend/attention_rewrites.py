@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ...ir.builder import GraphBuilder
 from ...ops.attention import IDS, attention
 from ...ops.attention_blocks import Sight
 from ...ops.rank_local import dropout
+from .document_ids import known_value, run_lengths
 from .random_rewrites import random_calls
 
 aten = torch.ops.aten
@@ -88,7 +89,7 @@ def _chunks(segments: fx.Node) -> int:
     """How many positions each document has, where that is the same for any batch: Hugging Face models derive ids from
     positions, which they make themselves where the user gives none. 0: it is not."""
     if CHUNKS not in segments.meta:  # all blocks ask for the same
-        found = _known(segments)
+        found = known_value(segments, {})
         segments.meta[CHUNKS] = 0 if found is None else _equal_documents(found)
     return int(segments.meta[CHUNKS])
 
@@ -98,27 +99,6 @@ def _equal_documents(ids: Tensor) -> int:
     first, length = ids[0], ids.shape[1]
     if not bool((ids == first).all()) or not length:
         return 0
-    changes = [0, *((first[1:] != first[:-1]).nonzero().flatten() + 1).tolist(), length]
-    sizes = [end - begin for begin, end in pairwise(changes)]
-    begins = first[changes[:-1]].tolist()
+    sizes = run_lengths(first)
+    begins = first[[0, *accumulate(sizes[:-1])]].tolist()
     return sizes[0] if {sizes[0]} >= {*sizes[:-1]} and sizes[-1] <= sizes[0] and len({*begins}) == len(begins) else 0
-
-
-def _known(ids: fx.Node) -> Tensor | None:
-    """Their values, where they depend on no input."""
-    needed, todo = set[fx.Node](), [ids]
-    while todo:
-        node = todo.pop()
-        if node.op == "placeholder":
-            return None
-        if node not in needed:
-            needed.add(node)
-            todo += node.all_input_nodes
-    env: dict[fx.Node, Any] = {}
-    for node in ids.graph.nodes:
-        if node in needed:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            options = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
-            env[node] = node.target(*args, **options)
-    found: Tensor = env[ids]
-    return found

@@ -25,6 +25,7 @@ from ...ops.derivatives.inner_gradients import gradient
 from ...ops.rules.table import RULES
 from .decompose import decompose, has_parts
 from .derivative_rewrites import of_the_model
+from .document_ids import expect_documents
 from .inner_gradients import inner_gradient, without_starts
 from .list_rewrites import row_by_row
 from .picked_rows import PickedRows, picks
@@ -54,7 +55,8 @@ class Normalize:
     computed. ``lengths``: further sizes of batches, by
     their names in :class:`~quintnet_compiler.ir.batch_form.BatchForm`; they may be symbols, see
     :class:`~quintnet_compiler.ir.symbolic_sizes.SymbolicSizes`. ``device``: where programs will run, of
-    which the type alone enters the program; ``absent``: what it is, where this machine has none.
+    which the type alone enters the program; ``absent``: what it is, where this machine has none. ``documents``: see
+    :class:`~quintnet_compiler.ir.plan.Plan`.
 
     Raises:
         CompileError: QN105 for random operators that would differ between layouts; QN106 if the model's code runs with
@@ -67,6 +69,7 @@ class Normalize:
     lengths: Mapping[str, int] = field(default_factory=dict)
     batches: int = 1
     parts: int = 1
+    documents: tuple[int, ...] = ()
 
     def __call__(self, captured: Captured, /) -> Program:
         if captured.only_rows not in (None, self.batch_size):
@@ -133,6 +136,7 @@ class Normalize:
         without_starts(builder.graph)
         _refuse_gradients(captured, outputs(builder.graph))
         _drop_unused(builder.graph)
+        expect_documents(builder.graph, self.documents)
         return Program(captured, builder.graph, mode, self.batch_size, absent=self.absent, batches=self.batches)
 
     def _leaf(self, builder: GraphBuilder, node: fx.Node, symbols: Mapping[str, str]) -> fx.Node:

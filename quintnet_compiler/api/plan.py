@@ -58,7 +58,9 @@ def plan(
     Args:
         model: any model that :func:`quintnet.compile` takes; on the meta device it costs no memory.
         cluster: e.g. ``quintnet.Cluster("h100", nodes=8)``; of several kinds of nodes with ``quintnet.Cluster.of``.
-        batch: one global batch; meta tensors are enough.
+        batch: one global batch; meta tensors are enough. Where rows hold packed documents and it has values for what
+            tells them apart (position ids, ids of documents), their lengths are those that plans expect
+            (``documents``).
         loss_fn: as in :func:`quintnet.compile`.
         plan: fixed decisions; the planner makes the others.
         rules: sharding rules for further operators.
@@ -99,8 +101,10 @@ def plan(
     tokens_in = planner.workload.tokens
 
     def of_length(length: int) -> Planner:
+        expected = given.changed({"documents": planner.pinned.documents}, keep_open=True)
+        longer = with_length(batch, length)
         with one_thread(), new_garbage_only():
-            return _planner(model, cluster, with_length(batch, length), loss_fn, given, rules, goal, backend, reserve)
+            return _planner(model, cluster, longer, loss_fn, expected, rules, goal, backend, reserve)
 
     with bar("layouts settled", progress) as shown:
         return plan_model(
@@ -171,4 +175,5 @@ def _planner(
     unknown = "memory" if rules or pinned.unknown_ops == "replicate" else "error"
     found = FlatBatch.of(batch)
     machine = PricedCluster(cluster, unknown, reserve, backend == REPLAYS)
-    return Planner.of(captured, found.rows, machine, pinned, book, tokens_of(found.leaves), goal)
+    tokens = tokens_of(found.leaves)
+    return Planner.of(captured, found.rows, machine, pinned, book, tokens, goal, found.leaves)

@@ -34,13 +34,18 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a node: its fake value(s), where the user wrote it, whether gradients flow through it."""
+    """What is known of a node: its fake value(s), where the user wrote it, whether gradients flow through it.
+
+    ``documents``: of attention whose mask has documents, and of what is made of it: their expected lengths, see
+    :class:`..ir.plan.Plan`. Prices alone read them.
+    """
 
     value: Value
     where: Where = Where()
     needs_grad: bool = False
     leaf: Leaf | None = None
     phase: Literal["forward", "backward"] = "forward"
+    documents: tuple[int, ...] = ()
 
 
 _KEY = "quintnet"

@@ -24,7 +24,7 @@ Target = Callable[..., Any]
 class GraphBuilder:
     """Appends nodes to a new graph. Values are fake tensors of ``mode``; nothing is computed.
 
-    ``at`` is the place in the user's model that new nodes are attributed to; ``phase`` likewise.
+    ``at`` is the place in the user's model that new nodes are attributed to; ``phase`` and ``documents`` likewise.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -36,6 +36,7 @@ class GraphBuilder:
         self.shared: dict[Hashable, fx.Node] = {}
         self.results: dict[Hashable, Any] = mode.results
         self.where = Where()
+        self.documents: tuple[int, ...] = ()
         self.backward = False
         self.prefix = ""
 
@@ -50,12 +51,12 @@ class GraphBuilder:
 
     @contextmanager
     def at(self, node: fx.Node, *, backward: bool = False) -> Iterator[None]:
-        before = self.where, self.backward
-        self.where, self.backward = facts(node).where, backward
+        before = self.where, self.documents, self.backward
+        self.where, self.documents, self.backward = facts(node).where, facts(node).documents, backward
         try:
             yield
         finally:
-            self.where, self.backward = before
+            self.where, self.documents, self.backward = before
 
     def placeholder(self, name: str, value: Tensor, leaf: Leaf | None = None, *, needs_grad: bool = False) -> fx.Node:
         return annotate(self.graph.placeholder(name), Facts(value, where=self.where, needs_grad=needs_grad, leaf=leaf))
@@ -91,6 +92,7 @@ class GraphBuilder:
                 where=self.where,
                 needs_grad=flows,
                 phase="backward" if self.backward else "forward",
+                documents=self.documents,
             ),
         )
 

@@ -24,6 +24,8 @@ from ..schedules.synthesis import check_schedule
 from .program import BUCKET_MIB, TILE_BYTES
 
 LARGEST_FILE = 16 * 2**20
+MOST_DOCUMENTS = 4096
+Length = Annotated[int, Field(ge=1, le=2**40)]
 Offloaded = Literal["activations"]  # what host memory can hold for a device
 
 
@@ -66,6 +68,10 @@ class Plan(BaseModel):
             so that each has equally much to compute.
         attention_tile_bytes: attention whose mask would take more than so many bytes, and a ring's, makes masks in
             tiles of at most about that size, and no mask of whole blocks of positions that are seen or hidden alike.
+        documents: lengths that the documents of packed rows are expected to have, in the order in which rows are filled
+            with them: what predictions of time, and the planner, assume of attention whose mask has documents. Rows go
+            on where the one before ended, and documents begin again behind the last one. Empty: a row is one document;
+            :func:`quintnet.plan` and :func:`quintnet.estimate` read them from the batch. They change no result.
         experts: the axes over which experts are spread; empty: ``ep``. ``("dp",)`` or ``("dp", "cp")`` let data and
             context ranks hold different experts.
         expert_imbalance: how many rows the rank with the busiest experts gets, over their average: what predictions of
@@ -128,6 +134,7 @@ class Plan(BaseModel):
     context: Literal["all_gather", "ulysses", "ring"] = "all_gather"
     context_load_balance: bool = True
     attention_tile_bytes: int = Field(default=TILE_BYTES, ge=1, le=2**40)
+    documents: tuple[Length, ...] = Field(default=(), max_length=MOST_DOCUMENTS)
     experts: tuple[DataAxis, ...] = ()
     expert_imbalance: float = Field(default=1.0, ge=1, le=2**20)
     zero: Literal[0, 1, 2, 3] = 0
@@ -210,6 +217,7 @@ class PlanOptions(TypedDict, total=False):
     context: Literal["all_gather", "ulysses", "ring"] | None
     context_load_balance: bool | None
     attention_tile_bytes: int | None
+    documents: Sequence[int] | None
     experts: Sequence[DataAxis] | None
     expert_imbalance: float | None
     zero: Literal[0, 1, 2, 3] | None

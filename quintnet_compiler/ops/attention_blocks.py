@@ -74,12 +74,6 @@ class Sight:
         window, chunk = (size if size < length else 0 for size in (self.window, self.chunk))
         return Sight(self.causal, window, chunk)
 
-    def keys(self, queries: int, keys: int) -> float:
-        """How many keys a query sees on average, of the last ``queries`` of so many positions: those that see most."""
-        if not self.causal:
-            return self.chunk or keys
-        return min(keys - queries / 2, self.window or keys, self.chunk / 2 or keys)
-
     def seen(self, block: Block) -> Seen | None:
         """How much of a block is seen: ``all`` of it, up to its ``diagonal``, or ``some``; None: nothing.
 
@@ -151,6 +145,19 @@ class Sight:
             cuts += [row_end - self.window] if self.window else []
         for col, end in _ranges(first, col_end, cuts):
             yield Block(strip.row, strip.rows, col, end - col)
+
+
+def ring_runs(owner: int, size: int, length: int, balance: bool) -> list[tuple[int, int]]:
+    """The runs of positions that rank ``owner`` of a ring of ``size`` holds while attention runs, ``length`` in all:
+    first position and length of each. ``balance``: one run near the beginning, and one as far from the end.
+
+    >>> ring_runs(0, 2, 4, balance=True), ring_runs(1, 2, 4, balance=False)
+    ([(0, 2), (6, 2)], [(4, 4)])
+    """
+    if not balance:
+        return [(owner * length, length)]
+    half = length // 2
+    return [(2 * owner * half, half), ((2 * size - 1 - 2 * owner) * half, half)]
 
 
 def _ranges(first: int, end: int, cuts: Sequence[int]) -> Iterator[tuple[int, int]]:

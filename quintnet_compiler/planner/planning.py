@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import time
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from ..ir.plan import Plan, precision_of
 from ..ir.program import Captured
 from ..ops.attention import attention
 from ..ops.rules.notation import Rule
+from ..passes.frontend.document_ids import documents_in, expect_documents
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
 from ..passes.sharding.fold_blocks import FoldBlocks, Folded
@@ -158,11 +159,16 @@ class Planner:
     @classmethod
     def of(
         cls, captured: Captured, batch_size: int, machine: PricedCluster, pinned: Plan, rules: Mapping[Any, Rule],
-        tokens: int = 0, goal: Goal = NO_GOAL,
+        tokens: int = 0, goal: Goal = NO_GOAL, batch: Sequence[Any] = (),
     ) -> Planner:  # fmt: skip
-        """Fix the batch size, of so many tokens, and fold repeated blocks."""
+        """Fix the batch size, of so many tokens, and fold repeated blocks. ``batch``: the leaves of one, which has the
+        documents to expect where the plan does not say."""
         gpu = machine.cluster.gpu
-        whole = SplitStepEnd(RuleBook(rules, pinned.unknown_ops))(Normalize(batch_size, device_of(gpu), gpu)(captured))
+        normal = Normalize(batch_size, device_of(gpu), gpu, documents=pinned.documents)(captured)
+        if "documents" not in pinned.model_fields_set and (documents := documents_in(normal, batch)):
+            pinned = pinned.changed({"documents": documents}, keep_open=True)
+            expect_documents(normal.graph, documents)
+        whole = SplitStepEnd(RuleBook(rules, pinned.unknown_ops))(normal)
         program = LowerPrecision(precision_of(pinned))(whole)
         names = [leaf.name for leaf in program.leaves.values() if leaf.kind == "parameter"]
         marks = {name: tuple(p for p in pinned.parameters if fnmatch.fnmatchcase(name, p)) for name in names}

@@ -15,6 +15,7 @@ from torch import fx
 
 from ..core.annotations import num_bytes, tensor_inputs, values
 from ..core.precision import widened
+from ..cost_models.operators import ring_steps
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, StageProgram
 from ..ops.collectives import (
@@ -197,8 +198,8 @@ class ProgramPrices:
         return NodeTime(node, 0.0, costs.group_seconds(known.price, whole, ranks), axis)
 
     def _ring(self, node: fx.Node, source: fx.Node, axis: str, ranks: tuple[int, ...], costs: RankCosts) -> NodeTime:
-        """Keys and values travel while the blocks before them are computed; gradients travel with them in 32 bits, and
-        home."""
+        """Keys and values travel while the blocks before them are computed, as long as anybody sees them; gradients
+        travel with them in 32 bits, and home."""
 
         def send(moved: float) -> float:
             return costs.send_seconds(moved, ranks[0], ranks[-1])
@@ -207,10 +208,11 @@ class ProgramPrices:
         backward = str(node.target) == "ring_attention_backward"
         given = [values(x)[0] for x in tensor_inputs(source)[: 5 if backward else 3]]
         keys = given[1 + backward : 3 + backward]
-        travelling = (len(ranks) - 1) * send(sum(map(num_bytes, keys)))
-        if backward:
+        steps = ring_steps(source)
+        travelling = (steps - 1) * send(sum(map(num_bytes, keys)))
+        if backward and steps > 1:
             wide = sum(x.numel() * widened(x.dtype).itemsize for x in keys)
-            travelling += len(ranks) * send(wide)
+            travelling += steps * send(wide)
         if not self.overlaps:
             return NodeTime(node, computing, travelling, axis)
         lost = costs.lost_seconds(min(travelling, computing), ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..cost_models.operators import documents_note
 from ..ir.cost_protocol import RankCosts, guess_note, guesses
 from ..ir.distributed_program import DistributedProgram
 from .faults import Faults, read_faults
@@ -54,6 +55,8 @@ def _notes(program: DistributedProgram, durations: ProgramPrices) -> tuple[str, 
     if "dispatch" in names:
         more, even = program.expert_imbalance, "experts are taken to get equally many rows each"
         found.append(even if more == 1 else f"the busiest rank of experts is taken to get {more:g} times its share")
+    if expected := documents_note(durations.source.values()):
+        found.append(expected)
     if durations.cores is not None:
         found.append(f"ranks share {durations.cores} cores of one machine")
     return tuple(found)

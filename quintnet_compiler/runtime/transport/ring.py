@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core.precision import widened
-from ...ops.attention_blocks import Block
+from ...ops.attention_blocks import Block, ring_runs
 from ...ops.attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
 from .transport import Transport
 
@@ -49,15 +49,8 @@ class Ring(Circle):
     balance: bool
 
     def runs(self, owner: int, length: int) -> list[tuple[int, int]]:
-        """The runs of positions that rank ``owner`` holds while attention runs: first position and length.
-
-        >>> Ring(None, "cp", 2, 0, 0, None, True).runs(0, 4)
-        [(0, 2), (6, 2)]
-        """
-        if not self.balance:
-            return [(owner * length, length)]
-        half = length // 2
-        return [(2 * owner * half, half), ((2 * self.size - 1 - 2 * owner) * half, half)]
+        """The runs of positions that rank ``owner`` holds while attention runs: first position and length."""
+        return ring_runs(owner, self.size, length, self.balance)
 
     def blocks(self, owner: int, length: int, ids: Ids, of: int | None = None) -> Iterator[tuple[int, int, Block]]:
         """The blocks of this rank's queries (or of those of rank ``of``) and ``owner``'s keys that are seen: places of

@@ -1,0 +1,165 @@
+"""How many keys queries see, by their positions and by the lengths of the documents that rows are expected to hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..ops.attention_blocks import Sight
+from ..ops.attention_ids import FEW
+
+MOST_ROWS = 256  # of documents that go on and on
+Runs = Sequence[tuple[int, int]]  # first position and length of each
+
+
+@dataclass(frozen=True)
+class SeenRow:
+    """A row of ``length`` positions, at whose ``ends`` documents end (the last one with the row). As FLOP of attention
+    are counted, a query sees half of itself where later keys are hidden: causal attention is half of all pairs."""
+
+    sight: Sight
+    length: int
+    ends: tuple[int, ...]
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Where what sees each other ends: documents, cut into chunks."""
+        chunk = self.sight.chunk
+        return sorted({*self.ends, *(range(chunk, self.length, chunk) if chunk else ())})
+
+    @cached_property
+    def _before(self) -> list[float]:
+        """Pairs of a query and a key in all that ends before each of them, and in all."""
+        begins = [0, *self._cuts]
+        found = (self._within(end - begin, end - begin) for begin, end in itertools.pairwise(begins))
+        return list(itertools.accumulate(found, initial=0.0))
+
+    def _within(self, queries: float, length: float) -> float:
+        """Pairs of the first ``queries`` of a part of so many positions."""
+        window = self.sight.window or math.inf
+        near = min(queries, window)
+        back = near * near / 2 + (queries - near) * window if queries > near else near * near / 2
+        if self.sight.causal:
+            return back
+        return queries * length if window == math.inf else queries * length - queries * queries / 2 + back
+
+    def _until(self, position: int) -> float:
+        """Pairs of the queries before a position."""
+        place = bisect_right(self._cuts, position)
+        if place == len(self._cuts):
+            return self._before[-1]
+        begin = self._cuts[place - 1] if place else 0
+        return self._before[place] + self._within(position - begin, self._cuts[place] - begin)
+
+    def pairs(self, runs: Runs) -> float:
+        """How many keys the queries in ``runs`` see together."""
+        return sum(self._until(first + count) - self._until(first) for first, count in runs)
+
+    def parts(self, runs: Runs) -> int:
+        """Of how many documents the positions in ``runs`` are, each once for every run. Short neighbours count as one,
+        as kernels take them together."""
+        found = 0
+        for first, count in runs:
+            inside = [end for end in self._cuts[bisect_right(self._cuts, first) :] if end < first + count]
+            found += min(len(inside) + 1, max(1, count // FEW))
+        return found
+
+    def steps(self, ranks: Sequence[Runs]) -> int:
+        """For how many steps of a ring any rank sees anything: until then keys travel."""
+        runs = sorted((first, first + count, owner) for owner, held in enumerate(ranks) for first, count in held)
+        firsts, most = [first for first, _, _ in runs], 0
+        for first, end, owner in runs:
+            for place in range(*self._visible(firsts, first, end)):
+                most = max(most, (owner - runs[place][2]) % len(ranks))
+            if most == len(ranks) - 1:
+                break
+        return most + 1
+
+    def _visible(self, firsts: Sequence[int], first: int, end: int) -> tuple[int, int]:
+        """The runs, by where they begin, of which the queries from ``first`` to before ``end`` see anything."""
+        place = bisect_right(self._cuts, first)
+        nearest = self._cuts[place - 1] if place else 0
+        if self.sight.window:
+            nearest = max(nearest, first - self.sight.window + 1)
+        last = end if self.sight.causal else self._cuts[min(bisect_right(self._cuts, end - 1), len(self._cuts) - 1)]
+        return bisect_right(firsts, nearest) - 1, bisect_right(firsts, last - 1)
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """What queries see in rows of ``length`` positions, of which each of ``ranks`` has some runs.
+
+    ``documents``: expected lengths, in the order in which rows are filled with them; rows go on where the one before
+    ended, and documents begin again behind the last one. Empty: a row is one document. ``together``: of how many rows
+    a rank has its runs at once, so that others wait for the one that has most in all of them.
+    """
+
+    sight: Sight
+    length: int
+    ranks: Sequence[Runs]
+    documents: Sequence[int] = ()
+    together: int = 1
+
+    @cached_property
+    def rows(self) -> list[SeenRow]:
+        """Rows that stand for all: those that the documents fill once."""
+        return [SeenRow(self.sight, self.length, ends) for ends in rows_of(self.documents, self.length)]
+
+    @cached_property
+    def _groups(self) -> list[list[SeenRow]]:
+        return [list(some) for some in _grouped(self.rows, max(1, self.together))]
+
+    @property
+    def mean(self) -> float:
+        """How many keys a query of the rank that sees most sees on average."""
+        each = (max(sum(row.pairs(runs) / _count(runs) for row in rows) for runs in self.ranks) / len(rows)
+                for rows in self._groups)  # fmt: skip
+        return sum(each) / len(self._groups)
+
+    @property
+    def uneven(self) -> float:
+        """What the rank that sees most sees, over what ranks see on average."""
+        whole = (sum(row.pairs([(0, self.length)]) / self.length for row in rows) / len(rows) for rows in self._groups)
+        return self.mean * len(self._groups) / sum(whole)
+
+    @property
+    def steps(self) -> float:
+        """Steps of a ring in which anybody sees anything."""
+        return sum(max(row.steps(self.ranks) for row in rows) for rows in self._groups) / len(self._groups)
+
+    @property
+    def parts(self) -> float:
+        """Documents in the runs of a rank: of the one that has most, in a row."""
+        return sum(max(map(row.parts, self.ranks)) for row in self.rows) / len(self.rows)
+
+
+def rows_of(documents: Sequence[int], length: int) -> Iterator[tuple[int, ...]]:
+    """Where documents end in each of the rows of ``length`` positions that they fill.
+
+    >>> list(rows_of([2, 4, 2], 4)), list(rows_of([3], 4)), list(rows_of([], 4))
+    ([(2, 4), (2, 4)], [(3, 4)], [(4,)])
+    """
+    rows = min(MOST_ROWS, -(-sum(documents) // length)) if documents else 1
+    stream = itertools.cycle(documents or [length])
+    left = next(stream)
+    for _ in range(rows):
+        ends, at = [], 0
+        while at + left < length:
+            at += left
+            ends.append(at)
+            left = next(stream)
+        left -= length - at
+        left = left or next(stream)
+        yield (*ends, length)
+
+
+def _grouped(rows: Sequence[SeenRow], count: int) -> Iterable[Sequence[SeenRow]]:
+    return (rows[at : at + count] for at in range(0, len(rows), count))
+
+
+def _count(runs: Runs) -> int:
+    return sum(count for _, count in runs)

@@ -1,0 +1,91 @@
+"""What prices assume that queries see, beside the pairs themselves."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.packed import lengths, pairs, uneven
+from quintnet_compiler.core.slices import runs
+from quintnet_compiler.cost_models.seen_keys import SeenKeys, SeenRow, rows_of
+from quintnet_compiler.ops.attention import visible
+from quintnet_compiler.ops.attention_blocks import Sight, ring_runs
+from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids
+from quintnet_compiler.runtime.transport.ring import Ring
+
+LENGTH = 48
+
+
+def _ids(sizes: list[int]) -> Tensor:
+    return torch.repeat_interleave(torch.tensor(sizes))
+
+
+def _cut(dice: random.Random) -> list[int]:
+    ends = sorted({*dice.sample(range(1, LENGTH), dice.randrange(8)), LENGTH})
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _visible(sight: Sight, sizes: list[int]) -> Tensor:
+    at, ids = torch.arange(sum(sizes)), _ids(sizes)[None]
+    return visible(at, at, sight, segments=(ids, ids))[0, 0]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pairs_are_those_that_a_mask_shows(seed: int) -> None:
+    """But for the half of itself that a query does not see where later keys are hidden, or earlier ones."""
+    dice = random.Random(seed)
+    sizes = _cut(dice)
+    sight = Sight(dice.random() < 0.6, dice.choice([0, 0, 1, 5]), dice.choice([0, 0, 7]))
+    seen, row = _visible(sight, sizes), SeenRow(sight, LENGTH, tuple(accumulate(sizes)))
+    for size, parts in (((1,), (1,)), ((4,), (1,)), ((2, 4), (1, 3)), ((3,), (4,))):
+        for place in ((0,) * len(size), tuple(n - 1 for n in size)):
+            mine = runs(LENGTH, parts, size, place)
+            queries = sum(count for _, count in mine)
+            exact = sum(int(seen[first : first + count].sum()) for first, count in mine)
+            if sight == Sight(chunk=sight.chunk):
+                assert row.pairs(mine) == exact
+            else:
+                assert abs(row.pairs(mine) - exact) <= queries / 2
+            if sight == Sight(causal=True, chunk=sight.chunk):
+                assert row.pairs(mine) == exact - queries / 2
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rings_end_when_nobody_sees_more(seed: int) -> None:
+    dice = random.Random(seed)
+    sizes, balance = _cut(dice), dice.random() < 0.5
+    sight = Sight(dice.random() < 0.8, dice.choice([0, 0, 1, 5, 13]), dice.choice([0, 0, 6]))
+    for size in (1, 2, 3, 4, 6, 8):
+        ring = Ring(None, "cp", size, 0, 0, AttentionTiles(1.0, sight, 1), balance)  # type: ignore[arg-type]
+        ids = Ids(None, _ids(sizes)[None], None, few=1)
+        ranks = [ring_runs(rank, size, LENGTH // size, balance) for rank in range(size)]
+        row = SeenRow(sight, LENGTH, tuple(accumulate(sizes)))
+        assert row.steps(ranks) == ring.steps(LENGTH // size, ids)
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_the_rank_that_has_most_is_that_of_the_closed_form(size: int) -> None:
+    sizes = lengths(2**16, 64)
+    part = 2**16 // size
+    for balance, most in zip((False, True), uneven(sizes, size), strict=True):
+        ranks = [ring_runs(rank, size, part, balance) for rank in range(size)]
+        found = SeenKeys(Sight(causal=True), 2**16, ranks, sizes)
+        assert found.uneven == pytest.approx(most, rel=1e-3)
+        work = [sum(pairs(first, first + count, sizes) for first, count in mine) - part / 2 for mine in ranks]
+        assert found.mean == pytest.approx(max(work) / part, rel=1e-12)
+
+
+def test_rows_go_on_where_the_one_before_ended() -> None:
+    assert list(rows_of([5, 3], 4)) == [(4,), (1, 4)]
+    assert list(rows_of([6], 4)) == [(4,), (2, 4)]
+    assert list(rows_of([2**30], 4))[:1] == [(4,)] and len(list(rows_of([2**30], 4))) == 256
+    # a rank with two rows at once waits for neither; with one at a time for each
+    halves = [[(0, 4)], [(4, 4)]]
+    alone, both = (SeenKeys(Sight(causal=True), 8, halves, [4, 4, 8], together=n) for n in (1, 2))
+    assert alone.mean == both.mean == (2 + 6) / 2
+    crossed = [SeenKeys(Sight(causal=True), 8, halves, [4, 2, 2, 1, 1, 1, 1, 4], together=n).mean for n in (1, 2)]
+    assert crossed == [(2 + 2) / 2, (1 + 2) / 2]
