@@ -1,0 +1,170 @@
+"""Predictions for packed rows: ``documents`` of a plan, or of the batch that the planner is given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import quintnet
+from benchmarks.packed import lengths, pairs
+from quintnet_compiler.core.annotations import facts
+from quintnet_compiler.cost_models.cluster import Cluster
+from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
+from quintnet_compiler.cost_models.hardware import H100
+from quintnet_compiler.cost_models.operators import RINGS, attention_flops, launches_of, ring_steps
+from quintnet_compiler.ops.attention import attention
+from quintnet_compiler.ops.catalog import work_of
+from quintnet_compiler.simulation.priced import ProgramPrices
+
+torch.set_num_threads(1)
+LENGTH, WIDTH, HEADS = 4096, 32, 4
+SIZES = lengths(LENGTH, 8)
+CONTEXTS: dict[str, dict[str, Any]] = {
+    "gathered": {"context": "all_gather"},
+    "ulysses": {"context": "ulysses"},
+    "ring": {"context": "ring", "context_load_balance": False},
+    "balanced": {"context": "ring"},
+}
+
+
+class Packed(nn.Module):
+    def __init__(self, mask: str = "causal") -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(2))
+        self.mask = mask
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        for qkv in self.qkv:
+            q, k, v = qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind()
+            x = x + attention(q, k, v, None, documents, scale=0.3, mask=self.mask).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+def _batch(*rows: list[int], device: str = "cpu") -> tuple[Tensor, Tensor]:
+    ids = torch.stack([torch.repeat_interleave(torch.tensor(sizes)) for sizes in rows])
+    return torch.empty(*ids.shape, WIDTH, device=device), ids
+
+
+def _program(mesh: quintnet.Mesh, documents: list[int] | None, **options: Any) -> quintnet.CompiledProgram:
+    batch = _batch(SIZES)
+    return quintnet.compile(Packed(), mesh, batch, documents=documents, check="off", **options)
+
+
+def _attention(program: quintnet.CompiledProgram) -> list[fx.Node]:
+    nodes = program._primary().program.source.graph.nodes
+    return [node for node in nodes if work_of(node.target) == "attention"]
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("precision", ["model", "bf16"])
+def test_attention_is_priced_by_what_the_busiest_rank_sees(name: str, precision: str) -> None:
+    """Forward and backward, by the closed form of what documents leave; programs and their digests are the same."""
+    mesh, ranks, options = quintnet.Mesh(cp=4), 4, CONTEXTS[name] | {"precision": precision}
+    known, unknown = (_program(mesh, given, **options) for given in (SIZES, None))
+    assert known._primary().program.text == unknown._primary().program.text
+    assert known._primary().program.digest == unknown._primary().program.digest
+    found = _attention(known)
+    assert len(found) == 4 and all(facts(node).documents == tuple(SIZES) for node in found)
+    part = LENGTH // (1 if name == "ulysses" else ranks)
+    half = part // 2
+    runs = {
+        "ulysses": [[0, half]],
+        "balanced": [[i * half, LENGTH - (i + 1) * half] for i in range(ranks)],
+    }.get(name, [[i * part, i * part + half] for i in range(ranks)])
+    most = max(sum(pairs(first, first + half, SIZES) for first in mine) for mine in runs) - part / 2
+    heads, width = HEADS // (ranks if name == "ulysses" else 1), WIDTH // HEADS
+    for node in found:
+        products = 5 if "backward" in str(node.target) else 2
+        assert attention_flops(node) == pytest.approx(products * 2 * heads * most * width, rel=1e-12)
+        assert launches_of(node) >= 1
+
+
+def test_one_document_is_what_no_documents_are() -> None:
+    for options in CONTEXTS.values():
+        known, unknown = (_program(quintnet.Mesh(cp=4), given, **options) for given in ([LENGTH], None))
+        assert known.simulate().seconds == unknown.simulate().seconds
+
+
+def test_keys_travel_as_far_as_documents_reach() -> None:
+    """Over four ranks, documents of half a row need one step of three; those of a quarter none."""
+    sent = []
+    for size in (LENGTH, LENGTH // 2, LENGTH // 4):
+        program = _program(quintnet.Mesh(cp=4), [size], **CONTEXTS["ring"])
+        prices = ProgramPrices(program._primary().program, replace(ClusterCosts(Cluster("h100")), overlaps=False))
+        stage = program.ranks[0].stages[0]
+        rings = [time for piece in stage.pieces for time in prices.nodes(stage, piece)
+                 if "ring" in str(time.node.target)]  # fmt: skip
+        steps = {ring_steps(node) for node in _attention(program) if node.target in RINGS}
+        sent.append((*steps, sum(time.communication for time in rings)))
+    assert [steps for steps, _ in sent] == [4, 2, 1]
+    assert sent[0][1] > 2 * sent[1][1] > 0 and sent[2][1] == 0
+
+
+def test_windows_end_a_ring() -> None:
+    for mask, steps in (("causal", 4), (f"causal_window_{LENGTH // 4}", 2), (f"causal_chunk_{LENGTH // 4}", 1)):
+        x, _ = _batch(SIZES)
+        model = Packed(mask)
+        program = quintnet.compile(model, quintnet.Mesh(cp=4), (x, torch.zeros(1, LENGTH)), check="off",
+                                   **CONTEXTS["ring"])  # fmt: skip
+        assert {ring_steps(node) for node in _attention(program)} == {steps}
+
+
+def test_estimates_read_the_batch() -> None:
+    """Of two rows with documents of their own; given as a plan's option they cost the same."""
+    sizes = [SIZES, lengths(LENGTH, 3)]
+    model, (x, ids), cluster = Packed(), _batch(*sizes), quintnet.Cluster(_quick(), gpus_per_node=4)
+    for options in ({"mesh": {"cp": 4}, "context": "ring"}, {"mesh": {"dp": 2, "cp": 2}}):
+        read = quintnet.estimate(model, cluster, (x, ids), options)
+        said = quintnet.estimate(model, cluster, (x, ids.to("meta")), {**options, "documents": [*sizes[0], *sizes[1]]})
+        none = quintnet.estimate(model, cluster, (x, ids.to("meta")), options)
+        assert read.seconds == said.seconds < none.seconds
+        assert read.figures.flops == said.figures.flops < none.figures.flops
+        assert quintnet.estimate(model, cluster, (x, ids), {**options, "documents": [LENGTH]}).seconds == none.seconds
+
+
+def test_plans_keep_what_they_expect() -> None:
+    """So that a program that is compiled with one is simulated with the same documents, on any rank."""
+    model, batch, cluster = Packed(), _batch(SIZES, SIZES), quintnet.Cluster(_quick(), gpus_per_node=2)
+    report = quintnet.plan(model, cluster, batch, plan={"mesh": {"dp": 2}}, top_k=1)
+    plan = report.best
+    assert plan.documents == (*SIZES, *SIZES) and quintnet.Plan.from_json(plan.to_json()) == plan
+    known = quintnet.compile(model, quintnet.Mesh(**plan.mesh), batch, plan=plan, check="off").simulate(cluster)
+    assert "rows are taken to have 8 documents" in str(known)
+    unknown = quintnet.compile(model, quintnet.Mesh(dp=2), batch, check="off").simulate(cluster)
+    assert "each row is taken to be one document" in str(unknown)
+    whole = quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "documents": [LENGTH]})
+    saved = whole.seconds - report.found.ranked[0].seconds
+    assert unknown.seconds - known.seconds == pytest.approx(saved, rel=1e-6) and saved > 0
+    with pytest.raises(quintnet.CompileError, match=r"documents.0: Input should be greater"):
+        quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "documents": [0]})
+
+
+def test_position_ids_are_read() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(1, LENGTH, dtype=torch.int64)
+    positions = torch.cat([torch.arange(size) for size in SIZES])[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    report = quintnet.plan(model, quintnet.Cluster(_quick(), gpus_per_node=1), batch, top_k=1)
+    assert report.best.documents == tuple(SIZES)
+    seen = sum(size * size for size in SIZES) / LENGTH**2
+    whole = quintnet.plan(
+        model, quintnet.Cluster(_quick(), gpus_per_node=1), batch, top_k=1, plan={"documents": [LENGTH]}
+    )
+    others = 3 * 2 * LENGTH * sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
+    others -= 3 * 2 * LENGTH * model.model.embed_tokens.weight.numel()
+    flops = [one.found.ranked[0].figures.flops - others for one in (report, whole)]
+    assert flops[0] == pytest.approx(seen * flops[1], rel=0.01)
+
+
+def _quick() -> Any:
+    """An H100 whose host takes no time, so that small models are not the host's."""
+    return replace(H100, efficiency=replace(H100.efficiency, host_seconds=0.0))
