@@ -45,14 +45,16 @@ class Case:
 def _hf(architecture: str, **config: Any) -> Callable[[], nn.Module]:
     """A transformers architecture with its configuration."""
 
-    def build() -> nn.Module:
-        import transformers
+    return lambda: made_of(architecture, **config)
 
-        found = getattr(transformers, architecture)
-        made: nn.Module = found(found.config_class(**config))
-        return made
 
-    return build
+def made_of(architecture: str, **config: Any) -> nn.Module:
+    """A model of a transformers architecture."""
+    import transformers
+
+    found = getattr(transformers, architecture)
+    made: nn.Module = found(found.config_class(**config))
+    return made
 
 
 def _tokens(rows: int, length: int) -> Callable[[], Any]:
@@ -139,7 +141,8 @@ PUBLISHED: Mapping[str, Case] = {
     ),
 }  # fmt: skip
 
-_LLAMA_8B = _hf("LlamaForCausalLM", **_llama(32, 4096, 32, 14336))
+LLAMA_8B = _llama(32, 4096, 32, 14336)
+_LLAMA_8B = _hf("LlamaForCausalLM", **LLAMA_8B)
 _VIT_H = _hf("ViTForImageClassification", hidden_size=1280, num_hidden_layers=32, num_attention_heads=16,
              intermediate_size=5120, patch_size=14, image_size=224, num_labels=1000)  # fmt: skip
 FSDP, DDP = "FSDP, as most train it", "DDP, as most train it"

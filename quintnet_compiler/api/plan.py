@@ -20,7 +20,7 @@ from ..ir.batch_form import FlatBatch, plain_batch
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
-from ..planner.asking import Question, listed, plan_model
+from ..planner.asking import Question, listed, plan_model, with_rings_in_order
 from ..planner.estimate import Estimate
 from ..planner.planning import RESERVE, Planner, PricedCluster
 from ..planner.report import PlanReport
@@ -82,7 +82,8 @@ def plan(
         among: several values of decisions that change what a step computes or how, each of which gets a search of its
             own: ``{"precision": ("model", "bf16"), "loss_chunks": (1, 8)}``. Plans are those of the best combination;
             the report has the best of each. Others: ``async_tp``, ``offload``, ``reduce_dtype``, ``sum_dtype``,
-            ``sequence_parallel``, ``reshard_after_forward``, ``overlap``, ``context_load_balance``.
+            ``sequence_parallel``, ``reshard_after_forward``, ``overlap``, ``context_load_balance``; the last is listed
+            anyway for rings where rows hold several documents.
         progress: whether to show a bar; by default on a terminal.
 
     Where nothing fits, plans have losses in parts (``loss_chunks``), or saved values in host memory (``offload``), and
@@ -98,6 +99,7 @@ def plan(
     question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
     given = read_plan(plan)
     planner = _planner(model, cluster, batch, loss_fn, given, rules, goal, backend, reserve)
+    alternatives = with_rings_in_order(planner, alternatives)
     tokens_in = planner.workload.tokens
 
     def of_length(length: int) -> Planner:

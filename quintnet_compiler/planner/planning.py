@@ -230,6 +230,12 @@ class Planner:
             node=0 if kept else cluster.gpus_per_node,
         )
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether a layout may split sequences over ranks."""
+        ways = self._context_ways()
+        return max(ways) > 1 and self.pinned.mesh.get("cp", 1 if self.pinned.mesh else max(ways)) > 1
+
     def _context_ways(self) -> tuple[int, ...]:
         """Sizes that divide every sequence that attends to itself."""
         targets = (attention, aten.scaled_dot_product_attention.default)
