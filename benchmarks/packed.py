@@ -4,6 +4,9 @@ python benchmarks/packed.py [--length 4096] [--documents 8] [--heads 4] [--width
 
 Documents have unequal lengths, 1 : 2 : ... : n. Programs take turns; a ratio is the median over rounds of a program's
 step over that of the mask. ``seen``: the pairs of a query and a key that documents leave of those that causality does.
+``priced``: FLOP of a step, as prices and ``model_flops`` count them, over those of the mask; programs are told the
+lengths. Kernels compute whole blocks of keys (512 of PyTorch's for CPUs) next to the diagonal, which prices leave out:
+the shorter documents are, the more.
 
 python benchmarks/packed.py --device cuda [--length 16384] [--heads 16] [--width 1024] [--documents 8]: in bf16 on a
 GPU, beside a plain module with compiled flex_attention.
@@ -116,12 +119,15 @@ def main() -> None:
     x, documents = torch.randn(1, given.length, given.width), torch.repeat_interleave(torch.tensor(sizes))[None]
     batch = x.to(device, dtype), documents.to(device)
 
+    programs: dict[str, quintnet.CompiledProgram] = {}
+
     def step_of(how: str) -> Callable[[], object]:
         model = Packed(given.width, given.heads, how).to(dtype)
         if how == "flex_attention":
             plain = Flex(model).to(device)
             return lambda: plain(*batch).backward()
-        program = quintnet.compile(model, Mesh(dp=1), batch, device=device)
+        program = quintnet.compile(model, Mesh(dp=1), batch, device=device, documents=sizes)
+        programs[how] = program
         return lambda: program.step(batch)
 
     names = ["mask", "documents", "one document", *(["flex_attention"] if device.type == "cuda" else [])]
@@ -142,6 +148,7 @@ def main() -> None:
             how: statistics.median(a / b for a, b in zip(times, seconds["mask"], strict=True))
             for how, times in seconds.items()
         },
+        "priced": {how: one.model_flops / programs["mask"].model_flops for how, one in programs.items()},
     }
     print(json.dumps(found) if given.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
 

@@ -27,9 +27,9 @@ from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
 from ..ops.scaled_products import scaled_matmul
+from ..ops.seen_keys import SeenKeys
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .kernels import Kernel, merged_bytes
-from .seen_keys import SeenKeys
 
 aten = torch.ops.aten
 ProductSize = tuple[int, int, int, int]  # batch, rows, columns, depth: a multiply-add for each of their product

@@ -165,6 +165,30 @@ def test_position_ids_are_read() -> None:
     assert flops[0] == pytest.approx(seen * flops[1], rel=0.01)
 
 
+def _of_an_example(rank: int) -> tuple[str, float]:
+    """A program of a rank whose example batch has documents of its own, and a step of the batch that all have."""
+    torch.manual_seed(0)
+    model, (x, ids) = Packed(), _batch(SIZES, SIZES)
+    example = torch.empty_like(x), _batch(lengths(LENGTH, 2 + rank), [LENGTH])[1]
+    cluster = quintnet.Cluster("h100", gpus_per_node=2)
+    program = quintnet.compile(model, cluster, example, plan={"mesh": {"cp": 2}}, device="cpu", check="off")
+    x = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    loss = float(program.step((x, ids)))
+    return program._primary().program.digest, program.plan.documents[0] + loss
+
+
+@pytest.mark.slow
+def test_ranks_agree_whatever_their_examples_expect() -> None:
+    found = quintnet.launch(_rank, 2)
+    assert found[0][0] == found[1][0]
+    firsts = [lengths(LENGTH, 2 + rank)[0] for rank in range(2)]
+    assert found[0][1] - firsts[0] == pytest.approx(found[1][1] - firsts[1], rel=1e-6)
+
+
+def _rank() -> tuple[str, float]:
+    return _of_an_example(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
+
+
 def _quick() -> Any:
     """An H100 whose host takes no time, so that small models are not the host's."""
     return replace(H100, efficiency=replace(H100.efficiency, host_seconds=0.0))

@@ -287,7 +287,7 @@ class CompiledProgram(ProgramGeneration):
                 self._backend.learn(primary.program, tensors)
             else:
                 refuse_split(tensors)
-                plan, engine = primary.plan.to_json(), ENGINES[task.backend]()
+                plan, engine = primary.plan.agreed, ENGINES[task.backend]()
                 with announced("the set-up of a program"):
                     self._backend = open_backend(
                         self.mesh,

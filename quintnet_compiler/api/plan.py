@@ -99,7 +99,6 @@ def plan(
     question, goal = Question(objective, SearchEffort(work, seconds)), Goal(tokens, price)
     given = read_plan(plan)
     planner = _planner(model, cluster, batch, loss_fn, given, rules, goal, backend, reserve)
-    alternatives = with_rings_in_order(planner, alternatives)
     tokens_in = planner.workload.tokens
 
     def of_length(length: int) -> Planner:
@@ -115,7 +114,7 @@ def plan(
             top_k=top_k,
             progress=shown,
             of_length=of_length if tokens_in else None,
-            among=alternatives,
+            among=with_rings_in_order(planner, alternatives),
         )
 
 

@@ -161,6 +161,11 @@ class Plan(BaseModel):
         return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
 
     @property
+    def agreed(self) -> str:
+        """The text of what ranks must have in common: all but what predictions alone read of a rank's own batch."""
+        return self.model_copy(update={"documents": ()}).to_json()
+
+    @property
     def decisions(self) -> dict[str, Any]:
         """The decisions that differ from the defaults, without ``parameters``."""
         found, usual = self.model_dump(mode="json", exclude={"parameters"}), Plan().model_dump(mode="json")

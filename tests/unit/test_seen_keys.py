@@ -11,10 +11,10 @@ from torch import Tensor
 
 from benchmarks.packed import lengths, pairs, uneven
 from quintnet_compiler.core.slices import runs
-from quintnet_compiler.cost_models.seen_keys import SeenKeys, SeenRow, rows_of
 from quintnet_compiler.ops.attention import visible
 from quintnet_compiler.ops.attention_blocks import Sight, ring_runs
 from quintnet_compiler.ops.attention_tiles import AttentionTiles, Ids
+from quintnet_compiler.ops.seen_keys import SeenKeys, SeenRow, rows_of
 from quintnet_compiler.runtime.transport.ring import Ring
 
 LENGTH = 48

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..ops.attention_blocks import Sight
-from ..ops.attention_ids import FEW
+from .attention_blocks import Sight
+from .attention_ids import FEW
 
 MOST_ROWS = 256  # of documents that go on and on
 Runs = Sequence[tuple[int, int]]  # first position and length of each
