@@ -11,8 +11,9 @@ the shorter documents are, the more.
 python benchmarks/packed.py --device cuda [--length 16384] [--heads 16] [--width 1024] [--documents 8]: in bf16 on a
 GPU, beside a plain module with compiled flex_attention.
 
-python benchmarks/packed.py --ranks 4 [--length 4096] [--documents 8]: no step, but by formula the work of the rank that
-has most over the mean, with a sequence over so many ranks: in order, and as ``context_load_balance`` has it.
+python benchmarks/packed.py --ranks 4 [--length 4096] [--documents 8] [--runs 2]: no step, but by formula the work of
+the rank that has most over the mean, with a sequence over so many ranks: in order, and as ``context_load_balance`` has
+it (or with more ``runs`` of positions for each rank, dealt out to ranks forth and back).
 """
 
 from __future__ import annotations
@@ -92,13 +93,16 @@ def pairs(first: int, end: int, sizes: list[int]) -> int:
     return found
 
 
-def uneven(sizes: list[int], ranks: int) -> tuple[float, float]:
-    """The most work of a rank over the mean: of runs in order, and of a run near each end for every rank."""
-    length, parts = sum(sizes), 2 * ranks
+def uneven(sizes: list[int], ranks: int, runs: int = 2) -> tuple[float, float]:
+    """The most work of a rank over the mean: of runs in order, and of an even number of ``runs`` for every rank, dealt
+    out forth and back (of two: one near each end)."""
+    length, parts = sum(sizes), runs * ranks
     work = [pairs(length * i // parts, length * (i + 1) // parts, sizes) for i in range(parts)]
     mean = sum(work) / ranks
-    in_order = max(a + b for a, b in zip(work[::2], work[1::2], strict=True))
-    return in_order / mean, max(work[i] + work[-1 - i] for i in range(ranks)) / mean
+    in_order = max(sum(work[i : i + runs]) for i in range(0, parts, runs))
+    turns = range(0, parts, 2 * ranks)
+    dealt = max(sum(work[at + i] + work[at + 2 * ranks - 1 - i] for at in turns) for i in range(ranks))
+    return in_order / mean, dealt / mean
 
 
 def main() -> None:
@@ -107,12 +111,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--runs", type=int, choices=range(2, 129, 2), metavar="2, 4, ...", default=2)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     sizes = lengths(given.length, given.documents)
     if given.ranks:
-        print("most over mean: {:.2f} in order, {:.2f} balanced".format(*uneven(sizes, given.ranks)))
+        print("most over mean: {:.2f} in order, {:.2f} balanced".format(*uneven(sizes, given.ranks, given.runs)))
         return
     device = torch.device(given.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
