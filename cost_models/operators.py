@@ -219,10 +219,15 @@ def ring_size(node: fx.Node) -> int:
     return int(node.args[2])  # type: ignore[arg-type]
 
 
+def with_documents(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Attention whose mask has documents."""
+    kinds = (node for node in nodes if work_of(node.target) == "attention")
+    return [node for node in kinds if argument(node, "segments") is not None]
+
+
 def documents_note(nodes: Iterable[fx.Node]) -> str:
     """What is assumed of packed documents, for people; "" where no mask has documents."""
-    packed = [node for node in nodes if work_of(node.target) == "attention" and argument(node, "segments") is not None]
-    found = [seen for node in packed if (seen := seen_keys(node)) is not None]
+    found = [seen for node in with_documents(nodes) if (seen := seen_keys(node)) is not None]
     if not found:
         return ""
     one = max(found, key=lambda seen: seen.length)

@@ -84,9 +84,21 @@ def test_attention_is_priced_by_what_the_busiest_rank_sees(name: str, precision:
 
 
 def test_one_document_is_what_no_documents_are() -> None:
+    x, ids = _batch(SIZES)
     for options in CONTEXTS.values():
-        known, unknown = (_program(quintnet.Mesh(cp=4), given, **options) for given in ([LENGTH], None))
+        known = _program(quintnet.Mesh(cp=4), [LENGTH], **options)
+        unknown = quintnet.compile(Packed(), quintnet.Mesh(cp=4), (x, ids.to("meta")), check="off", **options)
         assert known.simulate().seconds == unknown.simulate().seconds
+
+
+def test_simulations_read_the_latest_batch() -> None:
+    """And leave the program as it was."""
+    known, unknown = (_program(quintnet.Mesh(cp=4), given, context="ring") for given in (SIZES, None))
+    assert unknown.simulate().seconds == known.simulate().seconds
+    assert not any(facts(node).documents for node in _attention(unknown))
+    unknown.prepare(_batch([LENGTH]))
+    whole = _program(quintnet.Mesh(cp=4), [LENGTH], context="ring").simulate()
+    assert unknown.simulate().seconds == whole.seconds > known.simulate().seconds
 
 
 def test_keys_travel_as_far_as_documents_reach() -> None:
@@ -134,7 +146,8 @@ def test_plans_keep_what_they_expect() -> None:
     assert plan.documents == (*SIZES, *SIZES) and quintnet.Plan.from_json(plan.to_json()) == plan
     known = quintnet.compile(model, quintnet.Mesh(**plan.mesh), batch, plan=plan, check="off").simulate(cluster)
     assert "rows are taken to have 8 documents" in str(known)
-    unknown = quintnet.compile(model, quintnet.Mesh(dp=2), batch, check="off").simulate(cluster)
+    hidden = batch[0], batch[1].to("meta")
+    unknown = quintnet.compile(model, quintnet.Mesh(dp=2), hidden, check="off").simulate(cluster)
     assert "each row is taken to be one document" in str(unknown)
     whole = quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "documents": [LENGTH]})
     saved = whole.seconds - report.found.ranked[0].seconds

@@ -20,11 +20,12 @@ CPU = torch.device("cpu")
 
 
 def known_value(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Tensor | None:
-    """What ``node`` is, where all that its value depends on is in the graph or among ``given`` inputs; else None."""
+    """What ``node`` is, on the host, where all that its value depends on is in the graph or among ``given`` inputs that
+    have values; else None."""
     needed, todo = set[fx.Node](), [node]
     while todo:
         here = todo.pop()
-        if here.op == "placeholder" and here not in given:
+        if here.op == "placeholder" and (here not in given or given[here].is_meta):
             return None
         if here not in needed:
             needed.add(here)
@@ -34,7 +35,7 @@ def known_value(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Tensor | None
         if here not in needed:
             continue
         if here.op == "placeholder":
-            env[here] = given[here]
+            env[here] = given[here].detach().to(CPU)
             continue
         args, kwargs = fx.map_arg((here.args, here.kwargs), env.__getitem__)
         options = {**kwargs, "device": CPU} if "device" in kwargs else kwargs
@@ -62,17 +63,16 @@ def expect_documents(graph: fx.Graph, lengths: tuple[int, ...]) -> None:
 
 def documents_in(program: Program, leaves: Sequence[Any]) -> tuple[int, ...]:
     """The lengths of a batch's documents, row after row, of the attention with the longest rows; () if no mask has
-    documents, or if the batch has no values for them. Of many documents those of the first rows.
+    documents, or if the batch has no values for them, or other sizes. Of many documents those of the first rows.
 
     ``leaves``: the batch's, in order.
     """
     inputs = [node for node, found in program.leaves.items() if found.kind == "input"]
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if len(inputs) != len(tensors):
-        return ()
-    given = {node: x.detach().to(CPU) for node, x in zip(inputs, tensors, strict=True) if x.device.type != "meta"}
     masked = sorted(_with_documents(program.graph), key=lambda node: -shape(node)[2])
-    ids = known_value(_documents_of(masked[0]), given) if masked else None
+    if not masked or [shape(node) for node in inputs] != [tuple(x.shape) for x in tensors]:
+        return ()
+    ids = known_value(_documents_of(masked[0]), dict(zip(inputs, tensors, strict=True)))
     if ids is None:
         return ()
     found: list[int] = []

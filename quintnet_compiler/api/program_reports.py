@@ -20,9 +20,11 @@ from ..driver.pipeline import Request
 from ..dump.folder import dump_program
 from ..dump.notebook import program_figure, waiting_figure
 from ..dump.page import Extras
+from ..ir.batch_form import FlatBatch
 from ..ir.cost_protocol import RankCosts
 from ..ir.distributed_program import DistributedProgram, RankProgram
 from ..ir.plan import Plan, check_plan
+from ..passes.frontend.document_ids import documents_in
 from ..planner.report import PlanReport
 from ..reports.explain import Explain, Explanation, LayoutDifference, difference
 from ..reports.explain_gradient import prove
@@ -247,7 +249,7 @@ class ProgramReports(ProgramState):
 
     def simulate(self, costs: RankCosts | Cluster | None = None, *, faults: Faults | None = None) -> Timeline:
         """Predict a step, without any device: when each rank does what, what it waits for, and how much memory it
-        needs.
+        needs. Packed rows are taken to hold the documents of the latest batch, where the plan expects none.
 
         Args:
             costs: prices of operators and communication: a cluster, or a calibration of this machine
@@ -262,4 +264,12 @@ class ProgramReports(ProgramState):
                 faults of ranks and links that do not exist, QN210 if an operator has no price, QN301 for a cluster with
                 fewer devices than ranks.
         """
-        return simulate_program(self._primary().program, self._prices(costs), faults)
+        return simulate_program(self._primary().program, self._prices(costs), faults, documents=self._documents())
+
+    def _documents(self) -> tuple[int, ...]:
+        """Those of the latest batch (before any: of that which it was compiled for)."""
+        compiled = self._primary()
+        if compiled.plan.documents or self._batch is None:
+            return ()
+        whole = compiled.program.source.local.staged.sharded.program
+        return documents_in(whole, FlatBatch.of(self._batch).leaves)

@@ -49,6 +49,7 @@ class ProgramState(abc.ABC):
     _locks: FolderLocks
     _preemption: Preemption | None
     _compiling: float
+    _batch: Any  # the latest
     _interrupted: bool  # the last call was a step, which another rank's fault ended before it changed anything
 
     def _primary(self) -> Compiled:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from ..cost_models.operators import documents_note
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import fx
+
+from ..core.annotations import annotate, facts
+from ..cost_models.operators import documents_note, with_documents
 from ..ir.cost_protocol import RankCosts, guess_note, guesses
 from ..ir.distributed_program import DistributedProgram
 from .faults import Faults, read_faults
@@ -13,8 +20,9 @@ from .timeline import Timeline
 
 
 def simulate_program(
-    program: DistributedProgram, costs: RankCosts, faults: Faults | None = None, *, processes: bool = True
-) -> Timeline:
+    program: DistributedProgram, costs: RankCosts, faults: Faults | None = None, *, processes: bool = True,
+    documents: tuple[int, ...] = (),
+) -> Timeline:  # fmt: skip
     """A step of ``program``. One rank per pipeline place stands for all that do the same: by construction those run
     the same functions (ranks of a stage share them), and only what is slow tells them apart.
 
@@ -22,21 +30,37 @@ def simulate_program(
         costs: what nodes, collectives and transfers take.
         faults: slow ranks and links.
         processes: whether each rank is a process of its own, with buffers for what it receives.
+        documents: lengths of packed documents to expect, instead of those that the program was compiled for (see
+            :class:`..ir.plan.Plan`).
 
     Raises:
         CompileError: QN201 for faults that the mesh cannot have, QN210 if something has no price.
     """
     slow = read_faults(faults, program.mesh)
     durations = ProgramPrices(program, costs)
-    setting = Setting(
-        program.mesh,
-        durations.lockstep,
-        slow,
-        repr(program.mesh),
-        rehearse(program, processes=processes),
-        _notes(program, durations),
-    )
-    return simulate(program.schedule, program.edges, durations, setting)
+    with _expecting(durations.source.values(), documents):
+        setting = Setting(
+            program.mesh,
+            durations.lockstep,
+            slow,
+            repr(program.mesh),
+            rehearse(program, processes=processes),
+            _notes(program, durations),
+        )
+        return simulate(program.schedule, program.edges, durations, setting)
+
+
+@contextmanager
+def _expecting(nodes: Iterable[fx.Node], documents: tuple[int, ...]) -> Iterator[None]:
+    """Let prices expect ``documents``, where there are any, of attention among ``nodes``."""
+    before = {node: facts(node) for node in with_documents(nodes)} if documents else {}
+    for node, known in before.items():
+        annotate(node, replace(known, documents=documents))
+    try:
+        yield
+    finally:
+        for node, known in before.items():
+            annotate(node, known)
 
 
 def _notes(program: DistributedProgram, durations: ProgramPrices) -> tuple[str, ...]:
