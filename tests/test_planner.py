@@ -215,7 +215,7 @@ def test_units_of_a_folded_model_are_those_of_the_whole() -> None:
     home = {node: block for block, nodes in block_members(program.graph).items() for node in nodes}
     alone = {block: (block[1],) for block in home.values()}
     whole = Folded(program, dict.fromkeys(program.graph.nodes, 1), alone, home)
-    plain = Planner(whole, planner.machine, planner.pinned, planner.rules)
+    plain = Planner(whole, planner.machine, planner.pinned, planner.rules, planner.workload)
     for layout in list(layouts(planner.limits()))[::7]:
         a, b = (one.builder()(layout) for one in (planner, plain))
         assert [(u.forward, u.backward, u.saved, u.parameters) for u in a] == [
