@@ -144,6 +144,7 @@ def test_plans_keep_what_they_expect() -> None:
     report = quintnet.plan(model, cluster, batch, plan={"mesh": {"dp": 2}}, top_k=1)
     plan = report.best
     assert plan.documents == (*SIZES, *SIZES) and quintnet.Plan.from_json(plan.to_json()) == plan
+    assert f"documents of {min(SIZES)} to {max(SIZES)} positions" in str(report)
     known = quintnet.compile(model, quintnet.Mesh(**plan.mesh), batch, plan=plan, check="off").simulate(cluster)
     assert "rows are taken to have 8 documents" in str(known)
     hidden = batch[0], batch[1].to("meta")
@@ -156,26 +157,40 @@ def test_plans_keep_what_they_expect() -> None:
         quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "documents": [0]})
 
 
-def test_position_ids_are_read() -> None:
+def _llama(rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
-        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(1, LENGTH, dtype=torch.int64)
-    positions = torch.cat([torch.arange(size) for size in SIZES])[None]
-    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    report = quintnet.plan(model, quintnet.Cluster(_quick(), gpus_per_node=1), batch, top_k=1)
-    assert report.best.documents == tuple(SIZES)
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(rows, LENGTH, dtype=torch.int64)
+    positions = torch.cat([torch.arange(size) for size in SIZES]).expand(rows, -1)
+    return model, {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+def test_position_ids_are_read() -> None:
+    model, batch = _llama(1)
+    cluster, plan = quintnet.Cluster(_quick(), gpus_per_node=1), {"mesh": {"dp": 1}}
+    read, whole = (quintnet.estimate(model, cluster, batch, plan | more) for more in ({}, {"documents": [LENGTH]}))
+    rows = [p.numel() for name, p in model.named_parameters() if "norm" not in name and "embed" not in name]
+    flops = [one.figures.flops - 3 * 2 * LENGTH * sum(rows) for one in (read, whole)]
     seen = sum(size * size for size in SIZES) / LENGTH**2
-    whole = quintnet.plan(
-        model, quintnet.Cluster(_quick(), gpus_per_node=1), batch, top_k=1, plan={"documents": [LENGTH]}
-    )
-    others = 3 * 2 * LENGTH * sum(p.numel() for name, p in model.named_parameters() if "norm" not in name)
-    others -= 3 * 2 * LENGTH * model.model.embed_tokens.weight.numel()
-    flops = [one.found.ranked[0].figures.flops - others for one in (report, whole)]
     assert flops[0] == pytest.approx(seen * flops[1], rel=0.01)
+    assert quintnet.plan(model, cluster, batch, top_k=1, plan=plan).best.documents == tuple(SIZES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_what_is_computed_again_expects_the_same(precision: str) -> None:
+    model, batch = _llama(4)
+    program = quintnet.compile(
+        model, quintnet.Mesh(pp=2, dp=2, cp=2), batch, documents=SIZES, precision=precision, recompute="full", zero=3,
+        microbatches=2, context="ring", device="cuda", check="off",
+    )  # fmt: skip
+    found = _attention(program)
+    assert len(found) == 3 * 4, "forward, forward again, and backward of four layers"
+    assert {facts(node).documents for node in found} == {tuple(SIZES)}
 
 
 def _of_an_example(rank: int) -> tuple[str, float]:

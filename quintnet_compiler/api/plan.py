@@ -20,7 +20,7 @@ from ..ir.batch_form import FlatBatch, plain_batch
 from ..ir.plan import Plan, check_plan, read_plan
 from ..ops.rules.notation import Rule, table
 from ..ops.rules.table import RULES
-from ..planner.asking import Question, listed, plan_model, with_rings_in_order
+from ..planner.asking import Question, listed, plan_model
 from ..planner.estimate import Estimate
 from ..planner.planning import RESERVE, Planner, PricedCluster
 from ..planner.report import PlanReport
@@ -114,7 +114,7 @@ def plan(
             top_k=top_k,
             progress=shown,
             of_length=of_length if tokens_in else None,
-            among=with_rings_in_order(planner, alternatives),
+            among=_with_rings_in_order(planner, alternatives),
         )
 
 
@@ -178,3 +178,16 @@ def _planner(
     machine = PricedCluster(cluster, unknown, reserve, backend == REPLAYS)
     tokens = tokens_of(found.leaves)
     return Planner.of(captured, found.rows, machine, pinned, book, tokens, goal, found.leaves)
+
+
+def _with_rings_in_order(planner: Planner, among: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Beside each of ``among``, rings without ``context_load_balance``, where rows are expected to hold several
+    documents and the plan leaves it open: exchanged halves of rows put documents on ranks that are far apart, so that
+    keys travel all around a ring which would end early, and even out work for one document alone."""
+    pinned, first = planner.pinned, list(among) or [{}]
+    decided = pinned.model_fields_set.union(*first)
+    ring = "context" not in decided or pinned.context == "ring"
+    if len(set(pinned.documents)) < 2 or "context_load_balance" in decided or not ring or not planner.splits_rows:
+        return list(among)
+    ways = {"context_load_balance": True}, {"context_load_balance": False, "context": "ring"}
+    return [{**decisions, **way} for decisions in first for way in ways]

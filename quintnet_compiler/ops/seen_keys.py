@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,8 +64,8 @@ class SeenRow:
         as kernels take them together."""
         found = 0
         for first, count in runs:
-            inside = [end for end in self._cuts[bisect_right(self._cuts, first) :] if end < first + count]
-            found += min(len(inside) + 1, max(1, count // FEW))
+            inside = bisect_left(self._cuts, first + count) - bisect_right(self._cuts, first)
+            found += min(inside + 1, max(1, count // FEW))
         return found
 
     def steps(self, ranks: Sequence[Runs]) -> int:

@@ -247,19 +247,6 @@ def listed(among: Mapping[str, Sequence[Any]] | None) -> list[dict[str, Any]]:
     return [dict(zip(names, values, strict=True)) for values in product(*(among or {}).values())] if names else []
 
 
-def with_rings_in_order(planner: Planner, among: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Beside each of ``among``, rings without ``context_load_balance``, where rows are expected to hold several
-    documents and the plan leaves it open: exchanged halves of rows put documents on ranks that are far apart, so that
-    keys travel all around a ring which would end early, and even out work for one document alone."""
-    pinned, first = planner.pinned, list(among) or [{}]
-    decided = pinned.model_fields_set.union(*first)
-    ring = "context" not in decided or pinned.context == "ring"
-    if len(set(pinned.documents)) < 2 or "context_load_balance" in decided or not ring or not planner.splits_rows:
-        return list(among)
-    ways = {"context_load_balance": True}, {"context_load_balance": False, "context": "ring"}
-    return [{**decisions, **way} for decisions in first for way in ways]
-
-
 def plan_model(
     planner: Planner, question: Question, *, top_k: int, progress: Progress | None = None,
     of_length: Callable[[int], Planner] | None = None, among: Sequence[Mapping[str, Any]] = (),
@@ -297,6 +284,8 @@ def plan_model(
             planner, pinned=planner.pinned.changed({"mesh": {**planner.pinned.mesh, "pp": 1}}, keep_open=True)
         )
         whole.search(1, "time", SearchEffort(question.effort.work / 4, question.effort.seconds / 4), pricing=pricing)
+    if lengths := planner.pinned.documents:
+        notes.append(f"rows are taken to hold documents of {min(lengths):,} to {max(lengths):,} positions")
     plans, machine = tuple(planner.complete(one) for one in found.ranked), planner.machine
     simpler = _simpler(planner, question, found.ranked[0], pricing)
     if question.objective == "memory":
