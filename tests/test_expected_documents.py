@@ -157,6 +157,24 @@ def test_plans_keep_what_they_expect() -> None:
         quintnet.estimate(model, cluster, batch, {"mesh": {"dp": 2}, "documents": [0]})
 
 
+def test_plans_of_packed_rows_try_rings_in_order() -> None:
+    """Where a row holds several documents, be they equal, and positions may be split; no decision is overruled."""
+    cluster, length = quintnet.Cluster(_quick(), gpus_per_node=2), 2 * LENGTH
+    batch = torch.empty(1, length, WIDTH), torch.zeros(1, length, device="meta")
+    found = {}
+    for size, options in (
+        (512, {}),
+        (length, {}),
+        (512, {"context_load_balance": True}),
+        (512, {"context": "ulysses"}),
+    ):
+        plan = {"mesh": {"cp": 2}, "documents": [size], **options}
+        report = quintnet.plan(Packed(), cluster, batch, plan=plan, top_k=1)
+        found[size, *options] = [one.decisions["context_load_balance"] for one in report.alternatives]
+    assert found.pop((512,)) == [True, False] and not any(found.values())
+    assert not quintnet.plan(Packed(), cluster, batch, plan={"mesh": {"dp": 1}, "documents": [512]}).alternatives
+
+
 def _llama(rows: int) -> tuple[nn.Module, dict[str, Tensor]]:
     transformers: Any = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

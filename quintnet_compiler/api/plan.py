@@ -187,7 +187,7 @@ def _with_rings_in_order(planner: Planner, among: Sequence[Mapping[str, Any]]) -
     pinned, first = planner.pinned, list(among) or [{}]
     decided = pinned.model_fields_set.union(*first)
     ring = "context" not in decided or pinned.context == "ring"
-    if len(set(pinned.documents)) < 2 or "context_load_balance" in decided or not ring or not planner.splits_rows:
+    if "context_load_balance" in decided or not ring or not planner.splits_documents:
         return list(among)
     ways = {"context_load_balance": True}, {"context_load_balance": False, "context": "ring"}
     return [{**decisions, **way} for decisions in first for way in ways]

@@ -25,6 +25,7 @@ from ..ir.plan import Plan, precision_of
 from ..ir.program import Captured
 from ..ops.attention import attention
 from ..ops.rules.notation import Rule
+from ..ops.seen_keys import rows_of
 from ..passes.frontend.document_ids import documents_in, expect_documents
 from ..passes.frontend.lower_precision import LowerPrecision
 from ..passes.frontend.normalize import Normalize
@@ -231,22 +232,27 @@ class Planner:
         )
 
     @property
-    def splits_rows(self) -> bool:
-        """Whether a layout may split sequences over ranks."""
-        ways = self._context_ways()
-        return max(ways) > 1 and self.pinned.mesh.get("cp", 1 if self.pinned.mesh else max(ways)) > 1
+    def splits_documents(self) -> bool:
+        """Whether a layout may split rows that hold several documents over ranks."""
+        most = max(self._context_ways())
+        split = self.pinned.mesh.get("cp", 1 if self.pinned.mesh else most) > 1
+        several = (len(ends) > 1 for ends in rows_of(self.pinned.documents, max(self._lengths, default=1)))
+        return split and most > 1 and any(several)
+
+    @cached_property
+    def _lengths(self) -> list[int]:
+        """Of sequences that attend to themselves."""
+        targets = (attention, aten.scaled_dot_product_attention.default)
+        nodes = [node for node in self.folded.program.graph.nodes if node.op == "call_function"]
+        return [values(node)[0].shape[-2] for node in nodes if node.target in targets]
 
     def _context_ways(self) -> tuple[int, ...]:
         """Sizes that divide every sequence that attends to itself."""
-        targets = (attention, aten.scaled_dot_product_attention.default)
-        lengths = [
-            values(node)[0].shape[-2] for node in self.folded.program.graph.nodes
-            if node.op == "call_function" and node.target in targets
-        ]  # fmt: skip
-        if not lengths:
+        if not self._lengths:
             return (1,)
-        most = max(1, min(lengths) // SHORTEST)
-        return tuple(n for n in divisors(self.machine.cluster.size) if n <= most and all(s % n == 0 for s in lengths))
+        most = max(1, min(self._lengths) // SHORTEST)
+        every = divisors(self.machine.cluster.size)
+        return tuple(n for n in every if n <= most and all(size % n == 0 for size in self._lengths))
 
     def _expert_ways(self) -> tuple[int, ...]:
         found = expert_parameters(self.folded.program.graph)
