@@ -39,6 +39,8 @@ def blocks_of(size: Sequence[int], block: Sequence[int]) -> list[int]:
 
 
 def _block_max(x: Tensor, block: Sequence[int]) -> Tensor:
+    if not x.numel():
+        return x.new_zeros(blocks_of(x.shape, block), dtype=torch.float32)
     for dim, size in enumerate(block):
         if size != 1:
             count = x.shape[dim] // size if size else 1
@@ -74,7 +76,7 @@ def _scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equat
         return _product(a.t(), b, scale_a.t(), scale_b, dtype)
     if equation == FORWARD:
         b, scale_b = b.t(), scale_b.t()
-    return _product(a, b, scale_a, scale_b, dtype).reshape(*lead, -1)
+    return _product(a, b, scale_a, scale_b, dtype).reshape(*lead, b.shape[1])
 
 
 def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
@@ -84,18 +86,33 @@ def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(a * scale_a) @ (b * scale_b)``. On CUDA a product of tensor cores, where scales are those of whole rows and
-    columns, and sizes are multiples of 16; else, and on CPUs, what the numbers stand for is multiplied."""
-    along = scale_a.shape[1] == 1 and scale_b.shape[0] == 1
-    alike = (scale_a.shape[0] > 1) == (scale_b.shape[1] > 1)
-    if a.is_cuda and along and alike and all(n % 16 == 0 for n in (*a.shape, *b.shape)):
+    """``(a * scale_a) @ (b * scale_b)``. On GPUs one product of 8-bit numbers where :func:`_has_kernel` says so; else,
+    and on CPUs, what the numbers stand for is multiplied."""
+    if _has_kernel(a, b, scale_a, scale_b, dtype):
+        if scale_a.numel() > 1 or scale_b.numel() > 1:
+            scale_a, scale_b = scale_a.expand(a.shape[0], 1), scale_b.expand(1, b.shape[1])
         b = b.t().contiguous().t()  # its columns are what lies together
-        scales = scale_a.contiguous(), scale_b.contiguous()
+        scales = scale_a.flatten()[:, None], scale_b.flatten()[None]  # with strides of what lies together
         found: Tensor = aten._scaled_mm.default(a.contiguous(), b, *scales, None, None, dtype)
         return found
     wide = torch.promote_types(dtype, torch.float32)
     left, right = (x.to(wide) * _spread(s, x.shape) for x, s in ((a, scale_a), (b, scale_b)))
     return (left @ right).to(dtype)
+
+
+def _has_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> bool:
+    """What ``_scaled_mm`` takes: scales of whole rows and columns, sums and rows of the result over multiples of 16
+    numbers, and results of 16 bits (bfloat16 only, if rows have scales of their own)."""
+    along = scale_a.shape[1] == 1 and scale_b.shape[0] == 1
+    one = scale_a.numel() == 1 and scale_b.numel() == 1
+    right = dtype is torch.bfloat16 or (one and dtype is torch.float16)
+    sizes = a.shape[0] > 0 and all(n > 0 and n % 16 == 0 for n in b.shape)
+    return along and right and sizes and multiplies_eight_bits(a.device)
+
+
+def multiplies_eight_bits(device: torch.device) -> bool:
+    """Whether a device has tensor cores of 8-bit floating point."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _of_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equation: str, dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from quintnet_compiler.ops import scaled_products
 from quintnet_compiler.ops.rules import scaled_products as rules
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
+from quintnet_compiler.ops.scaled_products import (
+    FORWARD,
+    OF_INPUT,
+    OF_WEIGHT,
+    block_max,
+    block_scale,
+    blocks_of,
+    scaled_cast,
+    scaled_matmul,
+)
 from quintnet_compiler.passes.frontend.eight_bits import RECIPES
 from quintnet_compiler.runtime.transport.narrow import as_bytes, is_narrow, moved_as_bytes
 
@@ -78,6 +91,43 @@ def test_a_product_is_that_of_what_the_numbers_stand_for(
     made = scaled_matmul(a8, b8, scale_a, scale_b, equation, torch.float64)
     assert made.shape == expected.shape and torch.allclose(made, expected, rtol=1e-12, atol=1e-12)
     assert scaled_matmul(a8, b8, scale_a, scale_b, equation, torch.bfloat16).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 10, 32])
+@pytest.mark.parametrize("row", [False, True])
+@pytest.mark.parametrize(("equation", "k", "n"), [(FORWARD, 32, 48), (OF_INPUT, 32, 48), (OF_WEIGHT, 32, 48)])
+def test_the_kernel_of_8_bit_products_is_called_as_it_wants(
+    equation: str, k: int, n: int, row: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``_scaled_mm`` on the CPU; sums over rows that are no multiple of 16 are not its."""
+    monkeypatch.setattr(scaled_products, "multiplies_eight_bits", lambda device: True)
+    calls: list[tuple[int, ...]] = []
+    kernel = torch.ops.aten._scaled_mm.default
+
+    def spy(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+        calls.append(tuple(a.shape))
+        assert a.is_contiguous() and b.t().is_contiguous() and all(s.is_contiguous() for s in rest[:2])
+        found: Tensor = kernel(a, b, *rest)
+        return found
+
+    fake = SimpleNamespace(_scaled_mm=SimpleNamespace(default=spy))
+    monkeypatch.setattr(scaled_products, "aten", fake)
+    sizes = {FORWARD: ((rows, k), (n, k)), OF_INPUT: ((rows, n), (n, k)), OF_WEIGHT: ((rows, n), (rows, k))}[equation]
+    summed = {FORWARD: (1, 1), OF_INPUT: (1, 0), OF_WEIGHT: (0, 0)}[equation]
+    blocks = [[0 if not row or dim == one else 1 for dim in range(2)] for one in summed]
+    (a8, scale_a), (b8, scale_b) = (_scaled(torch.randn(s), b, E4M3) for s, b in zip(sizes, blocks, strict=True))
+    made = scaled_matmul(a8, b8, scale_a, scale_b, equation, torch.bfloat16)
+    expected = torch.einsum(equation, _dense(a8, scale_a), _dense(b8, scale_b))
+    assert bool(calls) == (equation != OF_WEIGHT or rows % 16 == 0)
+    assert (made.double() - expected).norm() <= 4e-3 * expected.norm()
+
+
+def test_no_rows_have_a_scale_and_a_product() -> None:
+    for block in ([0, 0], [1, 0], [0, 1], [1, 4]):
+        x8, scale = _scaled(torch.randn(0, 8), block, E4M3)
+        assert list(scale.shape) == blocks_of((0, 8), block)
+    (w8, one), (x8, scale) = _scaled(torch.randn(4, 8), [1, 0], E4M3), _scaled(torch.randn(0, 8), [1, 0], E4M3)
+    assert scaled_matmul(x8, w8, scale, one, FORWARD, torch.float32).shape == (0, 4)
 
 
 def test_blocks_of_recipes() -> None:
