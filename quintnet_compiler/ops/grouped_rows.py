@@ -61,7 +61,8 @@ def _ungroup(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     return out.index_copy_(0, order.masked_fill(behind, rows), x)[:rows]
 
 
-def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def expert_runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert that has rows, and these in order. The host waits for ``ends``."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
@@ -69,7 +70,7 @@ def _runs(ends: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _experts(ends: Tensor, rows: int) -> Tensor:
+def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
     """The expert of each row in order, and for rows of none their number."""
     return torch.searchsorted(ends, torch.arange(rows, dtype=torch.int32, device=ends.device), right=True)
 
@@ -78,14 +79,14 @@ def _linear(rows: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, tra
     right = weight if transposed else weight.transpose(1, 2)
     if ends.device.type == "cpu" or not rows.shape[0]:
         out = rows.new_empty([rows.shape[0], right.shape[2]])
-        for expert, run in _runs(ends) if rows.shape[0] else ():
+        for expert, run in expert_runs(ends) if rows.shape[0] else ():
             torch.mm(rows[run], right[expert], out=out[run])
             if bias is not None:
                 out[run] += bias[expert]
         return out
     made: Tensor = aten._grouped_mm.default(rows.contiguous(), right, ends)
     if bias is not None:
-        made += bias.index_select(0, _experts(ends, rows.shape[0]).clamp_(max=bias.shape[0] - 1))
+        made += bias.index_select(0, experts_of_rows(ends, rows.shape[0]).clamp_(max=bias.shape[0] - 1))
     return made
 
 
@@ -93,7 +94,7 @@ def _weight_grad(grad: Tensor, rows: Tensor, ends: Tensor, transposed: bool) -> 
     left, right = (rows, grad) if transposed else (grad, rows)
     if ends.device.type == "cpu" or not rows.shape[0]:
         found = rows.new_zeros([ends.shape[0], left.shape[1], right.shape[1]])
-        for expert, run in _runs(ends) if rows.shape[0] else ():
+        for expert, run in expert_runs(ends) if rows.shape[0] else ():
             torch.mm(left[run].t(), right[run], out=found[expert])
         return found
     made: Tensor = aten._grouped_mm.default(left.contiguous().t(), right.contiguous(), ends)
@@ -106,12 +107,12 @@ def _bias_grad(grad: Tensor, ends: Tensor) -> Tensor:
     experts = ends.shape[0]
     if ends.device.type == "cpu":
         found = grad.new_zeros([experts, grad.shape[1]])
-        for expert, run in _runs(ends):
+        for expert, run in expert_runs(ends):
             torch.sum(grad[run], 0, out=found[expert])
         return found
     wide = grad.to(widened(grad.dtype))
     sums = wide.new_zeros([experts + 1, grad.shape[1]])  # the last is that of rows of no expert
-    return sums.index_add_(0, _experts(ends, grad.shape[0]), wide)[:-1].to(grad.dtype)
+    return sums.index_add_(0, experts_of_rows(ends, grad.shape[0]), wide)[:-1].to(grad.dtype)
 
 
 def _plan_shapes(ids: Tensor, experts: int, counts: Tensor | None, on_host: bool) -> tuple[Tensor, Tensor]:

@@ -73,10 +73,10 @@ def _scaled_matmul(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, equat
     a, scale_a = a.reshape(-1, a.shape[-1]), _rows(scale_a, lead)
     if equation == OF_WEIGHT:
         b, scale_b = b.reshape(-1, b.shape[-1]), _rows(scale_b, lead)
-        return _product(a.t(), b, scale_a.t(), scale_b, dtype)
+        return product(a.t(), b, scale_a.t(), scale_b, dtype)
     if equation == FORWARD:
         b, scale_b = b.t(), scale_b.t()
-    return _product(a, b, scale_a, scale_b, dtype).reshape(*lead, b.shape[1])
+    return product(a, b, scale_a, scale_b, dtype).reshape(*lead, b.shape[1])
 
 
 def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
@@ -85,7 +85,7 @@ def _rows(scale: Tensor, lead: Sequence[int]) -> Tensor:
     return found.reshape(-1, scale.shape[-1])
 
 
-def _product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """``(a * scale_a) @ (b * scale_b)``. On GPUs one product of 8-bit numbers where :func:`_has_kernel` says so; else,
     and on CPUs, what the numbers stand for is multiplied."""
     if _has_kernel(a, b, scale_a, scale_b, dtype):

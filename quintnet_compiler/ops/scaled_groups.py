@@ -1,0 +1,188 @@
+"""Products of 8-bit numbers of rows in the order of their experts (:mod:`.grouped_rows`), and layers of experts that
+multiply these.
+
+Scales, as :mod:`.scaled_products` has them: of rows [N, F], one for each ([N, 1]) or one for all ([1, 1]); of matrices
+[E, O, I], one for each expert and row of its matrix ([E, O, 1]) or column ([E, 1, I]), or one for each expert
+([E, 1, 1]). A gradient of weights adds up over the rows of an expert: there each column of an expert's rows has a scale
+([E, F]), or all rows have one ([1, 1]).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .define import define_operator
+from .expert_linear import counts_on_host
+from .grouped_rows import expert_runs, experts_of_rows, group_plan, group_rows, ungroup_rows
+from .scaled_products import block_max, block_scale, product, scaled_cast
+
+aten = torch.ops.aten
+ALIGNED = 16  # of so many numbers are runs of rows where a product sums over them (torch._scaled_grouped_mm)
+
+
+def _group_max(rows: Tensor, ends: Tensor) -> Tensor:
+    experts, features = ends.shape[0], rows.shape[1]
+    found = torch.zeros([experts + 1, features], dtype=torch.float32, device=rows.device)
+    if ends.device.type == "cpu":
+        for expert, run in expert_runs(ends):
+            found[expert] = rows[run].abs().amax(0)
+    else:
+        of = experts_of_rows(ends, rows.shape[0])[:, None].expand(rows.shape).long()
+        found.scatter_reduce_(0, of, rows.abs().float(), "amax")  # the last is that of rows of no expert
+    return found[:-1]
+
+
+def _group_cast(rows: Tensor, ends: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    of = experts_of_rows(ends.to(rows.device), rows.shape[0]).clamp_(max=scale.shape[0] - 1)
+    found: Tensor = scaled_cast(rows, scale.index_select(0, of), dtype)
+    return found
+
+
+def _linear(
+    rows: Tensor, ends: Tensor, weight: Tensor, scale_rows: Tensor, scale: Tensor, bias: Tensor | None,
+    transposed: bool, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    right, scale = (weight, scale) if transposed else (weight.transpose(1, 2), scale.transpose(1, 2))
+    count = rows.shape[0]
+    if ends.device.type == "cpu" or not count:
+        out = rows.new_empty([count, right.shape[2]], dtype=dtype)
+        for expert, run in expert_runs(ends) if count else ():
+            mine = scale_rows if scale_rows.shape[0] == 1 else scale_rows[run]
+            out[run] = product(rows[run], right[expert], mine, scale[expert], dtype)
+            if bias is not None:
+                out[run] += bias[expert]
+        return out
+    of = experts_of_rows(ends, count).clamp_(max=ends.shape[0] - 1)
+    if _has_kernel(rows, right, dtype):
+        right = right.transpose(1, 2).contiguous().transpose(1, 2)  # columns of a matrix are what lies together
+        scales = scale_rows.expand(count, 1).flatten(), scale.expand(-1, 1, right.shape[2]).flatten(1).contiguous()
+        made: Tensor = aten._scaled_grouped_mm.default(rows.contiguous(), right, *scales, ends, None, None, dtype)
+    else:  # 8-bit numbers are 16-bit ones, too
+        low = torch.bfloat16
+        made = aten._grouped_mm.default(rows.contiguous().to(low), right.to(low), ends)
+        made = (made * scale_rows * scale[:, 0].index_select(0, of)).to(dtype)
+    return made if bias is None else made + bias.index_select(0, of)
+
+
+def _weight_grad(
+    grad: Tensor, rows: Tensor, ends: Tensor, scale_grad: Tensor, scale_rows: Tensor, transposed: bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    pairs = (grad, scale_grad), (rows, scale_rows)
+    (left, scale_left), (right, scale_right) = reversed(pairs) if transposed else pairs
+    experts, count = ends.shape[0], rows.shape[0]
+    scale_left, scale_right = (s.expand(experts, -1) for s in (scale_left, scale_right))
+    if ends.device.type == "cpu" or not count:
+        found = rows.new_zeros([experts, left.shape[1], right.shape[1]], dtype=dtype)
+        for expert, run in expert_runs(ends) if count else ():
+            scales = scale_left[expert][:, None], scale_right[expert][None]
+            found[expert] = product(left[run].t(), right[run], *scales, dtype)
+        return found
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    if _has_kernel(left, right, dtype):
+        made = _of_aligned_runs(left, right, starts, ends, scale_left, scale_right, dtype)
+    else:
+        low = torch.bfloat16
+        made = aten._grouped_mm.default(left.contiguous().to(low).t(), right.contiguous().to(low), ends)
+        made = (made * scale_left[:, :, None] * scale_right[:, None]).to(dtype)
+    # on some GPUs the product of no rows is not 0 (pytorch#172439)
+    return made.masked_fill_((ends == starts)[:, None, None], 0.0)
+
+
+def _of_aligned_runs(
+    left: Tensor, right: Tensor, starts: Tensor, ends: Tensor, scale_left: Tensor, scale_right: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Each expert's run of rows is followed by rows of zeros up to a multiple of :data:`ALIGNED`, as the kernel reads
+    runs from aligned addresses. How long runs are the host does not know, so there is room for the most."""
+    experts, count = ends.shape[0], left.shape[0]
+    sizes = (ends - starts + ALIGNED - 1) // ALIGNED * ALIGNED
+    aligned = sizes.cumsum(0).to(torch.int32)
+    room = (count + experts * (ALIGNED - 1) + ALIGNED - 1) // ALIGNED * ALIGNED
+    numbers, of = torch.arange(count, dtype=torch.int32, device=ends.device), experts_of_rows(ends, count)
+    behind = torch.cat([aligned - sizes - starts, aligned.new_full([1], room)])  # of no expert: behind all
+    places = (numbers + behind.index_select(0, of)).clamp_(max=room).long()
+
+    def columns(x: Tensor) -> Tensor:
+        wide = torch.zeros([room + 1, x.shape[1]], dtype=torch.uint8, device=x.device)
+        return wide.index_copy_(0, places, x.view(torch.uint8))[:room].t().contiguous().view(x.dtype)
+
+    scales = scale_left.flatten(), scale_right.flatten()
+    made: Tensor = aten._scaled_grouped_mm.default(
+        columns(left), columns(right).t(), *scales, aligned, None, None, dtype
+    )
+    return made
+
+
+def _has_kernel(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """What ``_scaled_grouped_mm`` takes: E4M3 numbers, sizes of matrices that are multiples of 16, results in bfloat16;
+    on GPUs of the Hopper architecture."""
+    kinds = {a.dtype, b.dtype} == {torch.float8_e4m3fn} and dtype is torch.bfloat16
+    sizes = [a.shape[1], b.shape[-1]]
+    return kinds and not any(n % ALIGNED for n in sizes) and multiplies_groups(a.device)
+
+
+def multiplies_groups(device: torch.device) -> bool:
+    """Whether grouped products of 8-bit numbers have a kernel on a device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+group_max = define_operator(
+    "group_max(Tensor rows, Tensor ends) -> Tensor",
+    lambda rows, ends: rows.new_empty([ends.shape[0], rows.shape[1]], dtype=torch.float32),
+    _group_max,
+)
+group_cast = define_operator(
+    "group_cast(Tensor rows, Tensor ends, Tensor scale, ScalarType dtype) -> Tensor",
+    lambda rows, ends, scale, dtype: rows.new_empty(rows.shape, dtype=dtype),
+    _group_cast,
+)
+# each row times the matrix of its expert, [E, O, I] (``transposed``: [E, I, O])
+scaled_grouped_linear = define_operator(
+    "scaled_grouped_linear(Tensor rows, Tensor ends, Tensor weight, Tensor scale_rows, Tensor scale, Tensor? bias, "
+    "bool transposed, ScalarType dtype) -> Tensor",
+    lambda rows, ends, weight, scale_rows, scale, bias, transposed, dtype: rows.new_empty(
+        [rows.shape[0], weight.shape[2 if transposed else 1]], dtype=dtype
+    ),
+    _linear,
+)
+scaled_grouped_weight_grad = define_operator(
+    "scaled_grouped_weight_grad(Tensor grad, Tensor rows, Tensor ends, Tensor scale_grad, Tensor scale_rows, "
+    "bool transposed, ScalarType dtype) -> Tensor",
+    lambda grad, rows, ends, scale_grad, scale_rows, transposed, dtype: rows.new_empty(
+        [ends.shape[0], *((rows.shape[1], grad.shape[1]) if transposed else (grad.shape[1], rows.shape[1]))],
+        dtype=dtype,
+    ),
+    _weight_grad,
+)
+
+
+def _expert_linear(
+    rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, weight8: Tensor, scale: Tensor,
+    back8: Tensor, back_scale: Tensor, row: bool, gradient: torch.dtype, power_of_two: bool, of_weight: bool,
+) -> Tensor:  # fmt: skip
+    order, ends = group_plan(ids, weight.shape[0], None, counts_on_host(rows, weight))
+    rows = group_rows(rows, order, ends)
+    largest = block_max(rows, [1, 0]) if row else block_max(group_max(rows, ends), [0, 0])
+    scale_rows = block_scale(largest, weight8.dtype, power_of_two)
+    rows8 = scaled_cast(rows, scale_rows, weight8.dtype)
+    made = scaled_grouped_linear(rows8, ends, weight8, scale_rows, scale, bias, transposed, rows.dtype)
+    found: Tensor = ungroup_rows(made, order, ends)
+    return found
+
+
+# ``expert_linear`` of which all three products, forward and backward, are of 8-bit numbers. ``weight8`` and ``scale``
+# are the weight with scales for the forward, ``back8`` and ``back_scale`` for the gradient of rows; rows are cast where
+# they meet the weight, so ranks that hold experts scale what has arrived. ``row``: each row has a scale, and in the
+# gradient of weights each column of an expert's rows; if not, all rows have one. ``gradient``: the format of gradients
+# of results. ``of_weight``: whether the gradient of the weight is such a product, too.
+scaled_expert_linear = define_operator(
+    "scaled_expert_linear(Tensor rows, Tensor ids, Tensor weight, Tensor? bias, bool transposed, Tensor weight8, "
+    "Tensor scale, Tensor back8, Tensor back_scale, bool row, ScalarType gradient, bool power_of_two, bool of_weight) "
+    "-> Tensor",
+    lambda rows, ids, weight, bias, transposed, *_: rows.new_empty(
+        [rows.shape[0], weight.shape[2 if transposed else 1]]
+    ),
+    _expert_linear,
+)

@@ -1,0 +1,138 @@
+"""Grouped products of 8-bit numbers, and scales of experts' rows, each against a loop over rows in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quintnet_compiler.ops import scaled_groups
+from quintnet_compiler.ops.scaled_groups import (
+    group_cast,
+    group_max,
+    scaled_expert_linear,
+    scaled_grouped_linear,
+    scaled_grouped_weight_grad,
+)
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
+
+E4M3 = torch.float8_e4m3fn
+SIZES = [5, 0, 33, 16, 2]  # rows of each expert; rows of none are behind
+EXPERTS, ROWS, OUT, IN = len(SIZES), sum(SIZES), 48, 32
+
+
+def _ends() -> Tensor:
+    return torch.tensor(SIZES).cumsum(0).int()
+
+
+def _expert(row: int) -> int:
+    return int((_ends() <= row).sum())
+
+
+def _rows(features: int, seed: int) -> Tensor:
+    dice = torch.Generator().manual_seed(seed)
+    found = torch.randn(ROWS + 7, features, generator=dice)
+    found[ROWS:] = 1e6  # nothing may read it
+    return found
+
+
+def _cast(x: Tensor, block: list[int]) -> tuple[Tensor, Tensor]:
+    scale = block_scale(block_max(x, block), E4M3, False)
+    return scaled_cast(x, scale, E4M3), scale
+
+
+def test_each_column_of_an_experts_rows_has_its_largest_number() -> None:
+    x = _rows(OUT, 0)
+    largest = group_max(x, _ends())
+    for expert in range(EXPERTS):
+        mine = [row for row in range(ROWS) if _expert(row) == expert]
+        expected = x[mine].abs().amax(0) if mine else torch.zeros(OUT)
+        assert torch.equal(largest[expert], expected)
+    scale = block_scale(largest, E4M3, True)
+    x8 = group_cast(x, _ends(), scale, E4M3)
+    for row in range(ROWS):
+        assert torch.equal(x8[row].float(), (x[row] / scale[_expert(row)]).clamp(-448, 448).to(E4M3).float())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("row", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_each_row_meets_the_matrix_of_its_expert(biased: bool, row: bool, transposed: bool) -> None:
+    x8, scale_x = _cast(_rows(IN, 0), [1, 0] if row else [0, 0])
+    weight = torch.randn(EXPERTS, OUT, IN)
+    w8, scale_w = _cast(weight, [1, 1, 0] if row else [1, 0, 0])
+    bias = torch.randn(EXPERTS, OUT, dtype=torch.float64) if biased else None
+    turned = [x.transpose(1, 2).contiguous() if transposed else x for x in (w8, scale_w)]
+    made = scaled_grouped_linear(x8, _ends(), turned[0], scale_x, turned[1], bias, transposed, torch.float64)
+    assert made.dtype is torch.float64 and made.shape == (ROWS + 7, OUT)
+    x, w = x8.double() * scale_x.double(), w8.double() * scale_w.double()
+    for i in range(ROWS):
+        expected = w[_expert(i)] @ x[i] + (bias[_expert(i)] if bias is not None else 0)
+        assert torch.allclose(made[i], expected, rtol=1e-12, atol=1e-12)
+
+
+def _columns(x: Tensor, row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """8-bit numbers, their scales, and what both stand for: a scale for each column of an expert's rows, or one."""
+    largest = group_max(x, _ends())
+    scale = block_scale(largest if row else block_max(largest, [0, 0]), E4M3, False)
+    x8 = group_cast(x, _ends(), scale, E4M3) if row else scaled_cast(x, scale, E4M3)
+    each = torch.stack([scale[_expert(i) if row else 0].double().expand(x.shape[1]) for i in range(ROWS)])
+    return x8, scale, x8[:ROWS].double() * each
+
+
+def _sums(left: Tensor, right: Tensor) -> Tensor:
+    found = torch.zeros(EXPERTS, left.shape[1], right.shape[1], dtype=torch.float64)
+    for i in range(ROWS):
+        found[_expert(i)] += left[i][:, None] * right[i]
+    return found
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("row", [False, True])
+def test_a_gradient_of_weights_adds_up_over_the_rows_of_an_expert(row: bool, transposed: bool) -> None:
+    grad8, scale_grad, grad = _columns(_rows(OUT, 0), row)
+    x8, scale_x, x = _columns(_rows(IN, 1), row)
+    made = scaled_grouped_weight_grad(grad8, x8, _ends(), scale_grad, scale_x, transposed, torch.float64)
+    expected = _sums(grad, x)
+    assert torch.allclose(made, expected.transpose(1, 2) if transposed else expected, rtol=1e-12, atol=1e-12)
+
+
+def test_runs_of_rows_are_aligned_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel is given, in its own words: sums over runs of columns that start at multiples of 16."""
+
+    def kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *rest: Any) -> Tensor:
+        assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == 0 and not (ends % 16).any()
+        assert ends.dtype is torch.int32 and int(ends[-1]) <= a.shape[1] and rest == (None, None, torch.float64)
+        scale_a, scale_b, found, start = scale_a.reshape(EXPERTS, -1), scale_b.reshape(EXPERTS, -1), [], 0
+        for expert, end in enumerate(ends.tolist()):
+            left = a[:, start:end].double() * scale_a[expert].double()[:, None]
+            found.append(left @ (b[start:end].double() * scale_b[expert].double()))
+            start = end
+        return torch.stack(found)
+
+    fake = SimpleNamespace(_scaled_grouped_mm=SimpleNamespace(default=kernel))
+    monkeypatch.setattr(scaled_groups, "aten", fake)
+    grad8, scale_grad, grad = _columns(_rows(OUT, 0), True)
+    x8, scale_x, x = _columns(_rows(IN, 1), True)
+    ends = _ends()
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    made = scaled_groups._of_aligned_runs(grad8, x8, starts, ends, scale_grad, scale_x, torch.float64)
+    assert torch.allclose(made, _sums(grad, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_a_layer_of_experts_in_8_bits(row: bool) -> None:
+    dice = torch.Generator().manual_seed(0)
+    rows, ids = torch.randn(20, IN, generator=dice), torch.randint(-1, 3, (20,), generator=dice)
+    weight = torch.randn(3, OUT, IN, generator=dice)
+    w8, scale = _cast(weight, [1, 1, 0] if row else [1, 0, 0])
+    rest = w8, scale, w8, scale, row, E4M3, False, True
+    made = scaled_expert_linear(rows, ids, weight, None, False, *rest)
+    mine = ids >= 0
+    x8, scale_x = _cast(rows[mine], [1, 0] if row else [0, 0])
+    right = (w8.double() * scale.double())[ids[mine]]
+    expected = torch.einsum("ri,roi->ro", x8.double() * scale_x.double(), right)
+    assert torch.allclose(made[mine].double(), expected, rtol=1e-5, atol=1e-5) and not made[~mine].any()
