@@ -26,6 +26,7 @@ from ..ops.grouped_rows import grouped_linear, grouped_weight_grad
 from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
+from ..ops.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.scaled_products import scaled_matmul
 from ..ops.seen_keys import SeenKeys
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward
@@ -112,8 +113,8 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
         all_gather_matmul: _all_gather_matmul,
         matmul_reduce_scatter: _matmul_reduce_scatter,
-        grouped_linear: _grouped_linear,
-        grouped_weight_grad: _grouped_weight_grad,
+        **dict.fromkeys([grouped_linear, scaled_grouped_linear], _grouped_linear),
+        **dict.fromkeys([grouped_weight_grad, scaled_grouped_weight_grad], _grouped_weight_grad),
         aten.convolution_backward.default: _convolution_backward,
         aten._trilinear.default: _trilinear,
         aten._cdist_backward.default: _cdist_backward,
@@ -167,6 +168,7 @@ SHAPE_OF: Mapping[Any, int] = MappingProxyType(
 # layer_norm_kernel.cu; RMS norms share it).
 NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
 
+_EIGHT_BITS = frozenset({scaled_matmul, scaled_grouped_linear, scaled_grouped_weight_grad})
 RINGS = (ring_attention, ring_attention_backward)
 TILED = (tiled_attention, tiled_attention_backward)
 ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, the gradients, a cast
@@ -191,8 +193,10 @@ def moved(target: Any, given: Sequence[float], made: float) -> float:
 
 def _dtype(node: fx.Node) -> str:
     """In which an operator computes: that of its result, or of the 8-bit numbers that it multiplies."""
-    if node.target is scaled_matmul:
+    if node.target in _EIGHT_BITS:
         return DTYPES[values(tensor_inputs(node)[0])[0].dtype]
+    if node.target is scaled_expert_linear:  # its rows are cast where they meet the weight
+        return "fp8"
     made = next(v for v in values(node) if isinstance(v, torch.Tensor))
     return DTYPES.get(made.dtype, "fp32")
 

@@ -21,9 +21,9 @@ from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
 from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
-from ...ops.expert_linear import expert_linear
 from ...ops.rank_local import embedding_rows, microbatch, padding_of
 from ...ops.rules.notation import Dims, Factors
+from ...ops.scaled_groups import EXPERT_LAYERS
 from ...ops.scaled_products import block_max
 from .strategies import Reading, Rules
 
@@ -326,7 +326,7 @@ def _check_operator(local: LocalProgram, there: Sequence[Numbers], node: fx.Node
         _check_result(local, node, index, part)
 
 
-_NAMED_ROWS = frozenset({aten.embedding.default, embedding_rows, expert_linear})  # read rows that ids name
+_NAMED_ROWS = EXPERT_LAYERS | {aten.embedding.default, embedding_rows}  # read rows that ids name
 
 
 def _may_divide(rule: Factors, position: int) -> bool:

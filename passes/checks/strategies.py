@@ -18,8 +18,8 @@ from ...core.annotations import facts, leaf, needs_grad, shape, tensor_inputs, v
 from ...core.sharding import AxisType, I, P, R, S, Shard
 from ...ir.program import Strategy
 from ...ops.derivatives.user_derivatives import declare_gradient, with_tangent
-from ...ops.expert_linear import expert_linear
 from ...ops.rules.notation import Dims, Factors
+from ...ops.scaled_groups import EXPERT_LAYERS
 from .tables import bare
 
 # How ranks share a factor: how many runs of it there are of which each takes its part, and, where these do not divide,
@@ -78,7 +78,7 @@ class Reading:
         """Of rows that travel to their experts and are the same on all ranks of this axis, each may send a slice of the
         features, which are gathered there; and of terms of results that return, each may get a slice of the sum."""
         assert chosen.inside is not None
-        if self.node.target is not expert_linear or not self.travels:
+        if self.node.target not in EXPERT_LAYERS or not self.travels:
             return "its rows do not travel"
         if isinstance(weights := chosen.inputs[2], Shard) and weights.dim == 0:
             return "each rank orders rows by experts of its own"
@@ -169,7 +169,8 @@ class Reading:
 
     def _unsplit(self, chosen: Strategy, into: list[bool], out: list[bool]) -> str:
         """All the same on all ranks; or linear: terms in, terms out, and what they are multiplied with replicated."""
-        whole = [(I, I), (R, R)] if any(out) else [(I, I)]
+        terms = any(out) and not self.rule.whole_gradients  # of the gradient of what is replicated
+        whole = [(I, I), (R, R)] if terms else [(I, I)]
         options: list[tuple[list[AxisType], AxisType]] = [([kind] * len(into), made) for kind, made in whole]
         for group in self.rule.linear:
             options.append(([P if i in group else R for i in range(len(into))], P))

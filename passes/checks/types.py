@@ -30,10 +30,11 @@ from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, outputs
 from ...ops.collectives import COMMUNICATION, convert, share
-from ...ops.expert_linear import expert_linear
 from ...ops.rank_local import microbatch
 from ...ops.rules.notation import Factors
+from ...ops.scaled_groups import EXPERT_LAYERS, scaled_expert_linear
 from .padding import peel, without_fill
+from .rewrites.scaled_experts import ScaledLayer
 from .rewrites.token_dispatch import moved_there, travels, wrong_way
 from .strategies import Reading, Rules
 from .tables import bare
@@ -87,7 +88,8 @@ def _check_strategies(sharded: ShardedProgram, node: fx.Node, rule: Factors) -> 
             raise _fail(f"{node.name} is told to exchange what it has, or not to, over {axis.name}", node)
         if exchanges and axis.role == "time":
             raise _fail(f"{node.name} would communicate between microbatches", node)
-        if exchanges or chosen.inside is not None or split & rule.settled:
+        scales = bool(split) and node.target is scaled_expert_linear and axis.role != "time"
+        if exchanges or chosen.inside is not None or split & rule.settled or scales:
             own.add(axis.name)
     return frozenset(own)
 
@@ -168,10 +170,12 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
     if not made or node not in local.reads:
         return None
     reads, todo, seen = local.reads[node], list(made), set[fx.Node]()
-    if node.target is expert_linear:
+    if node.target in EXPERT_LAYERS:
         axes, chosen = local.staged.sharded.axes, local.staged.sharded.strategies[node]
         way, there = travels(axes, chosen), moved_there(axes, chosen)
-        if why := wrong_way(made[0], reads, way, there, shape(tensor_inputs(node)[2])[0], bool(node.args[4])):
+        scaled = ScaledLayer(node, reads[2:], axes, chosen) if node.target is scaled_expert_linear else None
+        experts = shape(tensor_inputs(node)[2])[0]
+        if why := wrong_way(made[0], reads, way, there, experts, bool(node.args[4]), scaled):
             raise _fail(f"{node.name}: {why}", node)
     while todo:
         here = todo.pop()

@@ -18,6 +18,8 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
 from ...ops.catalog import work_of
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ...ops.expert_linear import expert_linear
+from ...ops.scaled_groups import scaled_expert_linear
 from ...ops.scaled_products import (
     FORWARD,
     OF_INPUT,
@@ -31,6 +33,8 @@ from ...ops.scaled_products import (
 aten = torch.ops.aten
 MULTIPLE = 16  # of which GPUs' 8-bit kernels take sizes (torch._scaled_mm)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# what may have 8 bits, and which argument is the weight
+LAYERS: Mapping[Any, int] = MappingProxyType({aten.linear.default: 1, expert_linear: 2})
 Operand = Literal["input", "weight", "gradient"]
 
 
@@ -52,7 +56,8 @@ class Recipe:
         """The size of a block in each dim of an operand of shape ``size``; ``summed``: the dim that is summed over, the
         first of ``rows`` that stand for one. As :mod:`...ops.scaled_products` has it."""
         if self.along is None:
-            return [0] * len(size)
+            each = len(size) - 2 if operand == "weight" else 0  # of experts, a matrix each
+            return [1] * each + [0] * (len(size) - each)
         found = [1] * len(size)
         if self.square and operand == "weight":
             found = [self.along] * len(size)
@@ -109,7 +114,7 @@ def kept_wide(program: Program, recipe: Recipe, patterns: Sequence[str] = ()) ->
         if node in feeds or (node.op == "call_function" and work_of(node.target) in ("matmul", "attention")):
             feeds.update(node.all_input_nodes)
     found = {}
-    for node in (n for n in nodes if n.target is aten.linear.default):
+    for node in (n for n in nodes if n.target in LAYERS):
         reason = _reason(node, recipe, patterns)
         if not reason and node not in feeds:
             reason = "no further product reads its result: it is a head, such as logits"
@@ -135,19 +140,30 @@ def _check_patterns(program: Program, patterns: Sequence[str]) -> None:
 def wide_layers(program: Program, recipe: str, patterns: Sequence[str]) -> tuple[str, ...]:
     """What :func:`kept_wide` says of a program in which all other layers have 8 bits, in lines."""
     found = kept_wide(program, RECIPES[recipe], patterns)
-    return tuple(f"{facts(node).where.module or 'the loss'}: {why}" for node, why in found.items())
+    return tuple(f"{facts(node).where.module or _weight_of(node) or 'the loss'}: {why}" for node, why in found.items())
+
+
+def _weight_of(node: fx.Node) -> str:
+    """The name of a layer's weight; empty if it is computed."""
+    weight = node.args[LAYERS[node.target]]
+    known = leaf(weight) if isinstance(weight, fx.Node) else None
+    return known.name if known is not None and known.kind == "parameter" else ""
 
 
 def _reason(node: fx.Node, recipe: Recipe, patterns: Sequence[str]) -> str:
-    x, weight = node.args[:2]
-    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node)
+    experts = node.target is expert_linear
+    weight = node.args[LAYERS[node.target]]
+    assert isinstance(weight, fx.Node)
     known = leaf(weight)
     if known is None or known.kind != "parameter":
         return "its weight is computed"
     module = known.name.rpartition(".")[0]
     if taken := [p for p in patterns if fnmatchcase(known.name, p) or fnmatchcase(module, p)]:
         return f"the plan keeps {taken[0]!r} wide"
-    sizes = {"in": shape(weight)[1], "out": shape(weight)[0]}
+    if experts and recipe.along:
+        return "experts have scales of whole rows, and the recipe has scales of blocks"
+    out, inside = shape(weight)[-2:]
+    sizes = {"in": out, "out": inside} if experts and node.args[4] else {"in": inside, "out": out}
     step = max(MULTIPLE, recipe.along or 1)
     if odd := [f"{name}_features {size}" for name, size in sizes.items() if size % step]:
         return f"{' and '.join(odd)} is no multiple of {step}"
@@ -178,8 +194,8 @@ class _Lowering:
         args, kwargs = given
         if is_getitem(node):
             return self.builder.getitem(args[0], int(args[1]))
-        if node.target is aten.linear.default and node not in self.wide:
-            return self._linear(*args)
+        if node.target in LAYERS and node not in self.wide:
+            return self._experts(*args) if node.target is expert_linear else self._linear(*args)
         target: Any = node.target
         return self.builder.call(target, *(list(a) if isinstance(a, (list, tuple)) else a for a in args), **kwargs)
 
@@ -197,6 +213,13 @@ class _Lowering:
                 done.append(self._declared(weight, self._of_weight(tangent, x, value(weight).dtype)))
             made = call(after_gradients, made, done)
         return made if bias is None else call(aten.add.Tensor, made, bias)
+
+    def _experts(self, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> fx.Node:
+        """Ranks scale rows that have arrived, and gradients: see :mod:`..lowering.scaled_experts`."""
+        recipe, (outside, inside) = self.recipe, (2, 1) if transposed else (1, 2)
+        casts = [part for summed in (inside, outside) for part in self._cast(weight, "weight", summed, 1)]
+        how = recipe.along is not None, recipe.gradient, recipe.power_of_two, recipe.of_weight
+        return self.builder.call(scaled_expert_linear, rows, ids, weight, bias, transposed, *casts, *how)
 
     def _declared(self, x: fx.Node, gradient: fx.Node) -> fx.Node:
         return self.builder.getitem(self.builder.call(declare_gradient, x, gradient), 0)

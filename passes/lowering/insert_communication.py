@@ -19,7 +19,7 @@ from ...ir.program import TILE_BYTES, Axis, Gathered, LocalProgram, ShardedProgr
 from ...ops.attention import attention
 from ...ops.collectives import combine, convert, dispatch, dispatch_plan, share
 from ...ops.cross_entropy import nll_terms, row_nll
-from ...ops.expert_linear import counts_on_host, expert_linear
+from ...ops.expert_linear import counts_on_host
 from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ...ops.rank_local import (
     DRAWS,
@@ -34,11 +34,13 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
+from ...ops.scaled_groups import EXPERT_LAYERS
 from ...ops.scaled_products import block_max, block_scale, scaled_cast
 from ..strategies.expert_axes import hops, moved_there
 from ..strategies.rule_book import RuleBook
 from .lower_attention import LowerAttention
 from .padding import Mixed, Padding, mixed, padded_dims
+from .scaled_experts import ScaledExperts
 from .scales import largest_of_ranks
 
 aten = torch.ops.aten
@@ -233,7 +235,7 @@ class _CommunicationLowering:
             new = LowerAttention(self.builder, self.axes, chosen, self.balance, self.tile_bytes, on_host)(
                 node, list(given.values())
             )
-        elif target is expert_linear:
+        elif target in EXPERT_LAYERS:
             new = self._expert_linear(node, *args)
         elif target is block_max:
             kinds = self.sharded.wanted(node, 0)
@@ -288,8 +290,9 @@ class _CommunicationLowering:
         return call(aten.cat.default, [top, *sums], 1)
 
     def _expert_linear(
-        self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool
-    ) -> fx.Node:
+        self, node: fx.Node, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool,
+        *scaled: Any,
+    ) -> fx.Node:  # fmt: skip
         """Rows go to the ranks of their experts, axis by axis, and are grouped there; what became of them returns.
         Layers of the same ids share these plans, and those of the same rows what arrives."""
         call, experts, stage = self.builder.call, shape(tensor_inputs(node)[2])[0], self.staged.stage.get(node)
@@ -307,7 +310,12 @@ class _CommunicationLowering:
         arriving, leaving = moved_there(self.axes, self.sharded.strategies[node])
         for move in arriving:
             rows = self._shared(stage, convert, rows, *move)
-        rows = call(grouped_linear, rows, grouped[1], weight, bias, transposed)
+        if scaled:
+            weight8, scale, back8, back_scale, *how = scaled
+            product = ScaledExperts(self.builder, self.axes, self.sharded.strategies[node], *how)
+            rows = product(rows, grouped[1], weight, bias, transposed, (weight8, scale), (back8, back_scale))
+        else:
+            rows = call(grouped_linear, rows, grouped[1], weight, bias, transposed)
         for move in leaving:
             rows = call(convert, rows, *move)
         rows = call(ungroup_rows, rows, *grouped)

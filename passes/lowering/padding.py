@@ -18,9 +18,9 @@ from ...core.annotations import is_float, needs_grad, shape, tensor_inputs, valu
 from ...core.sharding import Shard, Sharding, shard_shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
-from ...ops.expert_linear import expert_linear
 from ...ops.rank_local import LOOKUPS, padding_of
 from ...ops.rules.notation import Dims, Factors
+from ...ops.scaled_groups import EXPERT_LAYERS
 from ...ops.scaled_products import block_max
 from ..strategies.rule_book import refine
 
@@ -33,7 +33,7 @@ _OF_ZERO = frozenset(
     }
 )  # fmt: skip
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_ROWS = LOOKUPS | {expert_linear}  # read rows that ids name, which are none of padding
+_ROWS = LOOKUPS | EXPERT_LAYERS  # read rows that ids name, which are none of padding
 
 
 def padded_dims(sizes: Sequence[int], sharding: Sharding, axes: Sequence[Axis]) -> frozenset[int]:

@@ -14,8 +14,8 @@ from ...core.errors import CompileError, Where
 from ...core.sharding import AxisType, Shard, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, Strategy
-from ...ops.expert_linear import expert_linear
 from ...ops.rules.notation import Factors
+from ...ops.scaled_groups import EXPERT_LAYERS
 from ..strategies.expert_axes import expert_parameters, hops, sliced
 from ..strategies.rule_book import leaf_strategies, may_pad, strategies
 from .coupled_rows import coupling
@@ -105,7 +105,7 @@ class AxisView:
 
     def travels(self, node: fx.Node) -> bool:
         """Whether the rows of an operator travel to the ranks of their experts, from each rank of a model axis."""
-        return node.target is expert_linear and self.axis.role == "model" and bool(hops(self.before, self.chosen[node]))
+        return node.target in EXPERT_LAYERS and self.axis.role == "model" and bool(hops(self.before, self.chosen[node]))
 
     def share(self, node: fx.Node) -> float:
         """What fraction of a node's work is left after the earlier axes."""

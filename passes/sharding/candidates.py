@@ -16,8 +16,8 @@ from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention import attention
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient
-from ...ops.expert_linear import expert_linear
 from ...ops.rules.notation import Factors
+from ...ops.scaled_groups import EXPERT_LAYERS
 from ..strategies.expert_axes import expert_parameters, travelling
 from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_factors, made_of_the_batch
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 CONTRACTIONS: Mapping[Any, int] = {
     **dict.fromkeys([aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default], 1),
     aten.addmm.default: 2,
-    expert_linear: 2,
+    **dict.fromkeys(EXPERT_LAYERS, 2),
 }
 
 _TRANSPOSED = (aten.permute.default, aten.transpose.int, aten.t.default)
@@ -55,7 +55,7 @@ class Candidates:
 
     def __call__(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         found, options = leaf(node), self.view.legal(node, cuts)
-        if node.target is expert_linear and self.view.spreads_experts:
+        if node.target in EXPERT_LAYERS and self.view.spreads_experts:
             options = travelling(node, options, self.axis)
         elif node.target is not attention or self.axis.role != "context":
             options = tuple(s for s in options if not s.exchanges)

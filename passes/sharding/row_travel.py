@@ -10,7 +10,7 @@ from torch import fx
 from ...core.annotations import needs_grad, num_bytes, origin, shape, tensor_inputs, values
 from ...core.sharding import Shard
 from ...ir.program import Strategy
-from ...ops.expert_linear import expert_linear
+from ...ops.scaled_groups import EXPERT_LAYERS
 from ..strategies.expert_axes import hops, moved_there
 from .axis_view import AxisView
 
@@ -25,7 +25,7 @@ class RowTravel:
 
     def __init__(self, view: AxisView) -> None:
         self.view, self.axis = view, view.axis
-        layers = [n for n in view.factors if n.target is expert_linear] if view.axis.role == "model" else []
+        layers = [n for n in view.factors if n.target in EXPERT_LAYERS] if view.axis.role == "model" else []
         self.ways = {n: found for n in layers if (found := hops(view.before, view.chosen[n]))}
         self.follows = {n: _layers_before(n) for n in self.ways}
         alike = Counter(_reads(node) for node in self.ways)  # what arrives is shared
@@ -79,7 +79,7 @@ def _layers_before(node: fx.Node) -> frozenset[fx.Node]:
         if here in seen:
             continue
         seen.add(here)
-        if here.target is expert_linear and tensor_inputs(here)[1] is ids:
+        if here.target in EXPERT_LAYERS and tensor_inputs(here)[1] is ids:
             found.add(here)
         elif here.op == "call_function" and all(x.dim() == 2 and x.shape[0] == many for x in values(here)):
             todo += here.all_input_nodes

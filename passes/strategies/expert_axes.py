@@ -13,12 +13,12 @@ from ...core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, va
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, S, Shard, plain
 from ...ir.program import Axis, Strategy
-from ...ops.expert_linear import expert_linear
+from ...ops.scaled_groups import EXPERT_LAYERS
 
 
 def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:
     """The parameters that have one part per expert: weights and biases of ``expert_linear``."""
-    layers = [node for node in graph.nodes if node.op == "call_function" and node.target is expert_linear]
+    layers = [node for node in graph.nodes if node.op == "call_function" and node.target in EXPERT_LAYERS]
     return frozenset(given for node in layers for given in tensor_inputs(node)[2:] if leaf(given) is not None)
 
 
@@ -27,7 +27,7 @@ def dispatched_bytes(graph: fx.Graph, repeats: Mapping[fx.Node, int]) -> int:
     first and the results of the last. ``repeats``: how many nodes a node stands for."""
     mixtures: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is expert_linear:
+        if node.op == "call_function" and node.target in EXPERT_LAYERS:
             mixtures[node.all_input_nodes[1]].append(node)
     ends = [(layers[0].all_input_nodes[0], layers[-1]) for layers in mixtures.values()]
     return sum(num_bytes(values(node)[0]) * repeats.get(last, 1) for first, last in ends for node in (first, last))

@@ -26,13 +26,14 @@ from ...ops.filled_rows import fill_rows
 from ...ops.paged_attention import paged_attention
 from ...ops.rules.node_factors import argument, opaque
 from ...ops.rules.notation import Dims, Factors, Rule
+from ...ops.scaled_groups import scaled_expert_linear
 from ...ops.scaled_products import scaled_matmul
 
 aten = torch.ops.aten
 _EXACT = frozenset(
     {
         with_tangent, declare_gradient, after_gradients, paged_attention, aten.nll_loss_forward.default,
-        aten.nll_loss2d_forward.default, fill_rows, scaled_matmul, aten.histc.default,
+        aten.nll_loss2d_forward.default, fill_rows, scaled_matmul, scaled_expert_linear, aten.histc.default,
     }
 )  # fmt: skip
 # raise for some values; norms and cross products do not
@@ -289,7 +290,7 @@ def strategies(node: fx.Node, factors: Factors, cuts: Mapping[str, Iterable[int]
 
     count_in, count_out = len(grads_in), len(grads_out)
     options = [made("replicated", [I] * count_in, [I] * count_out)]
-    if any(grads_out):
+    if any(grads_out) and not factors.whole_gradients:
         options.append(made("replicated R", [R] * count_in, [R] * count_out))
     elif factors.dual:  # a gradient of which each rank has a term
         options.append(made("terms", [R] * count_in, [R] * count_out))

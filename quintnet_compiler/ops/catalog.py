@@ -93,6 +93,8 @@ OPERATORS = _read(
     convolution_backward                                  matmul     -   -
     grouped_linear                                        matmul     -   keep
     grouped_weight_grad                                   matmul     -   -
+    scaled_grouped_linear                                 matmul     -   keep
+    scaled_grouped_weight_grad                            matmul     -   -
     matmul_reduce_scatter                                 matmul     -   -
     _trilinear                                            matmul     -   -
     ring_attention                                        attention  -   -
@@ -138,6 +140,8 @@ OPERATORS = _read(
     _fused_rms_norm_backward                              memory     -   -
     group_plan                                            memory     -   save
     group_rows                                            memory     -   -
+    group_cast                                            memory     -   -
+    group_max                                             memory     -   -
     grouped_bias_grad                                     memory     -   -
     index_put_                                            memory     -   -
     keep_mask                                             memory     -   -

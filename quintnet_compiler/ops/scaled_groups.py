@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .define import define_operator
-from .expert_linear import counts_on_host
+from .expert_linear import counts_on_host, expert_linear
 from .grouped_rows import expert_runs, experts_of_rows, group_plan, group_rows, ungroup_rows
 from .scaled_products import block_max, block_scale, product, scaled_cast
 
@@ -186,3 +186,4 @@ scaled_expert_linear = define_operator(
     ),
     _expert_linear,
 )
+EXPERT_LAYERS = frozenset({expert_linear, scaled_expert_linear})

@@ -29,6 +29,7 @@ from ..ops.collectives import (
 )
 from ..ops.copies import WAYS
 from ..ops.grouped_rows import grouped_bias_grad, grouped_weight_grad
+from ..ops.scaled_groups import group_max, scaled_grouped_weight_grad
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op
@@ -337,6 +338,12 @@ class ProgramPrices:
         return tuple(name for name in self.program.mesh.names if any(name in axes for axes in found))
 
 
+# what has no rows of experts any more
+_ENDS = frozenset(
+    {combine, STARTS[combine], grouped_weight_grad, grouped_bias_grad, group_max, scaled_grouped_weight_grad}
+)
+
+
 def dispatched(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """What takes as long as there are rows that came to the experts of a rank: their way there and back, and what is
     computed of them, forward and backward."""
@@ -344,7 +351,7 @@ def dispatched(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
     for node in nodes:
         if node.target in (dispatch, STARTS[dispatch]) or not rows.isdisjoint(node.all_input_nodes):
             found.add(node)
-            if node.target not in (combine, STARTS[combine], grouped_weight_grad, grouped_bias_grad):
+            if node.target not in _ENDS:
                 rows.add(node)
     return frozenset(found)
 

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....core.annotations import facts, is_getitem, leaf, needs_grad, origin, tensor_inputs, value
+from ....core.annotations import facts, is_getitem, leaf, needs_grad, origin, shape, tensor_inputs, value
 from ....core.errors import REPORT, CompileError
 from ....ir.program import Program, outputs
 from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
+from ....ops.expert_linear import expert_linear
+from ....ops.scaled_groups import scaled_expert_linear
 from ....ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 aten = torch.ops.aten
@@ -46,6 +48,9 @@ def _numbered(program: Program, numbers: ValueNumbers) -> dict[fx.Node, int]:
             known[node] = number("leaf", node.name, found.name if found is not None else "", str(value(node).dtype))
         elif is_getitem(node):
             known[node] = number("part", known[origin(node)[0]], int(node.args[1]))
+        elif node.target is scaled_expert_linear:
+            _check_experts(node)
+            known[node] = numbers.call(None, expert_linear, (node.args[:5], {}), known.__getitem__)
         elif (layer := _layer(node)) is not None:
             known[node] = number("linear", *(known[one] for one in layer))
         elif node.target is aten.linear.default:
@@ -108,17 +113,33 @@ def _check_gradient(gradient: fx.Node, both: fx.Node, of_input: bool, layer: tup
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """What a product multiplies, before it was cast: each by the largest numbers that it has itself."""
     a, b, scale_a, scale_b = tensor_inputs(node)
-    found = []
-    for cast, scale in ((a, scale_a), (b, scale_b)):
-        largest = scale.args[0]
-        kinds = (cast.target, scale.target, getattr(largest, "target", None))
-        if kinds != (scaled_cast, block_scale, block_max) or cast.args[1] is not scale:
-            raise _fail(f"{node.name} multiplies {cast.name}, which {scale.name} does not scale", node)
-        assert isinstance(largest, fx.Node)
-        if largest.args[0] is not cast.args[0] or scale.args[1] is not cast.args[2]:
-            raise _fail(f"{scale.name} is the scale of something else than {cast.name}", node)
-        found.append(_attached(tensor_inputs(cast)[0]))
-    return found[0], found[1]
+    return _scaled(node, a, scale_a), _scaled(node, b, scale_b)
+
+
+def _scaled(node: fx.Node, cast: fx.Node, scale: fx.Node) -> fx.Node:
+    """What an operand of ``node`` was before it was cast."""
+    largest = scale.args[0]
+    kinds = (cast.target, scale.target, getattr(largest, "target", None))
+    if kinds != (scaled_cast, block_scale, block_max) or cast.args[1] is not scale:
+        raise _fail(f"{node.name} multiplies {cast.name}, which {scale.name} does not scale", node)
+    assert isinstance(largest, fx.Node)
+    if largest.args[0] is not cast.args[0] or scale.args[1] is not cast.args[2]:
+        raise _fail(f"{scale.name} is the scale of something else than {cast.name}", node)
+    return _attached(tensor_inputs(cast)[0])
+
+
+def _check_experts(node: fx.Node) -> None:
+    """Both 8-bit copies of the weight are its own: with a scale for each expert, and for each row of its matrix that
+    the product does not sum over if rows have scales of their own, too."""
+    weight, transposed, row, args = tensor_inputs(node)[2], node.args[4], node.args[9], node.args
+    outside, inside = (2, 1) if transposed else (1, 2)
+    for (cast, scale), kept in (((args[5], args[6]), outside), ((args[7], args[8]), inside)):
+        assert isinstance(cast, fx.Node) and isinstance(scale, fx.Node)
+        if _scaled(node, cast, scale) is not weight or value(cast).dtype is not torch.float8_e4m3fn:
+            raise _fail(f"{node.name} multiplies {cast.name}, which is not {weight.name} in 8 bits", node)
+        size = shape(weight)
+        if shape(scale) != tuple(n if d == 0 or (row and d == kept) else 1 for d, n in enumerate(size)):
+            raise _fail(f"{scale.name} of {shape(scale)} is no scale of the matrices {size} of {node.name}", node)
 
 
 def _attached(node: fx.Node) -> fx.Node:

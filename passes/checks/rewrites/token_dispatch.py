@@ -25,6 +25,7 @@ from ....ops.collectives import combine, convert, dispatch, dispatch_plan
 from ....ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ....ops.rank_local import local_experts
 from ....ops.rules.notation import Rule
+from .scaled_experts import ScaledLayer, Wrong
 
 Order = tuple[tuple[Any, int], ...]  # how the rows of a value are ordered: what would bring them back, last one first
 Number = tuple[int, Order]
@@ -130,10 +131,10 @@ def moved_there(axes: Sequence[Axis], chosen: Sequence[Strategy]) -> tuple[list[
 
 def wrong_way(
     made: fx.Node, reads: Sequence[fx.Node], way: Sequence[tuple[Axis, int]], there: tuple[list[Move], list[Move]],
-    experts: int, transposed: bool,
+    experts: int, transposed: bool, scaled: ScaledLayer | None = None,
 ) -> str:  # fmt: skip
     """What is wrong with rows that travel to a linear layer of so many experts, and back as ``made``; empty where
-    nothing is. ``there``: see :func:`moved_there`."""
+    nothing is. ``there``: see :func:`moved_there`; ``scaled``: the layer, if it multiplies 8-bit numbers."""
     rows, ids = reads[:2]
     plans, counts = list[tuple[fx.Node, Plan]](), None
     for axis, ways in way:
@@ -155,9 +156,12 @@ def wrong_way(
     if made.target is not ungroup_rows or not isinstance(made.args[0], fx.Node):
         return f"{made.name} is no product of grouped rows"
     product, leaving = _unmoved(made.args[0])
-    if product.target is not grouped_linear or leaving != there[1]:
+    if leaving != there[1] or (scaled is None and product.target is not grouped_linear):
         return f"{made.name} is no product of grouped rows, moved by {there[1]}"
-    grouped, ends = tensor_inputs(product)[:2]
+    try:
+        grouped, ends = tensor_inputs(product)[:2] if scaled is None else scaled.read(product)
+    except Wrong as wrong:
+        return str(wrong)
     grouped, arriving = _unmoved(grouped)
     if arriving != there[0]:
         return f"{product.name} reads rows that {arriving} moved, and not {there[0]}"
@@ -166,7 +170,7 @@ def wrong_way(
     planned, weights = origin(ends)[0], list(reads[2:])
     if planned.target is not group_plan or _parts(planned) != made.args[1:]:
         return f"{made.name} is not grouped by a plan"
-    if tensor_inputs(product)[2:] != weights or product.args[4] is not transposed:
+    if scaled is None and (tensor_inputs(product)[2:] != weights or product.args[4] is not transposed):
         return f"{product.name} reads other weights"
     mine, own, told, _ = planned.args
     here = [n for n in ids.users if n.target is local_experts and n.args[1] == experts]

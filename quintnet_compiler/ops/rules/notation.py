@@ -38,7 +38,8 @@ class Factors:
     from the outside, and before anything else splits one of them. ``dual``: pairs of positions (of inputs, then of
     outputs) where the second is the gradient of the first, so that its type is the gradient's. ``even``: factors of
     which a further axis must give all ranks as much (a run of what an axis before it has split). ``padded``: factors of
-    which an axis before left padding at the end, on some ranks.
+    which an axis before left padding at the end, on some ranks. ``whole_gradients``: whether the backward rounds the
+    gradient that arrives, which must not be a term of a sum.
     """
 
     inputs: tuple[Dims, ...]
@@ -53,6 +54,7 @@ class Factors:
     dual: tuple[tuple[int, int], ...] = ()
     even: frozenset[str] = frozenset()
     padded: frozenset[str] = frozenset()
+    whole_gradients: bool = False
 
     def __post_init__(self) -> None:
         for dims in (*self.inputs, *self.outputs):

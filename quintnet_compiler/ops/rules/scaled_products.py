@@ -74,3 +74,23 @@ def scaled_matmul(node: fx.Node) -> Factors:
     of = dict(zip([*first, *second], [*dims[0], *dims[1]], strict=True))
     out = [of[name] for letter in made for name in (lead if letter == "m" else [letter])]
     return Factors((*dims, *scales), (tuple(out),), sizes, _insides(sizes))
+
+
+def scaled_expert_linear(node: fx.Node) -> Factors:
+    """As ``expert_linear``, but linear in nothing: it takes no terms of rows, and no terms of its result's gradient."""
+    rows, _, weight, *rest = tensor_inputs(node)
+    features: Dims = (("i",), ("o",)) if argument(node, "transposed") else (("o",), ("i",))
+    matrices: Dims = (("e",), *features)
+    dims: list[Dims] = [(("r",), ("i",)), (("r",),), matrices]
+    biased = argument(node, "bias") is not None
+    for given in rest:
+        if biased and given is rest[0]:
+            dims.append((("e",), ("o",)))
+        else:
+            dims.append(tuple(() if n == 1 else names for names, n in zip(matrices, shape(given), strict=True)))
+    sizes = {"r": shape(rows)[0], "i": shape(rows)[1], "e": shape(weight)[0], "o": shape(node)[1]}
+    additive = frozenset({3}) if biased else frozenset[int]()
+    return Factors(
+        tuple(dims), ((("r",), ("o",)),), sizes, additive=additive, contiguous=frozenset("e"),
+        joint=frozenset({("r", "e")}), whole_gradients=True,
+    )  # fmt: skip

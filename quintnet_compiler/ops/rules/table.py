@@ -20,6 +20,7 @@ from ..expert_linear import expert_linear
 from ..filled_rows import alike, fill_rows
 from ..paged_attention import paged_attention
 from ..rank_local import dropout, noise
+from ..scaled_groups import scaled_expert_linear
 from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from . import contractions as c
 from . import lookups as look
@@ -292,6 +293,7 @@ RULES = MappingProxyType(
         _each([scaled_matmul], scaled.scaled_matmul, "matmul"),
         rule(ctc_rows, "t n c, n s, n, n -> n, n u a", whole="t c s u a", work="memory"),
         _each([expert_linear], look.expert_linear, "matmul"),
+        _each([scaled_expert_linear], scaled.scaled_expert_linear, "matmul"),
         _each([aten.nll_loss_forward.default, aten.nll_loss2d_forward.default], look.label_loss, "memory"),
         _each([aten.index.Tensor, aten._unsafe_index.Tensor], look.index, "memory"),
         _each([aten.index_select.default], look.index_select, "memory"),
