@@ -113,7 +113,7 @@ SIZES: Mapping[Any, Callable[[fx.Node], ProductSize]] = MappingProxyType(
     {
         all_gather_matmul: _all_gather_matmul,
         matmul_reduce_scatter: _matmul_reduce_scatter,
-        **dict.fromkeys([grouped_linear, scaled_grouped_linear], _grouped_linear),
+        **dict.fromkeys([grouped_linear, scaled_grouped_linear, scaled_expert_linear], _grouped_linear),
         **dict.fromkeys([grouped_weight_grad, scaled_grouped_weight_grad], _grouped_weight_grad),
         aten.convolution_backward.default: _convolution_backward,
         aten._trilinear.default: _trilinear,

@@ -23,6 +23,7 @@ from quintnet_compiler.ops.ctc import ctc_rows
 from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.filled_rows import alike, fill_rows
 from quintnet_compiler.ops.paged_attention import paged_attention
+from quintnet_compiler.ops.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 from .one_operator import Input, Sample, call
@@ -508,6 +509,14 @@ def _pools() -> list[Sample]:
 # -- lookups and constants
 
 
+def _experts(
+    rows: Input, ids: Input, weight: Input, bias: Input | None, transposed: bool, scale: tuple[int, ...],
+    back: tuple[int, ...], *, row: bool,
+) -> Sample:  # fmt: skip
+    copies = eight(*weight.shape), const_pos(*scale), eight(*weight.shape), const_pos(*back)
+    return call(scaled_expert_linear, rows, ids, weight, bias, transposed, *copies, row, E5M2, True, True)
+
+
 def _lookups() -> list[Sample]:
     return [
         call(aten.embedding.default, f(12, 4), ints(12, 4, 6)),
@@ -531,6 +540,8 @@ def _lookups() -> list[Sample]:
         call(expert_linear, f(12, 4), ints(4, 12), f(4, 6, 4), f(4, 6), False),
         call(expert_linear, f(8, 4), ints(2, 8), f(4, 4, 6), f(4, 6), True),  # experts that nobody chose
         call(expert_linear, f(7, 4), ints(6, 7), f(5, 6, 4), f(5, 6), False),  # a row of no expert
+        _experts(const(12, 4), ints(4, 12), const(4, 6, 4), None, False, (4, 6, 1), (4, 1, 4), row=True),
+        _experts(const(12, 4), ints(4, 12), const(4, 4, 6), const(4, 6), True, (4, 1, 1), (4, 1, 1), row=False),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), None, 0, -100),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const(6), 0, 2),
         call(aten.nll_loss_forward.default, f(4, 6), ints(6, 4), const_pos(6), 1, 2),

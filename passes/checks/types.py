@@ -167,6 +167,8 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
     communicate over no other axes than ``own``.
     """
     made = [without_fill(local.parts[node, i]) for i in range(len(values(node))) if (node, i) in local.parts]
+    if made and node.target in EXPERT_LAYERS and node not in local.reads:
+        raise _fail(f"nothing stands for some of what {node.name} reads", node)
     if not made or node not in local.reads:
         return None
     reads, todo, seen = local.reads[node], list(made), set[fx.Node]()

@@ -217,7 +217,8 @@ class _Lowering:
     def _experts(self, rows: fx.Node, ids: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool) -> fx.Node:
         """Ranks scale rows that have arrived, and gradients: see :mod:`..lowering.scaled_experts`."""
         recipe, (outside, inside) = self.recipe, (2, 1) if transposed else (1, 2)
-        casts = [part for summed in (inside, outside) for part in self._cast(weight, "weight", summed, 1)]
+        back = self._cast(weight, "weight", outside, 1) if needs_grad(rows) else (None, None)
+        casts = *self._cast(weight, "weight", inside, 1), *back
         how = recipe.along is not None, recipe.gradient, recipe.power_of_two, recipe.of_weight
         return self.builder.call(scaled_expert_linear, rows, ids, weight, bias, transposed, *casts, *how)
 

@@ -47,7 +47,7 @@ class ScaledExperts:
 
     def __call__(
         self, rows: fx.Node, ends: fx.Node, weight: fx.Node, bias: fx.Node | None, transposed: bool, forward: Cast,
-        back: Cast,
+        back: tuple[fx.Node | None, fx.Node | None],
     ) -> fx.Node:  # fmt: skip
         call, dtype = self.builder.call, value(rows).dtype
         x, added = self._bare(rows), None if bias is None else self._bare(bias)

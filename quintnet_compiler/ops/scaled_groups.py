@@ -160,7 +160,8 @@ scaled_grouped_weight_grad = define_operator(
 
 def _expert_linear(
     rows: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, weight8: Tensor, scale: Tensor,
-    back8: Tensor, back_scale: Tensor, row: bool, gradient: torch.dtype, power_of_two: bool, of_weight: bool,
+    back8: Tensor | None, back_scale: Tensor | None, row: bool, gradient: torch.dtype, power_of_two: bool,
+    of_weight: bool,
 ) -> Tensor:  # fmt: skip
     order, ends = group_plan(ids, weight.shape[0], None, counts_on_host(rows, weight))
     rows = group_rows(rows, order, ends)
@@ -173,14 +174,14 @@ def _expert_linear(
 
 
 # ``expert_linear`` of which all three products, forward and backward, are of 8-bit numbers. ``weight8`` and ``scale``
-# are the weight with scales for the forward, ``back8`` and ``back_scale`` for the gradient of rows; rows are cast where
-# they meet the weight, so ranks that hold experts scale what has arrived. ``row``: each row has a scale, and in the
-# gradient of weights each column of an expert's rows; if not, all rows have one. ``gradient``: the format of gradients
-# of results. ``of_weight``: whether the gradient of the weight is such a product, too.
+# are the weight with scales for the forward, ``back8`` and ``back_scale`` for the gradient of rows, if they have one;
+# rows are cast where they meet the weight, so ranks that hold experts scale what has arrived. ``row``: each row has a
+# scale, and in the gradient of weights each column of an expert's rows; if not, all rows have one. ``gradient``: the
+# format of gradients of results. ``of_weight``: whether the gradient of the weight is such a product, too.
 scaled_expert_linear = define_operator(
     "scaled_expert_linear(Tensor rows, Tensor ids, Tensor weight, Tensor? bias, bool transposed, Tensor weight8, "
-    "Tensor scale, Tensor back8, Tensor back_scale, bool row, ScalarType gradient, bool power_of_two, bool of_weight) "
-    "-> Tensor",
+    "Tensor scale, Tensor? back8, Tensor? back_scale, bool row, ScalarType gradient, bool power_of_two, "
+    "bool of_weight) -> Tensor",
     lambda rows, ids, weight, bias, transposed, *_: rows.new_empty(
         [rows.shape[0], weight.shape[2 if transposed else 1]]
     ),

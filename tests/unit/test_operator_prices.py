@@ -17,9 +17,9 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.kernels import Kernel
 from quintnet_compiler.cost_models.operators import SIZES, guessed, kernel_of, traffic
 from quintnet_compiler.ops.catalog import OPERATORS, work_of
-from quintnet_compiler.ops.expert_linear import expert_linear
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
+from quintnet_compiler.ops.scaled_groups import EXPERT_LAYERS
 from quintnet_compiler.ops.scaled_products import scaled_matmul
 
 from ..one_operator import Sample, lowered, operator_program, reference, sharded
@@ -129,7 +129,7 @@ def test_sizes_of_products_are_those_that_torch_counts(sample: Sample) -> None:
     counted = counter.get_total_flops() or by_hand.get(sample.target)
     if sample.target == aten.matmul.default and not counted:  # with a vector
         counted = {(12,): 24, (6,): 96}[sample.inputs[1].shape]
-    if sample.target is expert_linear:
+    if sample.target in EXPERT_LAYERS:
         rows, (_, *weight) = sample.inputs[0].shape[0], sample.inputs[2].shape
         counted = 2 * rows * weight[0] * weight[1]
     if sample.target is scaled_matmul:

@@ -134,7 +134,10 @@ def _check_experts(node: fx.Node) -> None:
     weight, transposed, row, args = tensor_inputs(node)[2], node.args[4], node.args[9], node.args
     outside, inside = (2, 1) if transposed else (1, 2)
     for (cast, scale), kept in (((args[5], args[6]), outside), ((args[7], args[8]), inside)):
-        assert isinstance(cast, fx.Node) and isinstance(scale, fx.Node)
+        if cast is None and kept is inside and not needs_grad(tensor_inputs(node)[0]):
+            continue
+        if not isinstance(cast, fx.Node) or not isinstance(scale, fx.Node):
+            raise _fail(f"{node.name} lacks {weight.name} in 8 bits", node)
         if _scaled(node, cast, scale) is not weight or value(cast).dtype is not torch.float8_e4m3fn:
             raise _fail(f"{node.name} multiplies {cast.name}, which is not {weight.name} in 8 bits", node)
         size = shape(weight)

@@ -31,7 +31,7 @@ class Wrong(Exception):
 @dataclass(frozen=True)
 class ScaledLayer:
     """A layer as the program has it, with what stands for its inputs on a rank: ``weights``: the weight, the bias if it
-    has one, and the two 8-bit copies of the weight with their scales."""
+    has one, and the 8-bit copies of the weight with their scales, one, or two if rows have a gradient."""
 
     node: fx.Node
     weights: Sequence[fx.Node]
@@ -64,8 +64,8 @@ class ScaledLayer:
         return self.node.args[9] is True
 
     def _product(self, made: fx.Node, rows8: fx.Node, ends: fx.Node, scale: fx.Node, *, forward: bool) -> None:
-        *_, weight8, weight_scale, back8, back_scale = self.weights
-        right = (weight8, weight_scale) if forward else (back8, back_scale)
+        copies = tuple(self.weights[1 if self._bias is None else 2 :])
+        right = copies[:2] if forward else copies[2:]
         bias, turned = self._bias if forward else None, bool(self.node.args[4]) is forward
         found: Any = made.args
         added = None if found[5] is None else _bare(found[5])
@@ -74,7 +74,7 @@ class ScaledLayer:
 
     @property
     def _bias(self) -> fx.Node | None:
-        return self.weights[1] if len(self.weights) == 6 else None
+        return self.weights[1] if self.node.args[3] is not None else None
 
     def _gradients(self, product: fx.Node, made: fx.Node, x: fx.Node, ends: fx.Node) -> None:
         left = [n for n in (x, self.weights[0], self._bias) if n is not None and needs_grad(n)]
