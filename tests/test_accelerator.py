@@ -20,6 +20,13 @@ from quintnet_compiler.ops.grouped_rows import (
     grouped_weight_grad,
     ungroup_rows,
 )
+from quintnet_compiler.ops.scaled_groups import (
+    group_cast,
+    group_max,
+    scaled_grouped_linear,
+    scaled_grouped_weight_grad,
+)
+from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
 
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
@@ -436,6 +443,37 @@ def test_grouped_matmuls_of_experts(device: Emulated, transposed: bool) -> None:
     assert counted.waits == {} and counted.to_device == 0 and counted.kernels["aten::_grouped_mm"] == 3
     for mine, theirs in zip(found, products(ids, rows, grad, weight, bias, on_host=True), strict=True):
         assert torch.allclose(mine.cpu().float(), theirs.float(), atol=0.05, rtol=0.02)
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_grouped_products_of_8_bit_numbers_without_a_kernel_for_these(device: Emulated, row: bool) -> None:
+    """As loops over experts on the CPU, and the host waits for nothing."""
+    device.set_device(0)
+    kind, ends = torch.float8_e4m3fn, torch.tensor([2, 2, 5, 5], dtype=torch.int32)
+    rows, grad, weight = (torch.randn(*size).bfloat16() for size in ((7, 16), (7, 32), (4, 32, 16)))
+    rows[5:] = grad[5:] = torch.nan  # rows of no expert
+
+    def products(ends: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x8, scale_x = _eight(given[0].nan_to_num(), [1, 0] if row else [0, 0], kind)
+        w8, scale_w = _eight(given[2], [1, 1, 0] if row else [1, 0, 0], kind)
+        columns = []
+        for x in given[:2]:
+            scale = block_scale(group_max(x, ends), kind, row)
+            columns.append((group_cast(x, ends, scale, kind), scale))
+        (c8, scale_c), (t8, scale_t) = columns
+        made = scaled_grouped_linear(x8, ends, w8, scale_x, scale_w, None, False, torch.bfloat16)
+        return made[:5], scaled_grouped_weight_grad(t8, c8, ends, scale_t, scale_c, False, torch.bfloat16)
+
+    with device.counting() as counted:
+        found = products(*(x.to("emulated:0") for x in (ends, rows, grad, weight)))
+    assert counted.waits == {} and counted.kernels["aten::_grouped_mm"] == 2
+    for mine, theirs in zip(found, products(ends, rows, grad, weight), strict=True):
+        assert torch.allclose(mine.cpu().float(), theirs.float(), atol=0.05, rtol=0.02)
+
+
+def _eight(x: torch.Tensor, block: list[int], kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = block_scale(block_max(x, block), kind, False)
+    return scaled_cast(x, scale, kind), scale
 
 
 @pytest.mark.slow
