@@ -14,6 +14,7 @@ from ...ir.repeated_blocks import block_of
 from ...ops.catalog import facts_of
 from ...ops.collectives import all_gather
 from ...ops.rank_local import microbatch
+from ...ops.scaled_products import parameter_of
 from .recompute_budget import Budget, within_budget
 from .recompute_cut import cheap_values, fused_values
 
@@ -27,7 +28,8 @@ class Recompute:
     Before: %h = linear(%x, %w);  ...;  %g = gelu_backward(%gy, %h)
     After:  %h = linear(%x, %w);  ...;  %h_1 = linear(%x, %w);  %g = gelu_backward(%gy, %h_1)
     Ensures: no value inside a block is saved, but the plans of mixtures (small, and the host waits for them); a copy
-    stands right before its first use, and equals the original bit by bit: communication is repeated, and random masks
+    stands right before its first use (so does, instead of a copy, what the backward alone reads), and equals the
+    original bit by bit: communication is repeated, and random masks
     depend on nothing but their place (Chen et al. 2016).
 
     ``blocks``: ``"full"`` for all that, ``"selective"`` for values that take no more than passes over memory,
@@ -68,6 +70,10 @@ class _Copying:
         self.new: dict[fx.Node, fx.Node] = {}
         self.again: dict[fx.Node, fx.Node] = {}
         self.stage: dict[fx.Node, int] = {}
+        self.later: set[fx.Node] = set()  # what the backward alone reads, and makes once
+        for node in reversed(program.graph.nodes):
+            if node in inside and all(_backward(user) or user in self.later for user in node.users):
+                self.later.add(node)
 
     def run(self) -> DifferentiatedProgram:
         for node in self.program.graph.nodes:
@@ -77,10 +83,12 @@ class _Copying:
             if node.op == "call_function" and facts(node).phase == "backward":
                 for source in node.all_input_nodes:
                     self._copy(source)
-            self.new[node] = self._emit(node, again=_backward(node))
+            if node not in self.later:
+                self.new[node] = self._emit(node, again=_backward(node))
         self.graph.lint()
         made = self.program.moved(self.graph, self.new, self.stage)
-        return replace(made, copies={copy: self.new[n] for n, copy in self.again.items()})
+        copies = {copy: self.new[n] for n, copy in self.again.items() if n not in self.later}
+        return replace(made, copies=copies)
 
     def _copy(self, node: fx.Node) -> None:
         todo, inside = [node], self.inside
@@ -94,6 +102,8 @@ class _Copying:
             else:
                 self.again[last] = self._emit(last, again=True)
                 annotate(self.again[last], replace(facts(last), phase="backward"))
+                if last in self.later:
+                    self.new[last] = self.again[last]
                 todo.pop()
 
     def _emit(self, node: fx.Node, *, again: bool) -> fx.Node:
@@ -131,7 +141,7 @@ def _gathered(program: DifferentiatedProgram) -> tuple[set[fx.Node], set[fx.Node
         if not alone or node in program.outputs:
             continue
         gathers = node.target is all_gather or any(source in found for source in sources)
-        if gathers and all(source in parameters or _parameter(source) for source in sources):
+        if gathers and all(source in parameters or parameter_of(source) is not None for source in sources):
             parameters.add(node)
             found.add(node)
         elif node.target is all_gather or (gathers and memory_of(node) is not node and not is_getitem(node)):

@@ -33,8 +33,9 @@ from ...ops.collectives import COMMUNICATION, convert, share
 from ...ops.rank_local import microbatch
 from ...ops.rules.notation import Factors
 from ...ops.scaled_groups import EXPERT_LAYERS, scaled_expert_linear
+from ...ops.scaled_products import block_max
 from .padding import peel, without_fill
-from .rewrites.scaled_experts import ScaledLayer
+from .rewrites.scaled_experts import ScaledLayer, Wrong, largest_over
 from .rewrites.token_dispatch import moved_there, travels, wrong_way
 from .strategies import Reading, Rules
 from .tables import bare
@@ -172,6 +173,8 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
     if not made or node not in local.reads:
         return None
     reads, todo, seen = local.reads[node], list(made), set[fx.Node]()
+    if node.target is block_max:
+        _check_largest(local, node, made[0], own)
     if node.target in EXPERT_LAYERS:
         axes, chosen = local.staged.sharded.axes, local.staged.sharded.strategies[node]
         way, there = travels(axes, chosen), moved_there(axes, chosen)
@@ -192,6 +195,17 @@ def _reads(local: LocalProgram, node: fx.Node, own: frozenset[str]) -> tuple[fx.
             raise _fail(f"{node.name} reads {here.all_input_nodes} where {list(reads)} stand for its inputs", node)
         todo += here.all_input_nodes
     return reads
+
+
+def _check_largest(local: LocalProgram, node: fx.Node, made: fx.Node, own: frozenset[str]) -> None:
+    """The largest number of a block is that of all ranks that have parts of it; a microbatch has its own."""
+    axes = sorted(a.name for a in local.staged.sharded.axes if a.name in own and a.role != "time")
+    try:
+        found, over = largest_over(made)
+    except Wrong as wrong:
+        raise _fail(str(wrong), node) from None
+    if found.target is not block_max or sorted(over) != axes:
+        raise _fail(f"{node.name} is the largest over {over} where ranks over {axes} have parts", node)
 
 
 def moves(local: LocalProgram, node: fx.Node, source: Value) -> list[Step]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ...compat.torch import OpOverload, operator_name
-from ...core.annotations import annotate, copied_from, facts, leaf, num_bytes, value
+from ...core.annotations import annotate, facts, leaf, num_bytes, value
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.collectives import (
@@ -21,6 +21,7 @@ from ...ops.collectives import (
     reduce_scatter,
     scatter_together,
 )
+from ...ops.scaled_products import parameter_of
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class CoalesceCollectives:
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
         gathers, scatters = _groups(program)
         gathers += _at_start(program, self.bucket_mib * 2**20)
-        first = {members[0]: members for members in gathers}
+        first = {node: members for members in gathers for node in members}
         last = {members[-1]: members for members in scatters}
-        joined = {node for members in (*gathers, *scatters) for node in members}
+        joined = {node for members in scatters for node in members}
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         stage: dict[fx.Node, int] = {}
         once: set[fx.Node] = set()
@@ -52,10 +53,29 @@ class CoalesceCollectives:
             if node in program.stage:
                 stage[new[node]] = program.stage[node]
 
+        def ready(node: fx.Node) -> None:
+            """Of a parameter: the copy that operators read, and its 8-bit numbers with what these are computed from,
+            stand right before its own gather."""
+            todo = [node]
+            while todo:
+                here = todo[-1]
+                missing = [n for n in here.all_input_nodes if n not in new]
+                if here in new or not missing:
+                    todo.pop()
+                    gather_or_emit(here)
+                else:
+                    todo += missing
+
+        def gather_or_emit(node: fx.Node) -> None:
+            if node in new:
+                return
+            if node not in first:
+                return emit(node)
+            together(first[node], gather_states if node.target is gather_state else gather_together)
+
         def together(members: Sequence[fx.Node], target: OpOverload) -> None:
             for source in (node.all_input_nodes[0] for node in members):
-                if source not in new:  # the copy of a parameter, made right before its own gather
-                    emit(source)
+                ready(source)
             _, axis, size = members[0].args[:3]
             dims, parts = ([node.args[place] for node in members] for place in (3, 4))
             given = [new[node.args[0]] for node in members]  # type: ignore[index]
@@ -70,14 +90,12 @@ class CoalesceCollectives:
                 stage[new[node]] = program.stage[node]
 
         for node in program.graph.nodes:
-            if node in first:
-                together(first[node], gather_states if node.target is gather_state else gather_together)
-            elif node in last:
+            if node in last:
                 together(last[node], scatter_together)
             elif node.op == "output":
                 graph.output(fx.map_arg(node.args[0], lambda n: new[n]))
-            elif node not in joined and node not in new:
-                emit(node)
+            elif node not in joined:
+                gather_or_emit(node)
         graph.lint()
         moved = program.moved(graph, new, stage)
         return replace(moved, once=moved.once | once)
@@ -120,4 +138,4 @@ def _at_start(program: DifferentiatedProgram, limit: float) -> list[list[fx.Node
 
 
 def _stored(node: fx.Node) -> bool:
-    return leaf(copied_from(node) or node) is not None
+    return leaf(node) is not None or parameter_of(node) is not None

@@ -180,7 +180,7 @@ class _CommunicationLowering:
             for new in self.builder.made[before:]:
                 if new.target is not padding_of:  # once a step, whoever asks
                     self.stage[new] = stage
-            if node.target in _TO_EIGHT_BITS and self.at_start.issuperset(self.reads[node]):
+            if node.target in _TO_EIGHT_BITS and all(n in self.at_start or _parameter(n) for n in self.reads[node]):
                 self.at_start.update(self.builder.made[before:])  # of copies that are made once a step
 
     def _filled(self, node: fx.Node, given: dict[int, fx.Node]) -> dict[int, fx.Node]:
@@ -392,7 +392,7 @@ class _CommunicationLowering:
         home = stage if found is not None and found.kind == "parameter" else self.staged.stage.get(source)
         if found is not None and found.held is not None:
             node = self._copied(node, values(source)[0].dtype, stage)
-        if held is not None:
+        if held is not None and [plain(kind) for kind in target] != [plain(kind) for kind in start]:
             whole = values(source)[index].shape
             node, start = self._gathered(node, start, held, stage, whole), held.sharding
         if not grad:  # without gradients I and R are the same bits
@@ -528,6 +528,11 @@ class _CommunicationLowering:
             if node in self.at_start or (anywhere and all(source in once for source in tensor_inputs(node))):
                 once.add(node)
         return frozenset(once)
+
+
+def _parameter(node: fx.Node) -> bool:
+    known = leaf(node)
+    return known is not None and known.kind == "parameter"
 
 
 def _substitute(node: fx.Node, given: dict[int, fx.Node]) -> tuple[list[Any], dict[str, Any]]:

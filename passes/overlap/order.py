@@ -8,10 +8,11 @@ from itertools import accumulate, chain, groupby
 
 from torch import fx
 
-from ...core.annotations import copied_from, is_getitem, leaf
+from ...core.annotations import is_getitem, leaf
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
 from ...ops.collectives import COMMUNICATION, STARTS, all_gather, gather_together, reduce_scatter, scatter_together
+from ...ops.scaled_products import parameter_of
 from ..autodiff.recompute_cut import takes_long
 from .copies import with_copies
 from .items import MARGIN, Item, Seconds, Start, node_of, source_of
@@ -184,7 +185,7 @@ def _takes_long(item: Item) -> bool:
 
 
 def _gathers_state(node: fx.Node) -> bool:
-    stored = all(leaf(copied_from(n) or n) is not None for n in node.all_input_nodes)
+    stored = all(leaf(n) is not None or parameter_of(n) is not None for n in node.all_input_nodes)
     return node.target in (all_gather, gather_together) and stored
 
 

@@ -11,8 +11,10 @@ from ...core.annotations import Leaf, num_bytes, shape, value
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, R, Shard, local_shape, plain, shard_shape
 from ...ir.program import Gathered, ShardedProgram, Strategy
-from ..strategies.rule_book import leaf_factors, leaf_strategies, refine
+from ...ops.rules.table import RULES
+from ..strategies.rule_book import RuleBook, leaf_factors, leaf_strategies, refine
 from .axis_view import stores_state
+from .cast_slices import on_slices
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,12 @@ class ShardParameters:
 
     The conversion S -> R is an all-gather, and its transpose the reduce-scatter of the gradient: ``zero`` only says
     where the two stand. 3 (and 0, for what the plan fixes): both in each microbatch. 2: the gather at the start of the
-    step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019).
+    step. 1: and the reduce-scatter at its end (ZeRO, Rajbhandari et al. 2019). Of a parameter that each microbatch
+    gathers, and of which products read 8-bit numbers alone, ranks cast their slices, and gather these.
 
     ``axes``: over which to slice all parameters; where no dim divides, the last ranks have less. ``fixed``: (name,
-    axis) -> type, before all else. ``experts``: the axes over which experts are spread.
+    axis) -> type, before all else. ``experts``: the axes over which experts are spread. ``book``: the
+    rules of operators that cast.
 
     Raises:
         CompileError: QN203 if a fixed type does not divide.
@@ -39,6 +43,7 @@ class ShardParameters:
     axes: tuple[str, ...] = ()
     fixed: Mapping[tuple[str, str], AxisType] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
+    book: RuleBook = field(default_factory=lambda: RuleBook(RULES))
 
     def __call__(self, program: ShardedProgram, /) -> ShardedProgram:
         strategies = dict(program.strategies)
@@ -50,6 +55,10 @@ class ShardParameters:
                 strategies[node] = _strategies(program, node, kinds)
                 self._refuse_crossing(program, found, kinds, before)
                 gathered[node] = Gathered(before, self.zero in (1, 2), self.zero == 1 and found.trainable)
+                if not gathered[node].once:
+                    casts = on_slices(program, node, kinds, self.book)
+                    gathered |= {cast: Gathered(program.produced(cast), False, False) for cast in casts}
+                    strategies |= casts
         if gathered and program.program.stored:
             out = program.program.graph.output_node()
             strategies[out] = _leaving(strategies[out], {k: strategies[n] for k, n in program.program.stored.items()})

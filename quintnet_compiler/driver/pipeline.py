@@ -206,7 +206,7 @@ def _choose(s: PassSetting, program: Any) -> Pass:
 
 def _store(s: PassSetting, sharded: Any) -> Pass:
     axes = s.plan.zero_axes if s.plan.zero else ()
-    return _planned(ShardParameters, s, s.plan.zero, axes, fixed(s, sharded.program), expert_axes(s.plan))
+    return _planned(ShardParameters, s, s.plan.zero, axes, fixed(s, sharded.program), expert_axes(s.plan), s.book)
 
 
 def _cut(s: PassSetting) -> Pass:

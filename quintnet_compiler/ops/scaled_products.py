@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..compat.torch import OpOverload
+from ..core.annotations import copied_from, leaf
 from .define import define_operator
 
 aten = torch.ops.aten
@@ -36,6 +37,17 @@ def blocks_of(size: Sequence[int], block: Sequence[int]) -> list[int]:
     ([1, 2], [6, 1])
     """
     return [-(-n // b) if b else min(n, 1) for n, b in zip(size, block, strict=True)]
+
+
+def parameter_of(node: fx.Node) -> fx.Node | None:
+    """The parameter that ``node`` is, in the bits in which ranks store it, in those that operators read, or in 8; or of
+    which it is a scale."""
+    here = node
+    while here.target in _CASTING:
+        here = here.all_input_nodes[0]
+    here = copied_from(here) or here
+    known = leaf(here)
+    return here if known is not None and known.kind == "parameter" else None
 
 
 def _block_max(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -147,3 +159,5 @@ scaled_matmul = define_operator(
 CONSISTS_OF: Mapping[OpOverload, Callable[..., Tensor]] = MappingProxyType(
     {block_max: _block_max, block_scale: _block_scale, scaled_cast: _scaled_cast, scaled_matmul: _scaled_matmul}
 )
+
+_CASTING = frozenset({aten.detach.default, aten.unsqueeze.default, block_max, block_scale, scaled_cast})

@@ -123,7 +123,7 @@ class ScaledLayer:
             _expect(cast.target is scaled_cast and given[1:] == (scale, kind), cast, "is not scaled as it should")
         right = scale.target is block_scale and scale.args[1:] == (kind, self.node.args[11])
         _expect(right, scale, "is no scale of this format")
-        largest, over = _gathered(tensor_inputs(scale)[0])
+        largest, over = largest_over(tensor_inputs(scale)[0])
         axes = self._apart(one, backward)
         _expect(sorted(over) == sorted(axes), scale, f"is the largest over {over}, and not over {axes}")
         wanted: Any = block_max, (given[0], [1, 0])
@@ -150,8 +150,12 @@ class ScaledLayer:
         return found
 
 
-def _gathered(node: fx.Node) -> tuple[fx.Node, list[str]]:
-    """What each rank found, before the largest was taken over these axes."""
+def largest_over(node: fx.Node) -> tuple[fx.Node, list[str]]:
+    """What each rank found, before the largest was taken over these axes.
+
+    Raises:
+        Wrong: if something else was made of it.
+    """
     over: list[str] = []
     while node.target is aten.amax.default:
         every = tensor_inputs(node)[0]
