@@ -1,0 +1,149 @@
+"""ZeRO 3 gathers 8-bit numbers: half the bytes, and the same bits as numbers that are cast after a wide gather."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quintnet
+from quintnet_compiler.core.annotations import is_getitem, num_bytes, origin, value
+from quintnet_compiler.ops.collectives import all_gather, gather_together
+from quintnet_compiler.passes.frontend.eight_bits import RECIPES
+from quintnet_compiler.passes.sharding import shard_parameters
+
+from .test_eight_bit_experts import Mixture
+from .test_eight_bits import WIDTH, Block
+
+ROWS, LENGTH = 8, 4
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(nn.Linear), Block(nn.Linear), nn.Linear(WIDTH, 16))
+
+
+def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, LENGTH, WIDTH, generator=dice), torch.randn(ROWS, LENGTH, 16, generator=dice)
+
+
+def wide() -> AbstractContextManager[Any]:
+    """Programs that gather 16 bits and cast what arrives."""
+    return mock.patch.object(shard_parameters, "on_slices", lambda *_: {})
+
+
+def compiled(mesh: dict[str, int], **plan: Any) -> quintnet.CompiledProgram:
+    return quintnet.compile(
+        net(), quintnet.Mesh(**mesh), batch(), loss_fn=F.mse_loss, plan={"precision": "fp8", "zero": 3, **plan}
+    )
+
+
+def trained(program: quintnet.CompiledProgram) -> list[Tensor]:
+    """Losses of two steps, the gradients of the first, and the parameters after it."""
+    optimizer = torch.optim.AdamW(program.parameters(), lr=0.1)
+    found = [program.step(batch())]
+    found += [p.grad.clone() for _, p in program.named_parameters()]  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.zero_grad()
+    return [*found, program.step(batch(2)), *(p.detach().clone() for _, p in program.named_parameters())]
+
+
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"dp": 2}, {"microbatches": 2}),
+    ({"dp": 4}, {"recompute": "full"}),
+    ({"dp": 2, "tp": 2}, {}),
+    ({"dp": 2, "cp": 2}, {"zero_axes": ("dp", "cp")}),
+    ({"dp": 2, "pp": 2}, {"microbatches": 2}),
+    ({"dp": 2}, {"reshard_after_forward": False}),
+]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize(("mesh", "plan"), LAYOUTS, ids=str)
+def test_the_bits_are_those_of_a_wide_gather(mesh: dict[str, int], plan: dict[str, Any], recipe: str) -> None:
+    made = trained(compiled(mesh, fp8_recipe=recipe, **plan))
+    with wide():
+        expected = trained(compiled(mesh, fp8_recipe=recipe, **plan))
+    assert len(made) == len(expected) and all(map(torch.equal, made, expected))
+
+
+def _gathered(program: quintnet.CompiledProgram) -> dict[torch.dtype, int]:
+    """Bytes of the matrices that a microbatch gathers, by dtype."""
+    found: dict[torch.dtype, int] = defaultdict(int)
+    for node in program._primary().program.source.graph.nodes:
+        if node.op != "call_function" or origin(node)[0].target not in (all_gather, gather_together):
+            continue
+        for one in [value(node)] if node.target is all_gather or is_getitem(node) else ():
+            if one.dim() > 1 and min(one.shape[-2:]) > 1 and one.dtype is not torch.float32:  # no scales
+                found[one.dtype] += num_bytes(one)
+    return dict(found)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_half_the_bytes_are_gathered(recipe: str) -> None:
+    """Forward and backward: of rows and of columns, or twice the same numbers."""
+    numbers = 2 * 3 * WIDTH * 2 * WIDTH  # of the blocks' weights
+    head = 16 * WIDTH * 2 * 2
+    with wide():
+        assert _gathered(compiled({"dp": 2}, fp8_recipe=recipe, overlap=False)) == {
+            torch.bfloat16: numbers * 2 * 2 + head
+        }
+    found = _gathered(compiled({"dp": 2}, fp8_recipe=recipe, overlap=False))
+    assert found == {torch.float8_e4m3fn: numbers * 2, torch.bfloat16: head}
+
+
+def test_a_matrix_is_gathered_where_it_is_read() -> None:
+    """In the forward that of rows, in the backward that of columns."""
+    (stage,) = compiled({"dp": 2}, fp8_recipe="rowwise", overlap=False).ranks[0].stages
+    for piece, count in ((stage.forward, 6), (stage.backward, 6)):
+        calls = [line for line in piece.code.splitlines() if "gather" in line and "[scaled_cast" in line]
+        assert sum(line.count("scaled_cast") for line in calls if " = None" not in line.split(";")[0]) >= count
+    assert stage.once is not None and stage.once.code.count("comm.gather_states(") == 1  # all scales of columns
+
+
+def test_a_parameter_that_another_operator_reads_is_gathered_wide() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x) + self.first.weight.mean())
+
+    program = quintnet.compile(
+        Twice(), quintnet.Mesh(dp=2), batch(), loss_fn=F.mse_loss, plan={"precision": "fp8", "zero": 3}
+    )
+    assert "all_gather(scaled_cast" not in program.ranks[0].forward.code and program.verify(batch()).ok
+
+
+def test_experts_are_gathered_in_8_bits() -> None:
+    given = torch.randn(16, WIDTH), torch.randint(0, 8, (16,))
+    plan = {"precision": "fp8", "fp8_recipe": "rowwise", "zero": 3}
+    program = quintnet.compile(Mixture(), quintnet.Mesh(dp=2), given, plan=plan)
+    made = program.step(given), *(p.grad for p in program.parameters())
+    dtypes = set(_gathered(program))
+    with wide():
+        program = quintnet.compile(Mixture(), quintnet.Mesh(dp=2), given, plan=plan)
+        expected = program.step(given), *(p.grad for p in program.parameters())
+    assert torch.float8_e4m3fn in dtypes and all(map(torch.equal, made, expected))  # type: ignore[arg-type]
+
+
+def _process(dp: int) -> list[Tensor]:
+    torch.set_num_threads(1)
+    program = compiled({"dp": dp}, fp8_recipe="rowwise", microbatches=2)
+    loss = program.step(batch())
+    return [loss, *(p.grad.full_tensor() for p in program.parameters())]  # type: ignore[union-attr]
+
+
+def test_processes_gather_8_bits() -> None:
+    expected = _process(2)
+    for found in quintnet.launch(_process, 2, (2,), timeout=120):
+        assert all(map(torch.equal, found, expected))
