@@ -147,6 +147,28 @@ def test_every_layout_rounds_to_the_same_numbers(
     assert_equal(step(mesh, recipe, skew=skew, **plan), step({}, recipe, skew=skew))
 
 
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("recipe", NAMES)
+@pytest.mark.parametrize(
+    ("mesh", "plan"),
+    [
+        ({"ep": 3}, {}),  # 2, 2 and no experts, and rows that do not divide
+        ({"ep": 3}, {"zero": 1, "zero_axes": ("ep",)}),
+        ({"dp": 3}, {"experts": ["dp"], "zero": 2}),
+        ({"tp": 3}, {}),
+    ],
+    ids=str,
+)
+def test_experts_that_do_not_divide(mesh: dict[str, int], plan: dict[str, Any], recipe: str) -> None:
+    assert_equal(step(mesh, recipe, batch(11), **plan), step({}, recipe, batch(11)))
+
+
+def test_tensor_ranks_split_the_matrices_of_experts() -> None:
+    x, y = batch()
+    program = quintnet.compile(Mixture(), quintnet.Mesh(tp=2), (x.float(), y), precision="fp8", fp8_recipe="rowwise")
+    assert all(program.plan.parameters[name]["tp"].startswith("S") for name in ("up", "down"))
+
+
 @pytest.mark.parametrize(
     ("mesh", "recipe"), [({"dp": 2}, "tensorwise"), ({"ep": 2}, "rowwise"), ({"pp": 2}, "rowwise")]
 )

@@ -24,7 +24,7 @@ from ...ops.cross_entropy import nll_terms, row_nll
 from ...ops.rank_local import embedding_rows, microbatch, padding_of
 from ...ops.rules.notation import Dims, Factors
 from ...ops.scaled_groups import EXPERT_LAYERS
-from ...ops.scaled_products import block_max
+from ...ops.scaled_products import block_max, scaled_cast
 from .strategies import Reading, Rules
 
 aten = torch.ops.aten
@@ -185,6 +185,8 @@ def _steady(local: LocalProgram, read: Sequence[Numbers], node: fx.Node, rule: F
     sharded = local.staged.sharded
     two = node.target not in (aten.add.Tensor, aten.sub.Tensor) or len(rule.inputs) == 2  # and no number
     linear = rule.linear == ((0,),) and len(rule.inputs) == 1
+    if node.target is scaled_cast:  # 0 times any scale
+        linear, read = True, read[:1]
     every = all(_dim(dims, name) is not None for name in names for dims in (*rule.inputs, *rule.outputs))
     return (linear or (node.target in _ZERO_OF_ZEROS and two)) and every and all(
         found.get(dim) == 0

@@ -21,7 +21,7 @@ from ...ir.program import Axis, Strategy
 from ...ops.rank_local import LOOKUPS, padding_of
 from ...ops.rules.notation import Dims, Factors
 from ...ops.scaled_groups import EXPERT_LAYERS
-from ...ops.scaled_products import block_max
+from ...ops.scaled_products import block_max, scaled_cast
 from ..strategies.rule_book import refine
 
 aten = torch.ops.aten
@@ -204,6 +204,8 @@ class Padding:
         """Whether an operator that brings nothing together makes zeros of zeros, and reads them in all padding.
         ``read``: its local inputs, and which dims of them have padding."""
         linear = factors.linear == ((0,),) and len(factors.inputs) == 1
+        if node.target is scaled_cast:  # whatever the scale
+            linear, read = True, list(read)[:1]
         sums = node.target in _SUMS and len(factors.inputs) == 2  # and no number
         return (linear or sums or node.target in _OF_ZERO) and all(
             self.zeros.get(x, frozenset()) >= dims for x, dims in read

@@ -19,6 +19,7 @@ from ...ops.derivatives.user_derivatives import after_gradients, declare_gradien
 from ...ops.rules.notation import Factors
 from ...ops.scaled_groups import EXPERT_LAYERS
 from ..strategies.expert_axes import expert_parameters, travelling
+from ..strategies.rule_book import may_pad
 from .axis_view import AxisView, OperandEdge, refusal
 from .batch_factors import batch_factors, made_of_the_batch
 
@@ -51,7 +52,7 @@ class Candidates:
         self.samples = batch_factors(graph, view.factors) if role == "context" else {}
         self.work = made_of_the_batch(graph) if role in ("context", "model") else frozenset()
         self.expert_parameters = expert_parameters(graph) if view.spreads_experts else frozenset[fx.Node]()
-        self.weights = _contraction_weights(graph, view.factors) if role == "model" else frozenset()
+        self.weights = _contraction_weights(graph, view.factors) if role == "model" else dict[fx.Node, bool]()
 
     def __call__(self, node: fx.Node, cuts: Mapping[str, set[int]]) -> tuple[Strategy, ...]:
         found, options = leaf(node), self.view.legal(node, cuts)
@@ -91,7 +92,8 @@ class Candidates:
             rows = found.kind in ("input", "cache") and found.batched and not self.single_row
             wanted = S(0) if rows else R if found.trainable else I
         elif found.kind == "parameter":
-            shards = tuple(s for s in options if isinstance(s.outputs[0], Shard))
+            even = self.weights.get(node, False)
+            shards = tuple(s for s in options if isinstance(s.outputs[0], Shard) and not (even and s.uneven))
             must = node in self.weights and shards and not self._torn(node, cuts)
             return shards if must else options
         elif found.kind == "cache":
@@ -179,10 +181,10 @@ def _widens(node: fx.Node, activations: frozenset[fx.Node]) -> bool:
     return narrows(value(node).dtype, value(tensor_inputs(node)[0]).dtype)
 
 
-def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> frozenset[fx.Node]:
-    """Parameters that are the second operand of a matmul: what tensor parallelism is there to split. Without those of
-    which another operator needs all (a determinant)."""
-    found = set()
+def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) -> dict[fx.Node, bool]:
+    """Parameters that are the second operand of a matmul: what tensor parallelism is there to split; and whether that
+    takes slices without padding alone. Without those of which another operator needs all (a determinant)."""
+    found = dict[fx.Node, bool]()
     for node in graph.nodes:
         if node.op != "call_function" or is_getitem(node) or node.target not in CONTRACTIONS:
             continue
@@ -191,12 +193,12 @@ def _contraction_weights(graph: fx.Graph, factors: Mapping[fx.Node, Factors]) ->
             kind = leaf(weight)
             if kind is not None:
                 if kind.kind == "parameter" and not _needed_whole(weight, factors):
-                    found.add(weight)
+                    found[weight] = found.get(weight, False) or not may_pad(node)
                 break
             if weight.target not in _TRANSPOSED and weight.target is not after_gradients:
                 break
             weight = weight.args[0] if weight.target in _TRANSPOSED else _changed(weight)
-    return frozenset(found)
+    return found
 
 
 def _changed(now: fx.Node) -> Any:

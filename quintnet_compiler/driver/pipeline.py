@@ -327,7 +327,7 @@ PIPELINE: tuple[PassSpec, ...] = (
         lambda s, before, after: [(check_experts, (after.graph, s.plan.experts))],
     ),
     PassSpec(
-        EightBits, "Program", "which linear layers multiply 8-bit numbers, and what has a scale",
+        EightBits, "Program", "which linear layers and experts multiply 8-bit numbers, and what has a scale",
         lambda s, p: EightBits(RECIPES[s.plan.fp8_recipe], s.plan.fp8_skip) if s.plan.precision == "fp8" else None,
         lambda s, before, after: [(check_eight_bits, (before, after))] if after is not before else [],
     ),
