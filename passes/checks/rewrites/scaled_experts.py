@@ -101,7 +101,8 @@ class ScaledLayer:
         _tangent(self._base(t8, scale, ends, "rows" if self._row else "all", True), made)
 
     def _of_weight(self, gradient: fx.Node, x: fx.Node, ends: fx.Node, made: fx.Node) -> None:
-        transposed, found = bool(self.node.args[4]), gradient.args
+        found: Any = gradient.args
+        transposed = bool(self.node.args[4])
         if self.node.args[12] is not True:
             right = gradient.target is grouped_weight_grad and found[2:] == (ends, transposed)
             _expect(right and _bare(found[1]) is x, gradient, "is no gradient of the weight")
@@ -161,7 +162,7 @@ def largest_over(node: fx.Node) -> tuple[fx.Node, list[str]]:
         every = tensor_inputs(node)[0]
         moved = every.target is convert and every.args[3:] == ("S(0)", "I") and node.args[1:] == ([0],)
         one = tensor_inputs(every)[0] if moved else every
-        right = moved and one.target is aten.unsqueeze.default and one.args[1] == 0
+        right = moved and one.target is aten.unsqueeze.default and one.args[1:] == (0,)
         _expect(right, node, "is no largest number of all ranks")
         over.append(str(every.args[1]))
         node = tensor_inputs(one)[0]
