@@ -1,10 +1,11 @@
 """Matmuls of 8-bit numbers on a GPU: PyTorch's kernel, ours with its copies, and the casts around it.
 
-python benchmarks/eight_bit_matmuls.py [--rows 8192] [--recipe tensorwise|rowwise]
+python benchmarks/eight_bit_matmuls.py [--rows 8192] [--recipe tensorwise|rowwise] [--experts]
 
 For the three matmuls of a linear layer, in milliseconds (medians of 20): ``bf16``, as ``torch.mm``; ``kernel``,
 ``torch._scaled_mm`` of operands that lie as it wants them; ``ours``, with the copies that lay them so; ``casts``, the
-scales and 8-bit numbers of both operands, each by itself, as generated Python has it. Needs compute capability 8.9.
+scales and 8-bit numbers of both operands, each by itself, as generated Python has it. ``--experts``: grouped matmuls
+of rows by matrices, ``bf16`` and PyTorch's ``kernel`` for 8 bits, rowwise. Needs compute capability 8.9, experts 9.0.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from quintnet_compiler.ops.scaled_products import FORWARD, OF_INPUT, OF_WEIGHT, 
 from quintnet_compiler.ops.scaled_products import scaled_matmul as ours
 
 E4M3, TIMES, WARM = torch.float8_e4m3fn, 20, 3
+EXPERTS = ((16384, 8, 14336, 4096), (32768, 64, 1536, 7168), (65536, 128, 768, 2048))  # rows, experts, out, features
 LAYERS = ((4096, 4096), (14336, 4096), (8192, 8192))  # features of the result, and of the input
 
 
@@ -68,14 +70,32 @@ def measure(equation: str, rows: int, out: int, features: int, recipe: str) -> d
     }
 
 
+def measure_experts(rows: int, experts: int, out: int, features: int) -> dict[str, float]:
+    """Runs of equally many rows."""
+    x = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(experts, out, features, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * (rows // experts)
+    (x8, scale_x), (w8, scale_w) = cast(x, [1, 0], power_of_two=True), cast(weight, [1, 0, 1], power_of_two=True)
+    scales = scale_x.flatten(), scale_w.flatten(1).contiguous()
+    grouped, scaled = torch.ops.aten._grouped_mm.default, torch.ops.aten._scaled_grouped_mm.default
+    return {
+        "bf16": milliseconds(lambda: grouped(x, weight, ends)),
+        "kernel": milliseconds(lambda: scaled(x8, w8, *scales, ends, None, None, torch.bfloat16)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--recipe", choices=("tensorwise", "rowwise"), default="tensorwise")
+    parser.add_argument("--experts", action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("torch finds no CUDA device")
-    for out, features in LAYERS:
+    for sizes in EXPERTS if given.experts else ():
+        told = "  ".join(f"{name} {ms:.3f}" for name, ms in measure_experts(*sizes).items())
+        print("{} rows, {} experts, {} by {}: ".format(*sizes) + told)
+    for out, features in () if given.experts else LAYERS:
         for equation in (FORWARD, OF_INPUT, OF_WEIGHT):
             found = measure(equation, given.rows, out, features, given.recipe)
             told = "  ".join(f"{name} {ms:.3f}" for name, ms in found.items())

@@ -168,7 +168,6 @@ SHAPE_OF: Mapping[Any, int] = MappingProxyType(
 # layer_norm_kernel.cu; RMS norms share it).
 NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
 
-_EIGHT_BITS = frozenset({scaled_matmul, scaled_grouped_linear, scaled_grouped_weight_grad})
 RINGS = (ring_attention, ring_attention_backward)
 TILED = (tiled_attention, tiled_attention_backward)
 ATTENTION_BACKWARD_LAUNCHES = 3  # the sums of the result times its gradient, the gradients, a cast
@@ -193,10 +192,8 @@ def moved(target: Any, given: Sequence[float], made: float) -> float:
 
 def _dtype(node: fx.Node) -> str:
     """In which an operator computes: that of its result, or of the 8-bit numbers that it multiplies."""
-    if node.target in _EIGHT_BITS:
+    if node.target is scaled_matmul:
         return DTYPES[values(tensor_inputs(node)[0])[0].dtype]
-    if node.target is scaled_expert_linear:  # its rows are cast where they meet the weight
-        return "fp8"
     made = next(v for v in values(node) if isinstance(v, torch.Tensor))
     return DTYPES.get(made.dtype, "fp32")
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops import scaled_groups
 from quintnet_compiler.ops.scaled_groups import (
     group_cast,
     group_max,
@@ -98,29 +94,6 @@ def test_a_gradient_of_weights_adds_up_over_the_rows_of_an_expert(row: bool, tra
     made = scaled_grouped_weight_grad(grad8, x8, _ends(), scale_grad, scale_x, transposed, torch.float64)
     expected = _sums(grad, x)
     assert torch.allclose(made, expected.transpose(1, 2) if transposed else expected, rtol=1e-12, atol=1e-12)
-
-
-def test_runs_of_rows_are_aligned_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel is given, in its own words: sums over runs of columns that start at multiples of 16."""
-
-    def kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *rest: Any) -> Tensor:
-        assert a.is_contiguous() and b.t().is_contiguous() and a.shape[1] % 16 == 0 and not (ends % 16).any()
-        assert ends.dtype is torch.int32 and int(ends[-1]) <= a.shape[1] and rest == (None, None, torch.float64)
-        scale_a, scale_b, found, start = scale_a.reshape(EXPERTS, -1), scale_b.reshape(EXPERTS, -1), [], 0
-        for expert, end in enumerate(ends.tolist()):
-            left = a[:, start:end].double() * scale_a[expert].double()[:, None]
-            found.append(left @ (b[start:end].double() * scale_b[expert].double()))
-            start = end
-        return torch.stack(found)
-
-    fake = SimpleNamespace(_scaled_grouped_mm=SimpleNamespace(default=kernel))
-    monkeypatch.setattr(scaled_groups, "aten", fake)
-    grad8, scale_grad, grad = _columns(_rows(OUT, 0), True)
-    x8, scale_x, x = _columns(_rows(IN, 1), True)
-    ends = _ends()
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    made = scaled_groups._of_aligned_runs(grad8, x8, starts, ends, scale_grad, scale_x, torch.float64)
-    assert torch.allclose(made, _sums(grad, x), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("row", [False, True])
