@@ -22,11 +22,11 @@ from ..ops.collectives import (
     ring_attention,
     ring_attention_backward,
 )
-from ..ops.grouped_rows import grouped_linear, grouped_weight_grad
+from ..ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
+from ..ops.experts.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.rank_local import embedding_rows
 from ..ops.rules.node_factors import argument
 from ..ops.rules.table import RULES
-from ..ops.scaled_groups import scaled_expert_linear, scaled_grouped_linear, scaled_grouped_weight_grad
 from ..ops.scaled_products import scaled_matmul
 from ..ops.seen_keys import SeenKeys
 from ..ops.tiled_attention import tiled_attention, tiled_attention_backward

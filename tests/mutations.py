@@ -21,7 +21,7 @@ from quintnet_compiler.ir.invariants import verify
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram, LocalProgram
 from quintnet_compiler.ops.collectives import COMMUNICATION, SIZED, combine, convert, dispatch, dispatch_plan, share
-from quintnet_compiler.ops.grouped_rows import group_plan, group_rows, grouped_linear
+from quintnet_compiler.ops.experts.grouped_rows import group_plan, group_rows, grouped_linear
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.ops.tiled_attention import tiled_attention, tiled_attention_backward
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate

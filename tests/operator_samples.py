@@ -20,10 +20,10 @@ from quintnet_compiler.compat.torch import OLD_CHOLESKY
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.cross_entropy import row_nll
 from quintnet_compiler.ops.ctc import ctc_rows
-from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.experts.expert_linear import expert_linear
+from quintnet_compiler.ops.experts.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ops.filled_rows import alike, fill_rows
 from quintnet_compiler.ops.paged_attention import paged_attention
-from quintnet_compiler.ops.scaled_groups import scaled_expert_linear
 from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 from .one_operator import Input, Sample, call

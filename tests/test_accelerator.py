@@ -12,7 +12,7 @@ import torch
 
 import quintnet
 from quintnet_compiler.checkpoint.staging import Staging
-from quintnet_compiler.ops.grouped_rows import (
+from quintnet_compiler.ops.experts.grouped_rows import (
     group_plan,
     group_rows,
     grouped_bias_grad,
@@ -20,7 +20,7 @@ from quintnet_compiler.ops.grouped_rows import (
     grouped_weight_grad,
     ungroup_rows,
 )
-from quintnet_compiler.ops.scaled_groups import (
+from quintnet_compiler.ops.experts.scaled_groups import (
     group_cast,
     group_max,
     scaled_grouped_linear,

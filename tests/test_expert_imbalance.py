@@ -11,7 +11,7 @@ import quintnet
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ops.collectives import combine, dispatch
-from quintnet_compiler.ops.grouped_rows import grouped_linear, grouped_weight_grad
+from quintnet_compiler.ops.experts.grouped_rows import grouped_linear, grouped_weight_grad
 from quintnet_compiler.simulation.footprint import Footprints
 from quintnet_compiler.simulation.priced import NodeTime, ProgramPrices, dispatched
 

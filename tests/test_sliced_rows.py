@@ -23,8 +23,8 @@ from quintnet_compiler.core.sharding import P, R, S
 from quintnet_compiler.cost_models.roofline import Roofline
 from quintnet_compiler.ir.program import LocalProgram, Strategy
 from quintnet_compiler.ops.collectives import STARTS, all_gather, combine, convert, dispatch, reduce_scatter
-from quintnet_compiler.ops.expert_linear import expert_linear as layer
-from quintnet_compiler.ops.grouped_rows import group_rows
+from quintnet_compiler.ops.experts.expert_linear import expert_linear as layer
+from quintnet_compiler.ops.experts.grouped_rows import group_rows
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.strategies import Reading
 from quintnet_compiler.passes.checks.types import check_types

@@ -18,7 +18,7 @@ from ...core.annotations import facts, shape, value
 from ...ir.builder import GraphBuilder
 from ...ops.collectives import COLLECTIVES, ring_attention, ring_attention_backward
 from ...ops.cross_entropy import nll_terms, nll_terms_backward
-from ...ops.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
+from ...ops.experts.grouped_rows import group_rows, grouped_bias_grad, grouped_linear, grouped_weight_grad, ungroup_rows
 from ...ops.rank_local import embedding_rows, embedding_rows_backward
 from ...ops.tiled_attention import tiled_attention, tiled_attention_backward
 from .operator_trace import VIEWS, Template, trace

@@ -21,9 +21,9 @@ from ...core.sharding import AxisType, Shard, parse_type
 from ...ir.program import Axis, LocalProgram
 from ...ops.collectives import convert, share
 from ...ops.cross_entropy import nll_terms, row_nll
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import embedding_rows, microbatch, padding_of
 from ...ops.rules.notation import Dims, Factors
-from ...ops.scaled_groups import EXPERT_LAYERS
 from ...ops.scaled_products import block_max, scaled_cast
 from .strategies import Reading, Rules
 

@@ -18,8 +18,8 @@ from ...core.annotations import facts, leaf, needs_grad, shape, tensor_inputs, v
 from ...core.sharding import AxisType, I, P, R, S, Shard
 from ...ir.program import Strategy
 from ...ops.derivatives.user_derivatives import declare_gradient, with_tangent
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Dims, Factors
-from ...ops.scaled_groups import EXPERT_LAYERS
 from .tables import bare
 
 # How ranks share a factor: how many runs of it there are of which each takes its part, and, where these do not divide,

@@ -30,9 +30,9 @@ from ...core.errors import REPORT, CompileError
 from ...core.sharding import AxisType, I, P, R, Shard, parse_type
 from ...ir.program import Axis, LocalProgram, ShardedProgram, outputs
 from ...ops.collectives import COMMUNICATION, convert, share
+from ...ops.experts.scaled_groups import EXPERT_LAYERS, scaled_expert_linear
 from ...ops.rank_local import microbatch
 from ...ops.rules.notation import Factors
-from ...ops.scaled_groups import EXPERT_LAYERS, scaled_expert_linear
 from ...ops.scaled_products import block_max
 from .padding import peel, without_fill
 from .rewrites.scaled_experts import ScaledLayer, Wrong, largest_over

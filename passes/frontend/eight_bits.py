@@ -18,8 +18,8 @@ from ...ir.builder import GraphBuilder
 from ...ir.program import Program, outputs
 from ...ops.catalog import work_of
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
-from ...ops.expert_linear import expert_linear
-from ...ops.scaled_groups import scaled_expert_linear
+from ...ops.experts.expert_linear import expert_linear
+from ...ops.experts.scaled_groups import scaled_expert_linear
 from ...ops.scaled_products import (
     FORWARD,
     OF_INPUT,

@@ -13,7 +13,7 @@ from torch import fx
 from ...core.annotations import is_getitem, shape, tensor_inputs, values
 from ...ir.program import LocalProgram
 from ...ops.collectives import combine, convert, dispatch, share
-from ...ops.grouped_rows import group_rows, ungroup_rows
+from ...ops.experts.grouped_rows import group_rows, ungroup_rows
 from ...ops.rank_local import RANKED, microbatch
 from ...ops.rules.notation import Factors, Rule
 

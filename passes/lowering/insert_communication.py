@@ -19,8 +19,9 @@ from ...ir.program import TILE_BYTES, Axis, Gathered, LocalProgram, ShardedProgr
 from ...ops.attention import attention
 from ...ops.collectives import combine, convert, dispatch, dispatch_plan, share
 from ...ops.cross_entropy import nll_terms, row_nll
-from ...ops.expert_linear import counts_on_host
-from ...ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
+from ...ops.experts.expert_linear import counts_on_host
+from ...ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import (
     DRAWS,
     MICROBATCHES,
@@ -34,7 +35,6 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
-from ...ops.scaled_groups import EXPERT_LAYERS
 from ...ops.scaled_products import block_max, block_scale, scaled_cast
 from ..strategies.expert_axes import hops, moved_there
 from ..strategies.rule_book import RuleBook

@@ -18,9 +18,9 @@ from ...core.annotations import is_float, needs_grad, shape, tensor_inputs, valu
 from ...core.sharding import Shard, Sharding, shard_shape
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rank_local import LOOKUPS, padding_of
 from ...ops.rules.notation import Dims, Factors
-from ...ops.scaled_groups import EXPERT_LAYERS
 from ...ops.scaled_products import block_max, scaled_cast
 from ..strategies.rule_book import refine
 

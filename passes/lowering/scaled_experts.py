@@ -13,8 +13,8 @@ from ...core.sharding import AxisType, Shard
 from ...ir.builder import GraphBuilder
 from ...ir.program import Axis, Strategy
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
-from ...ops.grouped_rows import grouped_bias_grad, grouped_weight_grad
-from ...ops.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
+from ...ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
+from ...ops.experts.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
 from ...ops.scaled_products import block_max, block_scale, scaled_cast
 from .scales import largest_over
 
@@ -33,7 +33,7 @@ class ScaledExperts:
             %y = after_gradients(%y1, ...)
     Ensures: a scale over what ranks split (features of a row, rows of an expert, all rows) is the largest of theirs.
 
-    ``row``, ``gradient``, ``power_of_two`` and ``of_weight``: see :mod:`...ops.scaled_groups`.
+    ``row``, ``gradient``, ``power_of_two`` and ``of_weight``: see :mod:`...ops.experts.scaled_groups`.
     """
 
     builder: GraphBuilder

@@ -14,8 +14,8 @@ from ...core.errors import CompileError, Where
 from ...core.sharding import AxisType, Shard, Sharding, local_shape
 from ...ir.cost_protocol import CostModel
 from ...ir.program import Axis, Program, Strategy
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
-from ...ops.scaled_groups import EXPERT_LAYERS
 from ..strategies.expert_axes import expert_parameters, hops, sliced
 from ..strategies.rule_book import leaf_strategies, may_pad, strategies
 from .coupled_rows import coupling

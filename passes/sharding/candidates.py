@@ -16,8 +16,8 @@ from ...core.sharding import AxisType, I, R, S, Shard, local_shape, plain
 from ...ir.program import Strategy
 from ...ops.attention import attention
 from ...ops.derivatives.user_derivatives import after_gradients, declare_gradient
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ...ops.rules.notation import Factors
-from ...ops.scaled_groups import EXPERT_LAYERS
 from ..strategies.expert_axes import expert_parameters, travelling
 from ..strategies.rule_book import may_pad
 from .axis_view import AxisView, OperandEdge, refusal

@@ -10,7 +10,7 @@ from torch import fx
 from ...core.annotations import needs_grad, num_bytes, origin, shape, tensor_inputs, values
 from ...core.sharding import Shard
 from ...ir.program import Strategy
-from ...ops.scaled_groups import EXPERT_LAYERS
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 from ..strategies.expert_axes import hops, moved_there
 from .axis_view import AxisView
 

@@ -13,7 +13,7 @@ from ...core.annotations import facts, leaf, num_bytes, shape, tensor_inputs, va
 from ...core.errors import CompileError
 from ...core.sharding import AxisType, I, P, S, Shard, plain
 from ...ir.program import Axis, Strategy
-from ...ops.scaled_groups import EXPERT_LAYERS
+from ...ops.experts.scaled_groups import EXPERT_LAYERS
 
 
 def expert_parameters(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..ops import expert_linear as expert_ops
+from ..ops.experts import expert_linear as expert_ops
 
 
 def expert_linear(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..compat.transformers import EXPERTS_CHOICE
 from ..core.replaced import for_this_thread
-from ..ops.expert_linear import expert_linear
+from ..ops.experts.expert_linear import expert_linear
 
 Factors = tuple[Tensor, Tensor, float]  # the left, the right, and what their product is multiplied with
 

@@ -28,8 +28,8 @@ from ..ops.collectives import (
     mirror_halves,
 )
 from ..ops.copies import WAYS
-from ..ops.grouped_rows import grouped_bias_grad, grouped_weight_grad
-from ..ops.scaled_groups import group_max, scaled_grouped_weight_grad
+from ..ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
+from ..ops.experts.scaled_groups import group_max, scaled_grouped_weight_grad
 from ..runtime.state.gradients import GradientStore, shared_by
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..schedules.schedule import RELEASES, Action, Op

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quintnet_compiler.huggingface.adapted_parameters import AdaptedExperts, adapters_without_classes
-from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.experts.expert_linear import expert_linear
 
 
 @pytest.mark.parametrize("transposed", [False, True])

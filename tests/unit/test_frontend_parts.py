@@ -18,7 +18,7 @@ from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.attention import attention
 from quintnet_compiler.ops.collectives import all_reduce
-from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.rank_local import dropout
 from quintnet_compiler.passes.frontend.attention_rewrites import masked_attention, scaled_dot_product
 from quintnet_compiler.passes.frontend.bag_rewrites import embedding_bag

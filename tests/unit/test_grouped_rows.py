@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops.grouped_rows import (
+from quintnet_compiler.ops.experts.grouped_rows import (
     group_plan,
     group_rows,
     grouped_bias_grad,

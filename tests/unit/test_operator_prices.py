@@ -17,9 +17,9 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.cost_models.kernels import Kernel
 from quintnet_compiler.cost_models.operators import SIZES, guessed, kernel_of, traffic
 from quintnet_compiler.ops.catalog import OPERATORS, work_of
+from quintnet_compiler.ops.experts.scaled_groups import EXPERT_LAYERS
 from quintnet_compiler.ops.rules.notation import rule
 from quintnet_compiler.ops.rules.table import RULES
-from quintnet_compiler.ops.scaled_groups import EXPERT_LAYERS
 from quintnet_compiler.ops.scaled_products import scaled_matmul
 
 from ..one_operator import Sample, lowered, operator_program, reference, sharded

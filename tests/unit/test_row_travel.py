@@ -12,7 +12,7 @@ from quintnet_compiler.core.annotations import shape
 from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, Strategy
-from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.passes.sharding.axis_view import AxisView, Wishes
 from quintnet_compiler.passes.sharding.row_travel import RowTravel
 from quintnet_compiler.passes.strategies.rule_book import refine

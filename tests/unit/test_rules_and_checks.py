@@ -16,7 +16,7 @@ from quintnet_compiler.ir.builder import aten
 from quintnet_compiler.ir.program import Axis, Strategy
 from quintnet_compiler.ops.collectives import all_gather, all_reduce, lower_conversion, reduce_scatter
 from quintnet_compiler.ops.derivatives.user_derivatives import with_tangent
-from quintnet_compiler.ops.expert_linear import expert_linear
+from quintnet_compiler.ops.experts.expert_linear import expert_linear
 from quintnet_compiler.ops.rules import contractions, lookups, reductions, user_derivatives, views
 from quintnet_compiler.ops.rules.node_factors import aligned, argument, chosen_dims
 from quintnet_compiler.ops.rules.table import RULES

@@ -15,7 +15,7 @@ from quintnet_compiler.core.sharding import I, P, R, S
 from quintnet_compiler.driver import pipeline
 from quintnet_compiler.ir.program import Axis, LocalProgram, Strategy
 from quintnet_compiler.ops.derivatives.user_derivatives import after_gradients, declare_gradient
-from quintnet_compiler.ops.scaled_groups import (
+from quintnet_compiler.ops.experts.scaled_groups import (
     group_cast,
     group_max,
     scaled_expert_linear,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintnet_compiler.ops.scaled_groups import (
+from quintnet_compiler.ops.experts.scaled_groups import (
     group_cast,
     group_max,
     scaled_expert_linear,

@@ -13,7 +13,7 @@ from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.ir.builder import GraphBuilder, aten
 from quintnet_compiler.ir.program import LocalProgram
 from quintnet_compiler.ops.collectives import combine, dispatch
-from quintnet_compiler.ops.grouped_rows import group_rows, ungroup_rows
+from quintnet_compiler.ops.experts.grouped_rows import group_rows, ungroup_rows
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.rewrites.token_dispatch import check_token_dispatch
 from quintnet_compiler.passes.lowering.fuse_token_dispatch import FuseTokenDispatch

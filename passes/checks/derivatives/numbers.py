@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ....core.absent_gpu import CPU, on_device
-from ....ops.grouped_rows import group_rows, grouped_linear, ungroup_rows
+from ....ops.experts.grouped_rows import group_rows, grouped_linear, ungroup_rows
 from .calls import INVALID, OperatorCall, Pattern, wrong
 from .device_kernels import on_cpu
 from .operands import drawn

@@ -12,8 +12,8 @@ from ....core.errors import REPORT, CompileError
 from ....ir.program import Program, outputs
 from ....ir.value_numbers import NumberRead, ValueNumbers
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
-from ....ops.expert_linear import expert_linear
-from ....ops.scaled_groups import scaled_expert_linear
+from ....ops.experts.expert_linear import expert_linear
+from ....ops.experts.scaled_groups import scaled_expert_linear
 from ....ops.scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 
 aten = torch.ops.aten

@@ -16,8 +16,8 @@ from ....core.sharding import Shard
 from ....ir.program import Axis, Strategy
 from ....ops.collectives import convert
 from ....ops.derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
-from ....ops.grouped_rows import grouped_bias_grad, grouped_weight_grad
-from ....ops.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
+from ....ops.experts.grouped_rows import grouped_bias_grad, grouped_weight_grad
+from ....ops.experts.scaled_groups import group_cast, group_max, scaled_grouped_linear, scaled_grouped_weight_grad
 from ....ops.scaled_products import block_max, block_scale, scaled_cast
 
 aten = torch.ops.aten

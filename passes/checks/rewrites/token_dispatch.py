@@ -22,7 +22,7 @@ from ....core.sharding import AxisType, Shard, parse_type
 from ....ir.program import Axis, LocalProgram, Strategy
 from ....ir.value_numbers import ValueNumbers
 from ....ops.collectives import combine, convert, dispatch, dispatch_plan
-from ....ops.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
+from ....ops.experts.grouped_rows import group_plan, group_rows, grouped_linear, ungroup_rows
 from ....ops.rank_local import local_experts
 from ....ops.rules.notation import Rule
 from .scaled_experts import ScaledLayer, Wrong

@@ -16,11 +16,11 @@ from ..attention import attention
 from ..cross_entropy import row_nll
 from ..ctc import ctc_rows
 from ..derivatives.user_derivatives import after_gradients, declare_gradient, with_tangent
-from ..expert_linear import expert_linear
+from ..experts.expert_linear import expert_linear
+from ..experts.scaled_groups import scaled_expert_linear
 from ..filled_rows import alike, fill_rows
 from ..paged_attention import paged_attention
 from ..rank_local import dropout, noise
-from ..scaled_groups import scaled_expert_linear
 from ..scaled_products import block_max, block_scale, scaled_cast, scaled_matmul
 from . import contractions as c
 from . import lookups as look

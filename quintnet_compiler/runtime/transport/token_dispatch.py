@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.mesh import Mesh
-from ...ops.grouped_rows import sort_into
+from ...ops.experts.grouped_rows import sort_into
 from .transport import Pending, Transport
 
 Sizes = list[int] | None

@@ -5,7 +5,7 @@ On GPUs a product is a grouped one of 16-bit numbers, which have all 8-bit ones:
 ``torch._scaled_grouped_mm`` took 0.6 to 0.9 of the time for 8 large experts, 1.9 to 2.6 times as long for 64 and 128,
 and the copies that it asks for came on top (``benchmarks/eight_bit_matmuls.py --experts``).
 
-Scales, as :mod:`.scaled_products` has them: of rows [N, F], one for each ([N, 1]) or one for all ([1, 1]); of matrices
+Scales, as :mod:`..scaled_products` has them: of rows [N, F], one for each ([N, 1]) or one for all ([1, 1]); of matrices
 [E, O, I], one for each expert and row of its matrix ([E, O, 1]) or column ([E, 1, I]), or one for each expert
 ([E, 1, 1]). A gradient of weights adds up over the rows of an expert: there each column of an expert's rows has a scale
 ([E, F]), or all rows have one ([1, 1]).
@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .define import define_operator
+from ..define import define_operator
+from ..scaled_products import block_max, block_scale, product, scaled_cast
 from .expert_linear import counts_on_host, expert_linear
 from .grouped_rows import expert_runs, experts_of_rows, group_plan, group_rows, ungroup_rows
-from .scaled_products import block_max, block_scale, product, scaled_cast
 
 aten = torch.ops.aten
 LOW = torch.bfloat16  # has all 8-bit numbers, and grouped products on GPUs

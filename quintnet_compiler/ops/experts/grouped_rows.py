@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..core.precision import widened
-from .define import define_operator
+from ...core.precision import widened
+from ..define import define_operator
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .define import define_operator
+from ..define import define_operator
 from .grouped_rows import (
     group_plan,
     group_rows,
