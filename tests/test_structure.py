@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -33,3 +34,12 @@ def test_a_folder_has_at_most_twenty_modules() -> None:
 def test_every_package_says_what_it_holds() -> None:
     packages = [path for path in FILES if path.name == "__init__.py"]
     assert [str(path) for path in packages if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_wheels_have_every_package() -> None:
+    """pyproject.toml lists them, as two lie elsewhere than they are imported from."""
+    folders = {path.parent.relative_to(ROOT) for path in FILES if path.name == "__init__.py"}
+    names = {".".join(folder.parts) for folder in folders}
+    names = {name if name.startswith("quintnet_compiler") else f"quintnet_compiler.{name}" for name in names}
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted({"quintnet", *names})
