@@ -14,13 +14,14 @@ import quintnet
 from quintnet import Mesh
 from quintnet_compiler.capture.capture import capture
 from quintnet_compiler.compat.torch import pytree
-from quintnet_compiler.core.annotations import facts
+from quintnet_compiler.core.annotations import facts, num_bytes, values
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.driver.compiler import Runner, compile_program
 from quintnet_compiler.driver.pipeline import Request
 from quintnet_compiler.ir.plan import Plan
 from quintnet_compiler.ir.program import DifferentiatedProgram
-from quintnet_compiler.ops.copies import WAYS, copy_in, copy_out
+from quintnet_compiler.ops.collectives import wait
+from quintnet_compiler.ops.copies import COPIES, WAYS, copy_in, copy_out
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 
@@ -179,3 +180,32 @@ def test_each_value_leaves_and_comes_back_once() -> None:
     moved: Sequence[fx.Node] = [node for node in after.graph.nodes if node.target is copy_out]
     assert moved and len({(after.stage[n], n.args[0]) for n in moved}) == len(moved)
     assert [node for node in after.graph.nodes if node.target is copy_in and len(node.users) == 0] == []
+
+
+# -- with a budget of saved values
+
+
+def _on_device(program: quintnet.CompiledProgram) -> list[int]:
+    """Bytes that a forward of each stage saves on the device."""
+    compiled = program._primary().program
+    graph = compiled.source.graph
+    outside = {node.name for node in graph.nodes if node.target is copy_out}
+    outside |= {n.name for n in graph.nodes if n.target is wait and n.all_input_nodes[0].target is COPIES[copy_out]}
+    sizes = {node.name: sum(map(num_bytes, values(node))) for node in graph.nodes if node.op == "call_function"}
+    return [sum(sizes.get(name, 0) for name in set(stage.saved) - outside) for stage in compiled.stages]
+
+
+@pytest.mark.parametrize(("axes", "live"), [({"pp": 2}, [2, 1]), ({"dp": 1}, [1])], ids=str)
+def test_a_budget_counts_nothing_that_is_on_the_host(axes: dict[str, int], live: list[int]) -> None:
+    """A budget that all of the values would break is kept by a program that computes nothing again for it."""
+    batch, options = CASES["gpt"].batch(32), {"microbatches": 4 if "pp" in axes else 1}
+    plain, _ = stepped("gpt", axes, {**options, "recompute": "full"}, batch)
+    least = max(count * size for count, size in zip(live, _on_device(plain), strict=True))
+    options |= {"recompute": "auto", "activation_memory_budget": least / 2 / 2**30}
+    with pytest.raises(CompileError, match="QN213"):
+        stepped("gpt", axes, options, batch)
+    program, found = stepped("gpt", axes, {**options, "offload": ("activations",)}, batch)
+    for count, size in zip(live, _on_device(program), strict=True):
+        assert count * size <= least / 2
+    _, expected = stepped("gpt", axes, {"microbatches": options["microbatches"]}, batch)
+    assert all(torch.equal(found[key], x) for key, x in expected.items())

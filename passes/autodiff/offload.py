@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from ...core.annotations import Facts, annotate, facts, leaf, num_bytes, origin, value, viewed
 from ...ir.program import DifferentiatedProgram
+from ...ir.repeated_blocks import block_of
 from ...ops.catalog import facts_of
 from ...ops.copies import copy_in, copy_out
 from ...ops.rank_local import microbatch
@@ -45,6 +46,36 @@ class OffloadActivations:
         memory = _Memory(program)
         moved = {key for key in _saved(program, memory) if self._pays(program, memory, key)}
         return _Rewriting(program, memory, moved).run() if moved else program
+
+    def away(self, program: DifferentiatedProgram) -> Callable[[int, fx.Node], bool]:
+        """Which values of a program whose backward computes no block again yet would be on the host, if a stage saved
+        them: those that are, whatever is computed again. A block's backward may then read any of its values first."""
+        memory = _Memory(program)
+        begins: dict[tuple[int, Hashable], int] = {}
+        for place, node in enumerate(memory.nodes):
+            if node.op == "call_function" and facts(node).phase == "backward" and node in program.stage:
+                begins.setdefault((program.stage[node], block_of(node)), place)
+        results = {memory.root(program.stage[n], n) for n in program.outputs if n in program.stage}
+        known: dict[Key, bool] = {}
+
+        def asked(key: Key) -> bool:
+            stage, root = key
+            if root in results or not _kept(program, root) or num_bytes(value(root)) < SMALLEST:
+                return False
+            if stage not in self.alone:
+                return True
+            blocks = {(stage, block_of(user)) for user in root.users if program.stage.get(user) == stage}
+            first = [begins[block] for block in blocks if block in begins]
+            memory.first[key] = min([*first, memory.first.get(key, len(memory.nodes))])
+            return self._pays(program, memory, key)
+
+        def away(stage: int, node: fx.Node) -> bool:
+            key = stage, memory.root(stage, node)
+            if key not in known:
+                known[key] = asked(key)
+            return known[key]
+
+        return away
 
     def _pays(self, program: DifferentiatedProgram, memory: _Memory, key: Key) -> bool:
         stage, root = key

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ from ...core.annotations import facts, leaf, memory_of, num_bytes, values
 from ...core.errors import CompileError
 from ...ir.program import DifferentiatedProgram
 from ...schedules.schedule import Schedule, most_held
+from .offload import OffloadActivations
 from .recompute_cut import RecomputeCut, Seconds, cheap_values, cut, groups_of
 
 FASTEST, SMALLEST = 1e-18, 1.0  # seconds for a byte: next to nothing, and more than any operator takes
@@ -20,11 +21,13 @@ Nodes = frozenset[fx.Node]
 
 @dataclass(frozen=True)
 class Budget:
-    """At most ``bytes`` of saved values at once on each rank under ``schedule``; ``seconds`` of making a node again."""
+    """At most ``bytes`` of saved values at once on each rank under ``schedule``; ``seconds`` of making a node again;
+    ``offload``: what waits on the host then, of which nothing is counted."""
 
     bytes: int
     schedule: Schedule
     seconds: Seconds
+    offload: OffloadActivations | None = None
 
 
 def within_budget(program: DifferentiatedProgram, inside: set[fx.Node], always: Nodes, budget: Budget) -> set[fx.Node]:
@@ -58,6 +61,10 @@ class _Chooser:
     always: Nodes
     budget: Budget
     hulls: dict[Hashable, list[tuple[RecomputeCut, frozenset[int]]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        offload = self.budget.offload
+        self.away: Callable[[int, fx.Node], bool] | None = None if offload is None else offload.away(self.program)
 
     def run(self) -> set[fx.Node]:
         placement, stage_of = self.budget.schedule.placement, self.program.stage
@@ -145,7 +152,7 @@ class _Chooser:
                         seen.add(source)
                         seconds += self.budget.seconds(source) if source in again else 0.0
                         todo += source.all_input_nodes
-                elif facts(source).phase == "forward" and self._saved(memory := self._memory(source, home)):
+                elif facts(source).phase == "forward" and self._saved(memory := self._memory(source, home), home):
                     kept[home].add(memory)
         sizes = {stage: sum(map(_bytes, found)) for stage, found in kept.items()}
         return most_held(self.budget.schedule, lambda stage: sizes.get(stage, 0))[rank], seconds
@@ -154,11 +161,12 @@ class _Chooser:
         """What is received lies in memory of its own."""
         return memory_of(node) if self.program.stage.get(node) == stage else node
 
-    def _saved(self, node: fx.Node) -> bool:
-        """Whether memory lives from a forward to its backward: not the batch's, or what is made once a step."""
+    def _saved(self, node: fx.Node, stage: int) -> bool:
+        """Whether memory lives on the device from a forward of ``stage`` to its backward: not the batch's, or what is
+        made once a step, or waits on the host."""
         if node.op != "call_function" or leaf(node) is not None or node in self.program.once:
             return False
-        return node in self.program.stage
+        return node in self.program.stage and not (self.away is not None and self.away(stage, node))
 
 
 def _kinds(node: fx.Node) -> tuple[object, ...]:

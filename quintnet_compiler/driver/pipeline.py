@@ -231,7 +231,7 @@ def _recompute(s: PassSetting, program: Any) -> Pass | None:
         return None
     gib, budget = plan.activation_memory_budget, None
     if gib is not None:
-        budget = Budget(int(gib * 2**30), _scheduled(s), s.node_seconds)
+        budget = Budget(int(gib * 2**30), _scheduled(s), s.node_seconds, _offload(s, program))
     return _planned(Recompute, s, blocks, budget=budget)
 
 
@@ -250,7 +250,7 @@ def node_seconds(prices: CostModel, costs: RankCosts) -> Callable[[fx.Node], flo
     return seconds
 
 
-def _offload(s: PassSetting, program: Any) -> Pass | None:
+def _offload(s: PassSetting, program: Any) -> OffloadActivations | None:
     if "activations" not in s.plan.offload or not s.differentiate.training:
         return None
     return OffloadActivations(s.node_seconds, _alone(_scheduled(s)))
