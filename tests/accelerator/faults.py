@@ -12,9 +12,9 @@ from torch import Tensor
 
 from quintnet_compiler.ir.builder import GraphBuilder
 from quintnet_compiler.runtime.backends import local, processes
-from quintnet_compiler.runtime.execute.host_copies import HostCopies
 from quintnet_compiler.runtime.transport import collectives, distributed
 from quintnet_compiler.runtime.transport.connections import Connection, Connections
+from quintnet_compiler.runtime.transport.host_copies import HostCopies
 
 from .device import NAME
 

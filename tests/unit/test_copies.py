@@ -18,7 +18,7 @@ from quintnet_compiler.passes.autodiff.offload import SMALLEST
 from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 from quintnet_compiler.passes.overlap.copies import with_copies
 from quintnet_compiler.passes.overlap.items import Start, node_of
-from quintnet_compiler.runtime.execute.host_copies import HostCopies
+from quintnet_compiler.runtime.transport.host_copies import HostCopies
 
 aten = torch.ops.aten
 

@@ -15,11 +15,11 @@ from ...core.mesh import Mesh
 from ...core.sharding import local_shape
 from ...ir.distributed_program import StateSpec
 from ...ir.program import Axis
-from ..execute.host_copies import PLAIN
 from ..state.module_parameters import local_of
 from ..state.true_part import with_padding, without_padding
 from ..state.whole_optimizer import Pairs
 from ..transport.distributed import DistributedTransport
+from ..transport.host_copies import PLAIN
 from ..transport.transport import Pending
 
 

@@ -22,10 +22,10 @@ from ...ops.paged_attention import PageAccess, attend_pages
 from ...ops.tiled_attention import attend_runs, attend_runs_backward
 from ..state.gradients import GradientStore
 from ..transport.async_matmul import all_gather_matmul, factors, matmul_reduce_scatter
+from ..transport.host_copies import HostCopies
 from ..transport.ring import Circle, Ring, ring_backward, ring_forward
 from ..transport.token_dispatch import Router
 from ..transport.transport import Pending, Transport
-from .host_copies import HostCopies
 
 
 class Comm:

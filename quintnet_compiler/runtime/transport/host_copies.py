@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..transport.transport import Pending
+from .transport import Pending
 
 PLAIN = ("cpu", "meta")  # devices whose memory is the host's, or nobody's
 
