@@ -18,6 +18,7 @@ from ...core.mesh import Mesh
 from ...core.sharding import Sharding
 from ...ir.distributed_program import DistributedProgram, Piece, Slice, StageProgram, StateSpec, Transfer, ValueSpec
 from ...ir.generated import GeneratedModule, UnwrittenModule
+from ...ir.plan import Offloaded
 from ...ir.program import BUCKET_MIB, DifferentiatedProgram, Program, ShardedProgram, outputs
 from ...ops.collectives import COMMUNICATION, SIZED, share
 from ...ops.rank_local import RANKED, microbatch
@@ -39,8 +40,8 @@ class GenerateRanks:
     are.
 
     Ensures: each stage has every value that it needs from itself, from ``once``, or by a transfer; the schedule with
-    its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib`` and
-    ``expert_imbalance``: see :class:`...ir.plan.Plan`.
+    its transfers is verified; the generated code of all ranks of a stage is the same. ``bucket_mib``,
+    ``expert_imbalance`` and ``offload``: see :class:`...ir.plan.Plan`.
     """
 
     mesh: Mesh
@@ -48,6 +49,7 @@ class GenerateRanks:
     checked: bool = True
     bucket_mib: float = BUCKET_MIB
     expert_imbalance: float = 1.0
+    offload: tuple[Offloaded, ...] = ()
 
     def __call__(self, program: DifferentiatedProgram, /) -> DistributedProgram:
         stages = program.local.staged.num_stages
@@ -73,7 +75,7 @@ class GenerateRanks:
             self.mesh,
             program.local.staged.sharded.axes,
             built,
-            _state(program),
+            _state(program, host="parameters" in self.offload),
             _inputs(program),
             _results(program),
             transfers,
@@ -396,8 +398,8 @@ class _Boxed(fx.graph.CodeGen):
         return f"def {function_name(self)}(self, args):\n    {unpack}\n    args.clear()"
 
 
-def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
-    """Every parameter, buffer and constant of the model, used or not."""
+def _state(program: DifferentiatedProgram, *, host: bool) -> dict[str, StateSpec]:
+    """Every parameter, buffer and constant of the model, used or not; ``host``: whether parameters are on the host."""
     local = program.local
     original = local.staged.sharded.program.leaves
     kinds = {leaf(n).name: s for n, s in local.sharding.items() if leaf(n) is not None}  # type: ignore[union-attr]
@@ -420,6 +422,7 @@ def _state(program: DifferentiatedProgram) -> dict[str, StateSpec]:
             tuple(sorted(stages[found.name])) or (0,),
             *during_step(local.staged.sharded, node),
             *dtypes_of_step(local.staged.sharded.program, node),
+            host and found.kind == "parameter",
         )
         for node, found in original.items()
         if found.kind != "input"

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from ...core.annotations import is_getitem
+from ...core.annotations import is_getitem, leaf
 from ...ops.collectives import STARTS
+from ...ops.copies import copy_in
+
+aten = torch.ops.aten
 
 Seconds = Callable[[fx.Node], float]
 MARGIN = 2.0  # prices are estimates: what is to hide a collective may take so many times as long
@@ -26,6 +30,15 @@ Item = fx.Node | Start
 
 def node_of(item: Item) -> fx.Node:
     return item.node if isinstance(item, Start) else item
+
+
+def stored_in(node: fx.Node) -> fx.Node | None:
+    """The parameter that ``node`` is, or of which it is the copy (from the host, in another dtype) that gathers read."""
+    cast = node.target is aten._to_copy.default
+    source = node.all_input_nodes[0] if cast else node
+    source = source.all_input_nodes[0] if source.target is copy_in else source
+    found = leaf(source)
+    return source if found is not None and (found.held is not None or not cast) else None
 
 
 def source_of(node: fx.Node) -> fx.Node:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...core.annotations import copied_from, facts, leaf, shape
+from ...core.annotations import facts, shape
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import block_of
 from ...ops.collectives import STARTS, all_gather, reduce_scatter, wait
 from ...ops.rank_local import RANKED
+from .items import stored_in
 
 aten = torch.ops.aten
 _BESIDE = frozenset({*STARTS.values(), wait})
@@ -86,7 +87,7 @@ class ChainFinder:
 
     def _gather(self, node: fx.Node) -> Fused | None:
         source = node.all_input_nodes[0]
-        if node.args[3] == len(shape(node)) - 1 or leaf(copied_from(source) or source) is not None:
+        if node.args[3] == len(shape(node)) - 1 or stored_in(source) is not None:
             return None
         rows = [node]
         for row in rows:

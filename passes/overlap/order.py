@@ -8,14 +8,14 @@ from itertools import accumulate, chain, groupby
 
 from torch import fx
 
-from ...core.annotations import is_getitem, leaf
+from ...core.annotations import is_getitem
 from ...ir.program import DifferentiatedProgram
 from ...ir.repeated_blocks import Block, block_of
 from ...ops.collectives import COMMUNICATION, STARTS, all_gather, gather_together, reduce_scatter, scatter_together
 from ...ops.scaled_products import parameter_of
 from ..autodiff.recompute_cut import takes_long
 from .copies import with_copies
-from .items import MARGIN, Item, Seconds, Start, node_of, source_of
+from .items import MARGIN, Item, Seconds, Start, node_of, source_of, stored_in
 
 
 class Order:
@@ -118,7 +118,7 @@ class Order:
             begin = max(before, _a_block_ahead(order, first, {block_of(n) for n in unit}))
             for node in unit:
                 if long[use[node]] > long[begin]:
-                    put[begin] += [*(x for x in _inputs(node) if place.get(x, -1) >= begin), Start(node)]
+                    put[begin] += [*_needed(node, place, begin), Start(node)]
                 put[use[node]].append(node)
             before = first
         units = _units(self.scatters)
@@ -170,6 +170,12 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
     return {source_of(n) for n in node.all_input_nodes}
 
 
+def _needed(node: fx.Node, place: dict[Item, int], begin: int) -> list[fx.Node]:
+    """What is not there at the index ``begin`` of what a gather reads: copies of parameters."""
+    late = [x for x in _inputs(node) if place.get(x, -1) >= begin]
+    return [each for x in late for each in (*_needed(x, place, begin), x)]
+
+
 def _users(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Who reads them, or one of their results."""
     return {user for n in nodes for pick in n.users for user in (pick.users if source_of(pick) is n else (pick,))}
@@ -185,7 +191,7 @@ def _takes_long(item: Item) -> bool:
 
 
 def _gathers_state(node: fx.Node) -> bool:
-    stored = all(leaf(n) is not None or parameter_of(n) is not None for n in node.all_input_nodes)
+    stored = all(stored_in(n) or parameter_of(n) is not None for n in node.all_input_nodes)
     return node.target in (all_gather, gather_together) and stored
 
 

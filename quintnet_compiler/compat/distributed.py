@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 __all__ = [
     "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
     "Store",  # likewise
     "TCPStore",  # likewise
-    "all_gather", "checkpoint_parts_by", "flight_record", "interleaved_shard", "is_interleaved", "local_tensor",
+    "all_gather", "checkpoint_parts_by", "dtensor_over", "flight_record", "interleaved_shard", "is_interleaved", "local_tensor",
     "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
     "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
 ]  # fmt: skip
@@ -37,6 +38,15 @@ local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 def replace_local_tensor(x: DTensor, part: Tensor) -> None:
     """The same DTensor over other memory; instead: a new parameter, which optimizers would have to be given."""
     x._local_tensor = part
+
+
+def dtensor_over(
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A DTensor whose part is on another kind of device than ``mesh`` says (the host, as FSDP2 does to offload);
+    instead: ``DTensor.from_local``, which moves it."""
+    known = TensorMeta(shape, stride, part.dtype)
+    return DTensor(part, DTensorSpec(mesh, tuple(placements), known), requires_grad=False)
 
 
 def interleaved_shard(dim: int, parts: int, units: int = 0) -> Placement:

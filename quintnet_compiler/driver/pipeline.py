@@ -28,6 +28,7 @@ from ..ops.rules.table import RULES
 from ..passes.autodiff.differentiate import Differentiate
 from ..passes.autodiff.early_loss_gradients import EarlyLossGradients
 from ..passes.autodiff.offload import OffloadActivations
+from ..passes.autodiff.offload_parameters import OffloadParameters
 from ..passes.autodiff.recompute import Blocks, Recompute, dequantised
 from ..passes.autodiff.recompute_budget import Budget
 from ..passes.checks.backward import check_backward
@@ -45,6 +46,7 @@ from ..passes.checks.rewrites.in_place import check_in_place
 from ..passes.checks.rewrites.joined import check_joined
 from ..passes.checks.rewrites.norms import check_norms
 from ..passes.checks.rewrites.offload import check_offload
+from ..passes.checks.rewrites.offload_parameters import check_offload_parameters
 from ..passes.checks.rewrites.overlap import check_overlap
 from ..passes.checks.rewrites.step_end import check_step_end
 from ..passes.checks.rewrites.token_dispatch import check_token_dispatch
@@ -393,6 +395,11 @@ PIPELINE: tuple[PassSpec, ...] = (
         OffloadActivations, "DifferentiatedProgram", "which saved values wait for the backward in host memory",
         _offload,
         lambda s, before, after: [(check_offload, (before, after))] if after is not before else [],
+    ),
+    PassSpec(
+        OffloadParameters, "DifferentiatedProgram", "where parameters that are in host memory are copied in",
+        lambda s, p: OffloadParameters() if "parameters" in s.plan.offload else None,
+        lambda s, before, after: [(check_offload_parameters, (before, after))] if after is not before else [],
     ),
     PassSpec(
         Overlap, "DifferentiatedProgram", "when communication starts, and what is computed until it is waited for",

@@ -87,8 +87,8 @@ class _ShapeStore(GradientStore):
     """Adds up shapes. The first two terms of a gradient are added as training does it; further ones that look the same
     are counted."""
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, scale: float = 1.0) -> None:
+        super().begin(scale)
         self.added = Counter[Hashable]()
 
     def accumulate(self, gradient: Tensor, value: str) -> None:

@@ -100,7 +100,8 @@ class StateSpec:
     ``resident``: its type for operators all through a step, if it is gathered at the start, else as ``sharding``.
     ``accumulated``: the type whose gradient the microbatches add up; at the end of the step it becomes that of
     ``sharding``. ``read``: the dtype of what operators read, a copy where it is not ``dtype``. ``summed``: the dtype
-    in which microbatches add up its gradient, ``reduced``: in which ranks do.
+    in which microbatches add up its gradient, ``reduced``: in which ranks do. ``host``: whether it is in memory of the
+    host, with its gradient when that is added up.
     """
 
     name: str
@@ -115,6 +116,7 @@ class StateSpec:
     read: torch.dtype
     summed: torch.dtype
     reduced: torch.dtype
+    host: bool = False
 
     @property
     def in_place(self) -> bool:

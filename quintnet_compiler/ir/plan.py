@@ -26,7 +26,7 @@ from .program import BUCKET_MIB, TILE_BYTES
 LARGEST_FILE = 16 * 2**20
 MOST_DOCUMENTS = 4096
 Length = Annotated[int, Field(ge=1, le=2**40)]
-Offloaded = Literal["activations"]  # what host memory can hold for a device
+Offloaded = Literal["activations", "parameters"]  # what host memory can hold for a device
 
 
 def _printable(text: str) -> str:
@@ -93,7 +93,8 @@ class Plan(BaseModel):
             ``backend="inductor"``, ``"none"`` makes again what fused kernels make in passing.
         activation_memory_budget: for ``recompute="auto"``: how many GiB of saved values a rank may hold at once.
         offload: what waits in host memory while the device has no use for it: ``"activations"``, values that a forward
-            saves for its backward.
+            saves for its backward; ``"parameters"``, what ranks store of parameters, and their gradients when they are
+            added up. The optimizer then computes on the host.
         loss_chunks: in how many parts of its rows a loss over many classes computes logits, so that one part is in
             memory at a time. 1: all rows at once.
         precision: ``"model"``: computes in the dtypes in which the model is written. ``"bf16"``, or ``"fp16"`` with a
@@ -322,6 +323,12 @@ def check_plan(plan: Plan, mesh: Mesh) -> None:
             "QN201",
             f"the plan has zero={plan.zero} over {' x '.join(plan.zero_axes) or 'no axis'}, which {mesh} does not have",
             fix="use zero=0, or give dp a size",
+        )
+    if "parameters" in plan.offload and plan.zero in (1, 2):
+        raise CompileError(
+            "QN207",
+            f'offload=("parameters",) with zero={plan.zero}, which has all parameters on the device for a whole step',
+            fix="use zero=3, which gathers them for each block, or zero=0",
         )
     for name in plan.experts:
         if mesh[name] == 1:

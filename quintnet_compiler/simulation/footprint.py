@@ -24,7 +24,7 @@ from ..ops.copies import WAYS
 from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm
 from ..runtime.transport.local import LocalTransport, LocalWorld
-from .known_functions import KnownFunctions
+from .known_functions import KnownFunctions, Peaks
 from .live_memory import LiveMemory
 from .silent_transport import SilentTransport
 
@@ -36,6 +36,7 @@ WORKING: Mapping[str, Callable[..., int]] = MappingProxyType(
 OPAQUE = frozenset(
     {"keep_mask", "local_noise", *WORKING, *WAYS, *(name for name, one in COLLECTIVES.items() if one.opaque)}
 )
+ADDS = frozenset({"accumulate", "accumulate_matmul"})
 TO_HOST = frozenset(name for name, way in WAYS.items() if way == "to host")
 
 
@@ -54,11 +55,13 @@ class Output:
 @dataclass(frozen=True)
 class FunctionMemory:
     """Memory of one function: its outputs, and how much its own values take at most while it runs, beyond its
-    arguments, of the device. ``releases``: the same where arguments are free after their last use."""
+    arguments, of the device. ``releases``: the same where arguments are free after their last use; ``parts``: that of
+    each part that ends where a gradient is added up, and what there is then, and of the rest."""
 
     outputs: tuple[Output, ...]
     working: int
     releases: int
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 def storage(x: Tensor) -> int:
@@ -121,7 +124,7 @@ class Footprints:
         lent = [x for name, x in zip(names, given, strict=True) if name in kept or storage(x) in self.lasting]
         comm = _comm(self.program, stage, processes=self.processes)
         away = [x for x in given if storage(x) in self.outside]
-        made, working, releases = self._functions(comm).run(
+        made, peaks = self._functions(comm).run(
             piece.module.graph, given, lent, away, self.device,
             lambda: interpret(piece.module, given, comm, lent, away, self.device, self.program.expert_imbalance),
         )  # fmt: skip
@@ -136,7 +139,7 @@ class Footprints:
             number = fresh.setdefault(where, len(fresh)) if argument < 0 else -1
             outputs.append(replace(_output(x, argument, number), host=where in self.outside))
             self.crossing[name] = x
-        self.calls[stage.index, label] = FunctionMemory(tuple(outputs), working, releases)
+        self.calls[stage.index, label] = FunctionMemory(tuple(outputs), *peaks)
         return dict(zip(piece.outputs, made, strict=True))
 
     def _functions(self, comm: Comm) -> KnownFunctions:
@@ -204,8 +207,8 @@ def interpret(
     away: Sequence[Tensor] = (),
     device: torch.device | None = None,
     imbalance: float = 1.0,
-) -> tuple[tuple[Tensor, ...], int, int]:
-    """The outputs, and the two peaks of :class:`FunctionMemory`. Values die at their last use, as in generated code;
+) -> tuple[tuple[Tensor, ...], Peaks]:
+    """The outputs, and the peaks of :class:`FunctionMemory`. Values die at their last use, as in generated code;
     ``lent``: arguments that the caller keeps; ``away``: those on the host; ``device``: in the place of those that the
     code names; ``imbalance``: how many times their average of rows comes to the experts of this rank."""
     last: dict[fx.Node, fx.Node] = {}
@@ -224,11 +227,14 @@ def interpret(
         if node.op == "placeholder":
             env[node] = next(arguments)
         elif node.op == "output":
-            return tuple(env[n] for n in node.args[0]), memory.working, memory.releases
+            memory.part()
+            return tuple(env[n] for n in node.args[0]), (memory.working, memory.releases, tuple(memory.parts))
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if device is not None:
                 args, kwargs = on_device((args, kwargs), device)
+            if node.target in ADDS:
+                memory.part()
             env[node], passed = _evaluate(node, args, kwargs, device, memory, imbalance)
             if node.target in TO_HOST:
                 memory.own.add(storage(_tensors(env[node])[0]))  # of the host: nothing of the device's

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ..compat.torch import storage_key
 from ..core.annotations import facts
 
-Peaks = tuple[int, int]
+Peaks = tuple[int, int, tuple[tuple[int, int], ...]]  # see :class:`.footprint.FunctionMemory`
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class KnownFunctions:
     def run(
         self, graph: fx.Graph, given: Sequence[Tensor], lent: Iterable[Tensor], away: Iterable[Tensor],
         device: torch.device | None,
-        run: Callable[[], tuple[tuple[Tensor, ...], int, int]],
-    ) -> tuple[tuple[Tensor, ...], int, int]:  # fmt: skip
+        run: Callable[[], tuple[tuple[Tensor, ...], Peaks]],
+    ) -> tuple[tuple[Tensor, ...], Peaks]:  # fmt: skip
         """What ``run`` returns, for a function of ``given``, of which the caller keeps what is ``lent``, and what is
-        ``away`` lies on the host: its outputs and two peaks. Where a function that does the same with arguments that
+        ``away`` lies on the host: its outputs and peaks. Where a function that does the same with arguments that
         look the same is known, it is not run."""
         numbers: dict[int, int] = {}
         kept, host = {storage_key(x) for x in lent}, {storage_key(x) for x in away}
@@ -57,12 +57,12 @@ class KnownFunctions:
         key = ("function", self.where, device, looks, tuple(self._steps(graph)))
         found: _Results | None = self.known.get(key)
         if found is not None:
-            return tuple(_again(found.outputs, given, looks)), *found.peaks
-        made, *peaks = run()
+            return tuple(_again(found.outputs, given, looks)), found.peaks
+        made, peaks = run()
         outputs = tuple(_look(x, numbers) for x in made)
         if _repeatable(outputs, [look for look, *_ in looks]):
-            self.known[key] = _Results(outputs, (peaks[0], peaks[1]))
-        return made, peaks[0], peaks[1]
+            self.known[key] = _Results(outputs, peaks)
+        return made, peaks
 
     def _steps(self, graph: fx.Graph) -> Iterator[Hashable]:
         """A function without names: sites of collectives, and parameters to which gradients are added, change

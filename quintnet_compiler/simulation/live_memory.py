@@ -17,7 +17,8 @@ class LiveMemory:
 
     ``own``: memory of arguments, which is not the function's; ``dynamic``: the part of it that is free after its last
     use. ``working``: the most that the function's own memory took at once; ``releases``: the same, less what was freed
-    of arguments.
+    of arguments; ``parts``: that of each part of the function that ends where a gradient is added up, and what there is
+    then.
     """
 
     def __init__(self, own: Iterable[int], dynamic: Iterable[int]) -> None:
@@ -26,6 +27,8 @@ class LiveMemory:
         self.uses: dict[int, int] = defaultdict(int)
         self.held: dict[int, int] = defaultdict(int)
         self.fresh = self.released = self.working = self.releases = 0
+        self.parts: list[tuple[int, int]] = []
+        self._since = 0  # the most since a gradient was added up
         self._ends: dict[int, weakref.finalize[Any, Any]] = {}  # by the identity of a tensor that a message holds
 
     def use(self, x: Tensor) -> None:
@@ -43,6 +46,13 @@ class LiveMemory:
         """The most may be now; ``inside``: what an operator takes beside."""
         self.working = max(self.working, self.fresh + inside)
         self.releases = max(self.releases, self.fresh + inside - self.released)
+        self._since = max(self._since, self.fresh + inside - self.released)
+
+    def part(self) -> None:
+        """A part of the function ends here."""
+        now = self.fresh - self.released
+        self.parts.append((max(self._since, now), now))
+        self._since = now
 
     def communicate(
         self, call: Callable[..., Any], args: Sequence[Any], *, same: bool = False

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..core.annotations import leaf, memory_of, origin
 from ..core.sharding import local_shape
-from ..ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram
+from ..ir.distributed_program import DistributedProgram, Piece, RankProgram, Slice, StageProgram
 from ..ops.collectives import gather_early, gather_state, gather_states
 from ..runtime.execute.executor import Executor, Run
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..runtime.transport.transport import Wait
 from ..schedules.schedule import Action
-from .footprint import Footprints, Output
+from .footprint import ADDS, Footprints, FunctionMemory, Output
 from .run import Footprint
 
 META = torch.device("meta")
@@ -93,8 +93,28 @@ class RehearsedTransport(LocalTransport):
         return arrive
 
 
+class CountedGradients(GradientStore):
+    """Adds up nothing, and knows how much memory it would have on the device."""
+
+    def count(self, value: str) -> int:
+        """A term is added: the most bytes that there are meanwhile."""
+        to = self.sums[value]
+        if to.step != self.step:
+            self._first(to)
+        most = self.held
+        to.bucket.left -= 1
+        if to.bucket.left == 0 and self._settles_at_once(to.bucket):
+            self._leave(to.bucket)
+        return most
+
+    @property
+    def held(self) -> int:
+        return sum(bucket.buffer.nbytes for bucket in self.buckets if bucket.held)
+
+
 class Rehearsal(Executor):
-    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action."""
+    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action. Gradients that go to the
+    host are counted as values are, for as long as they are on the device."""
 
     def __init__(
         self,
@@ -102,9 +122,10 @@ class Rehearsal(Executor):
         part: RankProgram,
         transport: RehearsedTransport,
         footprints: Footprints,
-        store: GradientStore | None,
+        store: CountedGradients | None,
     ) -> None:
         super().__init__(program, part, transport, META, store)
+        self.passing, self.counted = store if store is not None and store.host else None, 0
         self.footprints, self.ledger, self.outside = footprints, transport.ledger, Ledger()
         self.points: dict[Action, tuple[int, int]] = {}
         self.in_place = _in_place(program) if transport.processes else frozenset()
@@ -114,6 +135,8 @@ class Rehearsal(Executor):
         def handle(action: Action) -> None:
             self.ledger.peak = self.ledger.bytes
             handler(action)
+            if self.passing is not None:
+                self._count(self.passing)
             self.points[action] = self.ledger.bytes, max(self.ledger.peak, self.ledger.bytes)
 
         return handle
@@ -121,6 +144,8 @@ class Rehearsal(Executor):
     def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
         found = self.footprints.calls[stage.index, label]
         extra = found.releases if label in ("backward", "weight") else found.working
+        if self.passing is not None:
+            extra = self._pass(self.passing, stage.pieces[label], found)
         self.ledger.peak = max(self.ledger.peak, self.ledger.bytes + extra)
         _, *given = args
         args.clear()
@@ -129,6 +154,20 @@ class Rehearsal(Executor):
         made = [self._stand(name, out, given, fresh) for name, out in zip(piece.outputs, found.outputs, strict=True)]
         self.outside.peak = max(self.outside.peak, self.outside.bytes)
         return tuple(made)  # type: ignore[arg-type]
+
+    def _pass(self, store: CountedGradients, piece: Piece, found: FunctionMemory) -> int:
+        """The most that a function takes with gradients that it adds up, beyond what there is before it."""
+        self._count(store)
+        most, before = found.working if len(found.parts) < 2 else 0, self.counted
+        adds = [str(n.args[-1]) for n in piece.module.graph.nodes if n.op == "call_method" and n.target in ADDS]
+        for value, (until, now) in zip(adds, found.parts, strict=False):
+            most = max(most, until + store.held - before)
+            most = max(most, now + store.count(value) - before)
+        return max(most, found.parts[-1][0] + store.held - before)
+
+    def _count(self, store: CountedGradients) -> None:
+        self.ledger.bytes += store.held - self.counted
+        self.counted = store.held
 
     def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Allocation]) -> Stand:
         if out.argument >= 0:
@@ -169,18 +208,21 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
     def work(transport: LocalTransport) -> None:
         part = program.rank(transport.rank)
         mine = RehearsedTransport(world, part.rank, Ledger(), processes=processes)
-        store = GradientStore(program, part, mine, META) if train else None
+        store = CountedGradients(program, part, mine, META) if train else None
         rehearsal = Rehearsal(program, part, mine, footprints, store)
         known = Stand(Allocation(None, 0))
-        state: Any = dict.fromkeys(program.state, known)
+        there: Any = dict.fromkeys(program.state, known)
         inputs: Any = [known] * len(program.inputs)
-        rehearsal.step(state, inputs, Run(train=train, check_finite=False))
+        rehearsal.step(there, inputs, Run(train=train, check_finite=False))
         held = rehearsal.points
         before = (0, 0)
         points = [before := held.get(action, (before[0], before[0])) for action in part.actions]
-        gradients = store.nbytes if store else 0
-        state_bytes = _state_bytes(program, part, processes)
-        found[part.rank] = Footprint(state_bytes, gradients, tuple(points), rehearsal.peak_live, rehearsal.outside.peak)
+        gradients = {bool(store and store.host): store.nbytes if store else 0}
+        state = {host: _state_bytes(program, part, processes=processes, host=host) for host in (False, True)}
+        outside = rehearsal.outside.peak + state[True] + gradients.get(True, 0)
+        found[part.rank] = Footprint(
+            state[False], gradients.get(False, 0), tuple(points), rehearsal.peak_live, outside
+        )
 
     with torch.no_grad():
         world.run(dict.fromkeys(ranks, work))
@@ -207,14 +249,14 @@ def _in_place(program: DistributedProgram) -> frozenset[str]:
     return frozenset(found)
 
 
-def _state_bytes(program: DistributedProgram, part: RankProgram, processes: bool) -> int:
+def _state_bytes(program: DistributedProgram, part: RankProgram, *, processes: bool, host: bool) -> int:
     """The rank's parts of parameters, buffers and constants that its stages use, with the room in which they are
-    gathered."""
+    gathered: those on the device, or on the ``host``."""
     mine = {stage.index for stage in part.stages}
     sizes = [axis.size for axis in program.axes]
     total = 0
     for spec in program.state.values():
-        if mine & set(spec.stages):
+        if mine & set(spec.stages) and spec.host is host:
             kept = spec.room(sizes) if processes else local_shape(spec.shape, spec.sharding, sizes)
             total += torch.Size(kept).numel() * spec.dtype.itemsize
     return total

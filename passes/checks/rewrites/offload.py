@@ -25,7 +25,7 @@ def check_offload(before: DifferentiatedProgram, after: DifferentiatedProgram) -
         CompileError: QN209 with the first value that is another one, or is kept after all.
     """
     numbers = ValueNumbers()
-    old, new = _NumberedCopies(before, numbers), _NumberedCopies(after, numbers)
+    old, new = NumberedCopies(before, numbers), NumberedCopies(after, numbers)
     check_results(before, after, old.of, new.of, _fail)
     for call, node in new.calls.items():
         if call not in old.calls:
@@ -70,7 +70,7 @@ def _kept(program: DifferentiatedProgram, stage: int, node: fx.Node, left: set[t
 
 
 @dataclass
-class _NumberedCopies:
+class NumberedCopies:
     """``of``: the number of each node, a copy's that of what it is a copy of; ``calls``: those of all others, with the
     stage in which each runs (a view may run once more), and a node that makes it."""
 

@@ -25,6 +25,7 @@ from ..state.gradients import GradientStore
 from ..state.local_values import StoredPart
 from ..state.whole_optimizer import WholeTensors
 
+HOST = torch.device("cpu")
 Caches = Mapping[int, Mapping[str, Tensor]]  # of each rank of this process, by name
 
 
@@ -126,7 +127,8 @@ def clip(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
     """As torch.nn.utils.clip_grad_norm_ does."""
     if not gradients:  # of a step that was skipped
         return
-    foreach_mul_(list(gradients), torch.clamp(max_norm / (total + 1e-6), max=1.0).to(gradients[0].dtype))
+    share = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    foreach_mul_(list(gradients), share.to(gradients[0].device, gradients[0].dtype))
 
 
 def not_known(program: DistributedProgram, known: Mapping[str, Tensor]) -> list[str]:
@@ -145,6 +147,11 @@ def refuse_unset(unset: set[str], program: DistributedProgram) -> None:
             fix="call program.load_pretrained(folder), program.initialize() for the module's own initial values, or "
             "program.initialize(build), where build() makes the module",
         )
+
+
+def home_of(spec: StateSpec, device: torch.device) -> torch.device:
+    """Where the ranks on ``device`` have a parameter, buffer or constant."""
+    return HOST if spec.host else device
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

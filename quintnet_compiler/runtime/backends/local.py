@@ -26,7 +26,7 @@ from ..state.gradients import GradientStore
 from ..state.module_parameters import Slots, WholeTensor, check_fits, like, moved, whole_parameter
 from ..state.state import new_caches, part_of
 from ..transport.local import LocalTransport, LocalWorld
-from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
+from .backend import Caches, Ready, clip, gradients_of, home_of, not_known, refuse_unset, running_on, total_norm
 from .whole_state import WholeState
 
 
@@ -56,7 +56,7 @@ class LocalBackend(WholeState):
     def _take(self, name: str, x: Tensor, spec: StateSpec | None) -> None:
         """Read this tensor, which the module has, from now on."""
         if spec is not None and spec.kind == "parameter":
-            self.parameters[name] = whole_parameter(x, self.device, trainable=spec.trainable)
+            self.parameters[name] = whole_parameter(x, self.device, trainable=spec.trainable, host=spec.host)
             self.tensors[name] = Tensor.detach(self.parameters[name])
         elif x.is_meta:
             self.tensors[name] = torch.empty_like(x, device=self.device)
@@ -71,7 +71,7 @@ class LocalBackend(WholeState):
             return
         changed = self.slots.changed()
         for name, x in changed.items():
-            check_fits(name, x, self.specs[name], self.device)
+            check_fits(name, x, self.specs[name], home_of(self.specs[name], self.device))
         for name, x in changed.items():
             self._take(name, x, self.specs[name])
             self.unset.discard(name)
@@ -182,7 +182,8 @@ class LocalBackend(WholeState):
         program, place = ready.program, ready.executor.part.coordinate
 
         def part(x: Tensor, spec: StateSpec | ValueSpec) -> Tensor:
-            return part_of(x, spec.sharding, program.axes, place).to(self.device)
+            home = home_of(spec, self.device) if isinstance(spec, StateSpec) else self.device
+            return part_of(x, spec.sharding, program.axes, place).to(home)
 
         def work(_: LocalTransport) -> tuple[list[Tensor], bool]:
             cut = {name: part(self.tensors[name], program.state[name]) for name in world.cut}
@@ -213,7 +214,7 @@ class LocalBackend(WholeState):
         cut = [s.name for s in kept if not all(_views(mine[s.name], self.tensors[s.name]) for mine in state)]
         settled = {name: x for one in reversed(ranks) if one.store for name, x in one.store.settled.items()}
         joined = {
-            name: torch.empty(program.state[name].shape, dtype=x.dtype, device=device)
+            name: torch.empty(program.state[name].shape, dtype=x.dtype, device=x.device)
             for name, x in settled.items()
             if any(isinstance(kind, Shard) for kind in program.state[name].sharding)
         }

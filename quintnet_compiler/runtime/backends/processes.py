@@ -40,7 +40,8 @@ from ..state.true_part import TruePart
 from ..transport.connections import connections_of
 from ..transport.distributed import gradient_groups, shared_transport
 from ..transport.gloo_threads import lower_gloo_thread_priority
-from .backend import Caches, Ready, clip, gradients_of, not_known, refuse_unset, running_on, total_norm
+from ..transport.host_copies import host_room
+from .backend import Caches, Ready, clip, gradients_of, home_of, not_known, refuse_unset, running_on, total_norm
 from .whole_parameters import OneOwnerEach
 
 
@@ -161,7 +162,7 @@ class ProcessBackend:
             return
         changed = {name: x for name, x in self.slots.changed().items() if name in self.mine or not x.is_meta}
         for name, x in changed.items():
-            check_fits(name, x, self.specs[name], self.device)
+            check_fits(name, x, self.specs[name], home_of(self.specs[name], self.device))
             self.values.built.pop(name, None)
         with torch.no_grad():
             for name, x in list(changed.items()):
@@ -264,7 +265,7 @@ class ProcessBackend:
             mine = {name for name in self.parameters if self._counts(program.state[name], program)}
             self.counted[id(program)] = program, mine
         counted = [gradient for name, gradient in gradients.items() if name in self.counted[id(program)][1]]
-        squares = total_norm(counted, program, self.device) ** 2
+        squares = total_norm(counted, program, self.device).to(self.device) ** 2
         if self.mesh.size > 1:
             everyone = tuple(range(self.mesh.size))
             squares = self.transport.start_sum(squares, everyone, "gradient norm")()
@@ -289,7 +290,7 @@ class ProcessBackend:
         sender = self.mesh.rank({**dict.fromkeys(self.mesh.names, 0), **({"pp": stage} if "pp" in self.place else {})})
         whole: Tensor | None = None
         if self.place.get("pp", 0) == stage:
-            local = self.state[spec.name].contiguous()
+            local = self.state[spec.name].contiguous().to(self.device)
             part = sharded_dtensor(local, spec, program.axes, self.stage_mesh)
             whole = part.full_tensor()  # on every rank of the stage, one tensor at a time
         if sender == 0:
@@ -305,6 +306,7 @@ class ProcessBackend:
 
     def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> OneOwnerEach:
         specs = {id(p): program.state[name] for name, p in self.parameters.items()}
+        host = host or any(spec.host for spec in specs.values())
         found = OneOwnerEach(self.mesh, self.transport, program.axes, specs, self.device, self.label, host)
         self._tune()
         return found
@@ -386,7 +388,8 @@ def _kept(
 ) -> Tensor:
     """A part in memory of its own (with room for what is gathered there); without values if the module has none."""
     part = part_of(whole, spec.sharding, axes, place)
-    room = torch.empty(spec.room([axis.size for axis in axes]), dtype=part.dtype, device=device)
+    size = spec.room([axis.size for axis in axes])
+    room = host_room(size, part.dtype, device) if spec.host else torch.empty(size, dtype=part.dtype, device=device)
     resident = spec.resident if spec.in_place else spec.sharding
     later = tuple(kind if kind != there else I for kind, there in zip(spec.sharding, resident, strict=True))
     kept = part_of(room, later, axes, place)

@@ -19,7 +19,7 @@ from ..state.module_parameters import local_of
 from ..state.true_part import with_padding, without_padding
 from ..state.whole_optimizer import Pairs
 from ..transport.distributed import DistributedTransport
-from ..transport.host_copies import PLAIN
+from ..transport.host_copies import PLAIN, host_room
 from ..transport.transport import Pending
 
 
@@ -51,7 +51,7 @@ class AllOnHost:
 
     def stand_ins(self, parameters: Sequence[nn.Parameter]) -> dict[int, nn.Parameter]:
         made = {id(p): nn.Parameter(host_copy(p.detach(), p.device), requires_grad=p.requires_grad) for p in parameters}
-        await_copies(parameters)
+        self._wait(parameters)
         return made
 
     def collect(self, pairs: Pairs) -> None:
@@ -60,7 +60,7 @@ class AllOnHost:
             if p.grad is not None:  # its values, too: somebody may have loaded others
                 copy.copy_(local_of(p), non_blocking=True)
                 copy.grad = host_copy(p.grad, p.device)
-        await_copies([p for p, _ in pairs])
+        self._wait([p for p, _ in pairs])
 
     def spread(self, pairs: Pairs) -> None:
         for p, copy in pairs:
@@ -68,10 +68,9 @@ class AllOnHost:
                 p.copy_(copy, non_blocking=True)
             copy.grad = None
 
-
-def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host, pinned if ``device`` is another."""
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type not in PLAIN)
+    def _wait(self, parameters: Sequence[nn.Parameter]) -> None:
+        for device in {p.device for p in parameters}:
+            await_copies(device)
 
 
 def host_copy(x: Tensor, device: torch.device) -> Tensor:
@@ -80,9 +79,9 @@ def host_copy(x: Tensor, device: torch.device) -> Tensor:
     return host_room(plain.shape, plain.dtype, device).copy_(plain, non_blocking=True)
 
 
-def await_copies(tensors: Sequence[Tensor]) -> None:
-    """Wait until what was copied from these is on the host."""
-    for device in {x.device for x in tensors if x.device.type not in PLAIN}:
+def await_copies(device: torch.device) -> None:
+    """Wait until what was copied from there is on the host."""
+    if device.type not in PLAIN:
         torch.accelerator.current_stream(device).synchronize()
 
 
@@ -150,7 +149,7 @@ class OneOwnerEach:
                 found = wait()
                 whole.grad = host_copy(found, self.device) if found is not None and self.host else found
         if self.host:
-            await_copies([local_of(p) for p, _ in there])
+            await_copies(self.device)
 
     def spread(self, pairs: Pairs) -> None:
         for some in self._together(pairs):
@@ -172,7 +171,7 @@ class OneOwnerEach:
         for p, whole in pairs:
             if p.grad is not None:
                 spec, part = self.specs[id(p)], local_of(p)
-                into = part.new_empty(local_shape(spec.shape, spec.sharding, self.sizes))
+                into = part.new_empty(local_shape(spec.shape, spec.sharding, self.sizes), device=self.device)
                 parts = None
                 if not whole.is_meta:
                     there = whole.to(self.device, non_blocking=True)
@@ -197,7 +196,8 @@ class OneOwnerEach:
     def _gather(self, p: nn.Parameter, part: Tensor) -> Pending:
         """What the ranks have of a tensor like ``p``, whole on the one that owns it."""
         spec = self.specs[id(p)]
-        mine = with_padding(part.detach(), local_shape(spec.shape, spec.sharding, self.sizes)).contiguous()
+        part = part.detach().to(self.device)
+        mine = with_padding(part, local_shape(spec.shape, spec.sharding, self.sizes)).contiguous()
         wait = self.transport.gather_parts(mine, self.ranks, self.owners[id(p)])
 
         def whole() -> Tensor | None:

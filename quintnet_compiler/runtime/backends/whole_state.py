@@ -31,7 +31,8 @@ class WholeState:
             yield name, self.tensors[name]
 
     def whole_tensors(self, program: DistributedProgram, *, host: bool = False) -> WholeTensors:
-        return AllOnHost() if host else AllHere()
+        there = any(spec.host for spec in program.state.values())
+        return AllOnHost() if host and not there else AllHere()
 
     def cuts(self) -> Mapping[str, StoredPart]:
         return {}

@@ -51,7 +51,7 @@ class Comm:
                     setattr(self, f"start_{name}", partial(transport.start, name))
         self.dispatch_plan, self.dispatch, self.combine = router.dispatch_plan, router.dispatch, router.combine
         self.start_dispatch, self.start_combine = router.start_dispatch, router.start_combine
-        copies = HostCopies()
+        self.copies = copies = HostCopies() if gradients is None else gradients.outward
         self.copy_out, self.start_copy_out = copies.copy_out, copies.start_copy_out
         self.copy_in, self.start_copy_in = copies.copy_in, copies.start_copy_in
         if gradients is not None:

@@ -102,6 +102,7 @@ class Executor:
             s.index: [((s.index, label), picked(piece.static)) for label, piece in s.pieces.items()]
             for s in self.part.stages
         }
+        self.on_host = any(spec.host for spec in program.state.values())
         self.batches, self.everyone = program.batches, tuple(range(program.mesh.size))
         self.owners = [next(s.index for s in program.stages if i in s.results) for i in range(len(program.results))]
         self.counts = [self._counts(spec) for spec in program.results]
@@ -154,7 +155,7 @@ class Executor:
         self.comm.under_way.clear()  # of a step that failed
         self.comm.pages.clear()
         if self.gradients is not None:
-            self.gradients.begin()
+            self.gradients.begin(how.scale or 1.0)
         for stage in self.part.stages:
             self._once(stage, state, inputs)
         for handle, action in self.work:
@@ -164,8 +165,10 @@ class Executor:
         self.comm.settle()
         if self.gradients is not None:
             self._require_gradients(self.gradients)
-            self.gradients.settle(how.scale or 1.0)
+            self.gradients.settle()
         results = [self._settled(position) for position in range(len(self.program.results))]
+        if self.on_host:  # whoever changes a parameter, or reads a gradient, need not wait for the device
+            self.comm.copies.settle()
         for held in (self.whole, self.static, self.values, self.cotangents, self.results, self.carried):
             held.clear()  # copies of parameters, say, need not live until the next step
         return results

@@ -44,7 +44,8 @@ class Bucket:
     ``slots``: where each parameter's gradient is added up: in its own shape, or (where it has ``cuts``) with leading
     dims for the ranks that get slices. ``views``: what the rank has of it when it is settled. ``reduced``: the dtype in
     which ranks add up; ``moving``: what they do it with, while they do. ``terms``: how often something is added in a
-    step; ``left``: how often still.
+    step; ``left``: how often still. ``host``: memory of the host to which ``own`` goes when it is settled;
+    ``total``: the sum of its elements then.
     """
 
     summed: tuple[str, ...]
@@ -63,6 +64,16 @@ class Bucket:
     left: int = 0
     wait: Wait | None = None
     held: bool = True
+    host: Tensor | None = None
+    total: Tensor | None = None
+
+    def on_host(self, host: Tensor) -> dict[str, Tensor]:
+        """From now on ``host`` is where ``own`` goes: what each parameter has of it."""
+        self.host, first = host, int(self.own.storage_offset())
+        return {
+            name: host.as_strided(x.shape, x.stride(), int(x.storage_offset()) - first)
+            for name, x in self.views.items()
+        }
 
     def hold(self) -> None:
         """Give the buffer memory again, without values but for the gaps; all views of it have it then."""

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...compat.torch import foreach_copy_, foreach_mul_
 from ...ir.distributed_program import DistributedProgram, RankProgram, StateSpec
-from ..transport.transport import Transport
+from ..transport.host_copies import HostCopies, host_room
+from ..transport.transport import Pending, Transport
 from .buckets import Bucket, GradientSlice, accumulated_shape, by_rank, make_bucket, reduced_axes, scattered_axes
 from .products import add_product, adds_up, put_product
 
@@ -41,7 +42,10 @@ class _Sum:
 @dataclass
 class GradientStore:
     """Holds, accumulates and settles the gradients of one rank's parameters. What a step has to do with each of them is
-    found here once; between microbatches, its Python is as long for a thousand parameters as for one."""
+    found here once; between microbatches, its Python is as long for a thousand parameters as for one.
+
+    Gradients of parameters that are on the host go there: a bucket when its last term is added, or (if ranks add it
+    up) when that is settled. Its memory on the device is free when the next one leaves."""
 
     program: DistributedProgram
     part: RankProgram
@@ -50,6 +54,8 @@ class GradientStore:
     buckets: list[Bucket] = field(default_factory=list)
     where: dict[str, Bucket] = field(default_factory=dict)
     settled: dict[str, Tensor] = field(default_factory=dict)  # each parameter's gradient: this rank's part
+    outward: HostCopies = field(default_factory=HostCopies)
+    leaving: tuple[Bucket, Pending] | None = None  # on its way to the host
 
     def __post_init__(self) -> None:
         self.times: dict[str, int] = defaultdict(int)
@@ -85,20 +91,37 @@ class GradientStore:
         self.step = 0
         made = {name: _sum(bucket, name) for name, bucket in self.where.items()}
         self.sums = {value: made[name] for value, name in self.names.items()}
-        for name, bucket in self.where.items():  # where sums have more bits than the parameter, a copy
-            self.settled[name] = bucket.views[name].to(self.program.state[name].dtype)
-        copied = [name for name, bucket in self.where.items() if self.settled[name].dtype is not bucket.buffer.dtype]
-        self.copies = [self.settled[name] for name in copied], [self.where[name].views[name] for name in copied]
+        views: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            host = self.program.state[next(iter(bucket.views))].host
+            room = host_room(bucket.own.shape, bucket.own.dtype, self.device) if host else None
+            views |= bucket.views if room is None else bucket.on_host(room)
+        for name, view in views.items():  # where sums have more bits than the parameter, a copy
+            self.settled[name] = view.to(self.program.state[name].dtype)
+        copied = [name for name, view in views.items() if self.settled[name].dtype is not view.dtype]
+        self.copies = [self.settled[name] for name in copied], [views[name] for name in copied]
         owners = {name: shared_by(self.program.state[name], self.program, self.part.rank) for name in self.where}
         self.shared = {name: ranks for name, ranks in sorted(owners.items()) if ranks}
         self.idle = [bucket for bucket in self.buckets if not bucket.terms]
+        self.scale = 1.0
+        for bucket in self.buckets if self.host else ():
+            bucket.total = torch.zeros((), dtype=bucket.own.dtype, device=self.device)
+            bucket.release()
+
+    @property
+    def host(self) -> bool:
+        """Whether gradients go to the host."""
+        return any(bucket.host is not None for bucket in self.buckets)
 
     def _bytes(self, spec: StateSpec) -> int:
         return accumulated_shape(spec, self.program).numel() * spec.summed.itemsize
 
-    def begin(self) -> None:
-        """A new step: forget the gradients of the last one, whose memory is free until the backward."""
+    def begin(self, scale: float = 1.0) -> None:
+        """A new step: forget the gradients of the last one, whose memory is free until the backward. ``scale``: what
+        they are divided by when they are settled."""
         self.step += 1
+        self.scale = scale
+        self._arrive()
         for bucket in self.buckets:
             bucket.wait = None
             bucket.left = bucket.terms
@@ -161,6 +184,8 @@ class GradientStore:
             self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
+        if self._settles_at_once(bucket):
+            self._leave(bucket)
         peers, rank = self.program.mesh.peers, self.part.rank
         begin = self.transport.start_scatter if bucket.scattered else self.transport.start_sum
         axes = bucket.scattered or bucket.summed
@@ -168,13 +193,36 @@ class GradientStore:
             bucket.moving = bucket.buffer.to(bucket.reduced)
             bucket.wait = begin(bucket.moving, peers(rank, axes), bucket.label)
 
+    def _settles_at_once(self, bucket: Bucket) -> bool:
+        """Whether what is added up here is all, and goes to the host."""
+        alone = not bucket.scattered and not bucket.summed and self.shared.keys().isdisjoint(bucket.views)
+        return bucket.host is not None and alone
+
+    def _leave(self, bucket: Bucket) -> None:
+        """Copy what is settled to the host, and have the copy before end."""
+        assert bucket.host is not None
+        if self.scale != 1:
+            bucket.own.mul_(1 / self.scale)
+        torch.sum(bucket.own, 0, out=bucket.total)
+        wait = self.outward.start_into(bucket.host, bucket.own)
+        self._arrive()
+        self.leaving = bucket, wait
+
+    def _arrive(self) -> None:
+        if self.leaving is not None:
+            bucket, wait = self.leaving
+            wait()
+            bucket.release()
+            self.leaving = None
+
     def require_all(self) -> None:
         """Memory of gradients has no values before the first term of each."""
         for bucket in self.buckets:
             assert bucket.left == 0, f"{bucket.label}: {bucket.left} terms are missing"
 
-    def settle(self, scale: float = 1.0) -> None:
-        """Wait for all sums, add up what stages share, and divide by ``scale``."""
+    def settle(self) -> None:
+        """Wait for all sums, add up what stages share, and divide by the step's scale. Of what goes to the host, the
+        copies are under way then."""
         for bucket in self.buckets:
             if bucket.wait is not None:
                 self._finish(bucket)
@@ -183,9 +231,15 @@ class GradientStore:
             moving = view.to(self.where[name].reduced)
             self.transport.start_sum(moving, ranks, f"gradient of {name} over its stages")()
             _keep(view, moving)
-        if scale != 1:
-            foreach_mul_([bucket.own for bucket in self.buckets], 1 / scale)
+        if self.host:
+            for bucket in self.buckets:
+                if bucket.held and (self.leaving is None or self.leaving[0] is not bucket):
+                    self._leave(bucket)
+            self._arrive()
+        elif self.scale != 1:
+            foreach_mul_([bucket.own for bucket in self.buckets], 1 / self.scale)
         if self.copies[0]:
+            self.outward.settle()
             for copy in self.copies[0]:
                 copy.untyped_storage().resize_(copy.nbytes)
             foreach_copy_(*self.copies)
@@ -204,13 +258,14 @@ class GradientStore:
 
     @property
     def nbytes(self) -> int:
-        """Of all sums, and of what is not a view of them."""
-        return sum(bucket.buffer.nbytes for bucket in self.buckets) + sum(x.nbytes for x in self.copies[0])
+        """Of all sums where they stay, and of what is not a view of them."""
+        sums = (bucket.buffer if bucket.host is None else bucket.host for bucket in self.buckets)
+        return sum(x.nbytes for x in sums) + sum(x.nbytes for x in self.copies[0])
 
     def screen(self) -> Tensor:
         """0, or NaN if any element is not finite: cheap, and no host waits for it. A sum that overflows shows up too,
         so a hit must be confirmed."""
-        sums = [bucket.own.sum() for bucket in self.buckets]
+        sums = [bucket.own.sum() if bucket.total is None else bucket.total for bucket in self.buckets]
         if len(sums) == 1:
             return sums[0] * 0
         return torch.stack([x.double() for x in sums]).sum() * 0 if sums else torch.zeros((), dtype=torch.float64)

@@ -14,6 +14,7 @@ from ...compat.distributed import local_tensor
 from ...compat.torch import plain_function, same_implementation, without_torch_function
 from ...core.errors import RunError
 from ...ir.distributed_program import StateSpec
+from ..transport.host_copies import PLAIN, host_room
 
 _AGAIN = "compile the changed module"
 _ADDRESS = methodcaller("data_ptr")
@@ -74,14 +75,15 @@ class ReplacedParameter(nn.Parameter):
         )
 
 
-def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool) -> nn.Parameter:
-    """``x`` itself if it is a parameter, on ``device``, else a new one in its memory; for one on the meta device a new
-    one whose memory has no values."""
+def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool, host: bool = False) -> nn.Parameter:
+    """``x`` itself if it is a parameter, on ``device`` (``host``: in memory of its host), else a new one in its memory;
+    for one on the meta device a new one whose memory has no values."""
     found = x if isinstance(x, nn.Parameter) else nn.Parameter(x.detach(), requires_grad=trainable)
     if found.is_meta:
-        found = nn.Parameter(torch.empty_like(found, device=device), requires_grad=found.requires_grad)
+        room = host_room(found.shape, found.dtype, device) if host else torch.empty_like(found, device=device)
+        found = nn.Parameter(room, requires_grad=found.requires_grad)
     else:
-        found = cast(nn.Parameter, moved(found, device))
+        found = cast(nn.Parameter, pinned(found, device) if host else moved(found, device))
     if type(found) is nn.Parameter:
         found.__class__ = WholeParameter
     return found
@@ -90,9 +92,19 @@ def whole_parameter(x: Tensor, device: torch.device, *, trainable: bool) -> nn.P
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """A module's own tensor on another device: the same object where PyTorch can do that, so that whoever has it (an
     optimizer, say) keeps it; a new one where it cannot, as with ``nn.Module.to``."""
-    if x.device == device:
+    return x if x.device == device else _over(x, x.data.to(device))
+
+
+def pinned(x: Tensor, device: torch.device) -> Tensor:
+    """As :func:`moved`, to memory of the host that ``device`` copies from."""
+    if x.device.type == "cpu" and (device.type in PLAIN or x.is_pinned()):
         return x
-    there = x.data.to(device)
+    return _over(x, torch.empty_like(x, device="cpu", pin_memory=device.type not in PLAIN).copy_(x.data))
+
+
+def _over(x: Tensor, there: Tensor) -> Tensor:
+    """``x`` over the memory of ``there``, if it can be."""
+    there = there.detach()
     if same_implementation(x, there):
         x.data = there
         return x

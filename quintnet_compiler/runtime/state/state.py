@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ...compat.distributed import interleaved_shard, local_tensor, replace_local_tensor
+from ...compat.distributed import dtensor_over, interleaved_shard, local_tensor, replace_local_tensor
 from ...core import slices
 from ...core.sharding import Shard as ShardType
 from ...core.sharding import Sharding, local_shape, shard_shape
@@ -60,8 +60,11 @@ def _cut(kind: ShardType, size: int, ranks: int) -> Placement:
 
 
 def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: DeviceMesh) -> DTensor:
-    """This rank's part of a parameter or gradient, without padding, as a DTensor over the ranks of its stage."""
+    """This rank's part of a parameter or gradient, without padding, as a DTensor over the ranks of its stage; where it
+    is: a part on the host stays there."""
     stride = torch.empty(spec.shape, device="meta").stride()
+    if local.device.type != mesh.device_type and not local.is_meta:
+        return dtensor_over(local, mesh, placements(spec, axes, mesh), torch.Size(spec.shape), stride)
     found: DTensor = DTensor.from_local(
         local, mesh, placements(spec, axes, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
     )

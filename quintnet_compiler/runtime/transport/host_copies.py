@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +36,14 @@ class HostCopies:
         if x.device.type in PLAIN:
             made = x.clone(memory_format=torch.preserve_format)
             return lambda: made
-        return self._copied(torch.empty_like(x, device="cpu", pin_memory=True), x, x.device, "out")
+        return self.start_into(torch.empty_like(x, device="cpu", pin_memory=True), x)
+
+    def start_into(self, to: Tensor, x: Tensor) -> Pending:
+        """As ``start_copy_out``, to memory of the host that there is."""
+        if x.device.type in PLAIN:
+            made = to.copy_(x)
+            return lambda: made
+        return self._copied(to, x, x.device, "out")
 
     def start_copy_in(self, x: Tensor, device: torch.device, at: int) -> Pending:
         if device.type in PLAIN or x.device.type == "meta":
@@ -43,6 +51,11 @@ class HostCopies:
             return lambda: made
         room = torch.empty_like(x, device=device)
         return self._copied(room, x, room.device, "in")
+
+    def settle(self) -> None:
+        """Have the host wait for all copies."""
+        for stream in self.streams.values():
+            stream.synchronize()
 
     def _copied(self, to: Tensor, x: Tensor, device: torch.device, way: str) -> Pending:
         """``to``, once it has what ``x`` has now; both live until then."""
@@ -65,3 +78,10 @@ class HostCopies:
         if (device, way) not in self.streams:
             self.streams[device, way] = torch.Stream(device=device)
         return self.streams[device, way]
+
+
+def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory of the host for what ``device`` copies, pinned if that is another one; none for a device without any."""
+    if device.type == "meta":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type not in PLAIN)

@@ -1,0 +1,133 @@
+"""DifferentiatedProgram -> DifferentiatedProgram: parameters wait in host memory for what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from ...core.annotations import annotate, facts, is_getitem, leaf, origin, value, viewed
+from ...ir.program import DifferentiatedProgram
+from ...ir.repeated_blocks import block_of
+from ...ops.copies import copy_in
+
+HOST = torch.device("cpu")
+Place = tuple[int, str, Hashable]  # a stage, a phase, and a block or the nodes between two
+
+
+@dataclass(frozen=True)
+class OffloadParameters:
+    """What ranks store of parameters is on the host. Each block copies what it reads in, in its forward and again in
+    its backward (Rajbhandari et al. 2021, ZeRO-Infinity).
+
+    Before: %w = all_gather(%p, dp);  %y = linear(%x, %w);  ...;  %v = all_gather(%p, dp);  %g = mm(%gy, %v)
+    After:  %i = copy_in(%p);  %w = all_gather(%i, dp);  %y = linear(%x, %w);  ...;
+            %j = copy_in(%p);  %v = all_gather(%j, dp);  %g = mm(%gy, %v)
+    Ensures: the same values. Nothing but ``copy_in`` reads a parameter. No copy outlives the block that reads it: views
+    of one, and what is computed of parameters alone once a step (copies in 16 bits, scales), are computed again of
+    each.
+    """
+
+    def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
+        return _Rewriting(program, _repeated(program)).run()
+
+
+def _repeated(program: DifferentiatedProgram) -> set[fx.Node]:
+    """Parameters, and nodes that are computed of them wherever they are read."""
+    kept = {*program.outputs, *program.gradients.values()}
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        known = leaf(node) if node.op == "placeholder" else None
+        if known is not None and known.kind == "parameter":
+            found.add(node)
+        elif node.op == "call_function" and node not in kept and found.intersection(node.all_input_nodes):
+            stage = program.stage.get(node)
+            here = all(program.stage.get(user) == stage for user in node.users if user.op != "output")
+            if here and (node in program.once or _views(node, found)):
+                found.add(node)
+    return found
+
+
+def _views(node: fx.Node, repeated: set[fx.Node]) -> bool:
+    if is_getitem(node):
+        return origin(node)[0] in repeated
+    return viewed(node) is not None and repeated.issuperset(node.all_input_nodes)
+
+
+@dataclass
+class _Rewriting:
+    program: DifferentiatedProgram
+    repeated: set[fx.Node]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    here: dict[tuple[Place, fx.Node], fx.Node] = field(default_factory=dict)
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+
+    def run(self) -> DifferentiatedProgram:
+        run, before = 0, None
+        for node in self.program.graph.nodes:
+            if node.op == "output":
+                break
+            if leaf(node) is not None and node in self.repeated:
+                self._leaf(node)
+            elif node not in self.repeated:
+                block = block_of(node)
+                run, before = run + (block != before), block
+                self._emit(node, block or run)
+        last = self.program.local.staged.num_stages - 1
+        outputs = tuple(self._whole((last, "forward", "result"), node) for node in self.program.outputs)
+        gradients = {
+            key: self._whole((key[1], "backward", "gradient"), node) for key, node in self.program.gradients.items()
+        }
+        handed = dict(zip((*self.program.outputs, *self.program.gradients.values()), (*outputs, *gradients.values())))
+        self.graph.output(fx.map_arg(self.program.graph.output_node().args[0], lambda n: handed.get(n, self.new.get(n))))
+        self.graph.lint()
+        return replace(self._moved(), outputs=outputs, gradients=gradients)
+
+    def _leaf(self, node: fx.Node) -> None:
+        self.new[node] = self.graph.node_copy(node)
+        x = value(node)
+        with self.program.local.mode:
+            host = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=HOST)
+        annotate(self.new[node], replace(facts(node), value=host))
+
+    def _emit(self, node: fx.Node, part: Hashable) -> None:
+        stage = self.program.stage.get(node)
+        place = (-1 if stage is None else stage, facts(node).phase, part)
+        read = {source: self._copy(place, source, node) for source in node.all_input_nodes if source in self.repeated}
+        self.new[node] = self.graph.node_copy(node, lambda n: read[n] if n in read else self.new[n])
+        if stage is not None:
+            self.stage[self.new[node]] = stage
+
+    def _copy(self, place: Place, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """``node`` as the readers at a place have it."""
+        if (place, node) not in self.here:
+            stage, phase, _ = place
+            known = replace(facts(node), phase=phase, where=facts(reader).where)  # type: ignore[arg-type]
+            if leaf(node) is not None:
+                device = torch.device(value(node).device.type)
+                args = self.new[node], device
+                made = self.graph.create_node("call_function", copy_in, args, name=f"{node.name}_in")
+                known = replace(known, leaf=None)
+            else:
+                read = {x: self._copy(place, x, reader) for x in node.all_input_nodes if x in self.repeated}
+                made = self.graph.node_copy(node, lambda n: read[n] if n in read else self.new[n])
+            self.here[place, node] = annotate(made, known)
+            self.stage[made] = stage
+        return self.here[place, node]
+
+    def _whole(self, place: Place, node: fx.Node) -> fx.Node:
+        """What is a result, or a gradient; a parameter may be one."""
+        return self._copy(place, node, node) if node in self.repeated else self.new[node]
+
+    def _moved(self) -> DifferentiatedProgram:
+        """What is known of a node that is several now goes with the first."""
+        gone = {node for node in self.repeated if leaf(node) is None}
+        first: dict[fx.Node, fx.Node] = {}
+        for (_, node), made in self.here.items():
+            first.setdefault(node, made)
+        new = {**self.new, **{node: first[node] for node in gone}}
+        alive = replace(self.program, once=self.program.once - gone)
+        return alive.moved(self.graph, new, self.stage)
