@@ -172,7 +172,7 @@ def _inputs(node: fx.Node) -> set[fx.Node]:
 
 def _needed(node: fx.Node, place: dict[Item, int], begin: int) -> list[fx.Node]:
     """What is not there at the index ``begin`` of what a gather reads: copies of parameters."""
-    late = [x for x in _inputs(node) if place.get(x, -1) >= begin]
+    late = [x for x in dict.fromkeys(map(source_of, node.all_input_nodes)) if place.get(x, -1) >= begin]
     return [each for x in late for each in (*_needed(x, place, begin), x)]
 
 
