@@ -288,6 +288,9 @@ class ProgramPrices:
             if seconds and ready[index]:
                 axes = (*bucket.scattered, *bucket.summed)
                 found.append(GradientSum(bucket.label, axes, seconds, ready[index]))
+            if bucket.host is not None and ready[index]:
+                leaving = self.places[place].copy_seconds(num_bytes(bucket.own))
+                found.append(GradientSum(bucket.label, (WAYS["copy_out"],), leaving, ready[index]))
         last = self.program.schedule.actions[place]
         order = {a.stage: i for i, a in enumerate(last) if a.op in RELEASES}
         return sorted(found, key=lambda one: max((order.get(s, 0), -left) for s, left in one.ready.items()))
