@@ -92,7 +92,7 @@ def localize(
     swap_buffers(program, backend, before)
     found = _Found(program.source, program, collectors)
     sharded = program.source.local.staged.sharded
-    values, cotangents = _unsplit(sharded, backend.tensors, leaves, how)
+    values, cotangents = _unsplit(sharded, backend.tensors, leaves, how, backend.device)
     for key, expected in values.items():
         error = found.value(key, expected)
         if error > limit:
@@ -194,7 +194,7 @@ def _splits(sharded: ShardedProgram, nodes: list[fx.Node]) -> bool:
 
 
 def _unsplit(
-    sharded: ShardedProgram, tensors: Mapping[str, Tensor], batch: list[Tensor], how: Run
+    sharded: ShardedProgram, tensors: Mapping[str, Tensor], batch: list[Tensor], how: Run, device: torch.device
 ) -> tuple[dict[Value, Tensor], dict[Value, Tensor]]:
     """Every value of the program on one device, in order, and the gradient of each, by autograd."""
     graph = sharded.program.graph
@@ -208,7 +208,7 @@ def _unsplit(
             found = leaf(node) if node.op == "placeholder" else None
             if found is not None:
                 given = next(inputs) if found.kind == "input" else tensors[found.name].detach()
-                x = given.to(value(node).dtype, copy=True)
+                x = given.to(device, value(node).dtype, copy=True)
                 env[node] = x.requires_grad_(found.trainable) if found.trainable else x
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)

@@ -325,4 +325,4 @@ def _compared(what: str, pairs: Mapping[str, tuple[Tensor, Tensor]], step: int, 
 
 
 def _whole(x: Any, like: Tensor) -> Tensor:
-    return or_zeros(None if x is None else x.full_tensor().detach(), like)
+    return or_zeros(None if x is None else x.full_tensor().detach().to(like.device), like)

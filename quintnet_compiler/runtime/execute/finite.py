@@ -103,7 +103,7 @@ def require_finite(
     given |= {f"batch{spec.path}": x for spec, x in zip(program.inputs, inputs, strict=True)}
     detective.leaves([given.get(name) for name in leaf_names(program)])
     executor.step(state, inputs, replace(how, check_finite=False), detective)
-    worst = badness([loss, *(bucket.own for bucket in store.buckets)])
+    worst = badness([loss, *(bucket.settled for bucket in store.buckets)])
     table = torch.zeros(program.mesh.size, 2 + len(fields(Origin)), dtype=torch.int64, device=loss.device)
     found = [0] * len(fields(Origin)) if detective.first is None else list(map(int, astuple(detective.first)))
     table[rank] = torch.tensor([worst, detective.first is not None, *found], device=loss.device)

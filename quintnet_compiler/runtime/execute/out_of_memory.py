@@ -78,7 +78,7 @@ def _alive(executor: Executor, state: Mapping[str, Tensor], place: _Place | None
     def add(kind: str, named: Iterator[tuple[str, Tensor]]) -> None:
         for name, x in named:
             storage = x.untyped_storage()
-            if not storage.nbytes() or storage.data_ptr() in seen:
+            if x.device.type != executor.device.type or not storage.nbytes() or storage.data_ptr() in seen:
                 continue
             seen.add(storage.data_ptr())
             kinds[kind] = kinds.get(kind, 0) + storage.nbytes()

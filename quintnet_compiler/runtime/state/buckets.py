@@ -67,6 +67,11 @@ class Bucket:
     host: Tensor | None = None
     total: Tensor | None = None
 
+    @property
+    def settled(self) -> Tensor:
+        """Where its gradients are between steps."""
+        return self.own if self.host is None else self.host
+
     def on_host(self, host: Tensor) -> dict[str, Tensor]:
         """From now on ``host`` is where ``own`` goes: what each parameter has of it."""
         self.host, first = host, int(self.own.storage_offset())
