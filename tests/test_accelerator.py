@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from quintnet_compiler.ops.experts.scaled_groups import (
     scaled_grouped_weight_grad,
 )
 from quintnet_compiler.ops.scaled_products import block_max, block_scale, scaled_cast
+from quintnet_compiler.runtime.transport.host_copies import HostCopies
 
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
@@ -209,8 +211,11 @@ def test_a_checkpoint_makes_the_host_wait_once(device: Emulated, tmp_path: Path)
             assert torch.equal(p.detach().full_tensor().cpu(), expected[name])  # type: ignore[attr-defined]
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("offload", [(), ("activations",)], ids=["plain", "offload"])
+OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("activations",), ("parameters",), ("parameters", "activations"))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("offload", OFFLOADS, ids=lambda one: "-".join(one) or "plain")
 @pytest.mark.parametrize(("name", "microbatches"), [("cnn", 2), ("gpt", 1), ("vit", 1)])
 def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
     device: Emulated, name: str, microbatches: int, offload: tuple[str, ...]
@@ -218,6 +223,8 @@ def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
     device.set_device(0)
     case, where = CASES[name], torch.device("emulated", 0)
     batch = tuple(x.to(where) for x in case.batch(8))
+    gc.collect()
+    before = device.extension.requested(0)[2]
     program = quintnet.compile(
         build(name), quintnet.Mesh(dp=1), batch, loss_fn=case.loss_fn, device=where, microbatches=microbatches,
         offload=offload,  # type: ignore[arg-type]
@@ -229,9 +236,39 @@ def test_bytes_of_the_device_and_of_its_host_are_those_simulated(
             program.step(batch)
     device.delay(0, share=0.0)
     (row,) = program.simulate().rows
-    print(name, microbatches, offload, found)
-    assert (found.device, found.host) == (row.peak.values, row.host_bytes)
-    assert bool(found.host) is bool(offload)
+    staying = device.extension.requested(0)[2] - before  # parameters and gradients, between steps
+    print(name, microbatches, offload, found, staying)
+    assert (found.device, found.host + staying) == (row.peak.values, row.host_bytes)
+    assert bool(found.host) is ("activations" in offload) and bool(staying) is ("parameters" in offload)
+    assert bool(row.parameter_bytes or row.gradient_bytes) is not bool(staying)
+
+
+def test_gradients_are_on_the_host_when_a_step_returns(device: Emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads them asks no device. Nor does what changes parameters, which copies may still read."""
+    device.set_device(0)
+    case, where = CASES["vit"], torch.device("emulated", 0)
+    batch = tuple(x.to(where) for x in case.batch(8))
+    program = quintnet.compile(
+        build("vit"), quintnet.Mesh(dp=1), batch, loss_fn=case.loss_fn, device=where, check_finite=False,
+        offload=("parameters",),
+    )  # fmt: skip
+
+    def found(share: float) -> list[torch.Tensor]:
+        program.zero_grad()
+        device.delay(1, share=share)
+        program.step(batch)
+        return [p.grad.clone() for p in program.parameters() if p.grad is not None]
+
+    expected = found(0.0)
+    assert all(x.device.type == "cpu" for x in expected)
+    assert all(torch.equal(a, b) for a, b in zip(found(1.0), expected, strict=True))
+    monkeypatch.setattr(HostCopies, "settle", lambda self: None)
+    for x in (p.grad for p in program.parameters()):
+        assert x is not None
+        x.zero_()
+    assert not all(torch.equal(a, b) for a, b in zip(found(1.0), expected, strict=True)), "nobody had to wait"
+    device.delay(0, share=0.0)
+    device.synchronize(0)
 
 
 def test_an_optimizer_on_the_host_has_nothing_on_the_device(device: Emulated, tmp_path: Path) -> None:
@@ -273,32 +310,50 @@ def test_optimizers_on_the_hosts_of_two_devices(tmp_path: Path) -> None:
         Job("gpt", {"tp": 2}),
         Job("gpt", {"pp": 2}, {"microbatches": 2}),
     ]
-    for found in run(update_all, World(2, seed=1), jobs, str(tmp_path)):
-        for (expected, usual), (mine, size) in found:
+    there = [Job(one.model, one.axes, {**one.options, "offload": ("parameters",)}) for one in jobs[1:]]
+    for found in run(update_all, World(2, seed=1), jobs + there, str(tmp_path)):
+        for (expected, usual), (mine, size) in found[: len(jobs)]:
             assert all(torch.equal(mine[name], x) for name, x in expected.items())
             assert size < usual
+        for ((expected, _), _), both in zip(found[1 : len(jobs)], found[len(jobs) :], strict=True):
+            for mine, size in both:  # of parameters that are there, whatever is asked
+                assert all(torch.equal(mine[name], x) for name, x in expected.items())
+                assert size == 0
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_leaves_two_devices_comes_back(eager: bool) -> None:
     """With the bits of a program in which nothing moves."""
-    options = {"microbatches": 2}
-    plain, outside = (Job("gpt", {"tp": 2}, {**options, "offload": what}) for what in ((), ("activations",)))
-    for found in run(measure_all, World(2, eager=eager, seed=1), (plain, outside)):
+    pairs = [
+        [Job("gpt", axes, {"microbatches": 2, **options, "offload": what}) for what in ((), offload)]
+        for axes, options, offload in (
+            ({"tp": 2}, {}, ("activations",)),
+            ({"dp": 2}, {"zero": 3}, ("parameters",)),
+        )
+    ]
+    for found in run(measure_all, World(2, eager=eager, seed=1), [job for pair in pairs for job in pair]):
         for one in found.values():
             assert one.measured == one.simulated
+        for plain, outside in pairs:
+            ours, theirs = found[str(outside)].made, found[str(plain)].made
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        plain, outside = pairs[0]
         assert found[str(outside)].measured[0] < found[str(plain)].measured[0] / 3
-        ours, theirs = found[str(outside)].made, found[str(plain)].made
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 FOUR_MICROBATCHES: dict[str, Any] = {"microbatches": 4}
 TO_THE_BYTE = (
     Job("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2}),
     Job("gpt", {"pp": 2}, {**FOUR_MICROBATCHES, "offload": ("activations",)}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "offload": ("parameters",)}),
     Job("gpt", {"pp": 2}, FOUR_MICROBATCHES),
     Job("gpt", {"tp": 2}, {"microbatches": 2, "sequence_parallel": True}),
     Job("gpt", {"dp": 2}, {"zero": 3, "offload": ("activations",)}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "offload": OFFLOADS[-1]}),
+    Job("gpt", {"dp": 2}, {"zero": 3, "microbatches": 2, "offload": ("parameters",)}),
+    Job("gpt", {"pp": 2}, {**FOUR_MICROBATCHES, "offload": OFFLOADS[-1]}),
+    Job("gpt", {"pp": 2}, {**FOUR_MICROBATCHES, "schedule": "zb-h1", "offload": ("parameters",)}),
+    Job("gpt", {"tp": 2}, {"microbatches": 2, "offload": ("parameters",)}),
     Job("gpt", {"pp": 2}, {**FOUR_MICROBATCHES, "schedule": "zb-h1"}),
     Job("cnn", {"pp": 2}, {**FOUR_MICROBATCHES, "schedule": "interleaved", "virtual_stages": 3}),
     Job("mlp", {"pp": 2}, {**FOUR_MICROBATCHES, "schedule": "dualpipe-v", "virtual_stages": 2}),
@@ -309,7 +364,7 @@ TO_THE_BYTE = (
 )
 
 
-@pytest.mark.parametrize("jobs", [TO_THE_BYTE[:2], pytest.param(TO_THE_BYTE[2:], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jobs", [TO_THE_BYTE[:3], pytest.param(TO_THE_BYTE[3:], marks=pytest.mark.slow)])
 def test_bytes_of_two_devices_are_those_simulated(jobs: Sequence[Job]) -> None:
     """Messages under way, what a stage received, and gradients of pipelines, which stay from step to step, among
     them."""

@@ -78,11 +78,9 @@ class _Rewriting:
                 self._emit(node, block or run)
         last = self.program.local.staged.num_stages - 1
         outputs = tuple(self._whole((last, "forward", "result"), node) for node in self.program.outputs)
-        gradients = {
-            key: self._whole((key[1], "backward", "gradient"), node) for key, node in self.program.gradients.items()
-        }
-        handed = dict(zip((*self.program.outputs, *self.program.gradients.values()), (*outputs, *gradients.values())))
-        self.graph.output(fx.map_arg(self.program.graph.output_node().args[0], lambda n: handed.get(n, self.new.get(n))))
+        old = self.program.gradients
+        gradients = {key: self._whole((key[1], "backward", "gradient"), node) for key, node in old.items()}
+        self.graph.output((*outputs, *dict.fromkeys(gradients.values())))
         self.graph.lint()
         return replace(self._moved(), outputs=outputs, gradients=gradients)
 

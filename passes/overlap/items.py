@@ -33,7 +33,7 @@ def node_of(item: Item) -> fx.Node:
 
 
 def stored_in(node: fx.Node) -> fx.Node | None:
-    """The parameter that ``node`` is, or of which it is the copy (from the host, in another dtype) that gathers read."""
+    """The parameter that ``node`` is, or of which it is the copy that gathers read: from the host, in another dtype."""
     cast = node.target is aten._to_copy.default
     source = node.all_input_nodes[0] if cast else node
     source = source.all_input_nodes[0] if source.target is copy_in else source

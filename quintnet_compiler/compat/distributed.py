@@ -22,8 +22,8 @@ __all__ = [
     "PrefixStore",  # heartbeats and groups under names of their own; instead: torch.distributed.PrefixStore, untyped
     "Store",  # likewise
     "TCPStore",  # likewise
-    "all_gather", "checkpoint_parts_by", "dtensor_over", "flight_record", "interleaved_shard", "is_interleaved", "local_tensor",
-    "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
+    "all_gather", "checkpoint_parts_by", "dtensor_over", "flight_record", "interleaved_shard", "is_interleaved",
+    "local_tensor", "numbers_by", "positions_of", "reduce_scatter", "replace_local_tensor",
     "store_of_world", "symmetric_matmuls", "timeout_of", "use_symmetric_memory",
 ]  # fmt: skip
 
@@ -46,7 +46,9 @@ def dtensor_over(
     """A DTensor whose part is on another kind of device than ``mesh`` says (the host, as FSDP2 does to offload);
     instead: ``DTensor.from_local``, which moves it."""
     known = TensorMeta(shape, stride, part.dtype)
-    return DTensor(part, DTensorSpec(mesh, tuple(placements), known), requires_grad=False)
+    made: Any = DTensor
+    found: DTensor = made(part, DTensorSpec(mesh, tuple(placements), known), requires_grad=False)
+    return found
 
 
 def interleaved_shard(dim: int, parts: int, units: int = 0) -> Placement:

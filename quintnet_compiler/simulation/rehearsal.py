@@ -113,8 +113,8 @@ class CountedGradients(GradientStore):
 
 
 class Rehearsal(Executor):
-    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action. Gradients that go to the
-    host are counted as values are, for as long as they are on the device."""
+    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action. Gradients that go to
+    the host are counted as values are, for as long as they are on the device."""
 
     def __init__(
         self,
@@ -220,9 +220,7 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         gradients = {bool(store and store.host): store.nbytes if store else 0}
         state = {host: _state_bytes(program, part, processes=processes, host=host) for host in (False, True)}
         outside = rehearsal.outside.peak + state[True] + gradients.get(True, 0)
-        found[part.rank] = Footprint(
-            state[False], gradients.get(False, 0), tuple(points), rehearsal.peak_live, outside
-        )
+        found[part.rank] = Footprint(state[False], gradients.get(False, 0), tuple(points), rehearsal.peak_live, outside)
 
     with torch.no_grad():
         world.run(dict.fromkeys(ranks, work))
