@@ -78,7 +78,7 @@ def _everything() -> quintnet.CompiledProgram:
     return quintnet.compile(
         nn.Sequential(*blocks, nn.Linear(16, 64)), quintnet.Mesh(pp=2, dp=2, tp=2), batch, loss_fn=F.cross_entropy,
         microbatches=2, zero=3, loss_chunks=2, precision="fp8", fp8_skip=("0.*",), recompute="selective",
-        async_tp=True, check="off", device="cuda", offload=("activations",),
+        async_tp=True, check="off", device="cuda", offload=("activations", "parameters"),
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ class OffloadParameters:
     """
 
     def __call__(self, program: DifferentiatedProgram, /) -> DifferentiatedProgram:
-        return _Rewriting(program, _repeated(program)).run()
+        return _InFunctions(program, _repeated(program)).run()
 
 
 def _repeated(program: DifferentiatedProgram) -> set[fx.Node]:
@@ -57,7 +57,7 @@ def _views(node: fx.Node, repeated: set[fx.Node]) -> bool:
 
 
 @dataclass
-class _Rewriting:
+class _InFunctions:
     program: DifferentiatedProgram
     repeated: set[fx.Node]
     graph: fx.Graph = field(default_factory=fx.Graph)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from quintnet_compiler.core.annotations import Facts, annotate
+from quintnet_compiler.core.annotations import Facts, Leaf, annotate
 from quintnet_compiler.core.errors import Where
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts, FastestCosts
@@ -17,8 +17,8 @@ from quintnet_compiler.ops.copies import COPIES, WAYS, copy_in, copy_out
 from quintnet_compiler.passes.autodiff.offload import SMALLEST
 from quintnet_compiler.passes.checks.rewrites.offload import check_offload
 from quintnet_compiler.passes.overlap.copies import with_copies
-from quintnet_compiler.passes.overlap.items import Start, node_of
-from quintnet_compiler.runtime.transport.host_copies import HostCopies
+from quintnet_compiler.passes.overlap.items import Start, node_of, stored_in
+from quintnet_compiler.runtime.transport.host_copies import HostCopies, host_room
 
 aten = torch.ops.aten
 
@@ -69,6 +69,20 @@ def test_what_returns_starts_in_time_and_no_sooner() -> None:
     assert max(_places(_function(8, copy_in), 5.0).values()) == 1
 
 
+@pytest.mark.parametrize("held", [None, torch.float64], ids=["as it is", "of more bits"])
+def test_gathers_read_parameters_through_copies(held: torch.dtype | None) -> None:
+    """A cast is one of a parameter where the program makes it, and the user's own operator otherwise."""
+    graph, known = fx.Graph(), Facts(torch.empty(8), leaf=Leaf("parameter", "w", held=held))
+    w = annotate(graph.placeholder("w"), known)
+    copy = annotate(graph.call_function(copy_in, (w, torch.device("cpu"))), Facts(torch.empty(8)))
+    cast = annotate(
+        graph.call_function(aten._to_copy.default, (copy,), {"dtype": torch.float16}), Facts(torch.empty(8))
+    )
+    product = annotate(graph.call_function(aten.mul.Tensor, (copy, 2)), Facts(torch.empty(8)))
+    assert stored_in(w) is stored_in(copy) is w and stored_in(product) is None
+    assert stored_in(cast) is (None if held is None else w)
+
+
 def test_without_an_accelerator_a_copy_is_a_plain_one() -> None:
     copies, x = HostCopies(), torch.randn(3, 4).t()
     wait = copies.start_copy_out(x, 0)
@@ -93,3 +107,9 @@ def test_a_copy_is_priced_by_the_link_to_the_host(name: str) -> None:
     assert device.host_bytes_per_second == rate
     assert costs.copy_seconds(1e9) == pytest.approx(1e9 / (0.8 * rate), rel=1e-3)
     assert FastestCosts((costs,)).copy_seconds(1e9) == costs.copy_seconds(1e9)
+
+
+def test_memory_of_the_host_is_pinned_for_an_accelerator_alone() -> None:
+    plain = host_room((3, 4), torch.float32, torch.device("cpu"))
+    assert plain.shape == (3, 4) and not plain.is_pinned()
+    assert host_room((3,), torch.float32, torch.device("meta")).is_meta
