@@ -311,6 +311,57 @@ def test_saved_values_go_to_the_host_where_nothing_fits_otherwise() -> None:
     assert plenty.best.offload == ()
 
 
+@pytest.mark.parametrize(("host", "better"), [(2000, True), (2, False)], ids=["fast link", "slow link"])
+def test_the_host_is_weighed_against_computing_again(host: float, better: bool) -> None:
+    """Where saved values do not fit, the faster of both wins, or both together."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+        def forward(self, x: Tensor) -> Any:
+            return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+    def asked(gigabytes: float, **given: Any) -> quintnet.PlanReport:
+        with torch.device("meta"):
+            model, batch = nn.Sequential(*(Wide() for _ in range(8))), (torch.empty(65536, 1024),) * 2
+        device = {
+            "name": "small", "tflops": {"fp32": 60, "bf16": 900}, "memory_gb_per_second": 3000, "memory_gb": gigabytes,
+            "link_gb_per_second": 400, "network_gb_per_second": 50, "host_gb_per_second": host,
+        }  # fmt: skip
+        plan = {"microbatches": 1, "mesh": {"dp": 1}, **given}
+        cluster = quintnet.Cluster(device, 1, 1)
+        return quintnet.plan(model, cluster, batch, loss_fn=torch.nn.functional.mse_loss, plan=plan, reserve=0.0)
+
+    plain = asked(1000.0)
+    assert plain.best.recompute == "none" and not plain.best.offload
+    tight = 0.7 * plain.found.ranked[0].memory_bytes / 1e9
+    again, found = asked(tight, offload=()), asked(tight)
+    assert again.best.recompute != "none"
+    assert (found.best.offload == ("activations",)) is better and ("takes" in found.note) is better
+    if not better:
+        assert found.found.ranked[0] == again.found.ranked[0]
+        return
+    first = found.found.ranked[0]
+    assert first.seconds < again.found.ranked[0].seconds and first.memory_bytes <= 1e9 * tight
+    assert first.seconds == min(
+        one.seconds
+        for kind in ("none", "selective", "full")
+        for one in asked(tight, offload=("activations",), recompute=kind).found.ranked
+    )
+    assert found.ask.known() and found.why_not(offload=()).other == again.found.ranked[0]
+
+
+def test_parameters_on_the_host_are_not_planned() -> None:
+    case, cluster = CASES["mlp"], quintnet.Cluster("h100", 1, 2)
+    plan: Any = {"mesh": {"dp": 2}, "offload": ("parameters",)}
+    for ask in (quintnet.plan, quintnet.estimate):
+        with pytest.raises(quintnet.CompileError, match="has no price") as caught:
+            ask(build("mlp"), cluster, case.batch(8), plan=plan, loss_fn=case.loss_fn)
+        assert caught.value.code == "QN216"
+
+
 def test_what_does_not_fit_comes_with_what_does() -> None:
     class Large(nn.Module):
         def __init__(self) -> None:

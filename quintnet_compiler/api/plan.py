@@ -87,7 +87,7 @@ def plan(
         progress: whether to show a bar; by default on a terminal.
 
     Where nothing fits, plans have losses in parts (``loss_chunks``), or saved values in host memory (``offload``), and
-    the report says so.
+    the report says so. Saved values are there, too, where steps are faster so than with what else makes them fit.
 
     Raises:
         CompileError: QN1xx if the model cannot be captured, QN108 for a backend that there is not, QN2xx for the plan;

@@ -16,6 +16,7 @@ from ..ir.plan import Plan, read_plan
 from .compare import Alternative, Versus
 from .curves import SWEPT, ParetoFront, ScalingCurve, ScalingPoint, Sweep, SweepPoint, undominated
 from .estimate import Estimate
+from .host_memory import OFFLOAD, HostMemory
 from .layouts import Layout
 from .planning import Planner, Pricing
 from .report import PlanReport
@@ -272,6 +273,10 @@ def plan_model(
             raise _infeasible(first.planner, first.found, question.effort)
         fitting, notes = [found_again[0]], [f"{found_again[1]}: nothing fits without"]
     best = min(fitting, key=lambda one: question.value(one.found.ranked[0]))
+    weighed = HostMemory(best.planner, best.pricing, best.found, question.objective, question.effort.work)
+    if (outside := weighed.better(top_k)) is not None:
+        best = _Searched({**best.decisions, **OFFLOAD}, outside.planner, outside.pricing, outside.found)
+        notes.append(outside.note)
     decisions, planner, pricing, found = best.decisions, best.planner, best.pricing, best.found
 
     def longer(length: int) -> Planner:

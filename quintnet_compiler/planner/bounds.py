@@ -138,14 +138,14 @@ class LessSplit:
         """The state, and the unsplit model's share of what is saved and worked with."""
         found, parts = self._unsplit(layout), layout.tp * layout.cp
         whole = found.block * layout.pp / self._split(layout) if layout.zero == 3 else 0.0
-        return found.parts(parts).bytes(self._state(layout)) + whole
+        return found.parts(parts).bytes(self.state(layout)) + whole
 
     def closer_bytes(self, layout: Layout, step: int) -> float:
         """The state, and the share of what is saved and worked with by the model that is split as it is."""
         if step < 2 and layout.recompute != "none":  # which takes less memory
             return self.bytes(layout)
         found = self._nearer(layout, step)
-        return found.bytes(self._state(layout)) + (found.block if layout.zero == 3 else 0.0)
+        return found.bytes(self.state(layout)) + (found.block if layout.zero == 3 else 0.0)
 
     def guess(self, layout: Layout) -> float:
         """With what splits move, roughly: a block's input, added up over tp and gathered over cp twice, and the rows of
@@ -205,7 +205,7 @@ class LessSplit:
         spread = layout.ep * prod(layout.size(axis) for axis in layout.experts) if self.experts else 1
         return layout.tp * layout.pp * spread
 
-    def _state(self, layout: Layout) -> float:
+    def state(self, layout: Layout) -> float:
         """Parameters, gradients and moments, split as far as anything can be."""
         spread = {"ep", *layout.experts}
         apart = prod(layout.size(axis) for axis in spread)

@@ -83,6 +83,11 @@ class Builder:
         self.learned[inside] = None
         return unit_work(self._made(inside), self.folded, self.costs)
 
+    def deciding(self, plan: Plan) -> Builder:
+        """For a plan that differs in what passes behind the derivation decide, which is kept."""
+        kept: dict[Hashable, Any] = {key: made for key, made in self.found.items() if isinstance(key, Layout)}
+        return replace(self, plan=plan, found=kept, guessed=set(), learned={})
+
     @cached_property
     def has_experts(self) -> bool:
         return bool(expert_parameters(self.folded.program.graph))

@@ -9,9 +9,8 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from ..core.html import table
-from .estimate import Estimate, bytes_of, time_of
+from .estimate import Estimate, aligned, bytes_of, cells_of, time_of
 from .points_picture import Mark, points_svg
-from .tables import aligned, cells_of
 from .workload import rounded
 
 

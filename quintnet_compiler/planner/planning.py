@@ -163,7 +163,16 @@ class Planner:
         tokens: int = 0, goal: Goal = NO_GOAL, batch: Sequence[Any] = (),
     ) -> Planner:  # fmt: skip
         """Fix the batch size, of so many tokens, and fold repeated blocks. ``batch``: the leaves of one, which has the
-        documents to expect where the plan does not say."""
+        documents to expect where the plan does not say.
+
+        Raises:
+            CompileError: QN216 for parameters on the host.
+        """
+        if "parameters" in pinned.offload:
+            raise CompileError(
+                "QN216", 'offload=("parameters",): what an optimizer takes on a host has no price',
+                fix="plan without, and compile the plan with it; program.simulate() has the times and bytes of a step",
+            )  # fmt: skip
         gpu = machine.cluster.gpu
         normal = Normalize(batch_size, device_of(gpu), gpu, documents=pinned.documents)(captured)
         if "documents" not in pinned.model_fields_set and (documents := documents_in(normal, batch)):

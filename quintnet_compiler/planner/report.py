@@ -14,10 +14,9 @@ from ..ir.cost_protocol import guess_note
 from ..ir.plan import Plan
 from .compare import Alternative, Versus
 from .curves import ParetoFront, ScalingCurve, Sweep, front_svg, undominated
-from .estimate import Estimate, bytes_of, time_of
+from .estimate import Estimate, aligned, bytes_of, cells_of, time_of
 from .layouts import Layout
 from .search import SearchResult
-from .tables import aligned, cells_of
 
 MOST_SHOWN = 100  # rejected layouts in a notebook
 LEFT = {

@@ -19,10 +19,11 @@ from quintnet_compiler.cli import app
 from quintnet_compiler.core.errors import CompileError
 from quintnet_compiler.planner.asking import MEMORY_SLACK, Question, Questions
 from quintnet_compiler.planner.curves import ParetoFront, ScalingCurve, ScalingPoint, Sweep
+from quintnet_compiler.planner.estimate import aligned, cells_of
+from quintnet_compiler.planner.host_memory import OFFLOAD, HostMemory
 from quintnet_compiler.planner.points_picture import LogAxis, Mark, points_svg
 from quintnet_compiler.planner.report import PlanReport
 from quintnet_compiler.planner.search import SearchEffort
-from quintnet_compiler.planner.tables import aligned, cells_of
 from quintnet_compiler.planner.workload import with_length
 
 TARGET = "tests.unit.test_asking:mlp"
@@ -51,6 +52,17 @@ def test_a_front_trades_time_for_memory(report: PlanReport) -> None:
         assert any(p.seconds <= one.seconds and p.memory_bytes <= 1.26 * one.memory_bytes for p in front.points)
     assert "time against memory" in str(front) and len(str(front).splitlines()) == 2 + len(front.points)
     assert len(json.loads(front.to_json())["front"]) == len(front.points) and "<svg" in front._repr_html_()
+
+
+def test_nothing_goes_to_the_host_where_all_fits_or_where_it_is_decided(report: PlanReport) -> None:
+    ask = report.ask
+    assert isinstance(ask, Questions)
+    assert HostMemory(ask.planner, ask.pricing, report.found, "time", 1e4).better(1) is None
+    full = replace(ask.planner, machine=replace(ask.planner.machine, reserve=0.999999))  # what fits now does not then
+    gained = HostMemory(full, ask.pricing, report.found, "time", 1e4)
+    assert gained.better(1) is None and HostMemory(full, ask.pricing, report.found, "memory", 1e4).better(1) is None
+    decided = replace(full, pinned=full.pinned.changed(OFFLOAD, keep_open=True))
+    assert HostMemory(decided, ask.pricing, report.found, "time", 1e4).better(1) is None
 
 
 def test_a_report_pictures_all_that_was_priced(report: PlanReport) -> None:

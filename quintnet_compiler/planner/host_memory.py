@@ -1,0 +1,131 @@
+"""Whether a step is faster with saved values in host memory than with what else makes it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from ..core.errors import CompileError
+from .estimate import Estimate
+from .layouts import Again, Layout
+from .planning import Planner, Pricing
+from .search import Objective, Rejected, SearchResult
+
+OFFLOAD: Mapping[str, Any] = MappingProxyType({"offload": ("activations",)})
+SHARE = 0.05  # of a search's work goes into layouts with offload, at most
+MOST = 200  # of them are priced, at most
+LENIENT = 0.9  # of what a step would take if all but the last block's values moved: some stay
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A search with saved values on the host: a ``planner`` that has decided so, its ``pricing``, what it ``found``,
+    and what that gains, for people."""
+
+    planner: Planner
+    pricing: Pricing
+    found: SearchResult[Layout, Estimate]
+    note: str
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Layouts of a search that would be faster than the best that fits, and take too much memory: with saved values on
+    the host they may fit. Recomputing is a layout's own decision, so that both are tried, and both together.
+
+    ``found``: what the search with ``planner`` and ``pricing`` found; ``work``: how much it could do. What was proven
+    of it holds for layouts without offload.
+    """
+
+    planner: Planner
+    pricing: Pricing
+    found: SearchResult[Layout, Estimate]
+    objective: Objective
+    work: float
+
+    def better(self, top_k: int) -> Outside | None:
+        """The best ``top_k`` with offload that are better than the best without. None where none is, where the plan has
+        decided it, and for the least memory."""
+        given, machine = "offload" in self.planner.pinned.model_fields_set, self.planner.machine
+        if given or self.objective == "memory" or machine.unlike or machine.cluster.gpu is None:
+            return None
+        without = self._value(self.found.ranked[0])
+        candidates = self._candidates(without)
+        if not candidates:
+            return None
+        here = replace(self.planner, pinned=self.planner.pinned.changed(OFFLOAD, keep_open=True))
+        pricing = replace(self.pricing, build=self.pricing.build.deciding(here.pinned), known={}, run=set())
+        ranked, left = self._priced(pricing, candidates, without, top_k)
+        if not ranked:
+            return None
+        now = self._value(ranked[0])
+        note = f"saved values wait in host memory (offload): the best without takes {without / now - 1:.1%} more"
+        found = replace(
+            self.found, ranked=tuple(ranked), ended="work" if left < now else self.found.ended,
+            gap=max(0.0, self.found.gap, 1 - left / now),
+        )  # fmt: skip
+        return Outside(here, pricing, found, note)
+
+    def _priced(
+        self, pricing: Pricing, candidates: list[tuple[float, Layout]], most: float, top_k: int
+    ) -> tuple[list[Estimate], float]:
+        """The best that fit and cost less than ``most``; and what any candidate costs at least that was not priced."""
+        found: list[Estimate] = []
+        before = pricing.build.work
+        for number, (bound, layout) in enumerate(candidates):
+            if number == MOST or pricing.build.work - before > SHARE * self.work:
+                return found, min(bound for bound, _ in candidates[number:])
+            if bound >= (self._value(found[-1]) if len(found) == top_k else most):
+                continue
+            with suppress(CompileError):
+                one = pricing(layout)
+                if one.claimed_bytes <= self._memory and self._value(one) < most:
+                    found = sorted([*found, one], key=lambda e: (self._value(e), e.layout))[:top_k]
+        return found, math.inf
+
+    def _candidates(self, best: float) -> list[tuple[float, Layout]]:
+        """What may be better than ``best``, the most promising first, each with what it costs at least."""
+        large = {e.layout: None for e in self.pricing.known.values() if e.claimed_bytes > self._memory}
+        large |= {one.layout: None for one in self.found.rejected if _lacks(one)}
+        kinds = {kind: self._least(kind) for kind in dict.fromkeys(layout.recompute for layout in large)}
+        near = [one for one in large if self._weighed(one, kinds[one.recompute] / one.mesh.size) < best]
+        if not near:
+            return []
+        bounds = self.planner.bounds(self.pricing.build, self.planner.limits(self.objective), self._memory)
+        found = []
+        for layout in near:
+            least = max(kinds[layout.recompute] / layout.mesh.size, bounds.seconds(layout))
+            bound = self._weighed(layout, least)
+            if bound < best and bounds.state(layout) <= self._memory:
+                found.append((bounds.guess(layout), bound, layout))
+        return [(bound, layout) for _, bound, layout in sorted(found)]
+
+    def _least(self, recompute: Again) -> float:
+        """What a step takes at least, times the devices: each copies its share out beside its share of the forward, and
+        in beside that of the backward."""
+        rows = self.planner.folded.program.batch_size
+        whole = Layout(1, 1, 1, 1, 1, 1, rows, "all_gather", (), "1f1b", 1, recompute, 0, ())
+        try:
+            units = self.pricing.build(whole)
+        except CompileError:
+            return math.inf
+        copy = LENIENT * self.planner.machine.costs.copy_seconds(sum(unit.saved for unit in units[:-2]))
+        return max(copy, sum(unit.forward for unit in units)) + max(copy, sum(unit.backward for unit in units))
+
+    @property
+    def _memory(self) -> float:
+        return self.planner.machine.memory_bytes * (1 - self.planner.machine.reserve)
+
+    def _value(self, found: Estimate) -> float:
+        return self._weighed(found.layout, found.seconds)
+
+    def _weighed(self, layout: Layout, seconds: float) -> float:
+        return seconds * (layout.mesh.size if self.objective == "cost" else 1)
+
+
+def _lacks(one: Rejected[Layout]) -> bool:
+    return 0 < one.lacks < math.inf
