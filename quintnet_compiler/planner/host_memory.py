@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from ..core.errors import CompileError
 from .estimate import Estimate
 from .layouts import Again, Layout
 from .planning import Planner, Pricing
-from .search import Objective, Rejected, SearchResult
+from .search import Objective, SearchResult
 
 OFFLOAD: Mapping[str, Any] = MappingProxyType({"offload": ("activations",)})
 SHARE = 0.05  # of a search's work goes into layouts with offload, at most
@@ -53,56 +53,41 @@ class HostMemory:
         given, machine = "offload" in self.planner.pinned.model_fields_set, self.planner.machine
         if given or self.objective == "memory" or machine.unlike or machine.cluster.gpu is None:
             return None
-        without = self._value(self.found.ranked[0])
-        candidates = self._candidates(without)
-        if not candidates:
-            return None
+        without, large = self._value(self.found.ranked[0]), self._large()
+        least = {kind: self._least(kind) for kind in dict.fromkeys(layout.recompute for layout in large)}
+        bounds = {one: self._weighed(one, least[one.recompute] / one.mesh.size) for one in large}
+        near = [one for one in large if bounds[one] < without]
         here = replace(self.planner, pinned=self.planner.pinned.changed(OFFLOAD, keep_open=True))
         pricing = replace(self.pricing, build=self.pricing.build.deciding(here.pinned), known={}, run=set())
-        ranked, left = self._priced(pricing, candidates, without, top_k)
+        ranked = self._priced(pricing, near, without, top_k) if near else []
         if not ranked:
             return None
         now = self._value(ranked[0])
         note = f"saved values wait in host memory (offload): the best without takes {without / now - 1:.1%} more"
-        found = replace(
-            self.found, ranked=tuple(ranked), ended="work" if left < now else self.found.ended,
-            gap=max(0.0, self.found.gap, 1 - left / now),
-        )  # fmt: skip
-        return Outside(here, pricing, found, note)
+        gap = max(self.found.gap, 1 - min(bounds[one] for one in near) / now)
+        return Outside(here, pricing, replace(self.found, ranked=tuple(ranked), ended="work", gap=gap), note)
 
-    def _priced(
-        self, pricing: Pricing, candidates: list[tuple[float, Layout]], most: float, top_k: int
-    ) -> tuple[list[Estimate], float]:
-        """The best that fit and cost less than ``most``; and what any candidate costs at least that was not priced."""
+    def _large(self) -> list[Layout]:
+        """What takes too much memory, of the splits that the search has compiled."""
+        found = {e.layout: None for e in self.pricing.known.values() if e.claimed_bytes > self._memory}
+        found |= {one.layout: None for one in self.found.rejected if 0 < one.lacks < math.inf}
+        return [layout for layout in found if layout.sharded in self.pricing.build.found]
+
+    def _priced(self, pricing: Pricing, near: Sequence[Layout], most: float, top_k: int) -> list[Estimate]:
+        """The best that fit and cost less than ``most``, of those that are the most promising without offload."""
+        bounds = self.planner.bounds(self.pricing.build, self.planner.limits(self.objective), self._memory)
+        some = [one for one in near if bounds.state(one) <= self._memory]
+        some = [one for one in some if self._weighed(one, bounds.seconds(one)) < most]
         found: list[Estimate] = []
         before = pricing.build.work
-        for number, (bound, layout) in enumerate(candidates):
-            if number == MOST or pricing.build.work - before > SHARE * self.work:
-                return found, min(bound for bound, _ in candidates[number:])
-            if bound >= (self._value(found[-1]) if len(found) == top_k else most):
-                continue
+        for layout in sorted(some, key=lambda one: (self._weighed(one, bounds.guess(one)), one))[:MOST]:
+            if pricing.build.work - before > SHARE * self.work:
+                break
             with suppress(CompileError):
                 one = pricing(layout)
                 if one.claimed_bytes <= self._memory and self._value(one) < most:
                     found = sorted([*found, one], key=lambda e: (self._value(e), e.layout))[:top_k]
-        return found, math.inf
-
-    def _candidates(self, best: float) -> list[tuple[float, Layout]]:
-        """What may be better than ``best``, the most promising first, each with what it costs at least."""
-        large = {e.layout: None for e in self.pricing.known.values() if e.claimed_bytes > self._memory}
-        large |= {one.layout: None for one in self.found.rejected if _lacks(one)}
-        kinds = {kind: self._least(kind) for kind in dict.fromkeys(layout.recompute for layout in large)}
-        near = [one for one in large if self._weighed(one, kinds[one.recompute] / one.mesh.size) < best]
-        if not near:
-            return []
-        bounds = self.planner.bounds(self.pricing.build, self.planner.limits(self.objective), self._memory)
-        found = []
-        for layout in near:
-            least = max(kinds[layout.recompute] / layout.mesh.size, bounds.seconds(layout))
-            bound = self._weighed(layout, least)
-            if bound < best and bounds.state(layout) <= self._memory:
-                found.append((bounds.guess(layout), bound, layout))
-        return [(bound, layout) for _, bound, layout in sorted(found)]
+        return found
 
     def _least(self, recompute: Again) -> float:
         """What a step takes at least, times the devices: each copies its share out beside its share of the forward, and
@@ -125,7 +110,3 @@ class HostMemory:
 
     def _weighed(self, layout: Layout, seconds: float) -> float:
         return seconds * (layout.mesh.size if self.objective == "cost" else 1)
-
-
-def _lacks(one: Rejected[Layout]) -> bool:
-    return 0 < one.lacks < math.inf
