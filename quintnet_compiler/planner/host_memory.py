@@ -16,8 +16,9 @@ from .planning import Planner, Pricing
 from .search import Objective, SearchResult
 
 OFFLOAD: Mapping[str, Any] = MappingProxyType({"offload": ("activations",)})
-SHARE = 0.05  # of a search's work goes into layouts with offload, at most
+SHARE = 0.03  # of a search's work goes into layouts with offload, at most
 MOST = 200  # of them are priced, at most
+HOST = 2.5  # times the memory of a device: what a node's host has for each (3.1 in a DGX H100 or A100, 5 in GH200)
 LENIENT = 0.9  # of what a step would take if all but the last block's values moved: some stay
 
 
@@ -74,7 +75,8 @@ class HostMemory:
         return [layout for layout in found if layout.sharded in self.pricing.build.found]
 
     def _priced(self, pricing: Pricing, near: Sequence[Layout], most: float, top_k: int) -> list[Estimate]:
-        """The best that fit and cost less than ``most``, of those that are the most promising without offload."""
+        """The best that fit on devices and hosts and cost less than ``most``, of those that are the most promising
+        without offload."""
         bounds = self.planner.bounds(self.pricing.build, self.planner.limits(self.objective), self._memory)
         some = [one for one in near if bounds.state(one) <= self._memory]
         some = [one for one in some if self._weighed(one, bounds.seconds(one)) < most]
@@ -85,9 +87,15 @@ class HostMemory:
                 break
             with suppress(CompileError):
                 one = pricing(layout)
-                if one.claimed_bytes <= self._memory and self._value(one) < most:
+                fits = one.claimed_bytes <= self._memory and self._value(one) < most
+                if fits and self._on_host(layout, one) <= HOST * self.planner.machine.memory_bytes:
                     found = sorted([*found, one], key=lambda e: (self._value(e), e.layout))[:top_k]
         return found
+
+    def _on_host(self, layout: Layout, found: Estimate) -> int:
+        """Bytes of the rank with the most: what it saves on the device without offload, and does not with it."""
+        plain = self.pricing(layout).memory
+        return max(one.saved - other.saved for one, other in zip(plain, found.memory, strict=False))
 
     def _least(self, recompute: Again) -> float:
         """What a step takes at least, times the devices: each copies its share out beside its share of the forward, and
