@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from ..compat.distributed import dtensor_over
 from ..core.empty_storage import is_of_other_ranks
 from ..core.errors import CheckpointError
 from ..runtime.state.whole_optimizer import WholeOptimizer
@@ -220,14 +221,7 @@ def _room(
     spread = parameter.device_mesh, parameter.placements
     alike = isinstance(old, DTensor) and (old.device_mesh, old.placements) == spread
     local = _like(local_of(old) if alike and old is not None else None, own.shape, dtype, own.device)
-    made: Tensor = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    made = dtensor_over(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
     return made, place.part(local)
 
 

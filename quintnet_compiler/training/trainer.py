@@ -23,6 +23,7 @@ from ..checkpoint.training_state import require_number
 from ..compat.torch import pytree
 from ..core.errors import CheckpointError, CheckpointWarning, RunError
 from ..ir.batch_form import batch_size_of, plain_batch
+from ..runtime.launch.accelerator import group_accelerator
 from ..runtime.launch.consistency import tell
 from ..runtime.launch.preemption import SIGNALS, Preempted
 from ..runtime.launch.world import judges, many
@@ -332,7 +333,7 @@ class Trainer:
 
     def _everybody(self, text: str) -> tuple[str, ...]:
         """Every rank's text."""
-        return tell(text, next(self.program.parameters()).device) if many() else (text,)
+        return tell(text, group_accelerator() or torch.device("cpu")) if many() else (text,)
 
     def _save_now(self) -> None:
         self._save()

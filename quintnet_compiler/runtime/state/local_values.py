@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...compat.distributed import local_tensor
+from ...compat.distributed import dtensor_over, local_tensor
 from ...compat.torch import foreach_norm, plain_function
 from ...core import slices
 from ...core.errors import RunError
@@ -79,4 +79,4 @@ class StoredPart:
             return x
         part = self.true.of_padded(slices.take_all(x.detach(), self.sharding, self.sizes, self.places)).to(like.device)
         shape, stride = torch.Size(self.shape), like.stride()
-        return DTensor.from_local(part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+        return dtensor_over(part, like.device_mesh, like.placements, shape, stride)

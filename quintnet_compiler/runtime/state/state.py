@@ -63,12 +63,7 @@ def sharded_dtensor(local: Tensor, spec: StateSpec, axes: Sequence[Axis], mesh: 
     """This rank's part of a parameter or gradient, without padding, as a DTensor over the ranks of its stage; where it
     is: a part on the host stays there."""
     stride = torch.empty(spec.shape, device="meta").stride()
-    if local.device.type != mesh.device_type and not local.is_meta:
-        return dtensor_over(local, mesh, placements(spec, axes, mesh), torch.Size(spec.shape), stride)
-    found: DTensor = DTensor.from_local(
-        local, mesh, placements(spec, axes, mesh), run_check=False, shape=torch.Size(spec.shape), stride=stride
-    )
-    return found
+    return dtensor_over(local, mesh, placements(spec, axes, mesh), torch.Size(spec.shape), stride)
 
 
 def without_offset(x: Tensor) -> Tensor:
@@ -77,8 +72,6 @@ def without_offset(x: Tensor) -> Tensor:
     if not isinstance(x, DTensor) or not x.storage_offset():
         return x
     part, mesh, shape = local_tensor(x), x.device_mesh, x.shape
-    made: DTensor = DTensor.from_local(
-        torch.empty_like(part), mesh, x.placements, run_check=False, shape=shape, stride=x.stride()
-    )
+    made = dtensor_over(torch.empty_like(part), mesh, x.placements, shape, x.stride())
     replace_local_tensor(made, part)
     return made
