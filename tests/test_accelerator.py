@@ -33,7 +33,7 @@ from quintnet_compiler.runtime.transport.host_copies import HostCopies
 from .accelerator.build import missing
 from .accelerator.device import Emulated, install
 from .accelerator.faults import FAULTS
-from .accelerator.features import update_all, updated
+from .accelerator.features import resume_all, update_all, updated
 from .accelerator.ranks import (
     Job,
     World,
@@ -319,6 +319,19 @@ def test_optimizers_on_the_hosts_of_two_devices(tmp_path: Path) -> None:
             for mine, size in both:  # of parameters that are there, whatever is asked
                 assert all(torch.equal(mine[name], x) for name, x in expected.items())
                 assert size == 0
+
+
+@pytest.mark.slow
+def test_plain_optimizers_compute_on_the_hosts_of_two_devices(tmp_path: Path) -> None:
+    """Each its rank's shards, with the bits of those on devices, also from a checkpoint."""
+    layouts: list[tuple[dict[str, int], dict[str, Any]]] = [({"dp": 2}, {"zero": 3}), ({"pp": 2}, {"microbatches": 2})]
+    jobs = [
+        Job("gpt", axes, {**options, "offload": what}) for axes, options in layouts for what in ((), ("parameters",))
+    ]
+    for found in run(resume_all, World(2, seed=1), jobs, str(tmp_path)):
+        for (plain, _, there), (first, again, here) in zip(found[::2], found[1::2], strict=True):
+            assert (there, here) == ({"emulated"}, {"cpu"})
+            assert all(torch.equal(first[name], x) and torch.equal(again[name], x) for name, x in plain.items())
 
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -123,6 +123,36 @@ def update_all(jobs: list[Job], folder: str) -> list[list[tuple[dict[str, Tensor
     ]
 
 
+def resumed(job: Job, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """This rank's parameters after clipped steps of a plain AdamW, and after the last of them from a checkpoint; and
+    where its state is."""
+    case, here = CASES[job.model], torch.device("emulated", dist.get_rank())
+    batch = tuple(x.to(here) for x in case.batch(8))
+    options = {"loss_fn": case.loss_fn, "device": here, **job.options}
+    program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
+    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-2)
+
+    def trained(steps: int) -> dict[str, Tensor]:
+        for _ in range(steps):
+            program.step(batch)
+            program.clip_grad_norm(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {n: p.detach().to_local().cpu().clone() for n, p in program.named_parameters()}  # type: ignore[attr-defined]
+
+    trained(2)
+    program.save(Path(folder), step=2, optimizer=optimizer)
+    first = trained(2)
+    program.load(Path(folder), optimizer=optimizer)
+    state = {x.device.type for kept in optimizer.state.values() for x in kept.values() if x.dim()}
+    return first, trained(2), state
+
+
+def resume_all(jobs: list[Job], folder: str) -> list[tuple[dict[str, Tensor], dict[str, Tensor], set[str]]]:
+    """Of each job what :func:`resumed` says."""
+    return [resumed(job, f"{folder}/{index}") for index, job in enumerate(jobs)]
+
+
 def all_losses(jobs: list[Job]) -> list[list[float]]:
     return [losses(job, None) for job in jobs]
 
