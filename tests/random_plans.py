@@ -30,16 +30,19 @@ from quintnet_compiler.core.sharding import I, P, R, Shard, plain
 from quintnet_compiler.driver.compiler import Runner
 from quintnet_compiler.equivalence.dry_run import check_ranks
 from quintnet_compiler.ir.distributed_program import DistributedProgram
+from quintnet_compiler.ir.plan import Offloaded
 from quintnet_compiler.ir.program import Axis, Program, ShardedProgram, StagedProgram, Strategy, outputs
 from quintnet_compiler.ops.rules.table import RULES
 from quintnet_compiler.passes.autodiff.differentiate import Differentiate
 from quintnet_compiler.passes.autodiff.offload import OffloadActivations
+from quintnet_compiler.passes.autodiff.offload_parameters import OffloadParameters
 from quintnet_compiler.passes.autodiff.recompute import Recompute
 from quintnet_compiler.passes.checks.backward import check_backward
 from quintnet_compiler.passes.checks.code import check_code
 from quintnet_compiler.passes.checks.padding import check_padding
 from quintnet_compiler.passes.checks.rewrites.chunked import check_chunked
 from quintnet_compiler.passes.checks.rewrites.offload import check_offload
+from quintnet_compiler.passes.checks.rewrites.offload_parameters import check_offload_parameters
 from quintnet_compiler.passes.checks.types import check_types
 from quintnet_compiler.passes.codegen.generate_ranks import GenerateRanks
 from quintnet_compiler.passes.lowering.chunk_losses import ChunkLosses
@@ -172,7 +175,12 @@ def random_program(
         outside = run(OffloadActivations(lambda node: 1e-6), differentiated)
         check_offload(differentiated, outside)
         differentiated = outside
-    program = run(GenerateRanks(mesh, schedule), differentiated)
+    on_host: tuple[Offloaded, ...] = ()
+    if zero not in (1, 2) and random.Random(f"parameters {seed}").random() < 0.5:
+        on_host, outside = ("parameters",), run(OffloadParameters(), differentiated)
+        check_offload_parameters(differentiated, outside)
+        differentiated = outside
+    program = run(GenerateRanks(mesh, schedule, offload=on_host), differentiated)
     check_code(program)
     check_ranks(program)
     return program
