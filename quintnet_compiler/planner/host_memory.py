@@ -16,8 +16,8 @@ from .planning import Planner, Pricing
 from .search import Objective, SearchResult
 
 OFFLOAD: Mapping[str, Any] = MappingProxyType({"offload": ("activations",)})
-SHARE = 0.03  # of a search's work goes into layouts with offload, at most
-MOST = 200  # of them are priced, at most
+SHARE = 0.015  # of a search's work: with more, no further functions are compiled
+MOST = 40  # of them are priced, at most
 HOST = 2.5  # times the memory of a device: what a node's host has for each (3.1 in a DGX H100 or A100, 5 in GH200)
 LENIENT = 0.9  # of what a step would take if all but the last block's values moved: some stay
 
@@ -83,8 +83,8 @@ class HostMemory:
         found: list[Estimate] = []
         before = pricing.build.work
         for layout in sorted(some, key=lambda one: (self._weighed(one, bounds.guess(one)), one))[:MOST]:
-            if pricing.build.work - before > SHARE * self.work:
-                break
+            if pricing.build.work - before > SHARE * self.work and layout.inside not in pricing.build.learned:
+                continue
             with suppress(CompileError):
                 one = pricing(layout)
                 fits = one.claimed_bytes <= self._memory and self._value(one) < most
