@@ -1,0 +1,127 @@
+"""A GPT of 0.94 billion parameters on one GPU, with activations and parameters in host memory: peak, time, results.
+
+python benchmarks/offload.py [--layers 16] [--dim 2048] [--rows 4] [--length 1024] [--steps 7] [--json]
+
+One rank, bf16 with float32 parameters. For each mode: the most memory of a step by PyTorch's allocator beside the
+simulated peak, the median step beside the simulated one (an H100's prices), the loss, and how many gradients differ
+from those without offload in any bit. (Backward kernels of attention that add up atomically give other bits in each
+run.) Without a GPU, programs are only simulated, for CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import quintnet
+
+MODES: dict[str, tuple[str, ...]] = {
+    "without": (),
+    "activations": ("activations",),
+    "parameters": ("parameters",),
+    "both": ("activations", "parameters"),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln1, self.ln2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, dim = x.shape
+        q, k, v = (
+            t.reshape(rows, length, self.heads, -1).transpose(1, 2) for t in self.qkv(self.ln1(x)).split(dim, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(rows, length, dim)
+        x = x + self.proj(y)
+        made: Tensor = x + self.down(F.gelu(self.up(self.ln2(x))))
+        return made
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, dim: int, length: int, vocabulary: int = 32000) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
+        self.blocks = nn.ModuleList(Block(dim, dim // 128) for _ in range(layers))
+        self.ln, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        made: Tensor = self.head(self.ln(x))
+        return made
+
+
+def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def measure(mode: str, given: argparse.Namespace, known: dict[str, Tensor]) -> dict[str, Any]:
+    """``known``: the gradients of the first mode, which is the one without."""
+    here = "cuda" if torch.cuda.is_available() else "meta"
+    torch.manual_seed(0)
+    with torch.device(here):
+        model = GPT(given.layers, given.dim, given.length)
+        batch = tuple(torch.randint(0, 32000, (given.rows, given.length)) for _ in range(2))
+    program = quintnet.compile(
+        model, quintnet.Mesh(dp=1), batch, loss_fn=loss_fn, device="cuda", precision="bf16", check="off",
+        offload=MODES[mode],  # type: ignore[arg-type]
+    )  # fmt: skip
+    predicted = program.simulate(quintnet.Cluster("h100"))
+    (row,) = predicted.rows
+    found: dict[str, Any] = {
+        "mode": mode,
+        "simulated MiB": row.peak.bytes / 2**20,
+        "simulated MiB of the host": row.host_bytes / 2**20,
+        "simulated ms": 1e3 * predicted.seconds,
+    }
+    if here == "meta":
+        return found
+    program.step(batch)
+    program.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    found["loss"] = float(program.step(batch))
+    found["measured MiB"] = torch.cuda.max_memory_allocated() / 2**20
+    mine = {name: p.grad.detach().cpu() for name, p in program.named_parameters() if p.grad is not None}
+    known.update({} if known else mine)
+    found["gradients that differ"] = sum(not torch.equal(x, known[name]) for name, x in mine.items())
+    times = []
+    for _ in range(given.steps):
+        program.zero_grad()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        program.step(batch)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return {**found, "measured ms": 1e3 * statistics.median(times)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("layers", 16), ("dim", 2048), ("rows", 4), ("length", 1024), ("steps", 7)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    known: dict[str, Tensor] = {}
+    for mode in MODES:
+        found = measure(mode, given, known)
+        told = (
+            f"{name} {value:,.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in found.items()
+        )
+        print(json.dumps(found) if given.json else "  ".join(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()
