@@ -239,8 +239,7 @@ def interpret(
             if node.target in TO_HOST:
                 memory.own.add(storage(_tensors(env[node])[0]))  # of the host: nothing of the device's
             del args, kwargs
-        for x in _tensors(env[node]):
-            memory.use(x)
+        memory.use(*_tensors(env[node]))  # no variable here may keep one
         for where in passed:
             memory.drop(where)
         memory.note(_inside(node, env))

@@ -31,11 +31,12 @@ class LiveMemory:
         self._since = 0  # the most since a gradient was added up
         self._ends: dict[int, weakref.finalize[Any, Any]] = {}  # by the identity of a tensor that a message holds
 
-    def use(self, x: Tensor) -> None:
-        """A variable has ``x``."""
-        where = storage_key(x)
-        self._see(where, x)
-        self.uses[where] += 1
+    def use(self, *xs: Tensor) -> None:
+        """A variable has each of ``xs``."""
+        for x in xs:
+            where = storage_key(x)
+            self._see(where, x)
+            self.uses[where] += 1
 
     def drop(self, where: int) -> None:
         """A variable has it no more."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ import quintnet
 from quintnet_compiler.compat.torch import storage_key
 from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.simulation.live_memory import LiveMemory
+from quintnet_compiler.simulation.rehearsal import rehearse
 from quintnet_compiler.simulation.silent_transport import SilentTransport
 
 MESH = Mesh(dp=2)
@@ -94,3 +97,21 @@ def test_a_pipeline_keeps_the_memory_of_gradients() -> None:
         assert not made.handover.kept
     finally:
         dist.destroy_process_group()
+
+
+def test_no_variable_keeps_what_a_message_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's gradients are scattered when those of the block behind it are added up, and gone."""
+    held: list[int] = []
+    communicate = LiveMemory.communicate
+
+    def noted(memory: LiveMemory, call: Any, args: Any, **how: Any) -> Any:
+        if "scatter_together" in str(call) and args:  # at its start
+            held.append(sum(memory.held.values()))
+        return communicate(memory, call, args, **how)
+
+    monkeypatch.setattr(LiveMemory, "communicate", noted)
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    program = quintnet.compile(model, MESH, batch, loss_fn=F.mse_loss, zero=2, check="off")
+    rehearse(program._primary().program)
+    assert held and not any(held)
