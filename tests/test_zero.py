@@ -153,7 +153,7 @@ def test_predicted_memory_is_that_of_the_closed_forms(zero: int) -> None:
     assert (plain.parameters, plain.gradients) == (whole, whole)
     assert found.parameters == (whole // 4 if zero == 3 else whole)
     assert found.gradients == (whole // 4 if zero >= 2 else whole)
-    assert [held for held, _ in found.points] == [held for held, _ in plain.points]
+    assert [point.held for point in found.points] == [point.held for point in plain.points]
 
 
 def test_gathered_parameters_die_after_their_last_use() -> None:
@@ -164,9 +164,9 @@ def test_gathered_parameters_die_after_their_last_use() -> None:
     again = rehearse(_square(3, microbatches=2)._primary().program)[0]
     kept = rehearse(_square(3, microbatches=2, reshard_after_forward=False)._primary().program)[0]
     matrix = 16 * 16 * 8
-    assert max(peak for _, peak in alone.points) <= max(peak for _, peak in plain.points) + 2 * matrix
-    assert max(peak for _, peak in again.points) <= max(peak for _, peak in plain.points) + 4 * matrix
-    assert kept.points[0][0] - again.points[0][0] == 3 * matrix
+    assert max(point.peak for point in alone.points) <= max(point.peak for point in plain.points) + 2 * matrix
+    assert max(point.peak for point in again.points) <= max(point.peak for point in plain.points) + 4 * matrix
+    assert kept.points[0].held - again.points[0].held == 3 * matrix
 
 
 OPTIMIZERS = {

@@ -146,12 +146,13 @@ class _Layout:
             "memory_y": y + CURVE / 2 - 8,
             "curve": "M" + "L".join(f"{a:.2f} {b:.2f}" for a, b in points) + "Z",
             "peak_x": x,
-            "peak_y": height(max(held.peak for held in row.memory)),
+            "peak_y": height(peak.values),
             "peak_text_x": x - 6 if left_of else x + 6,
             "anchor": "end" if left_of else "start",
             "peak": f"{size(peak.values)}",
             "memory_hover": f"values: at most {size(row.peak_held)} kept, {size(peak.values)} during {peak.action}\n"
-            f"parameters {size(row.parameter_bytes)}, gradients {size(row.gradient_bytes)}",
+            f"parameters {size(row.parameter_bytes)}, gradients {size(peak.gradients)} then, "
+            f"{size(row.gradient_bytes)} in all",
         }
 
 

@@ -23,6 +23,7 @@ from ..ops.collectives import COLLECTIVES
 from ..ops.copies import WAYS
 from ..ops.tiled_attention import backward_working_bytes, working_bytes
 from ..runtime.execute.comm import Comm
+from ..runtime.state.products import adds_up
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from .known_functions import KnownFunctions, Peaks
 from .live_memory import LiveMemory
@@ -55,13 +56,14 @@ class Output:
 @dataclass(frozen=True)
 class FunctionMemory:
     """Memory of one function: its outputs, and how much its own values take at most while it runs, beyond its
-    arguments, of the device. ``releases``: the same where arguments are free after their last use; ``parts``: that of
-    each part that ends where a gradient is added up, and what there is then, and of the rest."""
+    arguments, of the device (``working``). ``parts``: the same, less what is freed of arguments, of each part that ends
+    where a gradient is added up, and what there is then, and of the rest; ``adds``: the values of these gradients'
+    parameters, and what a gradient takes that is a product which no kernel adds where it is added up."""
 
     outputs: tuple[Output, ...]
     working: int
-    releases: int
-    parts: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, int], ...]
+    adds: tuple[tuple[str, int], ...]
 
 
 def storage(x: Tensor) -> int:
@@ -116,11 +118,11 @@ class Footprints:
     def _run(
         self, stage: StageProgram, label: str, known: Mapping[str, Tensor], later: Set[str] = frozenset()
     ) -> dict[str, Tensor]:
-        """``later``: arguments that another function still needs."""
+        """``later``: arguments that another function still needs. Those of a forward are kept until it ends."""
         piece = stage.pieces[label]
         names = [*piece.static, *piece.dynamic]
         given = [known[name] if name in known else self._received(name) for name in names]
-        kept = later | set(piece.static)
+        kept = later | set(piece.static if label in ("backward", "weight") else names)
         lent = [x for name, x in zip(names, given, strict=True) if name in kept or storage(x) in self.lasting]
         comm = _comm(self.program, stage, processes=self.processes)
         away = [x for x in given if storage(x) in self.outside]
@@ -139,8 +141,20 @@ class Footprints:
             number = fresh.setdefault(where, len(fresh)) if argument < 0 else -1
             outputs.append(replace(_output(x, argument, number), host=where in self.outside))
             self.crossing[name] = x
-        self.calls[stage.index, label] = FunctionMemory(tuple(outputs), *peaks)
+        nodes = [n for n in piece.module.graph.nodes if n.op == "call_method" and n.target in ADDS]
+        adds = tuple((str(n.args[-1]), self._product(n, stage)) for n in nodes)
+        self.calls[stage.index, label] = FunctionMemory(tuple(outputs), *peaks, adds)
         return dict(zip(piece.outputs, made, strict=True))
+
+    def _product(self, node: fx.Node, stage: StageProgram) -> int:
+        """GPUs that are not here have the kernels."""
+        if node.target != "accumulate_matmul" or self.device is not None:
+            return 0
+        left, right = (values(n)[0] for n in node.all_input_nodes[1:3])
+        spec = self.program.state[stage.gradients[str(node.args[-1])]]
+        if adds_up(left.new_empty(0, dtype=spec.summed), left):
+            return 0
+        return left.shape[0] * right.shape[1] * left.itemsize
 
     def _functions(self, comm: Comm) -> KnownFunctions:
         sizes = tuple((name, size) for name, size in comm.mesh.axes if name != "pp")
@@ -228,7 +242,7 @@ def interpret(
             env[node] = next(arguments)
         elif node.op == "output":
             memory.part()
-            return tuple(env[n] for n in node.args[0]), (memory.working, memory.releases, tuple(memory.parts))
+            return tuple(env[n] for n in node.args[0]), (memory.working, tuple(memory.parts))
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             if device is not None:

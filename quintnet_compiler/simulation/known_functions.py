@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from ..compat.torch import storage_key
 from ..core.annotations import facts
 
-Peaks = tuple[int, int, tuple[tuple[int, int], ...]]  # see :class:`.footprint.FunctionMemory`
+Peaks = tuple[int, tuple[tuple[int, int], ...]]  # see :class:`.footprint.FunctionMemory`
 
 
 @dataclass(frozen=True)

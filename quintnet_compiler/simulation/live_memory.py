@@ -16,9 +16,8 @@ class LiveMemory:
     """Which memory is alive: in use by the code's variables (``use``, ``drop``), or held by a message under way.
 
     ``own``: memory of arguments, which is not the function's; ``dynamic``: the part of it that is free after its last
-    use. ``working``: the most that the function's own memory took at once; ``releases``: the same, less what was freed
-    of arguments; ``parts``: that of each part of the function that ends where a gradient is added up, and what there is
-    then.
+    use. ``working``: the most that the function's own memory took at once; ``parts``: the same, less what was freed of
+    arguments, of each part of the function that ends where a gradient is added up, and what there is then.
     """
 
     def __init__(self, own: Iterable[int], dynamic: Iterable[int]) -> None:
@@ -26,7 +25,7 @@ class LiveMemory:
         self.sizes: dict[int, int] = {}
         self.uses: dict[int, int] = defaultdict(int)
         self.held: dict[int, int] = defaultdict(int)
-        self.fresh = self.released = self.working = self.releases = 0
+        self.fresh = self.released = self.working = 0
         self.parts: list[tuple[int, int]] = []
         self._since = 0  # the most since a gradient was added up
         self._ends: dict[int, weakref.finalize[Any, Any]] = {}  # by the identity of a tensor that a message holds
@@ -46,7 +45,6 @@ class LiveMemory:
     def note(self, inside: int = 0) -> None:
         """The most may be now; ``inside``: what an operator takes beside."""
         self.working = max(self.working, self.fresh + inside)
-        self.releases = max(self.releases, self.fresh + inside - self.released)
         self._since = max(self._since, self.fresh + inside - self.released)
 
     def part(self) -> None:

@@ -14,25 +14,37 @@ from torch import Tensor
 
 from ..core.annotations import leaf, memory_of, origin
 from ..core.sharding import local_shape
-from ..ir.distributed_program import DistributedProgram, Piece, RankProgram, Slice, StageProgram
+from ..ir.distributed_program import DistributedProgram, RankProgram, Slice, StageProgram
 from ..ops.collectives import gather_early, gather_state, gather_states
 from ..runtime.execute.executor import Executor, Run
+from ..runtime.state.buckets import Bucket
 from ..runtime.state.gradients import GradientStore
 from ..runtime.transport.local import LocalTransport, LocalWorld
 from ..runtime.transport.transport import Wait
 from ..schedules.schedule import Action
-from .footprint import ADDS, Footprints, FunctionMemory, Output
-from .run import Footprint
+from .footprint import Footprints, Output, storage
+from .run import Footprint, MemoryPoint
 
 META = torch.device("meta")
 
 
 class Ledger:
-    """Bytes of a rank's values that are alive, on its device or on its host."""
+    """Bytes of a rank's values that are alive, on its device or on its host, and of ``gradients`` of parameters;
+    ``most``: both when they were the most together."""
 
     def __init__(self) -> None:
-        self.bytes = 0
-        self.peak = 0
+        self.bytes = self.gradients = 0
+        self.most = 0, 0
+
+    def note(self, more: int = 0) -> None:
+        """The most may be now; ``more``: what a function has beside."""
+        now = self.bytes + more, self.gradients
+        if sum(now) > sum(self.most):
+            self.most = now
+
+    def restart(self) -> None:
+        """The most is what there is."""
+        self.most = self.bytes, self.gradients
 
 
 class Allocation:
@@ -80,6 +92,12 @@ class RehearsedTransport(LocalTransport):
         super().send(told, to, channel, label)
         return lambda: x
 
+    def start_sum(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        return lambda: x  # of gradients, in place
+
+    def start_scatter(self, x: Tensor, ranks: tuple[int, ...], label: str) -> Wait:
+        return lambda: x.chunk(len(ranks))[ranks.index(self.rank)]
+
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, channel: int, label: str) -> Wait:
         wait: Callable[[], Any] = super().receive(shape, dtype, source, channel, label)
         if self.processes:
@@ -94,27 +112,43 @@ class RehearsedTransport(LocalTransport):
 
 
 class CountedGradients(GradientStore):
-    """Adds up nothing, and knows how much memory it would have on the device."""
+    """Adds up nothing. Its transport's ledger knows the memory that the runtime's own code gives gradients on the
+    device: of sums, of what ranks add up in another dtype, and of what is no view of a sum."""
 
-    def count(self, value: str) -> int:
-        """A term is added: the most bytes that there are meanwhile."""
-        to = self.sums[value]
-        if to.step != self.step:
-            self._first(to)
-        most = self.held
-        to.bucket.left -= 1
-        if to.bucket.left == 0 and self._settles_at_once(to.bucket):
-            self._leave(to.bucket)
-        return most
+    transport: RehearsedTransport
 
-    @property
-    def held(self) -> int:
-        return sum(bucket.buffer.nbytes for bucket in self.buckets if bucket.held)
+    def begin(self, scale: float = 1.0) -> None:
+        super().begin(scale)
+        self.known = {id(bucket): _memory(bucket) for bucket in self.buckets}
+        lasting = [*self.copies[0], *(bucket.total for bucket in self.buckets if bucket.total is not None)]
+        lasts = sum(x.untyped_storage().nbytes() for x in lasting)
+        self.transport.ledger.gradients = lasts + sum(self.known.values())
+
+    def add(self, value: str, more: int, product: int) -> None:
+        """A term is added; ``more``: the bytes of its function then, see :meth:`Ledger.note`; ``product``: those of the
+        term, if it is made for this alone."""
+        to, leaving = self.sums[value], self.leaving
+        self._first(to)
+        self._weigh(to.bucket, more + product)
+        self._count(to.bucket)
+        self._weigh(to.bucket, more)
+        if leaving is not None and leaving is not self.leaving:
+            self._weigh(leaving[0], more)
+
+    def _weigh(self, bucket: Bucket, more: int) -> None:
+        before, now = self.known[id(bucket)], _memory(bucket)
+        self.known[id(bucket)] = now
+        self.transport.ledger.gradients += now - before
+        self.transport.ledger.note(more)
+
+
+def _memory(bucket: Bucket) -> int:
+    there = (bucket.buffer,) if bucket.moving is None else (bucket.buffer, bucket.moving)
+    return sum({storage(x): x.untyped_storage().nbytes() for x in there}.values())
 
 
 class Rehearsal(Executor):
-    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action. Gradients that go to
-    the host are counted as values are, for as long as they are on the device."""
+    """One rank's actions on stand-ins. ``points``: held after, and at most during, each action."""
 
     def __init__(
         self,
@@ -125,49 +159,36 @@ class Rehearsal(Executor):
         store: CountedGradients | None,
     ) -> None:
         super().__init__(program, part, transport, META, store)
-        self.passing, self.counted = store if store is not None and store.host else None, 0
+        self.store = store
         self.footprints, self.ledger, self.outside = footprints, transport.ledger, Ledger()
-        self.points: dict[Action, tuple[int, int]] = {}
+        self.points: dict[Action, MemoryPoint] = {}
         self.in_place = _in_place(program) if transport.processes else frozenset()
         self.work = [(self._noted(handle), action) for handle, action in self.work]
 
     def _noted(self, handler: Callable[[Action], None]) -> Any:
         def handle(action: Action) -> None:
-            self.ledger.peak = self.ledger.bytes
+            self.ledger.restart()
             handler(action)
-            if self.passing is not None:
-                self._count(self.passing)
-            self.points[action] = self.ledger.bytes, max(self.ledger.peak, self.ledger.bytes)
+            self.ledger.note()
+            self.points[action] = MemoryPoint(self.ledger.bytes, *self.ledger.most)
 
         return handle
 
     def _call(self, stage: StageProgram, label: str, microbatch: int, args: list[Any]) -> tuple[Tensor, ...]:
         found = self.footprints.calls[stage.index, label]
-        extra = found.releases if label in ("backward", "weight") else found.working
-        if self.passing is not None:
-            extra = self._pass(self.passing, stage.pieces[label], found)
-        self.ledger.peak = max(self.ledger.peak, self.ledger.bytes + extra)
+        *parts, (rest, _) = found.parts
+        for (value, product), (most, now) in zip(found.adds, parts, strict=True):
+            self.ledger.note(most)
+            assert self.store is not None
+            self.store.add(value, now, product)
+        self.ledger.note(rest)
         _, *given = args
         args.clear()
         fresh: dict[int, Allocation] = {}
         piece = stage.pieces[label]
         made = [self._stand(name, out, given, fresh) for name, out in zip(piece.outputs, found.outputs, strict=True)]
-        self.outside.peak = max(self.outside.peak, self.outside.bytes)
+        self.outside.note()
         return tuple(made)  # type: ignore[arg-type]
-
-    def _pass(self, store: CountedGradients, piece: Piece, found: FunctionMemory) -> int:
-        """The most that a function takes with gradients that it adds up, beyond what there is before it."""
-        self._count(store)
-        most, before = found.working if len(found.parts) < 2 else 0, self.counted
-        adds = [str(n.args[-1]) for n in piece.module.graph.nodes if n.op == "call_method" and n.target in ADDS]
-        for value, (until, now) in zip(adds, found.parts, strict=False):
-            most = max(most, until + store.held - before)
-            most = max(most, now + store.count(value) - before)
-        return max(most, found.parts[-1][0] + store.held - before)
-
-    def _count(self, store: CountedGradients) -> None:
-        self.ledger.bytes += store.held - self.counted
-        self.counted = store.held
 
     def _stand(self, name: str, out: Output, given: Sequence[Any], fresh: dict[int, Allocation]) -> Stand:
         if out.argument >= 0:
@@ -214,12 +235,14 @@ def rehearse(program: DistributedProgram, *, processes: bool = True) -> tuple[Fo
         there: Any = dict.fromkeys(program.state, known)
         inputs: Any = [known] * len(program.inputs)
         rehearsal.step(there, inputs, Run(train=train, check_finite=False))
-        held = rehearsal.points
-        before = (0, 0)
-        points = [before := held.get(action, (before[0], before[0])) for action in part.actions]
+        held, before = rehearsal.points, MemoryPoint(0, 0, 0)
+        points = []
+        for action in part.actions:
+            before = held.get(action, MemoryPoint(before.held, before.held, before.gradients))
+            points.append(before)
         gradients = {bool(store and store.host): store.nbytes if store else 0}
         state = {host: _state_bytes(program, part, processes=processes, host=host) for host in (False, True)}
-        outside = rehearsal.outside.peak + state[True] + gradients.get(True, 0)
+        outside = rehearsal.outside.most[0] + state[True] + gradients.get(True, 0)
         found[part.rank] = Footprint(state[False], gradients.get(False, 0), tuple(points), rehearsal.peak_live, outside)
 
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ..core.mesh import Mesh
 from ..schedules.schedule import Flow, Schedule, StageEdge
@@ -14,14 +15,22 @@ from .timeline import Event, MemorySample, RankTimeline, Timeline
 from .work import Durations, GradientSum, WorkPart, last_releases
 
 
+class MemoryPoint(NamedTuple):
+    """Bytes of an action: see :class:`.timeline.MemorySample`."""
+
+    held: int
+    peak: int
+    gradients: int
+
+
 @dataclass(frozen=True)
 class Footprint:
-    """Memory of the rank at a pipeline place, in bytes: ``points[i]`` after and during its i-th action, and what
-    stays. ``host``: the most that it keeps in memory of the host."""
+    """Memory of the rank at a pipeline place, in bytes: ``points[i]`` of its i-th action, parameters, and all
+    gradients. ``host``: the most that it keeps in memory of the host."""
 
     parameters: int
     gradients: int
-    points: tuple[tuple[int, int], ...]
+    points: tuple[MemoryPoint, ...]
     peak_live: int
     host: int = 0
 
@@ -177,8 +186,8 @@ def _collectives(start: float, stage: int, parts: Iterable[WorkPart]) -> list[Ev
 
 def _with_memory(row: RankTimeline, line: SimulatedRank, memory: Footprint) -> RankTimeline:
     points = [
-        MemorySample(seconds, str(action), held, peak)
-        for seconds, action, (held, peak) in zip(line.after, line.actions, memory.points, strict=True)
+        MemorySample(seconds, str(action), *point)
+        for seconds, action, point in zip(line.after, line.actions, memory.points, strict=True)
     ]
     return replace(
         row,

@@ -38,17 +38,19 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class MemorySample:
     """Memory of a rank after an action: ``held`` bytes of values that the runtime keeps (for the backward, to be
-    sent, as results); ``peak``: the most that existed at once while the action ran."""
+    sent, as results); ``peak`` and ``gradients``: bytes of values and of gradients of parameters at the moment of the
+    action in which they were the most together."""
 
     seconds: float
     action: str
     held: int
     peak: int
+    gradients: int
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that a rank needs: when, while doing what, and its parts in bytes."""
+    """The most memory that a rank needs: when, while doing what, and its parts at that moment in bytes."""
 
     rank: int
     seconds: float
@@ -66,8 +68,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class RankTimeline:
-    """A rank, which stands for ``count`` ranks that do the very same. Byte counts stay the same all step, but
-    ``host_bytes``: the most that it keeps in memory of the host."""
+    """A rank, which stands for ``count`` ranks that do the very same. ``parameter_bytes`` stay the same all step;
+    ``gradient_bytes`` are those of all gradients, which it has when a step ends; ``host_bytes``: the most that it keeps
+    in memory of the host."""
 
     rank: int
     coordinate: Mapping[str, int]
@@ -94,10 +97,10 @@ class RankTimeline:
 
     @property
     def peak(self) -> Peak:
-        most = max(self.memory, key=lambda point: point.peak, default=MemorySample(0.0, "nothing", 0, 0))
-        fixed = self.parameter_bytes + self.gradient_bytes
-        parts = self.parameter_bytes, self.gradient_bytes, most.peak
-        return Peak(self.rank, most.seconds, most.action, fixed + most.peak, *parts)
+        none = MemorySample(0.0, "nothing", 0, 0, 0)
+        most = max(self.memory, key=lambda point: point.peak + point.gradients, default=none)
+        parts = self.parameter_bytes, most.gradients, most.peak
+        return Peak(self.rank, most.seconds, most.action, sum(parts), *parts)
 
 
 @dataclass(frozen=True)

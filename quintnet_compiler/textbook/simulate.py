@@ -128,7 +128,7 @@ class _TextbookWorld:
                 f"{size(self.machine.memory_bytes)}",
                 fix="split more, or hold less",
             )
-        rank.memory.append(MemorySample(rank.clock, step.name, now, now))
+        rank.memory.append(MemorySample(rank.clock, step.name, now, now, 0))
 
 
 def simulate(programs: Sequence[Sequence[Step]], machine: Machine, title: str = "textbook") -> Timeline:

@@ -203,13 +203,12 @@ def count_all(jobs: Sequence[Job]) -> dict[str, Counted]:
 
 @dataclass(frozen=True)
 class Measured:
-    """The most bytes of values that the seventh step has at once, on a rank's device, and of all that is on its host,
-    as ``measured`` and as ``simulated``; those of ``gradients``; and what the step ``made``. (The seventh: as in
+    """The most bytes of parameters, gradients and values that the seventh step has at once, on a rank's device, and of
+    all that is on its host, as ``measured`` and as ``simulated``; and what the step ``made``. (The seventh: as in
     :func:`count`.)"""
 
     measured: tuple[int, int]
     simulated: tuple[int, int]
-    gradients: int
     made: dict[str, Tensor]
 
 
@@ -219,20 +218,21 @@ def measure(job: Job) -> Measured:
     batch = pytree.tree_map(lambda x: x.to(here, job.dtype if x.is_floating_point() else x.dtype), case.batch(8))
     options = {"loss_fn": case.loss_fn, "device": here, **job.options}
     gc.collect()
-    before = install().extension.requested(here.index)[2]
+    device, _, host, _ = install().extension.requested(here.index)
     program = quintnet.compile(build(job.model, job.dtype), quintnet.Mesh(**job.axes), batch, **options)
     for _ in range(7):
         program.zero_grad()
         loss = None  # what a step gave is no part of the next one
+        between = install().extension.requested(here.index)[0] - device
         with install().measuring(here.index) as found:
             loss = program.step(batch)
     assert loss is not None
-    staying = install().extension.requested(here.index)[2] - before
+    staying = install().extension.requested(here.index)[2] - host
     made = {n: p.grad.to_local().cpu() for n, p in program.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
     rows = {tuple(row.coordinate.items()): row for row in program.simulate().rows}
     row = next(rows[key] for key in rows if dict(key).get("pp", 0) == dist.get_rank() % program.mesh["pp"])
-    simulated = row.peak.values, row.host_bytes
-    return Measured((found.device, found.host + staying), simulated, row.gradient_bytes, {"loss": loss.cpu(), **made})
+    measured = between + found.device, found.host + staying
+    return Measured(measured, (row.peak.bytes, row.host_bytes), {"loss": loss.cpu(), **made})
 
 
 def measure_all(jobs: Sequence[Job]) -> dict[str, Measured]:
