@@ -3,9 +3,9 @@
     python benchmarks/planned_memory.py [--only unet] [--ranks 2] [--plans 10] [--json]
 
 Each plan is compiled in gloo processes, one per rank; each rank runs steps under the profiler, whose peak of the CPU
-allocator during a step, beyond what was there before, is set beside the simulated one (``simulate().peak.values``) and
-the planned one (saved and working memory of :func:`quintnet.estimate`). Gradients of parameters that a step has made by
-then are measured, too, and in neither of the others. Every program is verified.
+allocator during a step, gradients of parameters and all else but parameters and the batch, is set beside the simulated
+one (``peak.gradients + peak.values`` of ``simulate()``) and the planned one (gradients, saved and working memory of
+:func:`quintnet.estimate`). Every program is verified.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ def made(name: str) -> Made:
 
 
 def allocated(program: quintnet.CompiledProgram, module: nn.Module, batch: Any) -> tuple[int, int]:
-    """Bytes by the CPU allocator, at most during a step and after it, beyond what there was before: state, and the
-    batch."""
+    """Bytes by the CPU allocator, at most during a step and after it, beyond what there was before: state, the batch,
+    and the gradients of the step before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
         for _ in range(STEPS):  # a block that was allocated before is unknown to the profiler, and so is its end
             module.zero_grad()
@@ -198,10 +198,11 @@ def compare(name: str, ranks: int, count: int, work: float) -> list[dict[str, An
         program = quintnet.compile(module, mesh, batch, loss_fn=loss, plan=plan, check="off")
         estimate = quintnet.estimate(module, cluster, batch, plan, loss_fn=loss)
         places = [mesh.coordinate(rank).get("pp", 0) for rank in range(ranks)]
-        simulated = [row.peak.values for row in sorted(program.simulate(cluster).rows, key=lambda row: row.rank)]
-        planned = [one.saved + one.working for one in estimate.memory]
-        peaks = [max(peak for place, (_, peak) in zip(places, found, strict=True) if place == at)
-                 for at in range(len(planned))]  # fmt: skip
+        simulations = sorted(program.simulate(cluster).rows, key=lambda row: row.rank)
+        simulated = [row.peak.gradients + row.peak.values for row in simulations]
+        planned = [one.gradients + one.saved + one.working for one in estimate.memory]
+        peaks = [row.gradient_bytes + max(peak for place, (_, peak) in zip(places, found, strict=True) if place == at)
+                 for at, row in enumerate(simulations)]  # fmt: skip
         rows.append(
             {
                 "model": name, "plan": str(estimate.layout), "verified": all(ok for ok, _ in found),

@@ -374,10 +374,10 @@ def test_predicted_memory_is_by_dtype(axes: dict[str, int], options: dict[str, A
     (estimate,) = quintnet.estimate(
         model, quintnet.Cluster("h100", nodes=1), batch, program.plan, loss_fn=F.cross_entropy
     ).memory
-    assert (estimate.parameters, estimate.gradients) == tuple(n * count for n in expected)
+    assert (estimate.parameters, estimate.settled) == tuple(n * count for n in expected)
     assert estimate.optimizer == 8 * count // (2 if options else 1)
     found = rehearse(program._primary().program)[0]
-    assert found.gradients == estimate.gradients
+    assert found.gradients == estimate.settled
     assert found.parameters == 4 * count // (2 if options else 1)  # copies are values of the step
     if not options:
         assert found.points[0].held >= 2 * count

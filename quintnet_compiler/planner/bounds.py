@@ -15,7 +15,7 @@ from types import MappingProxyType
 from ..core.errors import CompileError
 from ..ir.cost_protocol import RankCosts
 from .estimate import MOMENTS
-from .layouts import Again, Layout
+from .layouts import UNSPLIT, Again, Layout
 from .pipeline import StageWork, least_seconds, min_saved
 from .places import placement
 from .stage_units import StageUnit
@@ -33,21 +33,26 @@ NOTHING: Mapping[Layout, None] = MappingProxyType({})
 @dataclass(frozen=True)
 class Least:
     """Seconds of a step; bytes that every rank works with, and of a block's parameters. ``ranks``: of some, the bytes
-    that one saves, and its share of the state, in times of the mean; the fullest holds no less than any."""
+    that one saves, its share of the state, in times of the mean, and whether it may save all that before it has sums of
+    gradients; the fullest holds no less than any."""
 
     seconds: float = 0.0
     working: float = 0.0
     block: float = 0.0
-    ranks: tuple[tuple[float, float], ...] = ()
+    ranks: tuple[tuple[float, float, bool], ...] = ()
 
     def parts(self, number: int) -> Least:
         """Of a model that is split over so many more ranks."""
-        ranks = tuple((saved / number, share) for saved, share in self.ranks)
+        ranks = tuple((saved / number, share, early) for saved, share, early in self.ranks)
         return Least(self.seconds / number, self.working / number, self.block / number, ranks)
 
-    def bytes(self, state: float) -> float:
-        """Of the fullest rank, where a rank holds ``state`` on average."""
-        return self.working + max((saved + share * state for saved, share in self.ranks), default=state)
+    def bytes(self, state: float, sums: float) -> float:
+        """Of the fullest rank, where a rank holds ``state`` on average, and ``sums`` of gradients beside."""
+        found = (
+            share * state + (max(saved, share * sums) if early else saved + share * sums)
+            for saved, share, early in self.ranks
+        )
+        return self.working + max(found, default=state + sums)
 
 
 @dataclass(frozen=True)
@@ -138,14 +143,14 @@ class LessSplit:
         """The state, and the unsplit model's share of what is saved and worked with."""
         found, parts = self._unsplit(layout), layout.tp * layout.cp
         whole = found.block * layout.pp / self._split(layout) if layout.zero == 3 else 0.0
-        return found.parts(parts).bytes(self.state(layout)) + whole
+        return found.parts(parts).bytes(*self.state(layout)) + whole
 
     def closer_bytes(self, layout: Layout, step: int) -> float:
         """The state, and the share of what is saved and worked with by the model that is split as it is."""
         if step < 2 and layout.recompute != "none":  # which takes less memory
             return self.bytes(layout)
         found = self._nearer(layout, step)
-        return found.bytes(self.state(layout)) + (found.block if layout.zero == 3 else 0.0)
+        return found.bytes(*self.state(layout)) + (found.block if layout.zero == 3 else 0.0)
 
     def guess(self, layout: Layout) -> float:
         """With what splits move, roughly: a block's input, added up over tp and gathered over cp twice, and the rows of
@@ -205,17 +210,21 @@ class LessSplit:
         spread = layout.ep * prod(layout.size(axis) for axis in layout.experts) if self.experts else 1
         return layout.tp * layout.pp * spread
 
-    def state(self, layout: Layout) -> float:
-        """Parameters, gradients and moments, split as far as anything can be."""
+    def state(self, layout: Layout) -> tuple[float, float]:
+        """Parameters and moments, and gradients, split as far as anything can be."""
         spread = {"ep", *layout.experts}
         apart = prod(layout.size(axis) for axis in spread)
 
-        def copies(*others: str) -> float:
+        def copies(zero: int, *others: str) -> float:
             slices = prod(layout.size(axis) for axis in layout.zero_axes if axis not in others)
-            return sum((1, 1, MOMENTS)[i] / (slices if layout.zero >= 3 - i else 1) for i in range(3))
+            return 1 / (slices if layout.zero >= zero else 1)
 
-        whole = (self.parameters - self.experts) * copies() + self.experts * copies(*spread) / apart
-        return whole / (layout.tp * layout.pp)
+        one, two, three = (
+            ((self.parameters - self.experts) * copies(zero) + self.experts * copies(zero, *spread) / apart)
+            / (layout.tp * layout.pp)
+            for zero in (1, 2, 3)
+        )
+        return three + MOMENTS * one, two
 
     def _sliced(self, layout: Layout) -> float:
         """Seconds of a stage's gradients that are scattered, and parameters gathered, for each microbatch, where slices
@@ -313,6 +322,10 @@ class LessSplit:
         slack, near = (1.0, 1.0) if same else (SLACK, NEAR)
         even = layout.microbatches * sum(stage.seconds for stage in found.work) / layout.pp
         seconds, saved = max(near * even, slack * least_seconds(*often, found.work)), min_saved(*often, found.work)
+        # as many microbatches as a rank holds at once, whose backwards are one function
+        whole = layout.virtual_stages == 1 and layout.schedule in UNSPLIT
+        held = zip(saved, found.work, strict=False)
+        early = [whole and most >= layout.microbatches * stage.saved for most, stage in held]
         shares = found.shares if same else [min(1.0, slack * one) for one in found.shares]
         mean = sum(saved) / layout.pp, 1.0  # wherever stages are cut
         if self.slower:
@@ -320,11 +333,11 @@ class LessSplit:
             devices = sum(unit.forward + unit.backward for unit in self.build(less))  # no host is slower for them
             even = layout.microbatches * devices / layout.pp
             seconds = max(seconds, SLACK * even * self.slower(less, layout.pp))
-        ranks = [mean, *zip(saved, shares, strict=False)]
+        ranks = [(*mean, any(early)), *zip(saved, shares, early, strict=False)]
         working = found.working + min(2, layout.microbatches) * found.sent
         return Least(
             share * seconds, slack * share * working, slack * found.block,
-            tuple((slack * share * bytes, state) for bytes, state in ranks),
+            tuple((slack * share * bytes, state, first) for bytes, state, first in ranks),
         )  # fmt: skip
 
     def _stages(self, less: Layout, layout: Layout) -> StagesLeast:

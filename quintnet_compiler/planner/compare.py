@@ -36,8 +36,8 @@ class Versus:
         yield "optimizer", a.optimizer, b.optimizer
         fullest: list[StageMemory] = [max(one.memory, key=lambda rank: rank.total) for one in (a, b)]
         yield "memory", fullest[0].total, fullest[1].total
-        for name in vars(fullest[0]):
-            yield f"  of it {name}", getattr(fullest[0], name), getattr(fullest[1], name)
+        for name, size in fullest[0].parts.items():
+            yield f"  of it {name}", size, fullest[1].parts[name]
 
     def figures(self) -> Iterator[tuple[str, float | None, float | None]]:
         """What both are for who rents the devices; None for what is not known."""

@@ -18,17 +18,24 @@ MOMENTS = 2
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on a rank of each place in the pipeline, at the schedule's peak."""
+    """Bytes on a rank of each place in the pipeline, at the moment of a step in which they are the most together.
+    ``settled``: all gradients, as they are when a step ends."""
 
     parameters: int
     gradients: int
     optimizer: int
     saved: int
     working: int
+    settled: int
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """What is there at that moment, by name."""
+        return {name: size for name, size in vars(self).items() if name != "settled"}
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.saved + self.working
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ class Estimate:
 
     def __str__(self) -> str:
         fullest = max(self.memory, key=lambda stage: stage.total)
-        parts = ", ".join(f"{name} {bytes_of(size)}" for name, size in vars(fullest).items())
+        parts = ", ".join(f"{name} {bytes_of(size)}" for name, size in fullest.parts.items())
         waits = ", ".join(f"{axis} {time_of(seconds)}" for axis, seconds in self.communication.items())
         return "\n".join(
             [

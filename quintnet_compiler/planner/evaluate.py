@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from ..cost_models.collectives import beside
+from ..cost_models.collectives import SHARE, beside
+from ..ir.program import BUCKET_MIB
+from ..runtime.state.gradients import PIECE_BYTES, PIECES
 from .estimate import MOMENTS, Estimate, PlaceLoad, StageMemory
-from .layouts import Layout
+from .layouts import UNSPLIT, Layout
 from .pipeline import pipeline
 from .places import Place, alike, placement
 from .stage_units import ParameterGroup, StageUnit
 from .stages import Slices, Stages, cut_places, held_by, send_seconds, stage_work
 
 
-def evaluate(places: Sequence[Place], layout: Layout, begins: Sequence[str] = ()) -> Estimate:
+def evaluate(
+    places: Sequence[Place], layout: Layout, begins: Sequence[str] = (), bucket: float = BUCKET_MIB * 2**20
+) -> Estimate:
     """Cut the model into stages that are balanced as their ``places`` run them (or where ``begins`` says), run the
     schedule, and add up. Where places are unlike and a stage does not fit its devices, stages are cut again, by memory
-    too.
+    too. ``bucket``: bytes of gradients that ranks add up in one message.
 
     Raises:
         CompileError: QN206 if no unit begins where a stage should, QN208 for stages that the schedule does not have.
     """
     of = {id(place): Slices(layout, place.costs, layout.mesh) for place in places}
     slices = [of[id(place)] for place in places]
-    found = _of_stages(cut_places(places, layout, begins), places, layout, slices)
+    found = _of_stages(cut_places(places, layout, begins), places, layout, slices, bucket)
     if begins or all(one.total <= place.memory_bytes for one, place in zip(found.memory, places, strict=True)):
         return found
 
     def state(unit: StageUnit, place: Place) -> float:
         held = [*unit.parameters, *unit.tied.values()]
-        return _memory(held, 0, [unit], of[id(place)]).total - _working([unit], of[id(place)])
+        one = _memory(held, [unit], of[id(place)], (0, 0))
+        return one.parameters + one.settled + one.optimizer
 
-    return _of_stages(cut_places(places, layout, state=state), places, layout, slices)
+    return _of_stages(cut_places(places, layout, state=state), places, layout, slices, bucket)
 
 
-def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: Sequence[Slices]) -> Estimate:
+def _of_stages(
+    stages: Stages, places: Sequence[Place], layout: Layout, slices: Sequence[Slices], bucket: float
+) -> Estimate:
     home = placement(layout)
     ways = list(zip([0, *home], home, strict=False))
     alone = [index == 0 or ways[index][0] == ways[index][1] for index in range(len(stages))]  # nothing is sent to it
@@ -83,9 +90,21 @@ def _of_stages(stages: Stages, places: Sequence[Place], layout: Layout, slices: 
     ]
     # of each way, what is used or sent, and the next microbatch's, for which there is a buffer already
     buffers = [min(2, layout.microbatches) * sum(came[stage] + sent[stage] for stage in found) for found in mine]
-    memory = tuple(
-        _memory(found, run.saved[rank], parts[rank], slices[rank], buffers[rank]) for rank, found in enumerate(held)
+    # a search may choose larger messages
+    bucket = max(
+        bucket,
+        *(
+            sum(one.sums(group) + one.copies(group) for group in found) / SHARE
+            for one, found in zip(slices, held, strict=True)
+        ),
     )
+    memory = tuple(
+        _memory(
+            found, parts[rank], slices[rank],
+            _most(found, parts[rank], slices[rank], work[rank].saved, run.saved[rank], bucket), buffers[rank],
+        )
+        for rank, found in enumerate(held)
+    )  # fmt: skip
     step = [place.costs.optimizer_seconds(one.optimizer // MOMENTS) for place, one in zip(places, memory, strict=True)]
     return Estimate(
         layout,
@@ -116,15 +135,64 @@ def _waited(moved: float, alone: float, work: float, slices: Slices) -> float:
 
 
 def _memory(
-    held: Sequence[ParameterGroup], saved: int, part: Sequence[StageUnit], slices: Slices, buffers: int = 0
+    held: Sequence[ParameterGroup], part: Sequence[StageUnit], slices: Slices, most: tuple[int, int], buffers: int = 0
 ) -> StageMemory:
-    """``buffers``: bytes of messages to and from other places."""
-    zero, working = slices.layout.zero, _working(part, slices) + buffers
-    gradients = sum(one.gradients // (slices.ways(one) if zero >= 2 else 1) for one in held)
-    # what an optimizer sees of sums that have more bits than the parameter
-    gradients += sum(one.bytes // slices.ways(one) for one in held if one.widths.gradient != one.widths.held)
+    """``most``: bytes of saved values and of sums of gradients, see :func:`_most`; ``buffers``: of messages to and from
+    other places."""
+    saved, gradients = most
+    copies = sum(slices.copies(one) for one in held)
     moments = MOMENTS * sum(one.bytes // slices.ways(one) for one in held)
-    return StageMemory(sum(_parameters(one, slices) for one in held), gradients, moments, saved, working)
+    parameters, working = sum(_parameters(one, slices) for one in held), _working(part, slices) + buffers
+    settled = sum(slices.sums(one) for one in held) + copies
+    return StageMemory(parameters, gradients + copies, moments, saved, working, settled)
+
+
+def _most(
+    held: Sequence[ParameterGroup], part: Sequence[StageUnit], slices: Slices, each: int, saved: int, bucket: float
+) -> tuple[int, int]:
+    """Bytes of saved values and of sums of gradients at the moment in which they are the most together. Sums have no
+    memory until their first term is added. So where all microbatches are ``saved`` before the first backward (``each``:
+    of one of them), there are no sums yet, or they come while that backward frees what one microbatch saved. Where
+    ranks add up in another dtype, with what they do that in, during the last backward."""
+    layout = slices.layout
+    whole = layout.virtual_stages == 1 and layout.schedule in UNSPLIT  # each backward is one function
+    early = whole and saved == layout.microbatches * each
+    sums, moving = sum(map(slices.sums, held)), sum(map(slices.moving, held))
+    moments = [(saved, 0 if early else sums)]
+    if whole and (early or moving or any(unit.tied for unit in part)):
+        room = sum(min(slices.sums(one), _bucket(one, slices, part, bucket)) for one in held)
+        for mine, some, more in _while_gradients_come(part, slices, each):
+            moments.append((saved - each + mine, min(sums, some + room) if early else sums))
+            if moving:
+                moments.append((mine, sums + more))
+    elif moving:
+        moments.append((saved, sums + moving))
+    return max(moments, key=sum)
+
+
+def _bucket(one: ParameterGroup, slices: Slices, part: Sequence[StageUnit], bucket: float) -> int:
+    """The most bytes that lie in one bucket (:mod:`..runtime.state.gradients`): a limit, and the parameter that exceeds
+    it."""
+    limit = bucket if slices.messages(one) else slices.sums(one) / PIECES
+    return int(max(limit, PIECE_BYTES)) + max(unit.largest for unit in part)
+
+
+def _while_gradients_come(part: Sequence[StageUnit], slices: Slices, each: int) -> Iterator[tuple[int, int, int]]:
+    """While the backward of each unit runs, the last one first: bytes of what its microbatch saved (with the unit's
+    behind it, as large as gradients between units), and of sums, and of copies that ranks add up, of this unit and
+    those behind it. The gradient of a parameter of several units is a value until the first of them adds its term."""
+    left, sums, moving, terms = each, 0, 0, 0
+    last = {name: index for index, unit in enumerate(part) for name in unit.tied}
+    first = {name: index for index, unit in reversed(list(enumerate(part))) for name in unit.tied}
+    for index, unit in reversed(list(enumerate(part))):
+        whole = [*unit.parameters, *(one for name, one in unit.tied.items() if index == first[name])]
+        sums += sum(map(slices.sums, whole))
+        moving += sum(map(slices.moving, whole))
+        terms += sum(one.gradients for name, one in unit.tied.items() if index == last[name] > first[name])
+        added = 2 * sum(one.gradients for name, one in unit.tied.items() if index < last[name])  # this term, and a sum
+        yield left + terms + added, sums, moving
+        terms -= sum(one.gradients for name, one in unit.tied.items() if index == first[name] < last[name])
+        left -= part[index + 1].saved if index + 1 < len(part) else 0
 
 
 def _working(part: Sequence[StageUnit], slices: Slices) -> int:

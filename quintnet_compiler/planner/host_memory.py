@@ -78,7 +78,7 @@ class HostMemory:
         """The best that fit on devices and hosts and cost less than ``most``, of those that are the most promising
         without offload."""
         bounds = self.planner.bounds(self.pricing.build, self.planner.limits(self.objective), self._memory)
-        some = [one for one in near if bounds.state(one) <= self._memory]
+        some = [one for one in near if sum(bounds.state(one)) <= self._memory]
         some = [one for one in some if self._weighed(one, bounds.seconds(one)) < most]
         found: list[Estimate] = []
         before = pricing.build.work

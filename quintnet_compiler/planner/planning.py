@@ -132,7 +132,7 @@ class Pricing:
             places = self.machine.places(self.build, layout)
             actions = actions_run(layout.schedule, layout.pp, layout.microbatches, layout.virtual_stages)
             self.build.work += ACTION * actions if self._runs(layout) else 0.0
-            found = evaluate(places, layout, begins)
+            found = evaluate(places, layout, begins, self.build.plan.bucket_mib * 2**20)
             guessed = tuple(sorted(self.build.guessed))
             self.known[layout, begins] = replace(found, guessed=guessed, workload=self.workload)
         return self.known[layout, begins]
@@ -365,7 +365,7 @@ class Planner:
         if len(ranks) == 1:
             return self.pinned.bucket_mib
         name, costs = "reduce_scatter" if layout.zero else "all_reduce", self.machine.costs.at(layout.mesh, 0)
-        most = max(one.gradients for one in found.memory)
+        most = max(one.settled for one in found.memory)
         return bucket_bytes(lambda size: costs.group_seconds(name, size, ranks), most) / 2**20
 
     def estimate(self) -> Estimate:

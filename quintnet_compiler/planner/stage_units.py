@@ -77,7 +77,8 @@ class StageUnit:
     ``weight`` of the backward the half that no other stage waits for; ``communication``: seconds of all by axis.
     Bytes: ``saved`` by the forward for the backward, ``received`` of the unit before, ``working`` at most beside what
     is kept. ``parameters``: of this unit alone, by the axes of their gradients; ``tied``: those that other units use
-    too, by name. ``bucket``: the share of all these that is one message: the largest, or several of few bytes.
+    too, by name. ``bucket``: the share of all these that is one message: the largest, or several of few bytes;
+    ``largest``: bytes of the largest gradient.
     ``host``: seconds in which the host starts all that, beside the device. Bytes again: ``crossing``, of what earlier
     units make for this one or for later ones; ``shared``, of what it gives to others and saves, too; ``later``, of what
     the weight half of a backward reads.
@@ -99,6 +100,7 @@ class StageUnit:
     crossing: int = 0
     shared: int = 0
     later: int = 0
+    largest: int = 0
 
     @property
     def seconds(self) -> float:
@@ -193,6 +195,7 @@ def _unit(begin: str, stage: StageProgram, priced: ProgramPrices, memory: Footpr
         sum(size[name] for name in {n for t in program.transfers if t.source < at <= t.target for n in t.forward}),
         shared,
         later,
+        max((_held(spec, program).gradients for spec in mine), default=0),
     )
 
 

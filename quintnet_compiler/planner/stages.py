@@ -103,6 +103,25 @@ class Slices:
         """In how many slices the optimizer's state is."""
         return int(np.prod([self.mesh[axis] for axis in self._over(held)], dtype=int))
 
+    def sums(self, held: ParameterGroup) -> int:
+        """Bytes in which microbatches add up gradients."""
+        return held.gradients // (self.ways(held) if self.layout.zero >= 2 else 1)
+
+    def copies(self, held: ParameterGroup) -> int:
+        """Bytes of what an optimizer sees of sums that have more bits than the parameter."""
+        return held.bytes // self.ways(held) if held.widths.gradient != held.widths.held else 0
+
+    def messages(self, held: ParameterGroup) -> bool:
+        """Whether ranks add up gradients when microbatches have."""
+        before = self._over(held) if self.layout.zero >= 2 else ()
+        return any(self.mesh[axis] > 1 for axis in held.axes if axis != "pp" and axis not in before)
+
+    def moving(self, held: ParameterGroup) -> int:
+        """Bytes of what ranks add up, where that is in another dtype."""
+        if held.widths.reduced == held.widths.gradient or not self.messages(held):
+            return 0
+        return held.reduced // (self.ways(held) if self.layout.zero >= 2 else 1)
+
     def _seconds(self, name: str, held: ParameterGroup) -> float:
         over = list(self._over(held))
         if (name, held) not in self.known:

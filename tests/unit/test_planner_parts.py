@@ -14,7 +14,7 @@ from quintnet_compiler.core.mesh import Mesh
 from quintnet_compiler.cost_models.cluster import Cluster
 from quintnet_compiler.cost_models.cluster_costs import ClusterCosts
 from quintnet_compiler.ir.plan import Plan
-from quintnet_compiler.planner.bounds import NEAR, LessSplit
+from quintnet_compiler.planner.bounds import NEAR, Least, LessSplit
 from quintnet_compiler.planner.compare import Versus
 from quintnet_compiler.planner.estimate import Estimate, StageMemory, bytes_of, time_of
 from quintnet_compiler.planner.evaluate import evaluate
@@ -206,7 +206,7 @@ def test_a_split_model_takes_at_least_its_share() -> None:
 
 
 def _estimate(layout: Layout, seconds: float) -> Estimate:
-    memory = (StageMemory(100, 100, 200, 50, 25), StageMemory(10, 10, 20, 5, 5))
+    memory = (StageMemory(100, 100, 200, 50, 25, 100), StageMemory(10, 10, 20, 5, 5, 10))
     return Estimate(layout, seconds, seconds / 4, 0.5, 0.25, {"tp": 0.125}, memory, ("blocks.1",))
 
 
@@ -239,3 +239,44 @@ def test_a_report_counts_reasons_that_differ_in_numbers_alone() -> None:
 def _search_result() -> SearchResult[Layout, Estimate]:
     rejected = tuple(Rejected(replace(ONE, tp=tp), f"needs {tp + 1} GiB") for tp in (2, 4))
     return SearchResult((_estimate(ONE, 2.0),), rejected, 0, "proof")
+
+
+# -- memory of gradients
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("changed", "widths", "tied", "expected"),
+    [
+        # of 256, a sixteenth and a parameter of 16 may be there early: at the third unit, 128 + 32
+        ({}, WIDE, False, (400, 160)),
+        ({"microbatches": 2, "schedule": "gpipe"}, WIDE, False, (800, 160)),
+        ({"microbatches": 2}, WIDE, False, (400, 256)),  # forward again when all of them are there
+        ({"schedule": "zb-h1"}, WIDE, False, (400, 256)),
+        ({"dp": 2}, WIDE, False, (400, 176)),  # a message of an eighth
+        # copies that ranks add up come with the last backward: those of two units of four
+        ({"dp": 2}, Widths(4, 4, 4, 2, copied=False), False, (400, 256 + 64)),
+        ({"dp": 2, "microbatches": 2}, Widths(4, 4, 4, 2, copied=False), False, (400, 256 + 64)),
+        ({}, WIDE, True, (400 + 32, 128 + 18 + 16)),  # the last unit's term of a matrix, beside
+    ],
+    ids=str,
+)
+def test_gradients_come_while_saved_values_go(
+    changed: dict[str, object], widths: Widths, tied: bool, expected: tuple[int, int]
+) -> None:
+    layout = replace(ONE, **changed)  # type: ignore[arg-type]
+    held = ParameterGroup(64 * MIB, ("dp",) if layout.dp > 1 else (), widths)
+    units = [_unit(f"b{i}", saved=100 * MIB, parameters=(held,), largest=16 * MIB) for i in range(4)]
+    for index in (0, 3) if tied else ():
+        units[index] = replace(units[index], tied={"table": ParameterGroup(32 * MIB, (), widths)})
+    (found,) = evaluate([Place(units, COSTS)], layout).memory
+    assert (found.saved / MIB, found.gradients / MIB) == expected
+    assert found.settled == (256 + 32 * tied) * MIB and found.total == sum(found.parts.values())
+
+
+def test_no_bound_counts_gradients_before_they_come() -> None:
+    """Of a rank that saves all microbatches first: the larger of the two; of others, both."""
+    for early, most in ((True, 300), (False, 400)):
+        assert Least(ranks=((300.0, 1.0, early),)).bytes(1000.0, 100.0) == 1000 + most
+    assert Least(ranks=((50.0, 2.0, True),)).bytes(1000.0, 100.0) == 2000 + 200
