@@ -79,6 +79,7 @@ ALONE: list[tuple[type[nn.Module], int, torch.dtype, dict[str, Any], str]] = [
     (Deep, 1024, SINGLE, {}, "some"),
     (Deep, 1024, SINGLE, TWICE, "all"),
     (Deep, 1024, SINGLE, {"offload": ("parameters",)}, "some"),
+    (Deep, 16, SINGLE, {"offload": ("parameters",)}, "some"),  # buckets leave while others come
     (Deep, 1024, HALF, {}, "none"),
     (Deep, 1024, HALF, {"reduce_dtype": "float32", **TWICE}, "all"),  # with copies of 16 bits
     (Deep, 16, SINGLE, {"precision": "bf16"}, "some"),  # with products that no kernel adds
