@@ -4,8 +4,8 @@ python benchmarks/offload.py [--layers 16] [--dim 2048] [--rows 4] [--length 102
 
 One rank, bf16 with float32 parameters. For each mode: the most memory of a step by PyTorch's allocator beside the
 simulated peak, the median step beside the simulated one (an H100's prices), the loss, and how many gradients differ
-from those without offload in any bit. (Backward kernels of attention that add up atomically give other bits in each
-run.) Without a GPU, programs are only simulated, for CUDA.
+from those without offload in any bit, with deterministic algorithms where PyTorch has them. (Backward kernels of
+attention that add up atomically give other bits in each run.) Without a GPU, programs are only simulated, for CUDA.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     known: dict[str, Tensor] = {}
     for mode in MODES:
         found = measure(mode, given, known)
