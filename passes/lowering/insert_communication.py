@@ -46,7 +46,7 @@ from .scales import largest_of_ranks
 aten = torch.ops.aten
 
 
-_TO_EIGHT_BITS = frozenset({aten.detach.default, block_max, block_scale, scaled_cast})
+_TO_EIGHT_BITS = frozenset({block_max, block_scale, scaled_cast})
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class _CommunicationLowering:
             for new in self.builder.made[before:]:
                 if new.target is not padding_of:  # once a step, whoever asks
                     self.stage[new] = stage
-            if node.target in _TO_EIGHT_BITS and all(n in self.at_start or _parameter(n) for n in self.reads[node]):
+            if _casts(node) and all(n in self.at_start or _parameter(n) for n in self.reads[node]):
                 self.at_start.update(self.builder.made[before:])  # of copies that are made once a step
 
     def _filled(self, node: fx.Node, given: dict[int, fx.Node]) -> dict[int, fx.Node]:
@@ -528,6 +528,13 @@ class _CommunicationLowering:
             if node in self.at_start or (anywhere and all(source in once for source in tensor_inputs(node))):
                 once.add(node)
         return frozenset(once)
+
+
+def _casts(node: fx.Node) -> bool:
+    """Whether it is a part of a cast to 8 bits, which begins with what has no gradient."""
+    if node.target is aten.detach.default:
+        return bool(node.users) and all(user.target in _TO_EIGHT_BITS for user in node.users)
+    return node.target in _TO_EIGHT_BITS
 
 
 def _parameter(node: fx.Node) -> bool:

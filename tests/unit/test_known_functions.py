@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, fx
 
 from quintnet_compiler.compat.torch import storage_key
-from quintnet_compiler.simulation.known_functions import KnownFunctions
+from quintnet_compiler.simulation.known_functions import KnownFunctions, Peaks
 
 aten = torch.ops.aten
+PEAKS: Peaks = (128, ((64, 0), (32, 16)))
 
 
 def _function(names: Sequence[str], site: int) -> fx.Graph:
@@ -24,11 +25,11 @@ def _function(names: Sequence[str], site: int) -> fx.Graph:
     return graph
 
 
-def _run(graph: fx.Graph, given: Sequence[Tensor], ran: list[str]) -> tuple[tuple[Tensor, ...], int, int]:
+def _run(graph: fx.Graph, given: Sequence[Tensor], ran: list[str]) -> tuple[tuple[Tensor, ...], Peaks]:
     ran.append(str(graph.output_node().args))
     x, y = given
     new = x * y
-    return (x[1:3], new, new.t(), new.clone()), 128, 64
+    return (x[1:3], new, new.t(), new.clone()), PEAKS
 
 
 def _looks(given: Sequence[Tensor], made: Sequence[Tensor]) -> list[object]:
@@ -47,9 +48,9 @@ def test_a_function_with_other_names_and_sites_is_known() -> None:
     known, ran = KnownFunctions({}, (), ()), list[str]()
     first, second = _pair(4), _pair(4)
     a, b = _function(["x", "y"], 3), _function(["u", "v"], 7)
-    made, *peaks = known.run(a, first, [first[0]], (), None, lambda: _run(a, first, ran))
-    again, *same = known.run(b, second, [second[0]], (), None, lambda: _run(b, second, ran))
-    assert len(ran) == 1 and peaks == same == [128, 64]
+    made, peaks = known.run(a, first, [first[0]], (), None, lambda: _run(a, first, ran))
+    again, same = known.run(b, second, [second[0]], (), None, lambda: _run(b, second, ran))
+    assert len(ran) == 1 and peaks == same == PEAKS
     assert _looks(first, made) == _looks(second, again)
     assert not {storage_key(x) for x in (*first, *made)} & {storage_key(x) for x in (*second, *again)}
 
