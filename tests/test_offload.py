@@ -116,7 +116,8 @@ def _programs() -> tuple[DifferentiatedProgram, DifferentiatedProgram]:
     return runner.programs[index - 1][1], runner.programs[index][1]
 
 
-def _copied(program: DifferentiatedProgram) -> tuple[DifferentiatedProgram, dict[str, fx.Node]]:
+def copied(program: DifferentiatedProgram) -> tuple[DifferentiatedProgram, dict[str, fx.Node]]:
+    """The same program, to be changed, and its nodes by their names."""
     graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in program.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)
@@ -140,7 +141,7 @@ def _mutants(after: DifferentiatedProgram) -> list[tuple[str, DifferentiatedProg
             "late",
             "stage",
         ):
-            program, nodes = _copied(after)
+            program, nodes = copied(after)
             out = nodes[name]
             (back,) = out.users
             other = next(n for n in program.graph.nodes if n.target is copy_out and n is not out)
@@ -166,7 +167,7 @@ def _mutants(after: DifferentiatedProgram) -> list[tuple[str, DifferentiatedProg
 def test_harmful_copies_are_refused() -> None:
     before, after = _programs()
     check_offload(before, after)
-    check_offload(before, _copied(after)[0])
+    check_offload(before, copied(after)[0])
     mutants = _mutants(after)
     assert len(mutants) >= 30
     for what, program in mutants:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import fx
 
 from quintnet import Mesh
 from quintnet_compiler.capture.capture import capture
@@ -23,6 +22,7 @@ from quintnet_compiler.passes.autodiff.offload_parameters import OffloadParamete
 from quintnet_compiler.passes.checks.rewrites.offload_parameters import check_offload_parameters
 
 from ..models import CASES, build
+from ..test_offload import copied
 
 PARAMETERS = ("parameters",)
 
@@ -38,20 +38,12 @@ def _programs() -> tuple[DifferentiatedProgram, DifferentiatedProgram]:
     return runner.programs[index - 1][1], runner.programs[index][1]
 
 
-def _copied(program: DifferentiatedProgram) -> tuple[DifferentiatedProgram, dict[str, fx.Node]]:
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in program.graph.nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-    moved = program.moved(graph, new, {new[n]: stage for n, stage in program.stage.items()})
-    return moved, {node.name: node for node in graph.nodes}
-
-
 HARMS = ("another parameter", "read on the host", "from the forward", "another stage", "at the start", "for nobody")
 
 
 def _mutant(after: DifferentiatedProgram, name: str, harm: str) -> DifferentiatedProgram | None:
     """The program with one copy harmed; None where it cannot be."""
-    program, nodes = _copied(after)
+    program, nodes = copied(after)
     copy = nodes[name]
     copies = [n for n in program.graph.nodes if n.target is copy_in]
     phase, source = facts(copy).phase, copy.all_input_nodes[0]
@@ -82,7 +74,7 @@ def _mutant(after: DifferentiatedProgram, name: str, harm: str) -> Differentiate
 def test_harmful_copies_are_refused() -> None:
     before, after = _programs()
     check_offload_parameters(before, after)
-    check_offload_parameters(before, _copied(after)[0])
+    check_offload_parameters(before, copied(after)[0])
     names = [node.name for node in after.graph.nodes if node.target is copy_in]
     seen = Counter[str]()
     for harm in HARMS:
