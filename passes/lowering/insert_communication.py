@@ -35,7 +35,7 @@ from ...ops.rank_local import (
     padding_of,
 )
 from ...ops.rules.notation import Rule
-from ...ops.scaled_products import block_max, block_scale, scaled_cast
+from ...ops.scaled_products import CASTS, block_max
 from ..strategies.expert_axes import hops, moved_there
 from ..strategies.rule_book import RuleBook
 from .lower_attention import LowerAttention
@@ -44,9 +44,6 @@ from .scaled_experts import ScaledExperts
 from .scales import largest_of_ranks
 
 aten = torch.ops.aten
-
-
-_TO_EIGHT_BITS = frozenset({block_max, block_scale, scaled_cast})
 
 
 @dataclass(frozen=True)
@@ -533,8 +530,8 @@ class _CommunicationLowering:
 def _casts(node: fx.Node) -> bool:
     """Whether it is a part of a cast to 8 bits, which begins with what has no gradient."""
     if node.target is aten.detach.default:
-        return bool(node.users) and all(user.target in _TO_EIGHT_BITS for user in node.users)
-    return node.target in _TO_EIGHT_BITS
+        return bool(node.users) and all(user.target in CASTS for user in node.users)
+    return node.target in CASTS
 
 
 def _parameter(node: fx.Node) -> bool:

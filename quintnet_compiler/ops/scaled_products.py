@@ -160,4 +160,5 @@ CONSISTS_OF: Mapping[OpOverload, Callable[..., Tensor]] = MappingProxyType(
     {block_max: _block_max, block_scale: _block_scale, scaled_cast: _scaled_cast, scaled_matmul: _scaled_matmul}
 )
 
-_CASTING = frozenset({aten.detach.default, aten.unsqueeze.default, block_max, block_scale, scaled_cast})
+CASTS = frozenset({block_max, block_scale, scaled_cast})  # of what casts a tensor to 8 bits
+_CASTING = CASTS | {aten.detach.default, aten.unsqueeze.default}
