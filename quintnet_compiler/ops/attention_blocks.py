@@ -40,6 +40,16 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Queries and keys of a block, as kernels with windows take them: of n queries and m keys, query i sees the key j
+    if ``-left <= j - i - (m - n) <= right``, so that both are counted from the last ones; -1: no condition."""
+
+    block: Block
+    left: int = -1
+    right: int = -1
+
+
+@dataclass(frozen=True)
 class Sight:
     """A query at position i sees the key at j if: j <= i (``causal``); i - j < ``window``; both are in one of the
     chunks of so many positions into which ``chunk`` cuts them (each where it is not 0)."""
@@ -96,6 +106,30 @@ class Sight:
         if not self.causal or least >= 0:
             return "all"
         return "diagonal" if (block.row, block.rows) == (block.col, block.cols) else "some"
+
+    def spans(self, block: Block) -> Iterator[Span]:
+        """What is seen of a block: of each chunk the queries that see any of its keys, and the keys that any of them
+        sees.
+
+        >>> list(Sight(True, 0).spans(Block(4, 4, 0, 6)))
+        [Span(block=Block(row=4, rows=4, col=0, cols=6), left=-1, right=2)]
+        >>> [(x.block, x.left) for x in Sight(True, 3).spans(Block(4, 8, 0, 6))]
+        [(Block(row=4, rows=4, col=2, cols=4), 0)]
+        """
+        (row_end, col_end), size = block.ends, self.chunk or max(block.ends)
+        for begin in range(block.row // size * size, row_end, size):
+            row, end = max(block.row, begin), min(row_end, begin + size)
+            col, last = max(block.col, begin if self.chunk else 0), min(col_end, begin + size)
+            if self.causal:
+                row, last = max(row, col), min(last, end)
+            if self.window:
+                end = min(end, last + self.window - 1)
+                col, last = max(col, row - self.window + 1), min(last, end) if self.causal else last
+            if row < end and col < last:
+                ahead = end - last  # of the last query, from the last key
+                left = self.window - 1 - ahead if self.window and end - 1 - col >= self.window else -1
+                right = ahead if self.causal and (last - 1 > row or not ahead) else -1
+                yield Span(Block(row, end - row, col, last - col), left, right)
 
     def parts(self, block: Block, cells: int, tiled: bool) -> Iterator[tuple[Block, Seen]]:
         """What is seen of a block, as blocks that do not overlap. One that is seen partly is a tile of at most

@@ -6,13 +6,13 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .attention_blocks import Block, Seen, Sight
+from .attention_blocks import Block, Sight
 
 FEW = 64  # positions of a run at least, where shorter documents are neighbours: each run is a call of a kernel
 
@@ -54,19 +54,23 @@ class Row:
         """The positions that may be seen, as runs."""
         return self.queries if self.padding is None else self._runs([self.segments, self.groups, self.padding])
 
-    def parts(self, sight: Sight, block: Block, cells: int, tiled: bool) -> Iterator[tuple[Block, Seen, bool]]:
-        """What is seen of a block, as :meth:`Sight.parts` has it; and whether ids hide some of it, too (that is always
-        ``some``, in tiles of at most ``cells`` scores)."""
+    def pairs(self, sight: Sight, block: Block) -> Iterator[tuple[Block, Sight, bool]]:
+        """Parts of a block that have a document or a group in common, how their queries see keys by their positions,
+        and whether ids hide some of these, too."""
         for queries, keys in self._pairs(block):
             part = Block(queries.first, queries.end - queries.first, keys.first, keys.end - keys.first)
-            plain = queries.alike and keys.alike and keys.seen
             grouped = not queries.groups.isdisjoint(keys.groups)
-            if plain:
-                for tile, seen in (Sight() if grouped else sight).parts(part, cells, tiled):
-                    yield tile, seen, False
-            else:
-                for tile, _ in (Sight() if grouped else sight).parts(part, cells, tiled=True):
-                    yield tile, "some", True
+            yield part, Sight() if grouped else sight, not (queries.alike and keys.alike and keys.seen)
+
+    @cached_property
+    def apart(self) -> Row:
+        """The same with each document a run of its own, however short: if all of them lie in one place each, and so do
+        those of their keys that may be seen."""
+        if self.groups is not None:
+            return self
+        every = replace(self, few=1)
+        in_one_place = (len(runs) == len({run.documents for run in runs}) for runs in (every.queries, every.keys))
+        return every if all(in_one_place) else self
 
     def sees(self, sight: Sight, block: Block) -> bool:
         """Whether any of the queries of a block may see any of its keys."""

@@ -61,10 +61,42 @@ class Operands:
         return of_q.reshape(self.q.shape), of_k, of_v
 
 
-class AttentionKernel(Protocol):
-    """What computes attention on a device. ``fused``: without scores in memory."""
+@dataclass(frozen=True)
+class Lengths:
+    """Runs of queries and of keys, one after the other: q [S, H, D], k [T, G, D] and v [T, G, D] of all; where runs end
+    among all of them, after a 0 (int32, on the device); the longest; and what a query sees of its keys, see
+    :class:`.attention_blocks.Span`."""
 
-    fused: bool
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_ends: Tensor
+    k_ends: Tensor
+    most_q: int
+    most_k: int
+    left: int
+    right: int
+
+
+class LengthsKernel(Protocol):
+    """What computes attention of :class:`Lengths`. Each query sees a key."""
+
+    def forward(self, given: Lengths, scale: float) -> tuple[Tensor, Tensor]:
+        """The attention [S, H, D], and the logs [H, S]."""
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Lengths, scale: float) -> Gradients:
+        """The gradients of q, k and v."""
+
+
+class AttentionKernel(Protocol):
+    """What computes attention on a device. ``fused``: without scores in memory. ``lengths``: what takes all that needs
+    no bias."""
+
+    @property
+    def fused(self) -> bool: ...
+
+    @property
+    def lengths(self) -> LengthsKernel | None: ...
 
     def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
         """The attention, and the logs."""
@@ -82,7 +114,8 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor) -> AttentionKernel:
         given = Operands(q, k, v).by_key_head()
         some_mask = q[:1, :1, :1, :1]
         if CudaAttention(gpu, given.q, given.k, given.v, some_mask, 0.0, False, False).kernel() == "efficient":
-            return CudaKernel(CudaAttention(gpu, q, k, v, None, 0.0, False, True).kernel() == "flash")
+            flash = CudaAttention(gpu, q, k, v, None, 0.0, False, True).kernel() == "flash"
+            return CudaKernel(FlashLengths() if flash else None)
     return Matmuls()
 
 
@@ -90,6 +123,7 @@ class CpuKernel:
     """Flash attention on CPUs."""
 
     fused = True
+    lengths = None
 
     def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
         x = given.by_key_head()
@@ -107,19 +141,47 @@ class CpuKernel:
         return given.ungrouped(*found)
 
 
+class FlashLengths:
+    """Flash attention on CUDA (Dao 2023), of 16 bits."""
+
+    def forward(self, given: Lengths, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._flash_attention_forward(
+            given.q, given.k, given.v, *_runs(given), 0.0, _causal(given), False, scale=scale, **_window(given)
+        )
+        return out, lse
+
+    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Lengths, scale: float) -> Gradients:
+        seed = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
+        found: Gradients = aten._flash_attention_backward(
+            grad, given.q, given.k, given.v, out, lse.contiguous(), *_runs(given), 0.0, _causal(given), seed,
+            torch.empty(0, device=grad.device), scale=scale, **_window(given),
+        )  # fmt: skip
+        return found
+
+
+def _runs(given: Lengths) -> tuple[Tensor, Tensor, int, int]:
+    return given.q_ends, given.k_ends, max(2, given.most_q), given.most_k  # one query is laid out in another way
+
+
+def _causal(given: Lengths) -> bool:
+    return (given.left, given.right) == (-1, 0)
+
+
+def _window(given: Lengths) -> dict[str, int]:
+    """Of kernels, which have a path of their own for causality alone."""
+    if _causal(given) or (given.left, given.right) == (-1, -1):
+        return {}
+    return {"window_size_left": given.left, "window_size_right": given.right}
+
+
 @dataclass(frozen=True)
 class CudaKernel:
-    """Flash attention (``flash``: it takes these tensors) of what has no bias, else memory-efficient attention."""
+    """Memory-efficient attention."""
 
-    flash: bool
+    lengths: LengthsKernel | None
     fused = True
 
     def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
-        if given.bias is None and self.flash:
-            out, lse, *_ = aten._scaled_dot_product_flash_attention(
-                given.q, given.k, given.v, 0.0, given.causal, False, scale=scale
-            )
-            return out, lse
         x = given.by_key_head()
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             x.q, x.k, x.v, _expanded(x), True, 0.0, x.causal, scale=scale
@@ -127,21 +189,13 @@ class CudaKernel:
         return out.reshape(given.q.shape), lse.narrow(-1, 0, x.q.shape[2]).reshape(given.q.shape[:3])
 
     def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Operands, scale: float) -> Gradients:
-        seed = torch.zeros((), dtype=torch.uint64, device=grad.device)  # of dropout, of which there is none
-        found: Gradients
-        if given.bias is None and self.flash:
-            found = aten._scaled_dot_product_flash_attention_backward(
-                grad, given.q, given.k, given.v, out, lse.contiguous(), None, None, given.q.shape[2],
-                given.k.shape[2], 0.0, given.causal, seed, seed, scale=scale,
-            )  # fmt: skip
-            return found
         x = given.by_key_head()
         grad, out, lse = (given.grouped(one) for one in (grad, out, lse))
         rows = out.transpose(1, 2)
         if not rows.is_contiguous():  # kernels of 16 bits read it as [B, S, H, D] in memory, whatever its strides are
             out = rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
         lse = F.pad(lse, (0, -lse.shape[-1] % _LOGS), value=float("inf")).contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=grad.device)
+        seed = torch.zeros((), dtype=torch.int64, device=grad.device)  # of dropout, of which there is none
         found = aten._scaled_dot_product_efficient_attention_backward(
             grad, x.q, x.k, x.v, _expanded(x), out, lse, seed, seed, 0.0, [True, True, True, False], x.causal,
             scale=scale,
@@ -162,6 +216,7 @@ class Matmuls:
     """Matrix products and a softmax, in a wide dtype, for what no kernel takes."""
 
     fused = False
+    lengths = None
 
     def forward(self, given: Operands, scale: float) -> tuple[Tensor, Tensor]:
         scores = self._scores(given, scale)

@@ -6,8 +6,9 @@ The attention to all keys is the sum of those to parts of them, weighted by thei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor
 
 from ..core.precision import widened
 from .attention import visible
-from .attention_blocks import Block, Seen, Sight
+from .attention_blocks import Block, Sight
 from .attention_ids import FEW, Row
-from .attention_kernels import Gradients, Operands, kernel_for
+from .attention_kernels import AttentionKernel, Gradients, Operands, kernel_for
+from .attention_spans import Backward, Calls, Spans, Term, Where
 
 FEATURES = 8  # of a head: kernels of GPUs take multiples of so many
 NONE = float("-inf")  # the log of a sum of no exponentials
@@ -86,24 +88,40 @@ class Ids:
 
 class Total:
     """The attention of a run of queries to the keys that were added so far: [B, H, S, E], and its logs [B, H, S], in a
-    wide dtype."""
+    wide dtype if there is more than one term."""
 
     def __init__(self, q: Tensor, width: int) -> None:
-        self.dtype, wide = q.dtype, widened(q.dtype)
-        self.out = torch.zeros([*q.shape[:3], width], dtype=wide, device=q.device)
-        self.lse = torch.full(q.shape[:3], NONE, dtype=wide, device=q.device)
+        self.like, self.shape, self.wide = q, (*q.shape[:3], width), widened(q.dtype)
+        self.sums: tuple[Tensor, Tensor] | None = None
 
-    def add(self, batch: slice, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """The attention of some of the queries to other keys; the log of a query that sees none of them is -inf."""
-        mine, before = self.out[batch, :, rows], self.lse[batch, :, rows]
+    def add(self, term: Term) -> None:
+        """The attention of some of the queries to other keys."""
+        if self.sums is None:
+            if term.seen and term.out.numel() == math.prod(self.shape):
+                rows, heads, places, width = self.shape
+                out, lse = term.out.reshape(rows, places, heads, width), term.lse.reshape(rows, places, heads)
+                self.sums = out.transpose(1, 2), lse.transpose(1, 2)
+                return
+            empty = self.like.new_zeros(self.shape, dtype=self.wide)
+            self.sums = empty, self.like.new_full(self.shape[:3], NONE, dtype=self.wide)
+        self.sums = self.sums[0].to(self.wide), self.sums[1]
+        outs, logs = (x.transpose(1, 2) for x in self.sums)
+        mine, before = outs[term.at], logs[term.at]
+        out, lse = term.out.reshape(mine.shape), term.lse.reshape(before.shape)
         after = torch.logaddexp(before, lse)
         base = after.masked_fill(after == NONE, 0.0)  # -inf less -inf is not a number
         mine.mul_((before - base).exp_().unsqueeze(-1)).add_(out * (lse - base).exp_().unsqueeze(-1))
-        before.copy_(after)
+        logs[term.at] = after
+        if any(isinstance(x, Tensor) for x in term.at):  # a copy, not a view
+            outs[term.at] = mine
 
     def finished(self) -> tuple[Tensor, Tensor]:
         """The result, and its logs: 0 and -inf for queries that saw nothing."""
-        return self.out.to(self.dtype), self.lse
+        if self.sums is None:
+            zeros = self.like.new_zeros(self.shape)
+            return zeros, self.like.new_full(self.shape[:3], NONE, dtype=self.wide)
+        out, lse = self.sums
+        return out.to(self.like.dtype).contiguous(), lse.contiguous()
 
 
 @dataclass(frozen=True)
@@ -125,7 +143,7 @@ class _Part:
     def blind(self) -> Tensor | None:
         return None if self.mask is None else self.mask.any(-1).logical_not_()
 
-    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
         """What a kernel is given: scores of keys that are not seen become -inf."""
         bias = None
         if self.mask is not None and self.blind is not None:
@@ -134,9 +152,21 @@ class _Part:
         q, k, v = (x[self.batch, :, at] for x, at in ((q, self.rows), (k, self.cols), (v, self.cols)))
         return Operands(q, k, v, bias, self.causal)
 
-    def log(self, lse: Tensor, of_blind: float) -> Tensor:
+    def _log(self, lse: Tensor, of_blind: float) -> Tensor:
         """``lse`` with another value for queries that see nothing."""
         return lse if self.blind is None else lse.masked_fill(self.blind, of_blind)
+
+    def forward(self, kernel: AttentionKernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Term:
+        out, lse = kernel.forward(self._operands(q, k, v), scale)
+        lse = self._log(lse, NONE)
+        return Term((self.batch, self.rows), out.transpose(1, 2), lse.transpose(1, 2), self.mask is None)
+
+    def backward(self, kernel: AttentionKernel, scale: float, given: Backward) -> tuple[tuple[Where, Tensor], ...]:
+        batch, rows, cols = self.batch, self.rows, self.cols
+        grad, out, lse = (x[batch, :, rows] for x in (given.grad, given.out, given.lse))
+        operands = self._operands(given.q, given.k, given.v)
+        found = kernel.backward(grad, out, self._log(lse, -NONE), operands, scale)
+        return tuple(((batch, at), x.transpose(1, 2)) for at, x in zip((rows, cols, cols), found, strict=True))
 
 
 @dataclass(frozen=True)
@@ -154,11 +184,10 @@ class AttentionTiles:
         width = v.shape[-1]
         q, k, v = _same_width(q, k, v)
         kernel = kernel_for(q, k, v)
-        for part in self._parts(block, q, ids, kernel.fused):
-            given = part.operands(q, k, v)
-            out, lse = kernel.forward(given, self.scale)
-            into.add(part.batch, part.rows, out[..., :width], part.log(lse, NONE))
-            del part, given, out, lse  # before the next ones are made
+        for part in self._parts(block, q, ids, kernel):
+            term = part.forward(kernel, self.scale, q, k, v)
+            into.add(replace(term, out=term.out[..., :width]))
+            del part, term  # before the next ones are made
 
     def backward(
         self,
@@ -179,34 +208,48 @@ class AttentionTiles:
         widths = (q.shape[-1], k.shape[-1], v.shape[-1])
         lse = lse.masked_fill(lse == NONE, -NONE)  # every weight of a query that sees nothing is 0
         q, k, v, grad, out = _same_width(q, k, v, grad, out)
-        kernel = kernel_for(q, k, v)
-        for part in self._parts(block, q, ids, kernel.fused):
-            given, batch, rows, cols = part.operands(q, k, v), part.batch, part.rows, part.cols
-            logs = part.log(lse[batch, :, rows], -NONE)
-            found = kernel.backward(grad[batch, :, rows], out[batch, :, rows], logs, given, self.scale)
-            for total, at, term, width in zip(into, (rows, cols, cols), found, widths, strict=True):
-                total[batch, :, at] += term[..., :width]
-            del part, given, logs, found, term
+        kernel, given = kernel_for(q, k, v), Backward(grad, q, out, lse, k, v)
+        for part in self._parts(block, q, ids, kernel):
+            found = part.backward(kernel, self.scale, given)
+            for total, (at, term), width in zip(into, found, widths, strict=True):
+                mine = total.transpose(1, 2)
+                mine[at] += term[..., :width].reshape(mine[at].shape)
+            del part, found, term
 
-    def _parts(self, block: Block, q: Tensor, ids: Ids, fused: bool) -> Iterator[_Part]:
-        rows = q.shape[0] if not ids.rows else 1
+    def _parts(self, block: Block, q: Tensor, ids: Ids, kernel: AttentionKernel) -> Iterator[_Part | Spans]:
+        """What is seen of a block. Where the kernel takes runs of unequal lengths, all that needs no mask of its own is
+        in as few calls as possible."""
+        calls = Calls(block)
+        for row, part, sight, hidden in self._pairs(block, q.shape[0], ids, kernel):
+            if kernel.lengths is not None and row is not None and not hidden:
+                calls.add(row, sight.spans(part))
+            else:
+                yield from self._masked(block, q, ids, kernel.fused, row, part, sight, hidden)
+        yield from calls.made
+
+    def _pairs(
+        self, block: Block, count: int, ids: Ids, kernel: AttentionKernel
+    ) -> Iterator[tuple[int | None, Block, Sight, bool]]:
+        """Parts of a block in a row of the batch (None: in all), how positions see each other, and whether ids hide
+        some of that."""
+        if not ids.rows:
+            yield from ((row, block, self.sight, False) for row in (range(count) if kernel.lengths else [None]))
+        for i, row in enumerate(ids.rows):
+            yield from ((i, *found) for found in (row.apart if kernel.lengths else row).pairs(self.sight, block))
+
+    def _masked(
+        self, block: Block, q: Tensor, ids: Ids, fused: bool, row: int | None, part: Block, sight: Sight, hidden: bool
+    ) -> Iterator[_Part]:
+        batch = slice(None) if row is None else slice(row, row + 1)
         # what takes memory is the mask of a fused kernel, which has no rows of the batch, or the scores
-        one = q.element_size() if fused else rows * q.shape[1] * widened(q.dtype).itemsize
-        for row, tile, seen, hidden in self._tiles(block, ids, self.tile_bytes // one, tiled=not fused):
-            batch = slice(None) if row is None else slice(row, row + 1)
+        one = q.element_size() if fused else q[batch].shape[0] * q.shape[1] * widened(q.dtype).itemsize
+        for tile, seen in sight.parts(part, self.tile_bytes // one, tiled=hidden or not fused):
             places = block.places(tile)
-            if seen == "some":
+            if hidden or seen == "some":
                 told = ids if hidden else Ids()
                 yield _Part(batch, *places, False, told.mask(self.sight, row or 0, tile, q.device))
             else:
                 yield _Part(batch, *places, seen == "diagonal")
-
-    def _tiles(self, block: Block, ids: Ids, cells: int, tiled: bool) -> Iterator[tuple[int | None, Block, Seen, bool]]:
-        """What is seen of a block: in which row of the batch (None: in all), how much, and whether ids hide some."""
-        if not ids.rows:
-            yield from ((None, tile, seen, False) for tile, seen in self.sight.parts(block, cells, tiled))
-        for i, row in enumerate(ids.rows):
-            yield from ((i, *found) for found in row.parts(self.sight, block, cells, tiled))
 
 
 def _same_width(*given: Tensor) -> list[Tensor]:

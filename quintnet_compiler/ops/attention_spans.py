@@ -1,0 +1,147 @@
+"""Calls of kernels that take runs of unequal lengths: each call has many spans of queries and keys, of which no query
+and no key is in two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from .attention_blocks import Block, Span
+from .attention_kernels import AttentionKernel, Lengths
+
+Run: TypeAlias = tuple[int, int, int]  # a row of the batch, and a first place and an end in it
+Where: TypeAlias = tuple[int | slice | Tensor, ...]  # an index of [rows, places, ...]
+
+
+@dataclass(frozen=True)
+class Term:
+    """The attention of queries ``at`` [rows, places] to some keys: [..., H, E], and the logs [..., H]; whether each of
+    them sees a key (the log of one that does not is -inf)."""
+
+    at: Where
+    out: Tensor
+    lse: Tensor
+    seen: bool
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What the backward of a block reads: [B, heads, places, features], and the logs [B, H, S], of all keys."""
+
+    grad: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class Places:
+    """Runs of places in [rows, heads, places, features], one after the other."""
+
+    runs: tuple[Run, ...]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [end - first for _, first, end in self.runs]
+
+    def where(self, like: Tensor) -> Where:
+        """Of a tensor [rows, places, ...] on the same device: as slices where no run leaves a gap to the next."""
+        rows, length = like.shape[:2]
+        at = [(row * length + first, row * length + end) for row, first, end in self.runs]
+        if all(end == first for (_, end), (first, _) in pairwise(at)):
+            if self.runs[0][0] == self.runs[-1][0]:
+                return self.runs[0][0], slice(self.runs[0][1], self.runs[-1][2])
+            if (at[0][0], at[-1][1]) == (0, rows * length):
+                return (slice(None),)
+        places = torch.cat([torch.arange(first, end) for first, end in at])
+        return tuple(x.to(like.device) for x in (places // length, places % length))
+
+    def taken(self, x: Tensor) -> Tensor:
+        """Of [rows, heads, places, ...]: [places of the runs, heads, ...]."""
+        found = x.transpose(1, 2)
+        found = found[self.where(found)]
+        return found.flatten(0, 1) if found.dim() == x.dim() else found  # all rows
+
+    def ends(self, device: torch.device) -> Tensor:
+        """Where each run ends among all, after a 0."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """A call: in these rows of the batch these queries see these keys."""
+
+    queries: Places
+    keys: Places
+    left: int
+    right: int
+
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Lengths:
+        q, k, v = self.queries.taken(q), self.keys.taken(k), self.keys.taken(v)
+        (q_ends, k_ends), (most_q, most_k) = (
+            (x.ends(q.device) for x in (self.queries, self.keys)),
+            (max(x.lengths) for x in (self.queries, self.keys)),
+        )
+        return Lengths(q, k, v, q_ends, k_ends, most_q, most_k, self.left, self.right)
+
+    def forward(self, kernel: AttentionKernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Term:
+        assert kernel.lengths is not None
+        out, lse = kernel.lengths.forward(self._operands(q, k, v), scale)
+        return Term(self.queries.where(q.transpose(1, 2)), out, lse.T, True)
+
+    def backward(self, kernel: AttentionKernel, scale: float, given: Backward) -> tuple[tuple[Where, Tensor], ...]:
+        assert kernel.lengths is not None
+        grad, out, lse = (self.queries.taken(x) for x in (given.grad, given.out, given.lse))
+        operands = self._operands(given.q, given.k, given.v)
+        found = kernel.lengths.backward(grad, out, lse.T.contiguous(), operands, scale)
+        of_q, of_k = (x.where(like.transpose(1, 2)) for x, like in ((self.queries, given.q), (self.keys, given.k)))
+        return tuple(zip((of_q, of_k, of_k), found, strict=True))
+
+
+@dataclass
+class _Call:
+    """Spans whose queries and keys follow each other."""
+
+    queries: list[Run] = field(default_factory=list)
+    keys: list[Run] = field(default_factory=list)
+
+    def takes(self, queries: Run, keys: Run) -> bool:
+        return not self.queries or all(
+            old[0] < new[0] or (old[0] == new[0] and old[2] <= new[1])
+            for old, new in ((self.queries[-1], queries), (self.keys[-1], keys))
+        )
+
+
+@dataclass
+class Calls:
+    """The calls for parts of ``block``, whose queries and keys are given."""
+
+    block: Block
+    _by_window: dict[tuple[int, int], list[_Call]] = field(default_factory=dict)
+
+    def add(self, row: int, spans: Iterable[Span]) -> None:
+        for span in spans:
+            queries, keys = ((row, at.start, at.stop) for at in self.block.places(span.block))
+            calls = self._by_window.setdefault((span.left, span.right), [])
+            call = next((one for one in calls if one.takes(queries, keys)), None)
+            if call is None:
+                call = _Call()
+                calls.append(call)
+            call.queries.append(queries)
+            call.keys.append(keys)
+
+    @property
+    def made(self) -> Sequence[Spans]:
+        return [
+            Spans(Places(tuple(call.queries)), Places(tuple(call.keys)), *window)
+            for window, calls in self._by_window.items()
+            for call in calls
+        ]
