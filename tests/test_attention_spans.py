@@ -15,74 +15,26 @@ from quintnet_compiler.ops import attention_tiles
 from quintnet_compiler.ops.attention import visible
 from quintnet_compiler.ops.attention_blocks import Block, Sight
 from quintnet_compiler.ops.attention_ids import Row
-from quintnet_compiler.ops.attention_kernels import Gradients, Lengths, Matmuls
+from quintnet_compiler.ops.attention_kernels import Matmuls
 from quintnet_compiler.ops.attention_spans import Calls
 from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles
 from quintnet_compiler.ops.tiled_attention import attend_runs, attend_runs_backward
 
+from .looped_spans import LoopedSpans
 from .test_tiled_attention import MASKS, _program
 
 torch.set_num_threads(1)
 SIGHTS = [Sight(*one) for one in itertools.product((False, True), (0, 1, 3, 5), (0, 3))]
 
 
-class _Loop:
-    """Each span of a call by itself, by matmuls and a mask."""
-
-    def __init__(self) -> None:
-        self.spans = list[int]()
-
-    def forward(self, given: Lengths, scale: float) -> tuple[Tensor, Tensor]:
-        self.spans.append(len(given.q_ends) - 1)
-        found = [self._one(given, i, scale) for i in range(len(given.q_ends) - 1)]
-        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found]).T
-
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor, given: Lengths, scale: float) -> Gradients:
-        """Of attention to all keys, whose logs are given."""
-        wide = [torch.zeros_like(x) for x in (given.q, given.k, given.v)]
-        for i in range(len(given.q_ends) - 1):
-            (rows, q), (cols, k, v), seen = self._span(given, i)
-            weights = torch.einsum("shd,thd->hst", q, k).mul(scale).sub(lse[:, rows, None]).exp() * seen
-            slopes = torch.einsum("she,the->hst", grad[rows], v) - (grad[rows] * out[rows]).sum(-1).T[..., None]
-            slopes = slopes * weights * scale
-            wide[0][rows] += torch.einsum("hst,thd->shd", slopes, k)
-            groups = given.k.shape[1]
-            for into, term in (
-                (wide[1], torch.einsum("hst,shd->thd", slopes, q)),
-                (wide[2], torch.einsum("hst,she->the", weights, grad[rows])),
-            ):
-                into[cols] += term.unflatten(1, (groups, -1)).sum(2)
-        of_q, of_k, of_v = wide
-        return of_q, of_k, of_v
-
-    def _one(self, given: Lengths, i: int, scale: float) -> tuple[Tensor, Tensor]:
-        (_, q), (_, k, v), seen = self._span(given, i)
-        assert seen.any(-1).all()
-        scores = torch.einsum("shd,thd->hst", q, k).mul(scale).masked_fill(~seen, float("-inf"))
-        return torch.einsum("hst,the->she", scores.softmax(-1), v), scores.logsumexp(-1).T
-
-    def _span(self, given: Lengths, i: int) -> Any:
-        rows, cols = (slice(int(x[i]), int(x[i + 1])) for x in (given.q_ends, given.k_ends))
-        q, k, v = given.q[rows], given.k[cols], given.v[cols]
-        assert 0 < len(q) <= given.most_q and 0 < len(k) <= given.most_k
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        ahead = torch.arange(len(k)) - torch.arange(len(q))[:, None] - (len(k) - len(q))
-        seen = torch.ones_like(ahead, dtype=torch.bool)
-        if given.left >= 0:
-            seen &= ahead >= -given.left
-        if given.right >= 0:
-            seen &= ahead <= given.right
-        return (rows, q), (cols, k, v), seen
-
-
 @dataclass(frozen=True)
 class _Kernel(Matmuls):
-    lengths: _Loop  # type: ignore[assignment]
+    lengths: LoopedSpans  # type: ignore[assignment]
 
 
 @pytest.fixture
-def loop(monkeypatch: pytest.MonkeyPatch) -> _Loop:
-    made = _Loop()
+def loop(monkeypatch: pytest.MonkeyPatch) -> LoopedSpans:
+    made = LoopedSpans()
     monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: _Kernel(made))
     return made
 
@@ -127,7 +79,7 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("mask", ["causal", "window_5", "causal_window_3", "causal_chunk_7", "all"])
-def test_calls_equal_a_mask(loop: _Loop, mask: str, documents: str) -> None:
+def test_calls_equal_a_mask(loop: LoopedSpans, mask: str, documents: str) -> None:
     ids = DOCUMENTS[documents]
     given, sight = _given(2, ids), Sight.parse(mask)
     tiles, runs = AttentionTiles(0.3, sight, 2**10), [(2, 9), (15, 6)]
@@ -150,7 +102,7 @@ def test_calls_equal_a_mask(loop: _Loop, mask: str, documents: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-13)
 
 
-def test_documents_of_a_batch_are_one_call(loop: _Loop) -> None:
+def test_documents_of_a_batch_are_one_call(loop: LoopedSpans) -> None:
     documents = torch.arange(24).expand(3, 24) // torch.tensor([[1], [5], [12]])
     attend_runs(AttentionTiles(0.3, Sight(True), 2**10), [(0, 24)], _given(3, documents))
     assert loop.spans == [24 + 5 + 2]
@@ -175,7 +127,7 @@ def test_ids_in_several_places_stay_tiles() -> None:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("context", ["ring", pytest.param("all_gather", marks=pytest.mark.slow)])
-def test_programs_equal_the_model(loop: _Loop, mask: str, context: str) -> None:
+def test_programs_equal_the_model(loop: LoopedSpans, mask: str, context: str) -> None:
     report = _program(mask, quintnet.Mesh(cp=2), context=context).verify()
     assert report.ok and report.worst.error < 1e-12, str(report)
     assert loop.spans or mask in ("padding", "groups", "all")  # of which some is hidden everywhere

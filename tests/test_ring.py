@@ -85,8 +85,8 @@ def _seen(ring: Ring, length: int, ids: Ids) -> int:
         for owner in range(ring.size)
         for _, _, block in ring.blocks(owner, length, ids)
         for row in ids.rows
-        for cut, sight, _ in row.pairs(ring.tiles.sight, block)
-        for part, seen in sight.parts(cut, 1, tiled=False)
+        for pair in row.pairs(ring.tiles.sight, block)
+        for part, seen in pair.tiles(1, tiled=False)
     )
 
 

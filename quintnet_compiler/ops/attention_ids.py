@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .attention_blocks import Block, Sight
+from .attention_blocks import Block, Seen, Sight
 
 FEW = 64  # positions of a run at least, where shorter documents are neighbours: each run is a call of a kernel
 
@@ -36,6 +36,21 @@ class IdRun:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Queries and keys of a block that have a document or a group in common, if any: how they see each other by their
+    positions, and whether ids hide some of that (``hidden``)."""
+
+    block: Block
+    sight: Sight
+    hidden: bool = False
+
+    def tiles(self, cells: int, tiled: bool) -> Iterator[tuple[Block, Seen]]:
+        """As :meth:`Sight.parts`; what ids hide is ``some``, in tiles of at most ``cells`` scores."""
+        for tile, seen in self.sight.parts(self.block, cells, tiled or self.hidden):
+            yield tile, "some" if self.hidden else seen
+
+
+@dataclass(frozen=True)
 class Row:
     """One row of a batch: ids of its positions [T], in the host's memory. ``few``: see :data:`FEW`."""
 
@@ -54,13 +69,12 @@ class Row:
         """The positions that may be seen, as runs."""
         return self.queries if self.padding is None else self._runs([self.segments, self.groups, self.padding])
 
-    def pairs(self, sight: Sight, block: Block) -> Iterator[tuple[Block, Sight, bool]]:
-        """Parts of a block that have a document or a group in common, how their queries see keys by their positions,
-        and whether ids hide some of these, too."""
+    def pairs(self, sight: Sight, block: Block) -> Iterator[Pair]:
+        """What is seen of a block. A query and a key are in at most one of them."""
         for queries, keys in self._pairs(block):
             part = Block(queries.first, queries.end - queries.first, keys.first, keys.end - keys.first)
             grouped = not queries.groups.isdisjoint(keys.groups)
-            yield part, Sight() if grouped else sight, not (queries.alike and keys.alike and keys.seen)
+            yield Pair(part, Sight() if grouped else sight, not (queries.alike and keys.alike and keys.seen))
 
     @cached_property
     def apart(self) -> Row:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.precision import widened
 from .attention import visible
 from .attention_blocks import Block, Sight
-from .attention_ids import FEW, Row
+from .attention_ids import FEW, Pair, Row
 from .attention_kernels import AttentionKernel, Gradients, Operands, kernel_for
 from .attention_spans import Backward, Calls, Spans, Term, Where
 
@@ -220,33 +220,28 @@ class AttentionTiles:
         """What is seen of a block. Where the kernel takes runs of unequal lengths, all that needs no mask of its own is
         in as few calls as possible."""
         calls = Calls(block)
-        for row, part, sight, hidden in self._pairs(block, q.shape[0], ids, kernel):
-            if kernel.lengths is not None and row is not None and not hidden:
-                calls.add(row, sight.spans(part))
+        for row, pair in self._pairs(block, q.shape[0], ids, kernel):
+            if kernel.lengths is not None and row is not None and not pair.hidden:
+                calls.add(row, pair.sight.spans(pair.block))
             else:
-                yield from self._masked(block, q, ids, kernel.fused, row, part, sight, hidden)
+                yield from self._tiles(block, q, ids, kernel.fused, row, pair)
         yield from calls.made
 
-    def _pairs(
-        self, block: Block, count: int, ids: Ids, kernel: AttentionKernel
-    ) -> Iterator[tuple[int | None, Block, Sight, bool]]:
-        """Parts of a block in a row of the batch (None: in all), how positions see each other, and whether ids hide
-        some of that."""
+    def _pairs(self, block: Block, count: int, ids: Ids, kernel: AttentionKernel) -> Iterator[tuple[int | None, Pair]]:
+        """What is seen in a row of the batch (None: in all)."""
         if not ids.rows:
-            yield from ((row, block, self.sight, False) for row in (range(count) if kernel.lengths else [None]))
+            yield from ((row, Pair(block, self.sight)) for row in (range(count) if kernel.lengths else [None]))
         for i, row in enumerate(ids.rows):
-            yield from ((i, *found) for found in (row.apart if kernel.lengths else row).pairs(self.sight, block))
+            yield from ((i, pair) for pair in (row.apart if kernel.lengths else row).pairs(self.sight, block))
 
-    def _masked(
-        self, block: Block, q: Tensor, ids: Ids, fused: bool, row: int | None, part: Block, sight: Sight, hidden: bool
-    ) -> Iterator[_Part]:
+    def _tiles(self, block: Block, q: Tensor, ids: Ids, fused: bool, row: int | None, pair: Pair) -> Iterator[_Part]:
         batch = slice(None) if row is None else slice(row, row + 1)
         # what takes memory is the mask of a fused kernel, which has no rows of the batch, or the scores
         one = q.element_size() if fused else q[batch].shape[0] * q.shape[1] * widened(q.dtype).itemsize
-        for tile, seen in sight.parts(part, self.tile_bytes // one, tiled=hidden or not fused):
+        for tile, seen in pair.tiles(self.tile_bytes // one, tiled=not fused):
             places = block.places(tile)
-            if hidden or seen == "some":
-                told = ids if hidden else Ids()
+            if seen == "some":
+                told = ids if pair.hidden else Ids()
                 yield _Part(batch, *places, False, told.mask(self.sight, row or 0, tile, q.device))
             else:
                 yield _Part(batch, *places, seen == "diagonal")

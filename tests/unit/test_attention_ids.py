@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quintnet_compiler.huggingface.masks import known_mask
 from quintnet_compiler.ops.attention import visible
-from quintnet_compiler.ops.attention_blocks import Block, Sight
+from quintnet_compiler.ops.attention_blocks import Block, Seen, Sight
 from quintnet_compiler.ops.attention_ids import Row
 
 
@@ -46,12 +46,16 @@ def _seen(sight: Sight, row: Row, length: int) -> Tensor:
     return mask.reshape(-1, length, length)[0]
 
 
+def _parts(row: Row, sight: Sight, block: Block, cells: int, tiled: bool = False) -> list[tuple[Block, Seen, bool]]:
+    return [(*tile, pair.hidden) for pair in row.pairs(sight, block) for tile in pair.tiles(cells, tiled)]
+
+
 def test_parts_are_what_a_dense_mask_says() -> None:
     for dice, sight, row, length in _rows(1500):
         dense, first, col = _seen(sight, row, length), dice.randrange(length), dice.randrange(length)
         block = Block(first, dice.randrange(1, length - first + 3), col, dice.randrange(1, length - col + 3))
         cells, tiled, covered = dice.choice([4, 16, 1000]), dice.random() < 0.4, set[tuple[int, int]]()
-        for part, seen, hidden in row.parts(sight, block, cells, tiled):
+        for part, seen, hidden in _parts(row, sight, block, cells, tiled):
             pairs = set(itertools.product(range(part.row, part.ends[0]), range(part.col, part.ends[1])))
             assert pairs and not pairs & covered and (not hidden or seen == "some")
             covered |= pairs
@@ -72,10 +76,10 @@ def test_documents_save_work() -> None:
     """Of documents of unequal length, the pairs that causality leaves are computed and no other."""
     sizes = [700, 100, 1500, 64, 800, 932]
     segments = torch.repeat_interleave(torch.tensor(sizes))
-    parts = list(Row(None, segments, None).parts(Sight(causal=True), Block(0, 4096, 0, 4096), 2**20, tiled=False))
+    parts = _parts(Row(None, segments, None), Sight(causal=True), Block(0, 4096, 0, 4096), 2**20)
     assert [(part.rows, seen, hidden) for part, seen, hidden in parts] == [(n, "diagonal", False) for n in sizes]
     # on the last of four ranks, that has parts of two documents
-    parts = list(Row(None, segments, None).parts(Sight(causal=True), Block(3072, 1024, 0, 4096), 2**20, tiled=False))
+    parts = _parts(Row(None, segments, None), Sight(causal=True), Block(3072, 1024, 0, 4096), 2**20)
     assert sum(part.rows * part.cols for part, _, _ in parts) == 92 * 708 + 92 * 92 + 932 * 932
 
 
@@ -83,7 +87,7 @@ def test_many_short_documents_are_few_runs() -> None:
     segments = torch.arange(4096) // 5
     row = Row(None, segments, None)
     assert all(64 <= run.end - run.first <= 70 for run in row.queries[:-1]) and len(row.queries) <= 64
-    parts = list(row.parts(Sight(), Block(0, 4096, 0, 4096), 2**16, tiled=False))
+    parts = _parts(row, Sight(), Block(0, 4096, 0, 4096), 2**16)
     assert sum(part.rows * part.cols for part, _, _ in parts) <= 3 * 4096 * 70
 
 

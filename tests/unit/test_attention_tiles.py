@@ -24,12 +24,16 @@ from quintnet_compiler.ops.attention_kernels import (
     AttentionKernel,
     CpuKernel,
     CudaKernel,
+    FlashLengths,
+    Lengths,
     Matmuls,
     Operands,
     kernel_for,
 )
 from quintnet_compiler.ops.attention_tiles import AttentionInputs, AttentionTiles, Ids, Total
 from quintnet_compiler.ops.tiled_attention import attend_runs, attend_runs_backward
+
+from ..looped_spans import LoopedSpans
 
 torch.set_num_threads(1)
 LENGTH = 12
@@ -310,45 +314,65 @@ def _efficient_backward(*given: Any, scale: float) -> Any:
     return *_backward(grad, q, k, v, bias, out, lse[..., : q.shape[2]], causal, scale), None
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, p: float, causal: bool, mask: bool, *, scale: float) -> Any:
-    assert p == 0.0 and not mask and (not causal or q.shape[2] == k.shape[2])
-    scores = _definition(q, k, v, None, causal, scale)
-    return scores.softmax(-1) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), scores.logsumexp(-1), *[None] * 7
+def _lengths(q: Tensor, k: Tensor, v: Tensor, *given: Any, window: dict[str, int]) -> Lengths:
+    q_ends, k_ends, most_q, most_k, p, causal = given
+    assert p == 0.0 and q_ends.dtype == k_ends.dtype == torch.int32 and most_q > 1
+    assert all(x.stride(-1) == 1 for x in (q, k, v))
+    left, right = (window.get(f"window_size_{side}", -1) for side in ("left", "right"))
+    return Lengths(q, k, v, q_ends, k_ends, most_q, most_k, left, 0 if causal else right)
 
 
-def _flash_backward(*given: Any, scale: float) -> Any:
-    grad, q, k, v, out, lse, _, _, rows, cols, p, causal, _, _ = given
-    assert (rows, cols) == (q.shape[2], k.shape[2]) and lse.is_contiguous() and p == 0.0
-    return _backward(grad, q, k, v, None, out, lse, causal, scale)
+def _flash(*given: Any, scale: float, **window: int) -> Any:
+    assert not given[-1]  # a mask for debugging
+    return *LoopedSpans().forward(_lengths(*given[:-1], window=window), scale), *[None] * 3
+
+
+def _flash_backward(grad: Tensor, *given: Any, scale: float, **window: int) -> Any:
+    out, lse = given[3:5]
+    assert lse.is_contiguous()
+    lengths = _lengths(*given[:3], *given[5:-2], window=window)
+    return LoopedSpans().backward(grad, out, lse, lengths, scale)
 
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_kernels_of_cuda_get_what_they_take(monkeypatch: pytest.MonkeyPatch, flash: bool) -> None:
     """With definitions in their place, which ask for what the kernels ask for."""
     stand_ins = {
-        "_scaled_dot_product_flash_attention": _flash,
-        "_scaled_dot_product_flash_attention_backward": _flash_backward,
+        "_flash_attention_forward": _flash,
+        "_flash_attention_backward": _flash_backward,
         "_scaled_dot_product_efficient_attention": _efficient,
         "_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     }
     monkeypatch.setattr(attention_kernels, "aten", SimpleNamespace(**stand_ins))
-    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: CudaKernel(flash))
+    monkeypatch.setattr(attention_tiles, "kernel_for", lambda *_: CudaKernel(FlashLengths() if flash else None))
     for sight, mask in MASKS:
         _compare(sight, RUNS[2], 100, **mask)
 
 
-@pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-def test_operators_of_cuda_take_these_arguments(flash: bool, causal: bool) -> None:
+def test_operators_of_cuda_take_these_arguments(causal: bool) -> None:
     """On fake tensors: their schemas, and the shapes of what they make."""
     with FakeTensorMode():
         q, grad = (torch.empty(2, 8, 40, 64, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
         k, v = (torch.empty(2, 2, 40, 64, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
-        bias = None if flash or causal else torch.empty(2, 1, 40, 40, dtype=torch.bfloat16, device=CUDA)
+        bias = None if causal else torch.empty(2, 1, 40, 40, dtype=torch.bfloat16, device=CUDA)
         given = Operands(q, k, v, bias, causal)
-        out, lse = CudaKernel(flash).forward(given, 0.125)
+        out, lse = CudaKernel(None).forward(given, 0.125)
         assert out.shape == q.shape and lse.shape == q.shape[:3] and lse.dtype is torch.float32
-        found = CudaKernel(flash).backward(grad, out, lse, given, 0.125)
+        found = CudaKernel(None).backward(grad, out, lse, given, 0.125)
+        assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (15, 0), (-1, 3)])
+def test_flash_attention_of_lengths_takes_these_arguments(window: tuple[int, int]) -> None:
+    with FakeTensorMode():
+        q, grad = (torch.empty(80, 8, 64, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+        k, v = (torch.empty(96, 2, 64, dtype=torch.bfloat16, device=CUDA) for _ in range(2))
+        ends = [torch.empty(3, dtype=torch.int32, device=CUDA) for _ in range(2)]
+        given = Lengths(q, k, v, ends[0], ends[1], 40, 48, *window)
+        out, lse = FlashLengths().forward(given, 0.125)
+        assert out.shape == q.shape and lse.shape == (8, 80) and lse.dtype is torch.float32
+        found = FlashLengths().backward(grad, out, lse, given, 0.125)
         assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
 
 
